@@ -1,0 +1,23 @@
+"""One file per method. A new one is a new file here and one import line below."""
+
+from lightning_gc.compressors.cast import Cast as Cast
+from lightning_gc.compressors.compressor import AbsoluteError as AbsoluteError
+from lightning_gc.compressors.compressor import Codec as Codec
+from lightning_gc.compressors.compressor import Compressor as Compressor
+from lightning_gc.compressors.compressor import Contraction as Contraction
+from lightning_gc.compressors.compressor import Knob as Knob
+from lightning_gc.compressors.compressor import Variance as Variance
+from lightning_gc.compressors.hard_threshold import HardThreshold as HardThreshold
+from lightning_gc.compressors.identity import Identity as Identity
+from lightning_gc.compressors.per_parameter import PerParameter as PerParameter
+from lightning_gc.compressors.qsgd import QSGD as QSGD
+from lightning_gc.compressors.randomk import RandomK as RandomK
+from lightning_gc.compressors.size_switch import SizeSwitch as SizeSwitch
+from lightning_gc.compressors.topk import TopK as TopK
+from lightning_gc.compressors.wrapper import Wrapper as Wrapper
+from lightning_gc.registry import concrete as _concrete
+from lightning_gc.registry import public as _public
+
+__all__ = _public(globals())
+REGISTRY = _concrete(globals(), Compressor, Wrapper)  # type: ignore[type-abstract]
+"""``{name: class}`` of every compressor that can be asked for by name; wrappers need an inner one."""

@@ -1,0 +1,208 @@
+"""The only owner of state: one flow per bucket, from the local gradient to the common mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket, Tally
+from lightning_gc.compressors.compressor import Compressor
+from lightning_gc.flow import Flow
+from lightning_gc.guard import Guard
+from lightning_gc.memories import Memory, NoMemory, Residual
+from lightning_gc.schemes import AllGather, AllReduce, Scheme, TwoShot
+from lightning_gc.store import Store
+
+
+def combine(
+    compressor: Compressor, memory: Memory | None = None, scheme: Scheme | None = None
+) -> tuple[Compressor, Memory, Scheme]:
+    """Fill in what is left out and refuse what cannot work.
+
+    Defaults: ``Residual()`` for biased compressors, ``NoMemory()`` for unbiased ones;
+    ``AllReduce()`` where linear, ``TwoShot()`` for quantisers, ``AllGather()`` for the rest.
+
+    Raises:
+        ValueError: a scheme that cannot carry the compressor, or a memory that corrects momentum
+            with a compressor that leaves no error to correct.
+    """
+    if memory is None:
+        memory = NoMemory() if compressor.unbiased else Residual()
+    if scheme is None:
+        if compressor.linear:
+            scheme = AllReduce()
+        else:
+            scheme = TwoShot() if compressor.kind == "quantiser" else AllGather()
+    scheme.check(compressor)
+    if memory.corrects_momentum and compressor.unbiased:
+        raise ValueError(
+            f"{memory!r} corrects the momentum that waits in the error, but {compressor!r} is "
+            f"unbiased and leaves none; use NoMemory(), or a biased compressor such as TopK(0.01)."
+        )
+    return compressor, memory, scheme
+
+
+class Engine:
+    """Joins compressor, memory and scheme, and keeps their state by parameter name.
+
+    State is ``{"memory": {name: {buffer: tensor}}, "compressor": {name: {...}}, "step": int}``:
+    plain tensors and numbers. Nothing is keyed by a bucket.
+
+    Args:
+        compressor: how gradients are made small.
+        memory: what is remembered; see ``combine`` for the default.
+        scheme: how workers reach a mean; see ``combine`` for the default.
+        worker: this worker's index.
+        workers: how many there are.
+        seed: of all private random numbers; equal on all workers.
+
+    Attributes:
+        loss_scale: what gradients have been multiplied by (fp16), as a 0-dim tensor, or None.
+            Errors are kept in unscaled units.
+        revocable: an optimizer step may be skipped for a non-finite gradient, so that errors must
+            be as before in the next round. Costs a copy of the memory.
+        observe: measure norms before and after compression in this round.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        memory: Memory | None = None,
+        scheme: Scheme | None = None,
+        *,
+        worker: int = 0,
+        workers: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.compressor, self.memory, self.scheme = combine(compressor, memory, scheme)
+        self.worker = worker
+        self.workers = workers
+        self.seed = seed
+        self.step = 0
+        self.tally = Tally()
+        self.loss_scale: Tensor | None = None
+        self.revocable = False
+        self.observe = False
+        self.norms: list[tuple[Tensor, Tensor]] = []  # (‖x‖, ‖x − C(x)‖) per observed bucket
+        self.leftovers: dict[str, Tensor] = {}  # of the observed round, by name
+        self._store = Store(self.memory.buffers)
+        self._compressor_state: dict[str, dict[str, Any]] = {}
+        self._round = 0
+        self._verdicts: list[Tensor] = []
+        self._before: list[tuple[Tensor, Tensor]] = []  # (live flat buffer, its copy)
+
+    def flow(self, grad: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Flow:
+        """Return the conversation that replaces ``grad`` by the mean over workers, in place.
+
+        Args:
+            grad: flat local gradients, ``(numel,)``.
+            shapes: parameter name -> shape, in the order in which they lie in ``grad``.
+        """
+        state = {name: self._compressor_state.setdefault(name, {}) for name in shapes}
+        bucket = Bucket(
+            grad,
+            shapes,
+            step=self.step,
+            seed=self.seed,
+            worker=self.worker,
+            workers=self.workers,
+            state=state,
+            tally=self.tally,
+        )
+        return self._converse(bucket)
+
+    def advance(self) -> None:
+        """Count a finished round: all buckets have been handed to ``flow``."""
+        self.step += 1
+
+    def set_level(self, level: float) -> None:
+        """Move the compressor's knob, between rounds. Errors stay."""
+        self.compressor = self.compressor.at(level)
+
+    def _converse(self, bucket: Bucket) -> Flow:
+        grad, scale = bucket.grad, self.loss_scale
+        self._open_round(bucket.step)
+        guard = None if self.compressor.exact or not bucket.numel else Guard(bucket)
+        if guard is not None:
+            guard.silence(grad)
+        if scale is not None:
+            grad.div_(scale)
+
+        buffer = self._compensate(bucket)
+        before = torch.linalg.vector_norm(buffer) if self.observe else None
+        out = grad if grad.dtype.itemsize >= 4 else torch.zeros_like(grad, dtype=torch.float32)
+        flow = self.compressor.flow(bucket, buffer, out, self.scheme)
+        if guard is None:
+            yield from flow
+        else:
+            aside = guard.set_aside(buffer) if self.memory.buffers else None
+            yield from guard.watch(flow)
+            if aside is not None:
+                buffer.add_(aside)
+            guard.poison(out)
+            if guard.verdict is not None and self.revocable:
+                self._verdicts.append(guard.verdict)
+
+        if before is not None:
+            self.norms.append((before, torch.linalg.vector_norm(buffer)))
+            self.leftovers |= bucket.split(buffer)
+        if out is not grad:
+            grad.copy_(out)
+        if scale is not None:
+            grad.mul_(scale)
+
+    def _compensate(self, bucket: Bucket) -> Tensor:
+        """Return the buffer to compress: float32 or wider, and not the gradient if observed."""
+        flats = self._store.flat(bucket) if self.memory.buffers else {}
+        if self.revocable:
+            self._before += [(flat, flat.clone()) for flat in flats.values()]
+        buffer = self.memory.compensate(bucket, flats)
+        if buffer.dtype.itemsize < 4:
+            return buffer.float()
+        return buffer.clone() if self.observe and buffer is bucket.grad else buffer
+
+    def _open_round(self, step: int) -> None:
+        if step != self._round:
+            self.settle()
+            self._round = step
+            self.norms.clear()
+            self.leftovers.clear()
+
+    def settle(self) -> None:
+        """Take back the last round if its result was not finite: its step has been skipped."""
+        if self._verdicts:
+            skipped = ~torch.stack(self._verdicts).isfinite().all()
+            for live, copy in self._before:
+                if live.device.type != "cpu":
+                    torch.where(skipped, copy, live, out=live)
+                elif skipped:
+                    live.copy_(copy)
+        self._verdicts.clear()
+        self._before.clear()
+
+    def errors(self) -> dict[str, Tensor]:
+        """Return the errors by parameter name: views, in the parameters' shapes."""
+        if not self.memory.buffers:
+            return {}
+        return {name: kept[self.memory.buffers[0]] for name, kept in self._store.named.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all state: tensors, numbers and strings only."""
+        self.settle()
+        named = self._store.named
+        return {
+            "memory": {n: {b: t.clone() for b, t in kept.items()} for n, kept in named.items()},
+            "compressor": {n: dict(s) for n, s in self._compressor_state.items() if s},
+            "step": self.step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict()``."""
+        self._verdicts.clear()
+        self._before.clear()
+        self._store.load(state["memory"])
+        self._compressor_state = {name: dict(kept) for name, kept in state["compressor"].items()}
+        self.step = self._round = int(state["step"])

@@ -1,0 +1,95 @@
+"""What keeps a bad or an absent gradient from harming the error state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request
+
+
+class Guard:
+    """Watches over one bucket in one round, on the device, without the host waiting for it.
+
+    - A non-finite gradient on any worker makes the result non-finite on all: one number rides on
+      the first message of the round. Locally the gradient is replaced by zeros before it reaches a
+      memory, so no error absorbs it.
+    - A parameter whose local gradient is exactly zero was most likely not used. DDP throws the
+      result away where no worker used it, so its error must not be spent: it is set aside, and
+      zeros are sent.
+
+    Args:
+        bucket: with the raw gradient.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        grad = bucket.grad
+        spans = [(start, stop) for _, start, stop in bucket.spans() if stop > start]
+        slices = [grad[start:stop] for start, stop in spans]
+        peaks = torch.stack(torch._foreach_norm(slices, float("inf")))  # (parameters,)
+        self.idle = peaks == 0
+        self.finite = peaks.isfinite().all()
+        self.verdict: Tensor | None = None  # (1,): NaN where any worker's gradient is bad
+        self._spans = spans
+        self._on_host = grad.device.type == "cpu"  # reading a flag costs nothing there
+
+    def silence(self, grad: Tensor) -> None:
+        """Replace a non-finite gradient by zeros."""
+        if not self._on_host:
+            grad.masked_fill_(~self.finite, 0)
+        elif not self.finite:
+            grad.zero_()
+
+    def set_aside(self, buffer: Tensor) -> Tensor | None:
+        """Move the errors of idle parameters out of ``buffer`` and return them, or None."""
+        if self._on_host and not self.idle.any():
+            return None
+        lengths = torch.tensor([stop - start for start, stop in self._spans])
+        mask = self.idle.repeat_interleave(lengths.to(buffer.device), output_size=buffer.numel())
+        aside = buffer * mask
+        buffer.masked_fill_(mask, 0)
+        return aside
+
+    def watch(self, flow: Flow) -> Flow:
+        """Run ``flow`` with this worker's flag on its first request."""
+        request = next(flow, None)
+        if request is None:
+            return
+        reply = yield self._flagged(request)
+        request = _send(flow, self._stripped(request, reply))
+        while request is not None:
+            request = _send(flow, (yield request))
+
+    def poison(self, out: Tensor) -> None:
+        """Make every parameter's result non-finite where any worker's gradient was."""
+        if self.verdict is None or (self._on_host and bool(self.verdict.isfinite())):
+            return
+        starts = torch.tensor([start for start, _ in self._spans], device=out.device)
+        out.index_add_(0, starts, self.verdict.to(out.dtype).expand(len(starts)))
+
+    def _flagged(self, request: Request) -> Request:
+        own = request.payloads[0] if isinstance(request, Exchange) else request.tensors
+        dtype = own[0].dtype if isinstance(request, Mean) else torch.float32
+        flag = torch.zeros(1, dtype=dtype, device=self.finite.device)
+        flag.masked_fill_(~self.finite, float("nan"))
+        if isinstance(request, Mean):
+            return Mean((*request.tensors, flag))
+        limits = None if request.limits is None else (*request.limits, None)
+        if isinstance(request, Gather):
+            return Gather((*request.tensors, flag), limits)
+        return Exchange(tuple((*payload, flag) for payload in request.payloads), limits)
+
+    def _stripped(self, request: Request, reply: Reply) -> Reply:
+        if isinstance(request, Mean):
+            self.verdict = reply[-1]
+            return reply[:-1]
+        self.verdict = torch.stack([payload[-1] for payload in reply]).sum(0)
+        return [payload[:-1] for payload in reply]
+
+
+def _send(flow: Flow, reply: Reply) -> Request | None:
+    try:
+        return flow.send(reply)
+    except StopIteration:
+        return None

@@ -1,0 +1,52 @@
+"""What a memory is: the rule by which what was not sent comes back."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Self
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+
+
+class Memory(abc.ABC):
+    """Decides what is compressed, given the gradient and what was left behind before.
+
+    Subclasses are frozen dataclasses and hold configuration only. Their state is a few flat
+    buffers, one element per gradient element, float32 or wider, zero at first, kept by the engine
+    under parameter names.
+
+    Laws, each held by a test of the same number in ``lightning_gc.testing``:
+
+    1. Nothing is lost, where ``conserves``: over any number of steps, the means that were applied
+       and the mean over workers of the errors add up to the mean of the gradients.
+    2. The gradient is not changed by ``compensate`` unless it is returned itself.
+    3. Zero gradients and a zero state give a zero buffer.
+
+    Attributes:
+        buffers: names of the flat buffers; the first one is what ``compensate`` returns, and
+            what is left in it after the flow is the new error. Empty: nothing is remembered.
+        conserves: law 1 holds.
+        corrects_momentum: momentum is built up before compression, so the compressor must be
+            biased (there must be an error to correct).
+    """
+
+    buffers: tuple[str, ...] = ()
+    conserves: bool = True
+    corrects_momentum: bool = False
+
+    @abc.abstractmethod
+    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the flat buffer to compress, ``(numel,)``; it may be changed in place by the flow.
+
+        Args:
+            bucket: the local gradient, in true (unscaled) units.
+            state: ``{buffer name: flat tensor}``, to be updated in place.
+        """
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        """Return the instances on which the contract suite is run; the default one if not given."""
+        return (cls(),)

@@ -1,0 +1,31 @@
+"""Forget what was not sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.memories.memory import Memory
+
+
+@dataclass(frozen=True)
+class NoMemory(Memory):
+    """Compress the gradient itself; what the compressor leaves is dropped.
+
+    Right for unbiased compressors, whose errors average out, and costs nothing. Within one step
+    nothing is lost either: what was sent and what was dropped add up to the gradient.
+
+    Example:
+        >>> from lightning_gc import NoMemory
+        >>> NoMemory().buffers
+        ()
+    """
+
+    conserves = False
+
+    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the gradient itself."""
+        return bucket.grad

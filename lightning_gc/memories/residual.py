@@ -1,0 +1,64 @@
+"""Error feedback: send tomorrow what could not be sent today."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.memories.memory import Memory
+
+
+@dataclass(frozen=True)
+class Residual(Memory):
+    """Add the stored error to the gradient before it is compressed.
+
+    ``x_t = decay·e_{t−1} + g_t``, ``e_t = x_t − C(x_t)``. In place and without a copy: the error
+    buffer becomes x, and what the compressor does not take out of it is the next error.
+
+    Costs one float32 per parameter and worker. Errors are kept in float32 whatever the gradient's
+    dtype, and in true units whatever the loss scale.
+
+    Args:
+        decay: weight of the old error, in (0, 1]. 1 loses nothing; less forgets slowly, which
+            some use against stale errors at the price of a biased sum.
+
+    Raises:
+        ValueError: ``decay`` outside (0, 1].
+
+    Example:
+        >>> from lightning_gc import Residual
+        >>> Residual().conserves
+        True
+
+    Reference:
+        Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
+        Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+        ICML 2019.
+    """
+
+    decay: float = 1.0
+
+    buffers = ("error",)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ValueError(
+                f"Residual(decay={self.decay!r}): the weight of the old error must be in (0, 1]; "
+                f"use 1.0 to lose nothing, or NoMemory() to remember nothing."
+            )
+        object.__setattr__(self, "conserves", self.decay == 1)
+
+    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the error with the gradient added, in the error's own storage."""
+        error = state["error"]
+        if self.decay != 1:
+            error.mul_(self.decay)
+        return error.add_(bucket.grad)
+
+    @classmethod
+    def examples(cls) -> tuple[Residual, ...]:
+        """One that loses nothing and one that forgets."""
+        return (cls(), cls(decay=0.9))

@@ -1,0 +1,102 @@
+"""Codes of b bits each in a byte string of exactly ceil(n * b / 8) bytes, and back.
+
+A width is cut into whole bytes, each stored as a plane of its own, and a remainder of 1 to 7 bits:
+20-bit indices are two byte planes and one plane of half bytes. Within the remainder's plane code i
+occupies bits ``[i*r, (i+1)*r)`` of the little-endian bit string.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_BITS = 56
+
+
+def packed_bytes(numel: int, bits: int) -> int:
+    """Return the length in bytes of ``numel`` packed codes of ``bits`` bits."""
+    whole, rest = divmod(bits, 8)
+    return numel * whole + -(-numel * rest // 8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack non-negative integer codes below ``2**bits`` into bytes.
+
+    Args:
+        codes: ``(n,)``, any integer dtype wide enough for the values.
+        bits: 1..56, the width of one code.
+
+    Returns:
+        ``(packed_bytes(n, bits),)`` uint8.
+    """
+    _check_bits(bits)
+    whole, rest = divmod(bits, 8)
+    planes = [(codes >> (8 * i)).bitwise_and_(255).to(torch.uint8) for i in range(whole)]
+    if rest:
+        planes.append(_pack_narrow((codes >> (8 * whole)).to(torch.uint8), rest))
+    return planes[0] if len(planes) == 1 else torch.cat(planes)
+
+
+def unpack(data: Tensor, bits: int, numel: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return the ``numel`` codes that ``pack`` put into ``data``, as ``dtype``.
+
+    Raises:
+        ValueError: the length of ``data`` is not that of ``numel`` codes.
+    """
+    _check_bits(bits)
+    if data.dtype != torch.uint8 or data.shape != (packed_bytes(numel, bits),):
+        raise ValueError(
+            f"{numel} codes of {bits} bits take {packed_bytes(numel, bits)} bytes, but the payload "
+            f"has {tuple(data.shape)} of {data.dtype}; sender and receiver disagree on the format."
+        )
+    whole, rest = divmod(bits, 8)
+    codes = torch.zeros(numel, dtype=dtype, device=data.device)
+    for i in range(whole):
+        codes |= data[i * numel : (i + 1) * numel].to(dtype) << (8 * i)
+    if rest:
+        codes |= _unpack_narrow(data[whole * numel :], rest, numel).to(dtype) << (8 * whole)
+    return codes
+
+
+def _check_bits(bits: int) -> None:
+    if not 1 <= bits <= MAX_BITS:
+        raise ValueError(f"bits={bits} is outside 1..{MAX_BITS}, the widths that can be packed.")
+
+
+def _pack_narrow(codes: Tensor, bits: int) -> Tensor:
+    """Pack uint8 codes of 1..7 bits; widths that divide 8 stay in bytes, others go by words."""
+    numel = codes.numel()
+    aligned = 8 % bits == 0
+    group = 8 // bits if aligned else 8  # codes that together fill whole bytes
+    short = -numel % group
+    if short:
+        codes = torch.cat([codes, codes.new_zeros(short)])
+    columns = codes.view(-1, group)
+    if aligned:
+        packed = columns[:, 0].clone()
+        for i in range(1, group):
+            packed |= columns[:, i] << (i * bits)
+        return packed
+    words = torch.zeros(len(columns), dtype=torch.int64, device=codes.device)
+    for i in range(group):
+        words |= columns[:, i].to(torch.int64) << (i * bits)
+    by_byte = words.view(torch.uint8).view(-1, 8)[:, :bits]
+    return by_byte.reshape(-1)[: -(-numel * bits // 8)]
+
+
+def _unpack_narrow(data: Tensor, bits: int, numel: int) -> Tensor:
+    """Return uint8 codes: the inverse of ``_pack_narrow``."""
+    mask = (1 << bits) - 1
+    if 8 % bits == 0:
+        shifts = range(0, 8, bits)
+        columns = torch.stack([(data >> shift) & mask for shift in shifts], dim=1)
+        return columns.view(-1)[:numel]
+    groups = -(-numel // 8)
+    by_byte = data.new_zeros(groups, 8)
+    full, tail = divmod(data.numel(), bits)
+    by_byte[:full, :bits] = data[: full * bits].view(full, bits)
+    if tail:
+        by_byte[full, :tail] = data[full * bits :]
+    words = by_byte.view(torch.int64).view(-1)
+    columns = torch.stack([(words >> (i * bits)) & mask for i in range(8)], dim=1)
+    return columns.view(-1)[:numel].to(torch.uint8)

@@ -1,0 +1,35 @@
+"""Everybody gets everybody's payload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.compressor import Codec
+from lightning_gc.flow import Flow, Gather
+from lightning_gc.schemes.scheme import Scheme, encode
+
+
+@dataclass(frozen=True)
+class AllGather(Scheme):
+    """Send the payload to all workers; each adds up all of them, in the same order.
+
+    Communication pattern:
+        One all-gather: ``(W−1)`` times the payload's bytes per worker, growing with W. Ragged
+        payloads are preceded by an all-gather of their lengths and padded to the longest.
+
+    Example:
+        >>> from lightning_gc import AllGather
+        >>> AllGather()
+        AllGather()
+    """
+
+    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        """Encode, gather, decode W payloads."""
+        payload = encode(codec, buffer, bucket)
+        payloads = yield Gather(payload, codec.limits(buffer.numel()))
+        out.zero_()
+        for arrived in payloads:
+            codec.decode(tuple(arrived), out, 1 / bucket.workers, bucket)

@@ -1,0 +1,66 @@
+"""Flat buffers laid out like DDP's buckets, addressed by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+
+
+class Store:
+    """Keeps a memory's buffers: one flat tensor per bucket and buffer, with named views into it.
+
+    DDP lays its buckets out anew after the first step. The store notices, copies what it has into
+    the new layout by name, and loses nothing.
+
+    Args:
+        buffers: names of the buffers to keep for every parameter.
+    """
+
+    def __init__(self, buffers: tuple[str, ...]) -> None:
+        self.buffers = buffers
+        self.named: dict[str, dict[str, Tensor]] = {}  # parameter -> buffer -> view, own shape
+        self._flat: dict[tuple[str, ...], dict[str, Tensor]] = {}  # layout -> buffer -> flat
+
+    def flat(self, bucket: Bucket) -> dict[str, Tensor]:
+        """Return ``{buffer: flat tensor}`` in the layout of ``bucket``; zeros where new."""
+        if bucket.names not in self._flat:
+            self._lay_out(bucket)
+        return self._flat[bucket.names]
+
+    def layouts(self) -> dict[tuple[str, ...], dict[str, Tensor]]:
+        """Return all flat buffers, by layout."""
+        return self._flat
+
+    def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Replace everything by copies of ``named``; buffers that are not kept are left out."""
+        self._flat.clear()
+        self.named = {
+            name: {b: t.detach().clone() for b, t in tensors.items() if b in self.buffers}
+            for name, tensors in named.items()
+        }
+
+    def _lay_out(self, bucket: Bucket) -> None:
+        dtype = torch.promote_types(bucket.grad.dtype, torch.float32)
+        layout = {
+            buffer: torch.zeros(bucket.numel, dtype=dtype, device=bucket.grad.device)
+            for buffer in self.buffers
+        }
+        for buffer, flat in layout.items():
+            for name, view in bucket.split(flat).items():
+                old = self.named.get(name, {}).get(buffer)
+                if old is not None:
+                    if old.shape != view.shape:
+                        raise ValueError(
+                            f"The stored {buffer} of {name} has shape {tuple(old.shape)}, but the "
+                            f"parameter now has {tuple(view.shape)}; the model has changed."
+                        )
+                    view.copy_(old)
+                self.named.setdefault(name, {})[buffer] = view
+        stale = [names for names in self._flat if not bucket.shapes.keys().isdisjoint(names)]
+        for names in stale:
+            del self._flat[names]
+        self._flat[bucket.names] = layout

@@ -1,0 +1,108 @@
+"""Run any combination for W workers in one thread: no processes, no network, no Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.per_parameter import layerwise
+from lightning_gc.engine import Engine
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
+from lightning_gc.transports.simulated import Simulated
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one synchronisation did.
+
+    Attributes:
+        mean: the mean gradient that all workers received, by parameter name.
+        errors: per worker, what is left after this step, by parameter name: the memory's error, or
+            with ``NoMemory`` what this step dropped.
+        wire_bytes: per worker, the bytes that it would have sent.
+    """
+
+    mean: dict[str, Tensor]
+    errors: list[dict[str, Tensor]]
+    wire_bytes: list[int]
+
+
+class Lockstep:
+    """W workers that compress and average gradients, step by step, exactly as real ones would.
+
+    Works per parameter, as the strategy does, and with exactly the compressor that it is given:
+    no ``SizeSwitch`` unless passed.
+
+    Args:
+        workers: W.
+        compressor: as for ``CompressedDDPStrategy``.
+        memory: likewise; the compressor's default if left out.
+        scheme: likewise.
+        seed: of private random numbers.
+
+    Raises:
+        ValueError: a combination that cannot work, or gradients that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from lightning_gc import TopK
+        >>> from lightning_gc.testing import Lockstep
+        >>> two = Lockstep(2, TopK(density=0.5))
+        >>> result = two.step([{"w": torch.tensor([4.0, 1.0])}, {"w": torch.tensor([2.0, 8.0])}])
+        >>> result.mean["w"], result.errors[0]["w"], result.errors[1]["w"]
+        (tensor([2., 4.]), tensor([0., 1.]), tensor([2., 0.]))
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        compressor: Compressor,
+        memory: Memory | None = None,
+        scheme: Scheme | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.transport = Simulated(workers)
+        self.engines = [
+            Engine(
+                layerwise(compressor), memory, scheme, worker=worker, workers=workers, seed=seed
+            )
+            for worker in range(workers)
+        ]
+
+    def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> Round:
+        """Synchronise one gradient per worker, ``{parameter name: tensor}``; they are not changed."""
+        if len(gradients) != len(self.engines):
+            raise ValueError(f"{len(self.engines)} workers, but {len(gradients)} gradients.")
+        shapes = {name: tuple(grad.shape) for name, grad in gradients[0].items()}
+        for worker, named in enumerate(gradients):
+            if {name: tuple(grad.shape) for name, grad in named.items()} != shapes:
+                raise ValueError(f"Worker {worker}'s gradients differ from worker 0's in shape.")
+        flats = [torch.cat([grad.reshape(-1) for grad in named.values()]) for named in gradients]
+        before = list(self.transport.sent_bytes)
+        flows = []
+        for engine, flat in zip(self.engines, flats, strict=True):
+            engine.observe = True
+            flows.append(engine.flow(flat, shapes))
+            engine.advance()
+        with torch.no_grad():
+            self.transport.run(flows)
+        return Round(
+            mean=self._same(flats, shapes),
+            errors=[{n: e.clone() for n, e in eng.leftovers.items()} for eng in self.engines],
+            wire_bytes=[a - b for a, b in zip(self.transport.sent_bytes, before, strict=True)],
+        )
+
+    def _same(
+        self, flats: Sequence[Tensor], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Tensor]:
+        """Return the mean by name; law 2 of schemes says that all workers have the same bits."""
+        for worker, flat in enumerate(flats):
+            if not torch.equal(flat.view(torch.uint8), flats[0].view(torch.uint8)):
+                raise RuntimeError(f"Worker {worker}'s mean differs from worker 0's.")
+        pieces = flats[0].split([torch.Size(shape).numel() for shape in shapes.values()])
+        return {n: p.view(s) for (n, s), p in zip(shapes.items(), pieces, strict=True)}

@@ -1,0 +1,86 @@
+"""One thread that drives flows in bucket order while the backward pass goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_gc.flow import Flow
+from lightning_gc.transports.recording import Recording
+
+
+class Background:
+    """Runs flows one after the other on a thread of its own, and completes a future for each.
+
+    On CUDA the thread works on a stream of its own that waits for the gradient, and whoever waits
+    for the future waits on the device, not on the host. Callbacks chained on Gloo's own futures
+    would dead-lock with several buckets and two rounds; a single thread cannot.
+
+    After a flow has failed, the error is kept for ``check`` and all later flows are refused: the
+    group's workers are no longer in step.
+
+    Args:
+        transport: used by the thread only, from the first ``submit`` on.
+        device: where the gradients are.
+    """
+
+    def __init__(self, transport: Recording, device: torch.device) -> None:
+        self.transport = transport
+        self.device = device
+        self.error: BaseException | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # A daemon: a process that ends while a peer is silent must not wait for the timeout.
+        self._thread = threading.Thread(target=self._work, name="lightning_gc", daemon=True)
+        self._thread.start()
+
+    def submit(self, flow: Flow, result: Tensor) -> torch.futures.Future[Tensor]:
+        """Queue a flow; return a future that is completed with ``result`` when it has ended.
+
+        The future is completed even if the flow fails, so that DDP's reducer comes to its end and
+        ``check`` can raise the error itself, not a translation of it.
+        """
+        on_cuda = [self.device] if self._stream is not None else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=on_cuda)
+        ready = torch.cuda.current_stream(self.device).record_event() if self._stream else None
+
+        def job() -> None:
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            try:
+                if self.error is None:
+                    self.transport.run(flow, self.device)
+            except BaseException as error:  # handed to the training thread by check()
+                self.error = error
+            finally:
+                future.set_result(result)
+
+        self._jobs.put(job)
+        return future
+
+    def check(self) -> None:
+        """Raise what a flow raised, in the thread that trains."""
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Let the queued flows end and stop the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        with torch.no_grad():
+            if self._stream is None:
+                self._drain()
+            else:
+                torch.cuda.set_device(self.device)
+                with torch.cuda.stream(self._stream):
+                    self._drain()
+
+    def _drain(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()

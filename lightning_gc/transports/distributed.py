@@ -1,0 +1,126 @@
+"""Real workers: requests become collectives of torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gc.flow import Exchange, Gather, Mean, Reply, Request
+from lightning_gc.transports.transport import (
+    LENGTH_BYTES,
+    Message,
+    Transport,
+    all_gather_bytes,
+    all_reduce_bytes,
+    check_lengths,
+)
+
+
+class Distributed(Transport):
+    """Fulfils requests over a process group of NCCL or Gloo, one contiguous message each.
+
+    Calls block the thread that makes them (on CUDA: the current stream), for the group's timeout
+    at most. Only one thread may use the group.
+
+    Args:
+        group: the process group; None is the default group.
+
+    Communication pattern:
+        ``Mean`` is one all-reduce per dtype; ``Gather`` one all-gather; ``Exchange`` one
+        all-to-all. Ragged payloads send 8 bytes per tensor ahead, with their lengths.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.worker = dist.get_rank(group)
+        self.workers = dist.get_world_size(group)
+        self.sent_bytes = 0
+
+    def fulfil(self, request: Request) -> Reply:
+        """Carry out one request."""
+        if isinstance(request, Mean):
+            return self._mean(request)
+        if isinstance(request, Gather):
+            return self._gather(request)
+        return self._exchange(request)
+
+    def _mean(self, request: Mean) -> Reply:
+        tensors = [t.contiguous() for t in request.tensors]
+        means = list(tensors)
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
+            members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+            views = [tensors[i].view(-1) for i in members]
+            flat = torch.cat(views) if len(views) > 1 else views[0]
+            # Divided before it is summed, as DDP does: half precision must not overflow.
+            flat.mul_(1 / self.workers)
+            dist.all_reduce(flat, group=self.group)
+            self.sent_bytes += all_reduce_bytes(flat.numel() * flat.element_size(), self.workers)
+            if len(views) > 1:
+                pieces = flat.split([v.numel() for v in views])
+                for i, piece in zip(members, pieces, strict=True):
+                    means[i] = piece.view(tensors[i].shape)
+        return means
+
+    def _gather(self, request: Gather) -> Reply:
+        own = request.tensors
+        if request.limits is None:
+            layouts = [Message(own)] * self.workers
+        else:
+            announced = self._lengths([[t.numel() for t in own]] * self.workers, own[0].device)
+            for sender, lengths in enumerate(announced):
+                check_lengths(lengths, own, request.limits, sender)
+            layouts = [Message(own, lengths) for lengths in announced]
+            self.sent_bytes += all_gather_bytes(LENGTH_BYTES * len(own), self.workers)
+        longest = max(layout.nbytes for layout in layouts)
+        message = layouts[self.worker].pack(own)
+        if message.numel() < longest:
+            message = torch.nn.functional.pad(message, (0, longest - message.numel()))
+        gathered = message.new_empty(self.workers * longest)
+        if longest:
+            dist.all_gather_into_tensor(gathered, message, group=self.group)
+        self.sent_bytes += all_gather_bytes(longest, self.workers)
+        rows = gathered.split(longest) if longest else [gathered] * self.workers
+        return [layout.unpack(row) for layout, row in zip(layouts, rows, strict=True)]
+
+    def _exchange(self, request: Exchange) -> Reply:
+        own = request.payloads[self.worker]
+        outgoing = [Message(payload) for payload in request.payloads]
+        if request.limits is None:
+            incoming = [Message(own)] * self.workers
+        else:
+            lengths = [[t.numel() for t in payload] for payload in request.payloads]
+            announced = self._lengths(lengths, own[0].device)
+            for sender, arriving in enumerate(announced):
+                check_lengths(arriving, own, request.limits, sender)
+            incoming = [Message(own, arriving) for arriving in announced]
+            self.sent_bytes += all_gather_bytes(LENGTH_BYTES * len(own), self.workers)
+        messages = [m.pack(p) for m, p in zip(outgoing, request.payloads, strict=True)]
+        sizes = [m.nbytes for m in incoming]
+        arrived = messages[0].new_empty(sum(sizes))
+        dist.all_to_all_single(
+            arrived,
+            torch.cat(messages),
+            output_split_sizes=sizes,
+            input_split_sizes=[m.nbytes for m in outgoing],
+            group=self.group,
+        )
+        self.sent_bytes += sum(m.nbytes for i, m in enumerate(outgoing) if i != self.worker)
+        return [m.unpack(row) for m, row in zip(incoming, arrived.split(sizes), strict=True)]
+
+    def _lengths(self, toward: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
+        """Send ``toward[i]`` to worker i and return what every worker sent here."""
+        ours = torch.tensor(toward, dtype=torch.int64, device=device)
+        theirs = torch.empty_like(ours)
+        dist.all_to_all_single(theirs, ours, group=self.group)
+        announced: list[list[int]] = theirs.tolist()
+        return announced
+
+
+def gather_text(text: str, transport: Transport, device: torch.device) -> list[str]:
+    """Return every worker's text, in worker order. For start-up checks: no pickle involved."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    texts = transport.fulfil(Gather((data,), (1 << 24,)))
+    return [bytes(payload[0].tolist()).decode(errors="replace") for payload in texts]

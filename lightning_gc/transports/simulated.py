@@ -1,0 +1,120 @@
+"""W workers in one thread, in lockstep: what tests and simulations run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_gc.flow import Exchange, Flow, Gather, Mean, Payload, Reply, Request
+from lightning_gc.transports.transport import (
+    LENGTH_BYTES,
+    Message,
+    all_gather_bytes,
+    all_reduce_bytes,
+    check_lengths,
+)
+
+
+class Simulated:
+    """Run one flow per worker, round by round, and answer each round for all of them at once.
+
+    What would hang on a real network is an error here: workers that ask for different things, or
+    for different shapes of the same thing.
+
+    Attributes:
+        workers: how many workers there are.
+        sent_bytes: per worker, what it would have sent; the same figures as the real transport.
+    """
+
+    def __init__(self, workers: int) -> None:
+        if workers < 1:
+            raise ValueError(f"Simulated(workers={workers}): at least one worker is needed.")
+        self.workers = workers
+        self.sent_bytes = [0] * workers
+
+    def run(self, flows: Sequence[Flow]) -> None:
+        """Drive all flows to their end.
+
+        Raises:
+            ValueError: a wrong number of flows, or workers that disagree.
+        """
+        if len(flows) != self.workers:
+            raise ValueError(f"{self.workers} workers need as many flows, but got {len(flows)}.")
+        requests = [next(flow, None) for flow in flows]
+        while any(request is not None for request in requests):
+            self._check_agreement(requests)
+            replies = self.fulfil([request for request in requests if request is not None])
+            requests = [_send(flow, reply) for flow, reply in zip(flows, replies, strict=True)]
+
+    def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
+        """Answer one round: a reply per worker."""
+        first = requests[0]
+        if isinstance(first, Mean):
+            return self._mean([r for r in requests if isinstance(r, Mean)])
+        if isinstance(first, Gather):
+            return self._gather([r for r in requests if isinstance(r, Gather)])
+        return self._exchange([r for r in requests if isinstance(r, Exchange)])
+
+    def _mean(self, requests: Sequence[Mean]) -> list[Reply]:
+        means: list[Tensor] = []
+        for tensors in zip(*(r.tensors for r in requests), strict=True):
+            means.append(torch.stack([t * (1 / self.workers) for t in tensors]).sum(0).to(tensors[0]))
+        self._count([all_reduce_bytes(_nbytes(requests[0].tensors), self.workers)] * self.workers)
+        return [[mean.clone() for mean in means] for _ in requests]
+
+    def _gather(self, requests: Sequence[Gather]) -> list[Reply]:
+        first = requests[0]
+        size = max(Message(r.tensors).nbytes for r in requests)
+        if first.limits is not None:
+            for sender, r in enumerate(requests):
+                check_lengths([t.numel() for t in r.tensors], first.tensors, first.limits, sender)
+            size += LENGTH_BYTES * len(first.tensors)
+        self._count([all_gather_bytes(size, self.workers)] * self.workers)
+        return [[list(r.tensors) for r in requests] for _ in requests]
+
+    def _exchange(self, requests: Sequence[Exchange]) -> list[Reply]:
+        ragged = requests[0].limits is not None
+        for sender, r in enumerate(requests):
+            lengths = LENGTH_BYTES * len(r.payloads[0]) * (self.workers - 1) if ragged else 0
+            others = (p for i, p in enumerate(r.payloads) if i != sender)
+            self.sent_bytes[sender] += lengths + sum(Message(p).nbytes for p in others)
+        return [[list(r.payloads[i]) for r in requests] for i in range(self.workers)]
+
+    def _count(self, nbytes: Sequence[int]) -> None:
+        self.sent_bytes = [old + new for old, new in zip(self.sent_bytes, nbytes, strict=True)]
+
+    def _check_agreement(self, requests: Sequence[Request | None]) -> None:
+        asked = [_describe(request) for request in requests]
+        for worker, other in enumerate(asked):
+            if other != asked[0]:
+                raise ValueError(
+                    f"Worker 0 asks for {asked[0]}, but worker {worker} for {other}; on a real "
+                    f"network this is a hang. All workers need the same configuration and shapes."
+                )
+
+
+def _send(flow: Flow, reply: Reply) -> Request | None:
+    try:
+        return flow.send(reply)
+    except StopIteration:
+        return None
+
+
+def _describe(request: Request | None) -> str:
+    """Return what must agree between workers: the kind of request and the fixed shapes."""
+    if request is None:
+        return "nothing"
+    payloads = request.payloads if isinstance(request, Exchange) else (request.tensors,)
+    limits = None if isinstance(request, Mean) else request.limits
+    shapes = []
+    for payload in payloads:
+        for tensor, limit in zip(payload, limits or (None,) * len(payload), strict=True):
+            shape = f"at most {limit}" if limit is not None else str(tuple(tensor.shape))
+            shapes.append(f"{shape} {str(tensor.dtype).removeprefix('torch.')}")
+    return f"{type(request).__name__}[{', '.join(shapes)}]"
+
+
+def _nbytes(tensors: Payload) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
