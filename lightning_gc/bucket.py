@@ -14,18 +14,20 @@ from torch import Tensor
 
 @dataclass
 class Tally:
-    """What the codecs of one round did, in plain numbers known without looking at the data.
+    """What was done in a round or several, in plain numbers known without looking at the data.
 
-    Only tensors that went through a codec count; what a ``SizeSwitch`` left dense does not.
+    Only tensors that went through a codec count as elements; what a ``SizeSwitch`` left dense does
+    not.
     """
 
+    grad_bytes: int = 0  # bytes of all gradients, in their own dtype
     elements: int = 0  # elements that codecs were given
     sent: int = 0  # of these, how many they sent (quantisers send all)
     payload_bytes: int = 0  # bytes of these payloads, before the transport multiplies them
 
     def clear(self) -> None:
         """Start counting anew."""
-        self.elements = self.sent = self.payload_bytes = 0
+        self.grad_bytes = self.elements = self.sent = self.payload_bytes = 0
 
 
 @dataclass(frozen=True)

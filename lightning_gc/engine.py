@@ -125,6 +125,7 @@ class Engine:
     def _converse(self, bucket: Bucket) -> Flow:
         grad, scale = bucket.grad, self.loss_scale
         self._open_round(bucket.step)
+        self.tally.grad_bytes += bucket.numel * grad.element_size()
         guard = None if self.compressor.exact or not bucket.numel else Guard(bucket)
         if guard is not None:
             guard.silence(grad)

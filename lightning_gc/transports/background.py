@@ -67,10 +67,14 @@ class Background:
         if self.error is not None:
             raise self.error
 
-    def close(self) -> None:
-        """Let the queued flows end and stop the thread."""
+    def close(self) -> bool:
+        """Let the queued flows end, stop the thread, and say whether it has stopped.
+
+        It has not where a peer is silent: then it ends with the group's timeout, or the process.
+        """
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(timeout=1.0 if self.error else 30.0)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         with torch.no_grad():

@@ -1,0 +1,241 @@
+"""Compression inside DDP's synchronisation. Knows Lightning's hooks, imports no Lightning.
+
+``pytorch_lightning`` and ``lightning`` are two packages with the same code and different classes.
+All logic is here, once; ``for_pytorch_lightning.py`` and ``for_lightning.py`` join it with the
+``DDPStrategy`` of either.
+"""
+
+# No "from __future__ import annotations": DDP inspects the signature of the hook.
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc import compressors, memories, schemes
+from lightning_gc.compressors import Compressor, PerParameter, SizeSwitch
+from lightning_gc.compressors.per_parameter import layerwise
+from lightning_gc.engine import Engine, combine
+from lightning_gc.memories import Memory
+from lightning_gc.registry import make
+from lightning_gc.schemes import Scheme
+from lightning_gc.transports.background import Background
+from lightning_gc.transports.distributed import Distributed, gather_text
+from lightning_gc.transports.recording import Recording
+
+_OURS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class CompressedDDP:
+    """The mixin that turns Lightning's ``DDPStrategy`` into ``CompressedDDPStrategy``.
+
+    Attributes:
+        engine: state and configuration, once fitting has started; kept between fits.
+        recording: the byte and time account of this worker, while fitting.
+    """
+
+    engine: Engine | None = None
+    recording: Recording | None = None
+
+    def __init__(
+        self,
+        compressor: Compressor | str,
+        memory: Memory | str | None = None,
+        scheme: Scheme | str | None = None,
+        controller: None = None,
+        seed: int = 0,
+        **ddp_kwargs: Any,
+    ) -> None:
+        taken = [name for name in _OURS if ddp_kwargs.get(name) is not None]
+        if taken:
+            raise ValueError(
+                f"CompressedDDPStrategy got {taken[0]}={ddp_kwargs[taken[0]]!r}, but the gradient "
+                f"exchange is its own job, and DDP takes one hook only. Remove {taken[0]}, or use "
+                f"Lightning's DDPStrategy for your hook."
+            )
+        if ddp_kwargs.get("mixed_precision") is not None:
+            raise ValueError(
+                "CompressedDDPStrategy got mixed_precision=..., which takes up DDP's only "
+                "communication hook. Use Trainer(precision='bf16-mixed') instead."
+            )
+        if controller is not None:
+            raise ValueError(
+                f"CompressedDDPStrategy(controller={controller!r}): this version has no "
+                f"controllers; leave it out, and set the compressor's level."
+            )
+        if not isinstance(seed, int):
+            raise ValueError(f"CompressedDDPStrategy(seed={seed!r}): the seed is a whole number.")
+        compressor = make("compressor", compressor, compressors.REGISTRY, Compressor)
+        if memory is not None:
+            memory = make("memory", memory, memories.REGISTRY, Memory)
+        if scheme is not None:
+            scheme = make("scheme", scheme, schemes.REGISTRY, Scheme)
+        self.compressor, self.memory, self.scheme = combine(by_default(compressor), memory, scheme)
+        self.seed = seed
+        self._background: Background | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._names: dict[torch.Tensor, str] = {}
+        self._claimed = False
+        super().__init__(**ddp_kwargs)
+
+    # One strategy, one Trainer. A second Trainer looks at `_accelerator` first of all.
+
+    @property
+    def _accelerator(self) -> Any:
+        if self._claimed:
+            raise ValueError(
+                f"This {type(self).__name__} already belongs to a Trainer, and holds its error "
+                f"state. Make a new one for every Trainer."
+            )
+        return self.__dict__.get("_accelerator_in_use")
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Any) -> None:
+        self.__dict__["_accelerator_in_use"] = accelerator
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator that the Trainer has given to this strategy."""
+        return self.__dict__.get("_accelerator_in_use")
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()  # type: ignore[misc]
+        self._claimed = True
+
+    # The hook.
+
+    def _register_ddp_hooks(self) -> None:
+        """Start the engine and put our hook in; Lightning's own does so on CUDA only."""
+        ddp = self.model  # type: ignore[attr-defined]
+        assert isinstance(ddp, DistributedDataParallel)
+        refuse_sparse_gradients(ddp.module)
+        self._names = {param: tidy(name) for name, param in ddp.module.named_parameters()}
+        self._close()
+        # A group of its own: the background thread must not interleave with DDP's collectives.
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        self._group = dist.new_group(
+            ranks,
+            timeout=self._timeout,  # type: ignore[attr-defined]
+            backend=dist.get_backend(ddp.process_group),
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+        transport = Distributed(self._group)
+        device: torch.device = self.root_device  # type: ignore[attr-defined]
+        self._check_agreement(transport, device)
+        if self.engine is None:
+            self.engine = Engine(
+                self.compressor,
+                self.memory,
+                self.scheme,
+                worker=transport.worker,
+                workers=transport.workers,
+                seed=self.seed,
+            )
+        self.engine.revocable = self._scaler() is not None
+        self.recording = Recording(transport)
+        self._background = Background(self.recording, device)
+        ddp.register_comm_hook(None, self._compress_bucket)
+
+    def _compress_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
+        """Hand the bucket to the background thread; DDP asks for these two parameter names."""
+        assert self.engine is not None and self._background is not None
+        self._background.check()
+        scaler = self._scaler()
+        if scaler is not None:
+            # The tensor, not get_scale(): reading a number would wait for the device.
+            self.engine.loss_scale = scaler._scale
+        grad = bucket.buffer()
+        shapes = {self._names[param]: tuple(param.shape) for param in bucket.parameters()}
+        future = self._background.submit(self.engine.flow(grad, shapes), grad)
+        if bucket.is_last():
+            self.engine.advance()
+        return future
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Raise here, in the training thread, what went wrong in the background."""
+        super().post_backward(closure_loss)  # type: ignore[misc]
+        if self._background is not None:
+            self._background.check()
+
+    def teardown(self) -> None:
+        """Stop the background thread and leave the process group."""
+        self._close()
+        super().teardown()  # type: ignore[misc]
+
+    def _close(self) -> None:
+        if self._background is not None:
+            stopped = self._background.close()
+            if stopped and self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+        self._background = self._group = None
+
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]
+
+    def _check_agreement(self, transport: Distributed, device: torch.device) -> None:
+        """Refuse workers whose configuration or model differs from worker 0's."""
+        parameters = [f"{name} {tuple(param.shape)}" for param, name in self._names.items()]
+        digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()
+        ours = "\n".join(
+            [
+                f"compressor={self.compressor!r}",
+                f"memory={self.memory!r}",
+                f"scheme={self.scheme!r}",
+                f"seed={self.seed!r}",
+                f"a model of {len(parameters)} parameter tensors (names and shapes {digest[:12]})",
+            ]
+        )
+        texts = [text.splitlines() for text in gather_text(ours, transport, device)]
+        for worker, text in enumerate(texts):
+            for expected, found in zip(texts[0], text, strict=True):
+                if found != expected:
+                    raise ValueError(
+                        f"Worker {worker} has {found}, but worker 0 has {expected}. All workers "
+                        f"need the same configuration; give them the same arguments."
+                    )
+
+
+def by_default(compressor: Compressor) -> Compressor:
+    """Return what a bare compressor means: layer by layer, small and 1-D tensors dense.
+
+    Compressors that treat every element alike stay as they are, and so does what a user has
+    wrapped: ``PerParameter(c)`` compresses every tensor, ``SizeSwitch(c, ...)`` sets other limits.
+    """
+    if compressor.elementwise or isinstance(compressor, (PerParameter, SizeSwitch)):
+        return layerwise(compressor)
+    return PerParameter(SizeSwitch(compressor))
+
+
+def tidy(name: str) -> str:
+    """Return a parameter's name without the marks of torch.compile, so that state outlives it."""
+    return name.replace("_orig_mod.", "")
+
+
+def refuse_sparse_gradients(module: nn.Module) -> None:
+    """Raise ValueError where an embedding asks for sparse gradients, which are not flat."""
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise ValueError(
+                f"{name} is {type(child).__name__}(sparse=True), whose gradients cannot be "
+                f"compressed; use sparse=False, TopK sends few elements of it anyway."
+            )
+
+
+def register(registry: Any, strategy: type) -> None:
+    """Enter ``compressed_ddp`` and a name per compressor into a flavour's strategy registry."""
+    names = {"compressed_ddp": "cast"}
+    names |= {f"compressed_ddp_{name}": name for name in compressors.REGISTRY}
+    for name, compressor in names.items():
+        if name not in registry:
+            registry.register(
+                name,
+                strategy,
+                description=f"DDP with gradients compressed by {compressor!r}, default settings",
+                compressor=compressor,
+            )
