@@ -7,6 +7,7 @@ a transport that records it. Rule for authors: no context manager may span a ``y
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -72,10 +73,8 @@ def together(flows: Sequence[Flow]) -> Flow:
             for (flow, _), part in zip(
                 group, split(reply, [request for _, request in group]), strict=True
             ):
-                try:
+                with contextlib.suppress(StopIteration):
                     following.append((flow, flow.send(part)))
-                except StopIteration:
-                    pass
         waiting = following
 
 

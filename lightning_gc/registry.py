@@ -1,4 +1,4 @@
-"""Names computed from what is there: a class is listed because it is imported, not because it asked."""
+"""Names computed from what is there: a class is listed because its package imports it."""
 
 from __future__ import annotations
 

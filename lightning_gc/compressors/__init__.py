@@ -19,5 +19,5 @@ from lightning_gc.registry import concrete as _concrete
 from lightning_gc.registry import public as _public
 
 __all__ = _public(globals())
-REGISTRY = _concrete(globals(), Compressor, Wrapper)  # type: ignore[type-abstract]
-"""``{name: class}`` of every compressor that can be asked for by name; wrappers need an inner one."""
+REGISTRY = _concrete(globals(), Compressor, Wrapper)
+"""``{name: class}`` of all compressors that have a name; wrappers need an inner one."""

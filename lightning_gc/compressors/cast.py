@@ -70,7 +70,7 @@ class Cast(Codec):
         out.add_(values, alpha=scale)
 
     def bound(self, numel: int) -> Contraction:
-        """Return δ = 1 − 2⁻¹⁶ for bfloat16; float16 promises only never to be worse than silence."""
+        """Return δ = 1 − 2⁻¹⁶ for bfloat16; float16 only promises to be no worse than silence."""
         return Contraction(1 - 2**-16 if self.dtype == "bfloat16" else 0.0)
 
     @classmethod

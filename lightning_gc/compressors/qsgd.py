@@ -79,9 +79,7 @@ class QSGD(Codec):
         norms = self._norms(blocks)  # (b, 1) float32
         # A block of zeros has norm 0: its elements are sent as level 0, not as 0/0.
         ratio = blocks / norms.where(norms > 0, 1.0)
-        noise = torch.rand(
-            ratio.shape, generator=generator, device=ratio.device, dtype=ratio.dtype
-        )
+        noise = torch.rand(ratio.shape, generator=generator, device=ratio.device, dtype=ratio.dtype)
         levels = (ratio.abs() * self.levels + noise).floor_().clamp_(max=self.levels)
         levels.copysign_(ratio)
         rounded = (levels / self.levels * norms).view(-1)[: buffer.numel()]
@@ -111,7 +109,8 @@ class QSGD(Codec):
             return largest.float()
         # Squares of 1e-30 and 1e30 leave float32's range; those of x / max do not.
         unit = blocks / largest.where(largest > 0, 1.0)
-        return (largest * torch.linalg.vector_norm(unit, dim=1, keepdim=True)).float()
+        lengths: Tensor = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
+        return (largest * lengths).float()
 
     def bound(self, numel: int) -> Variance:
         """Return ω = min(d/s², √d/s) for the L2 norm (the paper's), d/(4s²) for the max norm."""

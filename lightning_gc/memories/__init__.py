@@ -7,4 +7,4 @@ from lightning_gc.registry import concrete as _concrete
 from lightning_gc.registry import public as _public
 
 __all__ = _public(globals())
-REGISTRY = _concrete(globals(), Memory)  # type: ignore[type-abstract]
+REGISTRY = _concrete(globals(), Memory)

@@ -8,4 +8,4 @@ from lightning_gc.schemes.scheme import Scheme as Scheme
 from lightning_gc.schemes.two_shot import TwoShot as TwoShot
 
 __all__ = _public(globals())
-REGISTRY = _concrete(globals(), Scheme)  # type: ignore[type-abstract]
+REGISTRY = _concrete(globals(), Scheme)

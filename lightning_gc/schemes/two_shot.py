@@ -63,7 +63,7 @@ class TwoShot(Scheme):
 
 
 def _shard(flat: Tensor, index: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return shard ``index`` and the same with zeros up to ``size``; one tensor where it is full."""
+    """Return shard ``index`` and the same padded to ``size``: one tensor where it is full."""
     shard = flat[index * size : (index + 1) * size]
     short = size - shard.numel()
     return shard, torch.nn.functional.pad(shard, (0, short)) if short else shard

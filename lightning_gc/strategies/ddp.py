@@ -29,7 +29,43 @@ _OURS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging
 
 
 class CompressedDDP:
-    """The mixin that turns Lightning's ``DDPStrategy`` into ``CompressedDDPStrategy``.
+    """DDP whose workers exchange compressed gradients.
+
+    Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; nothing in the
+    LightningModule changes. Works on CPU over Gloo and on CUDA over NCCL, with every launcher of
+    ``DDPStrategy``, and with all of its other arguments. By name: ``strategy="compressed_ddp"``
+    (bfloat16, the safe one), ``"compressed_ddp_topk"`` and so on, after ``import lightning_gc``.
+
+    A bare compressor works layer by layer and leaves 1-D tensors and tensors under 1,024 elements
+    dense: ``PerParameter(SizeSwitch(compressor))``. Wrap it yourself to choose otherwise:
+    ``PerParameter(compressor)`` compresses every tensor.
+
+    Args:
+        compressor: what is sent of a gradient; an instance, or a name from the registry.
+        memory: what is remembered of the rest. Default: ``Residual()`` for biased compressors,
+            ``NoMemory()`` for unbiased ones.
+        scheme: how workers reach a mean. Default: ``AllReduce()`` for linear compressors,
+            ``TwoShot()`` for quantisers, ``AllGather()`` for sparsifiers.
+        controller: reserved for policies that move the level; must be None in this version.
+        seed: of the compressor's private random numbers; the same on all workers.
+        ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
+            ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ...
+
+    Communication pattern:
+        The hook hands each bucket to one background thread and returns a future at once; the
+        thread talks over a process group of its own, so it never mixes with DDP's own traffic.
+        All of its collectives have the strategy's ``timeout``.
+
+    Raises:
+        ValueError: a combination that cannot work, an unknown name, a comm hook of your own, a
+            strategy object that already belongs to a Trainer; at fit start, sparse embedding
+            gradients, or workers whose configurations differ.
+
+    Example:
+        >>> from lightning_gc import CompressedDDPStrategy, TopK
+        >>> strategy = CompressedDDPStrategy(TopK(density=0.01), start_method="spawn")
+        >>> strategy.memory, strategy.scheme
+        (Residual(decay=1.0), AllGather())
 
     Attributes:
         engine: state and configuration, once fitting has started; kept between fits.
@@ -144,7 +180,8 @@ class CompressedDDP:
 
     def _compress_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
         """Hand the bucket to the background thread; DDP asks for these two parameter names."""
-        assert self.engine is not None and self._background is not None
+        assert self.engine is not None
+        assert self._background is not None
         self._background.check()
         scaler = self._scaler()
         if scaler is not None:

@@ -68,14 +68,12 @@ class Lockstep:
     ) -> None:
         self.transport = Simulated(workers)
         self.engines = [
-            Engine(
-                layerwise(compressor), memory, scheme, worker=worker, workers=workers, seed=seed
-            )
+            Engine(layerwise(compressor), memory, scheme, worker=worker, workers=workers, seed=seed)
             for worker in range(workers)
         ]
 
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> Round:
-        """Synchronise one gradient per worker, ``{parameter name: tensor}``; they are not changed."""
+        """Synchronise one gradient per worker, ``{name: tensor}``; they are not changed."""
         if len(gradients) != len(self.engines):
             raise ValueError(f"{len(self.engines)} workers, but {len(gradients)} gradients.")
         shapes = {name: tuple(grad.shape) for name, grad in gradients[0].items()}

@@ -44,7 +44,9 @@ class Background:
         The future is completed even if the flow fails, so that DDP's reducer comes to its end and
         ``check`` can raise the error itself, not a translation of it.
         """
-        on_cuda = [self.device] if self._stream is not None else None
+        on_cuda: list[int | str | torch.device] | None = (
+            [self.device] if self._stream is not None else None
+        )
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=on_cuda)
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream else None
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_gc.flow import Exchange, Gather, Mean, Reply, Request
 from lightning_gc.transports.transport import (

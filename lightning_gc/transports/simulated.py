@@ -60,7 +60,9 @@ class Simulated:
     def _mean(self, requests: Sequence[Mean]) -> list[Reply]:
         means: list[Tensor] = []
         for tensors in zip(*(r.tensors for r in requests), strict=True):
-            means.append(torch.stack([t * (1 / self.workers) for t in tensors]).sum(0).to(tensors[0]))
+            means.append(
+                torch.stack([t * (1 / self.workers) for t in tensors]).sum(0).to(tensors[0])
+            )
         self._count([all_reduce_bytes(_nbytes(requests[0].tensors), self.workers)] * self.workers)
         return [[mean.clone() for mean in means] for _ in requests]
 

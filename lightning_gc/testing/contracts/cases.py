@@ -1,0 +1,115 @@
+"""What the contracts are run on: shapes, gradients, and how they are told apart in test names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.testing.lockstep import Lockstep, Round
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (17, 13),
+    "conv": (4, 3, 3, 3),
+    "bias": (19,),
+    "scalar": (),
+    "prime": (101,),
+    "smaller_than_workers": (2,),
+}
+WORKERS = (1, 2, 3, 4)
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Relative. For bfloat16 the mean itself is rounded, as plain DDP's would be."""
+
+Named = dict[str, Tensor]
+
+
+def generator(seed: int) -> torch.Generator:
+    """Return a private source of random test data."""
+    return torch.Generator().manual_seed(seed)
+
+
+def tensors(numel: int) -> dict[str, Tensor]:
+    """Return flat tensors that compressors find hard, by name."""
+    g = generator(numel)
+    normal = torch.randn(numel, generator=g)
+    heavy = normal / torch.rand(numel, generator=g).clamp_min(1e-6)
+    one = torch.zeros(numel)
+    one[numel // 2] = -3.0
+    return {
+        "normal": normal,
+        "heavy tails": heavy,
+        "all negative": -normal.abs() - 0.1,
+        "constant": torch.full((numel,), 0.7),
+        "one element": one,
+        "zeros": torch.zeros(numel),
+        "tiny": normal * 1e-30,
+        "huge": normal * 1e30,
+    }
+
+
+def bucket_of(flat: Tensor, *, step: int = 0, worker: int = 0, workers: int = 1) -> Bucket:
+    """Return the bucket of one parameter called "w"."""
+    shapes = {"w": tuple(flat.shape)}
+    return Bucket(flat, shapes, step=step, seed=1, worker=worker, workers=workers)
+
+
+def gradients(
+    workers: int, step: int, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> list[Named]:
+    """Return one random gradient of all shapes per worker; odd steps come in reverse order.
+
+    The order is that of DDP's bucket, which changes after its first step.
+    """
+    g = generator(1000 * step + workers)
+    made = [
+        {n: (torch.randn(s, generator=g) * scale).to(dtype) for n, s in SHAPES.items()}
+        for _ in range(workers)
+    ]
+    return [dict(reversed(named.items())) for named in made] if step % 2 else made
+
+
+def flat(named: Mapping[str, Tensor]) -> Tensor:
+    """Return all elements in one float64 vector, in the order of ``SHAPES``."""
+    return torch.cat([named[name].double().reshape(-1) for name in SHAPES])
+
+
+def mean(all_named: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """Return the mean over workers, flat, in float64."""
+    return torch.stack([flat(named) for named in all_named]).mean(0)
+
+
+def lost(lockstep: Lockstep, steps: int, dtype: torch.dtype = torch.float32) -> float:
+    """Return the relative amount of gradient that is neither applied nor remembered.
+
+    ``‖Σ mean_t + mean error_T − Σ mean gradient_t‖ / ‖Σ mean gradient_t‖``; without a memory,
+    whose error is what one step dropped, errors are summed over steps too.
+    """
+    applied = given = torch.zeros(())
+    dropped: list[Tensor] = []
+    remembers = bool(lockstep.engines[0].memory.buffers)
+    for step in range(steps):
+        made = gradients(len(lockstep.engines), step, dtype)
+        result: Round = lockstep.step(made)
+        applied = applied + flat(result.mean)
+        given = given + mean(made)
+        dropped = [mean(result.errors)] if remembers else [*dropped, mean(result.errors)]
+    gap = applied + torch.stack(dropped).sum(0) - given
+    return float(gap.norm() / given.norm())
+
+
+def parametrize(metafunc: Any, **choices: Iterable[Any]) -> None:
+    """Parametrise a test over the product of the choices that it asks for."""
+    asked = {name: list(c) for name, c in choices.items() if name in metafunc.fixturenames}
+    if asked:
+        rows = list(itertools.product(*asked.values()))
+        metafunc.parametrize(list(asked), rows, ids=["-".join(map(label, row)) for row in rows])
+
+
+def label(value: Any) -> str:
+    """Return a short name for a parameter of a test."""
+    return str(value).replace(" ", "").replace("torch.", "")

@@ -1,0 +1,210 @@
+"""The laws of compressors, one test each."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gc.compressors import Codec, Compressor
+from lightning_gc.flow import Payload
+from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.lockstep import Lockstep
+
+
+class CompressorContract:
+    """Holds compressors to what they declare.
+
+    Attributes:
+        instances: what to test; several configurations find more than one.
+
+    Example:
+        >>> from lightning_gc import TopK
+        >>> from lightning_gc.testing.contracts import CompressorContract
+        >>> class TestMine(CompressorContract):
+        ...     instances = (TopK(0.05),)
+    """
+
+    instances: tuple[Compressor, ...] = ()
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Parametrise over instances, shapes and numbers of workers."""
+        cases.parametrize(
+            metafunc,
+            compressor=self.instances,
+            codec=[c for c in self.instances if isinstance(c, Codec)],
+            numel=[1, 2, 19, 101, 221],
+            workers=cases.WORKERS,
+            dtype=cases.DTYPES,
+        )
+
+    # Laws of the codec's arithmetic.
+
+    def test_1_takes_and_leaves_the_rest(self, codec: Codec, numel: int) -> None:
+        """``decode(encode(x)) + x_after == x_before``."""
+        for kind, x in cases.tensors(numel).items():
+            buffer = x.clone()
+            payload = codec.encode(buffer, cases.bucket_of(x))
+            sent = decoded(codec, payload, x)
+            torch.testing.assert_close(sent + buffer, x, rtol=1e-5, atol=0, msg=f"{kind}")
+            storages = {t.untyped_storage().data_ptr() for t in payload if t.numel()}
+            assert buffer.untyped_storage().data_ptr() not in storages
+
+    def test_2_adds(self, codec: Codec, numel: int) -> None:
+        """``decode`` accumulates ``scale`` times the payload into what is there."""
+        x = cases.tensors(numel)["normal"]
+        bucket = cases.bucket_of(x)
+        payload = codec.encode(x.clone(), bucket)
+        once = decoded(codec, payload, x)
+        out = torch.full_like(x, 5.0)
+        codec.decode(payload, out, 2.0, bucket)
+        codec.decode(payload, out, 1.0, bucket)
+        torch.testing.assert_close(out, 5.0 + 3.0 * once)
+
+    def test_3_keeps_its_bound(self, codec: Codec, numel: int) -> None:
+        """The mean squared error over draws is within what ``bound`` allows, up to 4 sigma."""
+        for kind, x in cases.tensors(numel).items():
+            allowed = codec.bound(numel).allowed(float(x.double().square().sum()))
+            errors = []
+            for step in range(64):
+                buffer = x.clone()
+                codec.encode(buffer, cases.bucket_of(x, step=step))
+                errors.append(buffer.double().square().sum())
+            measured = torch.stack(errors)
+            slack = 4 * float(measured.std()) / 8
+            assert float(measured.mean()) <= allowed * (1 + 1e-5) + slack, kind
+
+    def test_3_unbiased_if_declared(self, codec: Codec) -> None:
+        """Along random directions, the mean over 400 draws is the tensor's, up to 5 sigma."""
+        if not codec.unbiased:
+            return
+        x = cases.tensors(221)["normal"]
+        directions = torch.randn(221, 16, generator=cases.generator(3), dtype=torch.float64).sign()
+        draws = []
+        for step in range(400):
+            payload = codec.encode(x.clone(), cases.bucket_of(x, step=step))
+            draws.append(decoded(codec, payload, x, step).double() @ directions)
+        projected = torch.stack(draws)  # (400, 16)
+        gap = (projected.mean(0) - x.double() @ directions).abs()
+        assert (gap <= 5 * projected.std(0) / 400**0.5 + 1e-4).all()
+
+    def test_3_linear_if_declared(self, codec: Codec) -> None:
+        """Decoding the mean of payloads gives the mean of what they decode to."""
+        if not codec.linear:
+            return
+        xs = [cases.tensors(221)[kind] for kind in ("normal", "heavy tails", "constant")]
+        payloads = [codec.encode(x.clone(), cases.bucket_of(x)) for x in xs]
+        averaged = tuple(torch.stack(parts).mean(0) for parts in zip(*payloads, strict=True))
+        apart = torch.stack([decoded(codec, p, xs[0]) for p in payloads]).mean(0)
+        torch.testing.assert_close(decoded(codec, averaged, xs[0]), apart)
+
+    def test_4_knob_moves_bytes_in_its_direction(self, codec: Codec) -> None:
+        """From ``low`` to ``high`` payloads only grow, or only shrink, as the knob says."""
+        if codec.knob is None:
+            assert codec.level is None
+            return
+        low, high, knob = codec.knob.low, codec.knob.high, codec.knob
+        x = cases.tensors(4096)["normal"]
+        levels = [low, (low * high) ** 0.5, high]
+        sizes = []
+        for level in levels:
+            turned = codec.at(level)
+            assert turned.level == knob.clamp(level)
+            sizes.append(nbytes(turned.encode(x.clone(), cases.bucket_of(x))))
+        assert sizes == sorted(sizes, reverse=knob.more == "compression")
+        assert sizes[0] != sizes[-1]
+        assert codec.at(high * 10).level == knob.clamp(high)
+
+    def test_5_payload_shapes_follow_from_shapes(self, codec: Codec, numel: int) -> None:
+        """Values change no shape, unless ``ragged``; then lengths stay within ``limits``."""
+        seen = set()
+        for x in cases.tensors(numel).values():
+            payload = codec.encode(x.clone(), cases.bucket_of(x))
+            limits = codec.limits(numel)
+            assert (limits is not None) == codec.ragged
+            for tensor, limit in zip(payload, limits or [None] * len(payload), strict=True):
+                assert limit is None or tensor.numel() <= limit
+            seen.add(tuple((t.dtype, "ragged" if limits else t.shape) for t in payload))
+        assert len(seen) == 1
+
+    def test_6_randomness_is_private(self, codec: Codec) -> None:
+        """Equal (seed, name, step) give equal payloads; the global generator is not touched."""
+        x = cases.tensors(221)["normal"]
+        state = torch.get_rng_state()
+        first = codec.encode(x.clone(), cases.bucket_of(x, step=7))
+        torch.rand(3)
+        again = codec.encode(x.clone(), cases.bucket_of(x, step=7))
+        torch.set_rng_state(state)
+        codec.encode(x.clone(), cases.bucket_of(x, step=8))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+    # Laws of the whole conversation.
+
+    def test_nothing_is_lost(
+        self, compressor: Compressor, workers: int, dtype: torch.dtype
+    ) -> None:
+        """Conservation over 20 steps, while the order of the bucket changes at every step."""
+        lockstep = Lockstep(workers, compressor)
+        assert cases.lost(lockstep, 20, dtype) < cases.TOLERANCE[dtype]
+
+    def test_zeros_stay_zeros(self, compressor: Compressor, workers: int) -> None:
+        """No gradient, no result, no error."""
+        zeros = [{n: torch.zeros(s) for n, s in cases.SHAPES.items()} for _ in range(workers)]
+        result = Lockstep(workers, compressor).step(zeros)
+        assert not cases.flat(result.mean).any()
+        assert not cases.mean(result.errors).any()
+
+    def test_absent_gradient_leaves_its_error_alone(
+        self, compressor: Compressor, workers: int
+    ) -> None:
+        """A parameter whose gradient is zero everywhere keeps its error."""
+        lockstep = Lockstep(workers, compressor)
+        if not lockstep.engines[0].memory.buffers:
+            return
+        lockstep.step(cases.gradients(workers, 0))
+        before = [engine.errors()["matrix"].clone() for engine in lockstep.engines]
+        following = cases.gradients(workers, 1)
+        for named in following:
+            named["matrix"] = torch.zeros(cases.SHAPES["matrix"])
+        result = lockstep.step(following)
+        assert not result.mean["matrix"].any()
+        for engine, kept in zip(lockstep.engines, before, strict=True):
+            assert torch.equal(engine.errors()["matrix"], kept)
+
+    def test_non_finite_is_seen_by_all_and_remembered_by_none(
+        self, compressor: Compressor, workers: int
+    ) -> None:
+        """One bad element on one worker spoils the result everywhere, and no error."""
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            lockstep = Lockstep(workers, compressor)
+            lockstep.step(cases.gradients(workers, 0))
+            spoiled = cases.gradients(workers, 1)
+            spoiled[-1]["prime"][50] = bad
+            result = lockstep.step(spoiled)
+            assert not all(mean.isfinite().all() for mean in result.mean.values())
+            for engine in lockstep.engines:
+                assert all(error.isfinite().all() for error in engine.errors().values())
+            after = lockstep.step(cases.gradients(workers, 2))
+            assert cases.flat(after.mean).isfinite().all()
+
+    def test_configuration_is_a_value(self, compressor: Compressor) -> None:
+        """Frozen, comparable, and the same after a trip through pickle."""
+        copy = pickle.loads(pickle.dumps(compressor))  # noqa: S301 - our own bytes
+        assert copy == compressor
+        assert hash(copy) == hash(compressor)
+        assert type(compressor).__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def decoded(codec: Codec, payload: Payload, like: Tensor, step: int = 0) -> Tensor:
+    """Return what a payload stands for."""
+    out = torch.zeros_like(like)
+    codec.decode(payload, out, 1.0, cases.bucket_of(like, step=step))
+    return out
+
+
+def nbytes(payload: Payload) -> int:
+    """Return the bytes of a payload."""
+    return sum(t.numel() * t.element_size() for t in payload)

@@ -1,0 +1,86 @@
+"""The laws of schemes, one test each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_gc.compressors import QSGD, Compressor, HardThreshold, Identity, RandomK, TopK
+from lightning_gc.memories import Residual
+from lightning_gc.schemes import Scheme
+from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.lockstep import Lockstep
+
+
+class SchemeContract:
+    """Holds schemes to what they declare.
+
+    Attributes:
+        instances: what to test.
+        compressors: what to test them with.
+
+    Example:
+        >>> from lightning_gc import TwoShot
+        >>> from lightning_gc.testing.contracts import SchemeContract
+        >>> class TestMine(SchemeContract):
+        ...     instances = (TwoShot(),)
+    """
+
+    instances: tuple[Scheme, ...] = ()
+    compressors: tuple[Compressor, ...] = (
+        Identity(),
+        TopK(0.1),
+        RandomK(0.1),
+        HardThreshold(1.0),
+        QSGD(4, 64),
+    )
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Parametrise over instances, compressors and numbers of workers."""
+        cases.parametrize(
+            metafunc, scheme=self.instances, compressor=self.compressors, workers=cases.WORKERS
+        )
+
+    def test_1_what_a_scheme_rounds_away_is_booked(
+        self, scheme: Scheme, compressor: Compressor, workers: int
+    ) -> None:
+        """Conservation over 20 steps with error feedback."""
+        if not fits(scheme, compressor):
+            return
+        lockstep = Lockstep(workers, compressor, Residual(), scheme)
+        assert cases.lost(lockstep, 20) < cases.TOLERANCE[torch.float32]
+
+    def test_2_replicas_get_the_same_bits(
+        self, scheme: Scheme, compressor: Compressor, workers: int
+    ) -> None:
+        """All workers hold the same result, bit for bit (``Lockstep`` raises where not)."""
+        if not fits(scheme, compressor):
+            return
+        lockstep = Lockstep(workers, compressor, None, scheme)
+        for step in range(3):
+            result = lockstep.step(cases.gradients(workers, step))
+            assert cases.flat(result.mean).isfinite().all()
+
+    def test_2_without_compression_it_is_the_mean(self, scheme: Scheme, workers: int) -> None:
+        """Around ``Identity`` any scheme is an all-reduce."""
+        made = cases.gradients(workers, 0)
+        result = Lockstep(workers, Identity(), None, scheme).step(made)
+        torch.testing.assert_close(cases.flat(result.mean), cases.mean(made), rtol=1e-6, atol=1e-6)
+
+    def test_3_refuses_what_cannot_work(self, scheme: Scheme, compressor: Compressor) -> None:
+        """A codec that is not linear is refused by a scheme that averages, in a sentence."""
+        if fits(scheme, compressor):
+            return
+        try:
+            Lockstep(2, compressor, None, scheme)
+        except ValueError as error:
+            assert repr(compressor) in str(error)
+            assert "Use " in str(error)
+        else:
+            raise AssertionError(f"{scheme!r} accepted {compressor!r}")
+
+
+def fits(scheme: Scheme, compressor: Compressor) -> bool:
+    """Return whether the declared properties allow the combination."""
+    return compressor.linear or not scheme.averages

@@ -1,0 +1,25 @@
+"""Every registered compressor, memory and scheme, held to its laws."""
+
+from lightning_gc import compressors, memories, schemes
+from lightning_gc.compressors import PerParameter, SizeSwitch, TopK
+from lightning_gc.testing.contracts import CompressorContract, MemoryContract, SchemeContract
+
+
+class TestCompressors(CompressorContract):
+    instances = tuple(c for cls in compressors.REGISTRY.values() for c in cls.examples())
+
+
+class TestWrappers(CompressorContract):
+    instances = (
+        SizeSwitch(TopK(0.1), min_numel=100),
+        SizeSwitch(TopK(0.1), min_numel=0, min_dims=0),
+        PerParameter(SizeSwitch(TopK(0.1))),
+    )
+
+
+class TestMemories(MemoryContract):
+    instances = tuple(m for cls in memories.REGISTRY.values() for m in cls.examples())
+
+
+class TestSchemes(SchemeContract):
+    instances = tuple(cls() for cls in schemes.REGISTRY.values())
