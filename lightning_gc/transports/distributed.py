@@ -17,6 +17,9 @@ from lightning_gc.transports.transport import (
     check_lengths,
 )
 
+# Renamed in torch 2.13, where the old name warns.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Distributed(Transport):
     """Fulfils requests over a process group of NCCL or Gloo, one contiguous message each.
@@ -79,7 +82,7 @@ class Distributed(Transport):
             message = torch.nn.functional.pad(message, (0, longest - message.numel()))
         gathered = message.new_empty(self.workers * longest)
         if longest:
-            dist.all_gather_into_tensor(gathered, message, group=self.group)
+            _all_gather(gathered, message, group=self.group)
         self.sent_bytes += all_gather_bytes(longest, self.workers)
         rows = gathered.split(longest) if longest else [gathered] * self.workers
         return [layout.unpack(row) for layout, row in zip(layouts, rows, strict=True)]

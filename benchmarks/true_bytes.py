@@ -1,0 +1,336 @@
+"""Compare the bytes that CompressionMonitor reports with the network interface's own counter.
+
+Each worker is a process in a network namespace of its own, joined to the others by a veth pair
+(two workers) or a bridge (more). Over Gloo, two things are measured there against ``tx_bytes``:
+
+- what the monitor reports for a window of steps of a Lightning fit, for each method;
+- what the transport counts for each kind of request, with long and with short messages.
+
+The window opens after some steps, so start-up traffic is not in it. In it are TCP/IP headers,
+acknowledgements of what arrives, Gloo's own small messages, segments that are sent again, and one
+barrier: the interface shows a little more. A veth hands on up to 64 KiB under one header (GSO);
+frames of 1,500 bytes would add 4.7 % to everything, compressed or not.
+
+Linux, root and iproute2 only: ``python benchmarks/true_bytes.py --workers 2 3 4``. Exits with 0 if
+every fit and every long request is within 5 %, with 1 if not, with 2 if it could not measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import LambdaCallback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gc import QSGD, Cast, HardThreshold, Identity, TopK
+from lightning_gc.flow import Exchange, Gather, Mean, Request
+from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
+from lightning_gc.transports import Distributed
+
+TOLERANCE = 0.05
+INTERFACE, SUBNET, PORT = "gc0", "10.77.0.", 29500  # inside the namespaces only
+WARMUP = 5  # steps before the window
+WIDTH, LAYERS, BATCH = 1024, 4, 32
+TIMEOUT = 300.0  # seconds for one task; a silent peer is given up after a third of it
+LIMIT = datetime.timedelta(seconds=TIMEOUT / 3)
+SETTLE = 0.2  # seconds in which the kernel sends what it holds
+METHODS = {repr(c): c for c in (Identity(), Cast(), QSGD(bits=4), TopK(0.01), HardThreshold(1e-4))}
+REQUESTS, LONG, SHORT = "requests", 4096, 16  # KiB of a message
+Readings = dict[str, list["Reading"]]  # one of each worker, by what was measured
+
+
+class CannotMeasure(Exception):
+    """Why there is no result."""
+
+
+class Reading(NamedTuple):
+    """What one worker has sent: as counted, by its interface, and as segments sent again."""
+
+    counted: float
+    interface: float
+    again: float
+
+    @classmethod
+    def now(cls, counted: float) -> Reading:
+        """Wait until all workers are here and their bytes have left; then read."""
+        dist.barrier()
+        time.sleep(SETTLE)
+        sent = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text()
+        lines = Path("/proc/self/net/snmp").read_text().splitlines()
+        names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+        return cls(counted, float(sent), float(values[names.index("RetransSegs")]))
+
+    def since(self, start: Reading, rounds: int) -> Reading:
+        """Return what was sent since ``start``, per round."""
+        return Reading(*((b - a) / rounds for a, b in zip(start, self, strict=True)))
+
+    def excess(self) -> float:
+        """Return how much more the interface shows than was counted, as a share."""
+        return self.interface / self.counted - 1
+
+
+# What a worker does.
+
+
+class Perceptron(LightningModule):
+    """Matrices, few biases, and no buffers: DDP itself sends nothing after its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = [(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
+        self.layers = nn.Sequential(*[module for pair in pairs for module in pair][:-1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Fit noise to noise."""
+        loss: Tensor = (self.layers(batch[0]) - batch[0].roll(1, 0)).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Small steps, so that gradients stay as they are."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def fit(method: str, steps: int) -> dict[str, Reading]:
+    """Train with a method and return what a step costs."""
+    strategy = CompressedDDPStrategy(METHODS[method], timeout=LIMIT)
+    monitor = CompressionMonitor()
+    readings, totals, transport = [], [], []
+
+    def read(trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step in (WARMUP, WARMUP + steps):
+            assert strategy.recording is not None
+            transport.append(strategy.recording.sent_bytes)
+            totals.append(monitor.state_dict()["total"])
+            readings.append(Reading.now(totals[-1]["wire_bytes"]))
+
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy,
+        callbacks=[monitor, LambdaCallback(on_train_batch_end=read)],  # in this order
+        max_steps=WARMUP + steps,
+        barebones=True,
+    )
+    torch.manual_seed(int(os.environ["RANK"]))  # DDP starts from worker 0's parameters
+    noise = TensorDataset(torch.randn(BATCH * (WARMUP + steps), WIDTH))
+    trainer.fit(Perceptron(), DataLoader(noise, BATCH))
+    step = readings[1].since(readings[0], steps)
+    assert step.counted * steps == transport[1] - transport[0], "the monitor missed a step"
+    sent, elements = (totals[1][name] - totals[0][name] for name in ("sent", "elements"))
+    return {f"{method}, {sent / elements:.2%} sent" if sent < elements else method: step}
+
+
+def requests(kib: int, workers: int, worker: int) -> dict[str, Request]:
+    """Return one request of each kind, with messages of (ragged: at most) so many KiB."""
+    n = kib * 256
+    whole = torch.ones(n)
+    ragged = [torch.ones(n - n // 32 * (worker + i)) for i in range(workers)]
+    return {
+        f"Mean, {kib} KiB": Mean((whole,)),
+        f"Gather, {kib} KiB": Gather((whole,)),
+        f"Gather, ragged, {kib} KiB": Gather((ragged[0],), (n,)),
+        f"Exchange, {kib} KiB": Exchange(((whole,),) * workers),
+        f"Exchange, ragged, {kib} KiB": Exchange(tuple((part,) for part in ragged), (n,)),
+    }
+
+
+def fulfil_all() -> dict[str, Reading]:
+    """Fulfil requests of all kinds and sizes and return what each costs."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    transport = Distributed()
+    readings = {}
+    for kib, rounds in ((LONG, 10), (SHORT, 100)):
+        for name, request in requests(kib, transport.workers, transport.worker).items():
+            start = Reading.now(transport.sent_bytes)
+            for _ in range(rounds):
+                transport.fulfil(request)
+            readings[name] = Reading.now(transport.sent_bytes).since(start, rounds)
+    dist.destroy_process_group()
+    return readings
+
+
+# What joins and starts workers. New sessions keep a Ctrl-C of the terminal away from children.
+
+
+def ip(command: str, check: bool = True) -> None:
+    """Run ``ip``."""
+    words = ["ip", *command.split()]
+    done = subprocess.run(words, capture_output=True, timeout=30, start_new_session=True)
+    if check and done.returncode:
+        raise CannotMeasure(
+            f"`ip {command}` failed: {done.stderr.decode().strip()}. Namespaces and veth need a "
+            f"machine of one's own, or a privileged container."
+        )
+
+
+@contextlib.contextmanager
+def network(workers: int) -> Iterator[list[str]]:
+    """Make one namespace per worker, joined; remove all of it in the end, whatever happens."""
+    spaces = [f"gcbytes{os.getpid()}-{i}" for i in range(workers)]
+    hub = f"gcbytes{os.getpid()}-hub"
+    try:
+        for space in (*spaces, hub):
+            ip(f"netns add {space}")
+        ip(f"-n {hub} link add bridge0 type bridge")
+        ip(f"-n {hub} link set bridge0 up")
+        for i, space in enumerate(spaces):
+            if workers > 2:
+                ip(f"-n {space} link add {INTERFACE} type veth peer name port{i} netns {hub}")
+                ip(f"-n {hub} link set port{i} master bridge0 up")
+            elif i == 0:
+                peer = f"peer name {INTERFACE} netns {spaces[1]}"
+                ip(f"-n {space} link add {INTERFACE} type veth {peer}")
+            ip(f"-n {space} addr add {SUBNET}{i + 1}/24 dev {INTERFACE}")
+            ip(f"-n {space} link set {INTERFACE} addrgenmode none")  # no chatter of IPv6
+            ip(f"-n {space} link set {INTERFACE} up")
+            ip(f"-n {space} link set lo up")
+        yield spaces
+    finally:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must wait
+        for space in (*spaces, hub):
+            ip(f"netns del {space}", check=False)
+        signal.signal(signal.SIGINT, before)
+
+
+def launch(task: str, steps: int, spaces: Sequence[str]) -> Readings:
+    """Carry out a task in every namespace and return the readings."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        results = [Path(folder, f"{i}.json") for i in range(len(spaces))]
+        logs = [Path(folder, f"{i}.log") for i in range(len(spaces))]
+        processes = []
+        for i, space in enumerate(spaces):
+            torchrun = (
+                f"MASTER_ADDR={SUBNET}1 MASTER_PORT={PORT} WORLD_SIZE={len(spaces)} RANK={i} "
+                f"NODE_RANK={i} LOCAL_RANK=0 GLOO_SOCKET_IFNAME={INTERFACE} OMP_NUM_THREADS=1"
+            )
+            command = ["ip", "netns", "exec", space, "env", *torchrun.split(), sys.executable]
+            command += [__file__, f"--task={task}", f"--steps={steps}", f"--out={results[i]}"]
+            log = stack.enter_context(logs[i].open("w"))
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            stack.callback(process.wait, timeout=30)
+            stack.callback(process.kill)  # before the wait
+            processes.append(process)
+        deadline = time.monotonic() + TIMEOUT
+        while None in (codes := [process.poll() for process in processes]):
+            if any(codes) or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        if any(code != 0 for code in codes):
+            worst = max(range(len(codes)), key=lambda i: (bool(codes[i]), codes[i] is None))
+            log_end = "\n".join(logs[worst].read_text().splitlines()[-15:])
+            why = "failed" if codes[worst] else "was not done in time"
+            raise CannotMeasure(f"{task}: worker {worst} {why}. Its log ends:\n{log_end}")
+        answers = [json.loads(path.read_text()) for path in results]
+    values = zip(*(answer.values() for answer in answers), strict=True)
+    return {name: [Reading(*v) for v in row] for name, row in zip(answers[0], values, strict=True)}
+
+
+# What is said about it.
+
+
+def off(name: str, readings: Sequence[Reading]) -> bool:
+    """Return whether a worker is off by more than the tolerance; short messages may be."""
+    held = not name.endswith(f" {SHORT} KiB")
+    return held and any(abs(reading.excess()) > TOLERANCE for reading in readings)
+
+
+def table(title: str, lines: Readings) -> str:
+    """Return a Markdown table: means over workers, and the difference of the worst worker."""
+    text = f"### {title}\n\n| | counted bytes | interface bytes | difference | extra bytes "
+    text += "| sent again |\n|---|---:|---:|---:|---:|---:|\n"
+    for name, readings in lines.items():
+        mean = Reading(*(sum(column) / len(readings) for column in zip(*readings, strict=True)))
+        worst = max((reading.excess() for reading in readings), key=abs)
+        text += f"| {name} | {mean.counted:,.0f} | {mean.interface:,.0f} | {worst:+.2%} "
+        text += f"| {mean.interface - mean.counted:,.0f} | {mean.again:.2f} |\n"
+    return text
+
+
+def page(options: argparse.Namespace, tables: Sequence[str]) -> str:
+    """Return the dated file's text."""
+    names = ("lightning-gc", "torch", "pytorch-lightning")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    versions += f", Linux {'.'.join(platform.release().split('.')[:2])}"
+    workers = " ".join(map(str, options.workers))
+    head = f"""# True bytes, {datetime.date.today()}
+
+`python benchmarks/true_bytes.py --workers {workers} --steps {options.steps}`
+
+Python {platform.python_version()}, {versions}, {os.cpu_count()} CPUs.
+
+{LAYERS} layers of {WIDTH} x {WIDTH} in float32, over Gloo; {options.steps} steps after {WARMUP}.
+Bytes per worker, and per step or request: means over workers. The difference is the worst
+worker's. "Sent again" is TCP's count of segments. Headers are few: a veth does not cut frames.
+
+"""
+    return head + "\n".join(tables)
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line; ``--task`` is for workers."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--steps", type=int, default=20, help="steps in the window")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2], help="one number or several")
+    results = Path(__file__).with_name("results")
+    parser.add_argument("--out", type=Path, default=results, help="folder of the dated file")
+    parser.add_argument("--task", choices=[*METHODS, REQUESTS], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.steps < 1 or not all(2 <= workers <= 16 for workers in options.workers):
+        parser.error("--steps must be at least 1, and every number of --workers in 2..16.")
+    return options
+
+
+def main() -> int:
+    """Measure, print, write; return the exit code."""
+    options = parse()
+    if options.task is not None:
+        found = fulfil_all() if options.task == REQUESTS else fit(options.task, options.steps)
+        options.out.write_text(json.dumps(found))
+        return 0
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        print("true_bytes makes network namespaces: it needs root (sudo) and iproute2's `ip`.")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # by way of every `finally`
+    tables, failed = [], False
+    try:
+        for workers in options.workers:
+            fits: Readings = {}
+            with network(workers) as spaces:
+                for method in METHODS:
+                    fits |= launch(method, options.steps, spaces)
+                kinds = launch(REQUESTS, options.steps, spaces)
+            failed |= any(off(name, readings) for name, readings in (fits | kinds).items())
+            tables += [table(f"{workers} workers, a step of a fit", fits)]
+            tables += [table(f"{workers} workers, a request", kinds)]
+            print(*tables[-2:], sep="\n")
+    except CannotMeasure as error:
+        print(error)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"true_bytes_{datetime.date.today():%Y%m%d}.md"
+    path.write_text(page(options, tables))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Run a function in W real processes: quick to start, killed in time, errors brought home."""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+TIMEOUT = 90.0
+
+
+def spread(function: Callable[..., Any], workers: int, *args: Any, timeout: float = TIMEOUT) -> Any:
+    """Call ``function(worker, *args)`` in ``workers`` processes; return the results in order.
+
+    The processes find the variables that torchrun would set. They come from a fork server that
+    has imported torch and Lightning but run nothing, so that they start quickly and share no
+    threads. If one fails or the time is up, all are killed, and the error is raised here.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    port = free_port()
+    pipes, processes = [], []
+    for worker in range(workers):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(theirs, function, worker, workers, port, args))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    deadline = time.monotonic() + timeout
+    results = []
+    try:
+        for worker, pipe in enumerate(pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"worker {worker} has not finished after {timeout} s")
+            succeeded, value = pipe.recv()
+            if not succeeded:
+                raise RuntimeError(f"worker {worker} failed:\n{value}")
+            results.append(value)
+        for process in processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return results
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(pipe: Any, function: Any, worker: int, workers: int, port: int, args: Any) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(worker),
+        LOCAL_RANK=str(worker),
+        WORLD_SIZE=str(workers),
+        NODE_RANK="0",
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    # The parent's filters do not reach here, and Lightning warns of much that is not ours.
+    warnings.filterwarnings("error", message=".*torch.distributed.*")
+    torch.set_num_threads(1)
+    try:
+        pipe.send((True, function(worker, *args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))

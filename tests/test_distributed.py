@@ -1,0 +1,124 @@
+"""Real processes over Gloo against the simulator: the same bits, the same bytes."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_gc import compressors, memories, schemes
+from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.per_parameter import layerwise
+from lightning_gc.engine import Engine
+from lightning_gc.flow import Exchange, Gather, Mean
+from lightning_gc.testing import Lockstep
+from lightning_gc.testing.contracts import cases
+from lightning_gc.transports import Distributed, run
+from tests.processes import spread
+
+pytestmark = pytest.mark.processes
+STEPS = 4
+
+
+def combinations() -> list[tuple[Compressor, Any, Any]]:
+    return [
+        (compressor, memory(), scheme())
+        for cls in compressors.REGISTRY.values()
+        for compressor in cls.examples()
+        for memory in memories.REGISTRY.values()
+        for scheme in schemes.REGISTRY.values()
+        if compressor.linear or not scheme.averages
+    ]
+
+
+def real(worker: int, workers: int) -> list[list[Any]]:
+    """Return, per combination and step: the mean, this worker's error, the bytes it sent."""
+    dist.init_process_group("gloo", rank=worker, world_size=workers, timeout=timedelta(seconds=30))
+    results = []
+    for compressor, memory, scheme in combinations():
+        transport = Distributed()
+        engine = Engine(layerwise(compressor), memory, scheme, worker=worker, workers=workers)
+        rows: list[Any] = []
+        for step in range(STEPS):
+            named = cases.gradients(workers, step)[worker]
+            flat = torch.cat([grad.reshape(-1) for grad in named.values()])
+            before = transport.sent_bytes
+            engine.observe = True
+            flow = engine.flow(flat, {name: tuple(grad.shape) for name, grad in named.items()})
+            engine.advance()
+            run(flow, transport)
+            errors = torch.cat([engine.leftovers[name].reshape(-1) for name in cases.SHAPES])
+            rows.append((flat.numpy(), errors.numpy(), transport.sent_bytes - before))
+        results.append(rows)
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_gloo_equals_the_simulator(workers: int) -> None:
+    """Bit for bit where payloads are gathered; to rounding where three or more are all-reduced."""
+    measured = spread(real, workers, workers)
+    for index, (compressor, memory, scheme) in enumerate(combinations()):
+        lockstep = Lockstep(workers, compressor, memory, scheme)
+        what = f"{compressor} {memory} {scheme}"
+        exact = not scheme.averages or workers <= 2
+        for step in range(STEPS):
+            simulated = lockstep.step(cases.gradients(workers, step))
+            expected = torch.cat([mean.reshape(-1) for mean in simulated.mean.values()])
+            for worker in range(workers):
+                mean, error, nbytes = measured[worker][index][step]
+                mean, error = torch.from_numpy(mean), torch.from_numpy(error)
+                kept = cases.flat(simulated.errors[worker]).float()
+                if exact:
+                    assert torch.equal(mean, expected), what
+                    assert torch.equal(error, kept), what
+                else:
+                    torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-6, msg=what)
+                    torch.testing.assert_close(error, kept, rtol=1e-5, atol=1e-6, msg=what)
+                assert nbytes == simulated.wire_bytes[worker], what
+
+
+def requests(worker: int, workers: int) -> None:
+    """Fulfil each kind of request and check the answer from first principles."""
+    dist.init_process_group("gloo", rank=worker, world_size=workers, timeout=timedelta(seconds=30))
+    transport = Distributed()
+    single, double = torch.full((3,), float(worker)), torch.full((2, 2), 2.0 * worker).double()
+    means = transport.fulfil(Mean((single, double, torch.tensor(float(worker)))))
+    middle = (workers - 1) / 2
+    assert torch.allclose(means[0], torch.full((3,), middle))
+    assert means[1].dtype == torch.float64
+    assert torch.allclose(means[1], torch.full((2, 2), 2 * middle).double())
+    assert torch.allclose(means[2], torch.tensor(middle))
+
+    odd = torch.arange(3, dtype=torch.uint8) + worker  # 3 bytes before 8-byte values
+    fixed = transport.fulfil(Gather((odd, torch.full((2,), worker, dtype=torch.int64))))
+    for sender, (small, large) in enumerate(fixed):
+        assert small.tolist() == [sender, sender + 1, sender + 2]
+        assert large.tolist() == [sender] * 2
+
+    ragged = transport.fulfil(
+        Gather((torch.full((worker,), 1.5), torch.ones(2, dtype=torch.int32)), (10, None))
+    )
+    assert [len(first) for first, _ in ragged] == list(range(workers))
+    assert all(second.tolist() == [1, 1] for _, second in ragged)
+
+    nothing = transport.fulfil(Gather((torch.empty(0),), (10,)))
+    assert [len(payload[0]) for payload in nothing] == [0] * workers
+
+    toward = tuple((torch.full((2,), 10.0 * worker + i),) for i in range(workers))
+    for sender, (values,) in enumerate(transport.fulfil(Exchange(toward))):
+        assert values.tolist() == [10.0 * sender + worker] * 2
+
+    lengths = tuple((torch.full((worker + i,), float(worker)),) for i in range(workers))
+    for sender, (values,) in enumerate(transport.fulfil(Exchange(lengths, (10,)))):
+        assert values.tolist() == [float(sender)] * (sender + worker)
+
+    with pytest.raises(ValueError, match="announces 3 elements where at most 2 are possible"):
+        transport.fulfil(Gather((torch.zeros(3),), (2,)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_every_kind_of_request(workers: int) -> None:
+    spread(requests, workers, workers)
