@@ -2,14 +2,12 @@
 
 Each worker is a process in a network namespace of its own, joined to the others by a veth pair
 (two workers) or a bridge (more). Over Gloo, two things are measured there against ``tx_bytes``:
+what the monitor reports for a window of steps of a Lightning fit, for each method, and what the
+transport counts for each kind of request, with long and with short messages.
 
-- what the monitor reports for a window of steps of a Lightning fit, for each method;
-- what the transport counts for each kind of request, with long and with short messages.
-
-The window opens after some steps, so start-up traffic is not in it. In it are TCP/IP headers,
-acknowledgements of what arrives, Gloo's own small messages, segments that are sent again, and one
-barrier: the interface shows a little more. A veth hands on up to 64 KiB under one header (GSO);
-frames of 1,500 bytes would add 4.7 % to everything, compressed or not.
+Start-up is not in the window. TCP/IP headers, acknowledgements, Gloo's own small messages, segments
+sent again and one barrier are, so the interface shows a little more. A veth hands on up to 64 KiB
+under one header (GSO); frames of 1,500 bytes would add 4.7 % to everything, compressed or not.
 
 Linux, root and iproute2 only: ``python benchmarks/true_bytes.py --workers 2 3 4``. Exits with 0 if
 every fit and every long request is within 5 %, with 1 if not, with 2 if it could not measure.
@@ -22,7 +20,6 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -32,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -48,18 +45,18 @@ from lightning_gc.transports import Distributed
 
 TOLERANCE = 0.05
 INTERFACE, SUBNET, PORT = "gc0", "10.77.0.", 29500  # inside the namespaces only
-WARMUP = 5  # steps before the window
-WIDTH, LAYERS, BATCH = 1024, 4, 32
+WARMUP, WIDTH, LAYERS, BATCH = 5, 1024, 4, 32  # steps before the window; the model
 TIMEOUT = 300.0  # seconds for one task; a silent peer is given up after a third of it
 LIMIT = datetime.timedelta(seconds=TIMEOUT / 3)
-SETTLE = 0.2  # seconds in which the kernel sends what it holds
-METHODS = {repr(c): c for c in (Identity(), Cast(), QSGD(bits=4), TopK(0.01), HardThreshold(1e-4))}
+METHODS = {repr(c): c for c in (Identity(), Cast(), QSGD(bits=4), TopK(0.01), HardThreshold(5e-4))}
 REQUESTS, LONG, SHORT = "requests", 4096, 16  # KiB of a message
 Readings = dict[str, list["Reading"]]  # one of each worker, by what was measured
 
 
-class CannotMeasure(Exception):
-    """Why there is no result."""
+def give_up(*why: str) -> NoReturn:
+    """Say why there is no result, and leave."""
+    sys.stderr.write("\n".join((*why, "")))
+    raise SystemExit(2)
 
 
 class Reading(NamedTuple):
@@ -73,7 +70,7 @@ class Reading(NamedTuple):
     def now(cls, counted: float) -> Reading:
         """Wait until all workers are here and their bytes have left; then read."""
         dist.barrier()
-        time.sleep(SETTLE)
+        time.sleep(0.2)  # the kernel sends what it holds
         sent = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text()
         lines = Path("/proc/self/net/snmp").read_text().splitlines()
         names, values = (line.split() for line in lines if line.startswith("Tcp:"))
@@ -88,16 +85,12 @@ class Reading(NamedTuple):
         return self.interface / self.counted - 1
 
 
-# What a worker does.
-
-
 class Perceptron(LightningModule):
     """Matrices, few biases, and no buffers: DDP itself sends nothing after its start."""
 
     def __init__(self) -> None:
         super().__init__()
-        pairs = [(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
-        self.layers = nn.Sequential(*[module for pair in pairs for module in pair][:-1])
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Fit noise to noise."""
@@ -113,14 +106,13 @@ def fit(method: str, steps: int) -> dict[str, Reading]:
     """Train with a method and return what a step costs."""
     strategy = CompressedDDPStrategy(METHODS[method], timeout=LIMIT)
     monitor = CompressionMonitor()
-    readings, totals, transport = [], [], []
+    moments = []
 
     def read(trainer: Trainer, *_: Any) -> None:
         if trainer.global_step in (WARMUP, WARMUP + steps):
             assert strategy.recording is not None
-            transport.append(strategy.recording.sent_bytes)
-            totals.append(monitor.state_dict()["total"])
-            readings.append(Reading.now(totals[-1]["wire_bytes"]))
+            total = monitor.state_dict()["total"]
+            moments.append((Reading.now(total["wire_bytes"]), total, strategy.recording.sent_bytes))
 
     trainer = Trainer(
         accelerator="cpu",
@@ -132,12 +124,13 @@ def fit(method: str, steps: int) -> dict[str, Reading]:
         barebones=True,
     )
     torch.manual_seed(int(os.environ["RANK"]))  # DDP starts from worker 0's parameters
-    noise = TensorDataset(torch.randn(BATCH * (WARMUP + steps), WIDTH))
-    trainer.fit(Perceptron(), DataLoader(noise, BATCH))
-    step = readings[1].since(readings[0], steps)
-    assert step.counted * steps == transport[1] - transport[0], "the monitor missed a step"
-    sent, elements = (totals[1][name] - totals[0][name] for name in ("sent", "elements"))
-    return {f"{method}, {sent / elements:.2%} sent" if sent < elements else method: step}
+    noise = torch.randn(BATCH * (WARMUP + steps), WIDTH)
+    trainer.fit(Perceptron(), DataLoader(TensorDataset(noise), BATCH))
+    (start, before, sent_before), (end, after, sent_after) = moments
+    assert end.counted - start.counted == sent_after - sent_before, "the monitor missed a step"
+    sent, elements = (after[name] - before[name] for name in ("sent", "elements"))
+    name = f"{method}, {sent / elements:.2%} sent" if sent < elements else method
+    return {name: end.since(start, steps)}
 
 
 def requests(kib: int, workers: int, worker: int) -> dict[str, Request]:
@@ -169,66 +162,58 @@ def fulfil_all() -> dict[str, Reading]:
     return readings
 
 
-# What joins and starts workers. New sessions keep a Ctrl-C of the terminal away from children.
-
-
-def ip(command: str, check: bool = True) -> None:
-    """Run ``ip``."""
+def ip(command: str, check: bool = True) -> str:
+    """Run ``ip`` and return what it prints; in its own session, which no Ctrl-C reaches."""
     words = ["ip", *command.split()]
     done = subprocess.run(words, capture_output=True, timeout=30, start_new_session=True)
     if check and done.returncode:
-        raise CannotMeasure(
-            f"`ip {command}` failed: {done.stderr.decode().strip()}. Namespaces and veth need a "
-            f"machine of one's own, or a privileged container."
-        )
+        give_up(done.stderr.decode(), f"`ip {command}` failed; network namespaces need privileges.")
+    return done.stdout.decode()
 
 
 @contextlib.contextmanager
 def network(workers: int) -> Iterator[list[str]]:
-    """Make one namespace per worker, joined; remove all of it in the end, whatever happens."""
+    """Make one namespace per worker, joined; in the end remove them and what runs in them."""
     spaces = [f"gcbytes{os.getpid()}-{i}" for i in range(workers)]
     hub = f"gcbytes{os.getpid()}-hub"
     try:
         for space in (*spaces, hub):
             ip(f"netns add {space}")
-        ip(f"-n {hub} link add bridge0 type bridge")
-        ip(f"-n {hub} link set bridge0 up")
+        ip(f"-n {hub} link add bridge0 up type bridge")
         for i, space in enumerate(spaces):
             if workers > 2:
                 ip(f"-n {space} link add {INTERFACE} type veth peer name port{i} netns {hub}")
                 ip(f"-n {hub} link set port{i} master bridge0 up")
-            elif i == 0:
-                peer = f"peer name {INTERFACE} netns {spaces[1]}"
-                ip(f"-n {space} link add {INTERFACE} type veth {peer}")
+            elif i:
+                ip(f"-n {space} link add {INTERFACE} type veth peer {INTERFACE} netns {spaces[0]}")
+        for i, space in enumerate(spaces):
             ip(f"-n {space} addr add {SUBNET}{i + 1}/24 dev {INTERFACE}")
-            ip(f"-n {space} link set {INTERFACE} addrgenmode none")  # no chatter of IPv6
-            ip(f"-n {space} link set {INTERFACE} up")
-            ip(f"-n {space} link set lo up")
+            for link in (INTERFACE, "lo"):
+                ip(f"-n {space} link set {link} up")
         yield spaces
     finally:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must wait
         for space in (*spaces, hub):
+            for pid in ip(f"netns pids {space}", check=False).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             ip(f"netns del {space}", check=False)
         signal.signal(signal.SIGINT, before)
 
 
 def launch(task: str, steps: int, spaces: Sequence[str]) -> Readings:
     """Carry out a task in every namespace and return the readings."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder, f"{i}.json") for i in range(len(spaces))]
         logs = [Path(folder, f"{i}.log") for i in range(len(spaces))]
         processes = []
         for i, space in enumerate(spaces):
-            torchrun = (
-                f"MASTER_ADDR={SUBNET}1 MASTER_PORT={PORT} WORLD_SIZE={len(spaces)} RANK={i} "
-                f"NODE_RANK={i} LOCAL_RANK=0 GLOO_SOCKET_IFNAME={INTERFACE} OMP_NUM_THREADS=1"
-            )
-            command = ["ip", "netns", "exec", space, "env", *torchrun.split(), sys.executable]
-            command += [__file__, f"--task={task}", f"--steps={steps}", f"--out={results[i]}"]
-            log = stack.enter_context(logs[i].open("w"))
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-            stack.callback(process.wait, timeout=30)
-            stack.callback(process.kill)  # before the wait
+            into = f"ip netns exec {space} env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME={INTERFACE} "
+            into += f"MASTER_ADDR={SUBNET}1 MASTER_PORT={PORT} WORLD_SIZE={len(spaces)} RANK={i} "
+            command = [*into.split(), f"NODE_RANK={i}", "LOCAL_RANK=0", sys.executable, __file__]
+            command += [f"--task={task}", f"--steps={steps}", f"--out={results[i]}"]
+            with logs[i].open("w") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             processes.append(process)
         deadline = time.monotonic() + TIMEOUT
         while None in (codes := [process.poll() for process in processes]):
@@ -236,22 +221,11 @@ def launch(task: str, steps: int, spaces: Sequence[str]) -> Readings:
                 break
             time.sleep(0.1)
         if any(code != 0 for code in codes):
-            worst = max(range(len(codes)), key=lambda i: (bool(codes[i]), codes[i] is None))
-            log_end = "\n".join(logs[worst].read_text().splitlines()[-15:])
-            why = "failed" if codes[worst] else "was not done in time"
-            raise CannotMeasure(f"{task}: worker {worst} {why}. Its log ends:\n{log_end}")
+            ends = ["\n".join(log.read_text().splitlines()[-15:]) for log in logs]
+            give_up(*ends, f"{task} failed or took over {TIMEOUT:.0f} s; its logs end as above.")
         answers = [json.loads(path.read_text()) for path in results]
     values = zip(*(answer.values() for answer in answers), strict=True)
     return {name: [Reading(*v) for v in row] for name, row in zip(answers[0], values, strict=True)}
-
-
-# What is said about it.
-
-
-def off(name: str, readings: Sequence[Reading]) -> bool:
-    """Return whether a worker is off by more than the tolerance; short messages may be."""
-    held = not name.endswith(f" {SHORT} KiB")
-    return held and any(abs(reading.excess()) > TOLERANCE for reading in readings)
 
 
 def table(title: str, lines: Readings) -> str:
@@ -266,24 +240,20 @@ def table(title: str, lines: Readings) -> str:
     return text
 
 
-def page(options: argparse.Namespace, tables: Sequence[str]) -> str:
+def page(workers: Sequence[int], steps: int, tables: str) -> str:
     """Return the dated file's text."""
-    names = ("lightning-gc", "torch", "pytorch-lightning")
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
-    versions += f", Linux {'.'.join(platform.release().split('.')[:2])}"
-    workers = " ".join(map(str, options.workers))
-    head = f"""# True bytes, {datetime.date.today()}
+    parts = ("lightning-gc", "torch", "pytorch-lightning")
+    versions = ", ".join(f"{part} {version(part)}" for part in parts)
+    return f"""# True bytes, {datetime.date.today()}
 
-`python benchmarks/true_bytes.py --workers {workers} --steps {options.steps}`
+`python benchmarks/true_bytes.py --workers {" ".join(map(str, workers))} --steps {steps}`
+Python {sys.version.split()[0]}, {versions}, {os.cpu_count()} CPUs.
 
-Python {platform.python_version()}, {versions}, {os.cpu_count()} CPUs.
-
-{LAYERS} layers of {WIDTH} x {WIDTH} in float32, over Gloo; {options.steps} steps after {WARMUP}.
+{LAYERS} layers of {WIDTH} x {WIDTH} in float32, over Gloo; {steps} steps after {WARMUP}.
 Bytes per worker, and per step or request: means over workers. The difference is the worst
 worker's. "Sent again" is TCP's count of segments. Headers are few: a veth does not cut frames.
 
-"""
-    return head + "\n".join(tables)
+{tables}"""
 
 
 def parse() -> argparse.Namespace:
@@ -308,28 +278,22 @@ def main() -> int:
         options.out.write_text(json.dumps(found))
         return 0
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        print("true_bytes makes network namespaces: it needs root (sudo) and iproute2's `ip`.")
-        return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # by way of every `finally`
-    tables, failed = [], False
-    try:
-        for workers in options.workers:
-            fits: Readings = {}
-            with network(workers) as spaces:
-                for method in METHODS:
-                    fits |= launch(method, options.steps, spaces)
-                kinds = launch(REQUESTS, options.steps, spaces)
-            failed |= any(off(name, readings) for name, readings in (fits | kinds).items())
-            tables += [table(f"{workers} workers, a step of a fit", fits)]
-            tables += [table(f"{workers} workers, a request", kinds)]
-            print(*tables[-2:], sep="\n")
-    except CannotMeasure as error:
-        print(error)
-        return 2
+        give_up("true_bytes makes network namespaces: it needs root (sudo) and iproute2's `ip`.")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # by way of every `finally`
+        signal.signal(number, lambda *_: sys.exit(2))
+    tables, held = [], []
+    for workers in options.workers:
+        with network(workers) as spaces:
+            fits = {k: v for m in METHODS for k, v in launch(m, options.steps, spaces).items()}
+            kinds = launch(REQUESTS, options.steps, spaces)
+        tables.append(table(f"{workers} workers, a step of a fit", fits))
+        tables.append(table(f"{workers} workers, a request", kinds))
+        sys.stdout.write("\n".join((*tables[-2:], "")))
+        held += [*fits.values(), *list(kinds.values())[: len(kinds) // 2]]  # the long ones
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"true_bytes_{datetime.date.today():%Y%m%d}.md"
-    path.write_text(page(options, tables))
-    return int(failed)
+    path.write_text(page(options.workers, options.steps, "\n".join(tables)))
+    return int(any(abs(reading.excess()) > TOLERANCE for row in held for reading in row))
 
 
 if __name__ == "__main__":

@@ -120,11 +120,11 @@ class LanguageModel(pl.LightningModule):
     on_train_epoch_start = on_validation_epoch_start = on_test_epoch_start = _forget
 
     def configure_optimizers(self) -> Any:
-        """SGD, with a quarter of the rate whenever an epoch brings no better perplexity."""
+        """SGD, its rate falling in a straight line to zero: alike for all methods."""
         sgd = torch.optim.SGD(self.parameters(), self.settings.learning_rate)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, factor=0.25, patience=0)
-        schedule = {"scheduler": plateau, "monitor": "validation_perplexity"}
-        return {"optimizer": sgd, "lr_scheduler": schedule}
+        steps = int(self.trainer.estimated_stepping_batches)
+        line = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 1 / steps, total_iters=steps - 1)
+        return {"optimizer": sgd, "lr_scheduler": {"scheduler": line, "interval": "step"}}
 
 
 class Text(pl.LightningDataModule):

@@ -97,6 +97,7 @@ class Monitor:
         self._total = Totals()
         self._epoch = Totals()
         self._rounds = 0
+        self._index = 0
         self._logged = -1
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -129,7 +130,10 @@ class Monitor:
     ) -> None:
         """Have norms measured in the steps that will be logged."""
         engine, recording = parts(trainer)
-        engine.observe = recording.timing = self._logs_now(trainer)
+        # Lightning's x axis for logging: optimizer steps, whatever the number of optimizers.
+        self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
+        logs = bool(trainer.loggers) and (self._index + 1) % trainer.log_every_n_steps == 0
+        engine.observe = recording.timing = logs
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -142,14 +146,13 @@ class Monitor:
         step = self._take(engine, recording)
         self._epoch.add(step)
         self._total.add(step)
-        # _batches_that_stepped has moved on by now: this step's index is one less.
-        index = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
-        if engine.observe and index != self._logged:
-            self._logged = index
+        if engine.observe and self._index != self._logged:
+            self._logged = self._index
             figures = step.averages()
             if engine.compressor.level is not None:
                 figures["level"] = engine.compressor.level
-            self._write(trainer, {PREFIX + name: value for name, value in figures.items()}, index)
+            figures = {PREFIX + name: value for name, value in figures.items()}
+            self._write(trainer, figures, self._index)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Average the epoch over workers in one message, log it, start anew."""
@@ -162,8 +165,7 @@ class Monitor:
         if engine.compressor.level is not None:
             figures[EPOCH + "level"] = engine.compressor.level
         figures |= self._grand_totals(Totals(*total))
-        index = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
-        self._write(trainer, figures, max(index, 0))
+        self._write(trainer, figures, self._index)
         trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
         )
@@ -210,10 +212,6 @@ class Monitor:
             PREFIX + "total_dense_bytes": total.dense_bytes,
             PREFIX + "total_ratio": ratio(total.dense_bytes, total.wire_bytes),
         }
-
-    def _logs_now(self, trainer: Any) -> bool:
-        index = trainer.fit_loop.epoch_loop._batches_that_stepped
-        return bool((index + 1) % trainer.log_every_n_steps == 0) if trainer.loggers else False
 
     def _write(self, trainer: Any, figures: dict[str, float], step: int) -> None:
         for logger in trainer.loggers:

@@ -12,8 +12,16 @@ from typing import Any
 TIMEOUT = 90.0
 
 
-def spread(function: Callable[..., Any], workers: int, *args: Any, timeout: float = TIMEOUT) -> Any:
+def spread(
+    function: Callable[..., Any],
+    workers: int,
+    *args: Any,
+    timeout: float = TIMEOUT,
+    wait_for: int | None = None,
+) -> Any:
     """Call ``function(worker, *args)`` in ``workers`` processes; return the results in order.
+
+    With ``wait_for=n`` only the first n must finish; the others are killed then.
 
     The processes find the variables that torchrun would set. They come from a fork server that
     has imported torch and Lightning but run nothing, so that they start quickly and share no
@@ -33,14 +41,14 @@ def spread(function: Callable[..., Any], workers: int, *args: Any, timeout: floa
     deadline = time.monotonic() + timeout
     results = []
     try:
-        for worker, pipe in enumerate(pipes):
+        for worker, pipe in enumerate(pipes[:wait_for]):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"worker {worker} has not finished after {timeout} s")
             succeeded, value = pipe.recv()
             if not succeeded:
                 raise RuntimeError(f"worker {worker} failed:\n{value}")
             results.append(value)
-        for process in processes:
+        for process in processes[:wait_for]:
             process.join(max(0.1, deadline - time.monotonic()))
     finally:
         for process in processes:

@@ -1,0 +1,54 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv when it needs to.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The docs tools print advertisements for their forks.
+export DISABLE_MKDOCS_2_WARNING := true
+export NO_MKDOCS_2_WARNING := 1
+
+.PHONY: help demo test check docs tests bench-bytes clean
+
+help: ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 14
+
+demo: $(VENV)/.demo ## train a language model with dense and compressed gradients, compare
+	$(BIN)/python examples/language_model.py $(ARGS)
+
+test: check docs tests ## everything that CI runs
+
+check: $(VENV)/.test ## linter, formatter, types, import arrows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.test ## build the site into site/, warnings are errors
+	$(BIN)/mkdocs build --strict --quiet
+
+tests: $(VENV)/.test ## pytest; choose with ARGS="-k topk"
+	$(BIN)/python -m pytest $(ARGS)
+
+bench-bytes: $(VENV)/.test ## monitor against network interface (needs root and iproute2)
+	$(BIN)/python benchmarks/true_bytes.py $(ARGS)
+
+clean: ## remove what was made
+	rm -rf $(VENV) site build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lightning_gc needs Python 3.11 or later; name one with make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by itself, so that nothing else chooses its build.
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	$(PIP) install -q "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
+	$(PIP) install -q -c constraints.txt -e '.[examples]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.torch
+	$(PIP) install -q -c constraints.txt -e '.[lightning,examples,docs,test]'
+	@touch $@ $(VENV)/.demo

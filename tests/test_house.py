@@ -1,0 +1,97 @@
+"""The rules of the house: names, arrows, sizes, and that what is there is exported."""
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_gc
+from lightning_gc import compressors, memories, schemes, transports
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = [compressors, memories, schemes, transports]
+
+EXPORTED = """
+AbsoluteError AllGather AllReduce Cast Codec CompressedDDPStrategy CompressionMonitor Compressor
+Contraction HardThreshold Identity Knob Memory NoMemory PerParameter QSGD RandomK Residual Scheme
+SizeSwitch TopK TwoShot Variance Wrapper
+""".split()
+
+
+def files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def test_public_names() -> None:
+    """What users may rely on. A new compressor adds its name; nothing leaves without a word."""
+    assert set(EXPORTED) <= set(lightning_gc.__all__)
+    extra = set(lightning_gc.__all__) - set(EXPORTED)
+    assert extra <= {cls.__name__ for cls in compressors.REGISTRY.values()}
+    for name in lightning_gc.__all__:
+        assert getattr(lightning_gc, name).__doc__, name
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.__name__)
+def test_every_public_class_is_imported_by_its_package(package) -> None:
+    for module in pkgutil.iter_modules(package.__path__):
+        tree = ast.parse((Path(package.__path__[0]) / f"{module.name}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and module.name in getattr(package, "REGISTRY", ()):
+                assert node.name in package.__all__, f"add an import line for {node.name}"
+        loaded = importlib.import_module(f"{package.__name__}.{module.name}")
+        for value in vars(loaded).values():
+            if isinstance(value, type) and issubclass(value, compressors.Codec):
+                abstract = getattr(value, "__abstractmethods__", None)
+                assert abstract or value.__name__ in compressors.__all__, value
+
+
+def test_algorithms_do_not_communicate() -> None:
+    """Compressors, memories, schemes and what they stand on never import torch.distributed."""
+    package = ROOT / "lightning_gc"
+    free = [package / f"{n}.py" for n in ("bucket", "flow", "packing", "guard", "store", "engine")]
+    free += [
+        p
+        for folder in ("compressors", "memories", "schemes")
+        for p in (package / folder).glob("*.py")
+    ]
+    for path in free:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not any(name.startswith("torch.distributed") for name in names), path
+
+
+def test_no_file_is_long() -> None:
+    long = {p.name: n for p in files() if (n := len(p.read_text().splitlines())) > 320}
+    assert not long
+
+
+def test_arrows_run_downwards() -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "lint-imports")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_controllers_are_imported_under_one_name() -> None:
+    import lightning_gc.controllers as ours
+
+    assert Path(ours.__file__).resolve() == ROOT / "controllers" / "__init__.py"
+    with pytest.raises(ImportError, match=r"lightning_gc\.controllers"):
+        importlib.import_module("controllers")

@@ -1,0 +1,143 @@
+"""What the monitor logs, against the transport's own counter and arithmetic by hand."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
+from tests.processes import spread
+
+pytestmark = pytest.mark.processes
+
+FIGURES = {
+    "wire_bytes",
+    "dense_bytes",
+    "ratio",
+    "density",
+    "bits_per_element",
+    "relative_error",
+    "error_norm",
+    "compress_seconds",
+    "communicate_seconds",
+    "decode_seconds",
+    "level",
+}
+
+
+class Small(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(100, 50)  # 5,000 compressed, 50 dense
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train(worker: int, folder: str, kind: str, accumulate: int = 1) -> dict[str, Any]:
+    torch.manual_seed(0)
+    logger: Any = {
+        "csv": lambda: CSVLogger(folder, name="", version=""),
+        "tensorboard": lambda: TensorBoardLogger(folder, name="", version=""),
+        "none": lambda: False,
+    }[kind]()
+    strategy = CompressedDDPStrategy("topk", process_group_backend="gloo")
+    monitor = CompressionMonitor()
+    counted: list[int] = []
+
+    class Count(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            counted.append(trainer.strategy.recording.sent_bytes)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            counted.append(trainer.strategy.recording.sent_bytes)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        log_every_n_steps=3,
+        logger=logger,
+        callbacks=[monitor, Count()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    rows = torch.randn(12 * 8, 100, generator=torch.Generator().manual_seed(worker))
+    trainer.fit(Small(), DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
+    assert strategy._background is None, "the thread is stopped after the fit"
+    return {
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "counted": counted[1] - counted[0],
+        "state": monitor.state_dict(),
+    }
+
+
+# Per step and worker at W = 2: a message of 50 values of 4 bytes and 50 positions of 13 bits,
+# padded to 8 bytes, and an all-reduce of the 50 biases and the guard's flag.
+WIRE = -(-(50 * 4 + 50 + -(-50 * 5 // 8)) // 8) * 8 + (50 + 1) * 4
+
+
+def test_csv_and_callback_metrics(tmp_path: Path) -> None:
+    results = spread(train, 2, str(tmp_path), "csv")
+    metrics = results[0]["metrics"]
+    steps = 24
+    assert metrics["compression/total_wire_bytes"] == sum(r["counted"] for r in results) / 2
+    assert metrics["compression/total_dense_bytes"] == steps * 5050 * 4
+    assert metrics["compression_epoch/wire_bytes"] == WIRE
+    assert metrics["compression_epoch/density"] == 0.01
+    assert metrics["compression/total_ratio"] == pytest.approx(
+        metrics["compression/total_dense_bytes"] / metrics["compression/total_wire_bytes"]
+    )
+    assert 0 < metrics["compression_epoch/relative_error"] <= 1
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    logged = [int(row["step"]) for row in rows if row.get("compression/ratio")]
+    assert logged == [2, 5, 8, 11, 14, 17, 20, 23]
+    assert {f"compression/{name}" for name in FIGURES} <= set(rows[0])
+    assert {f"compression_epoch/{name}" for name in FIGURES} <= set(rows[0])
+
+
+def test_accumulation_logs_each_step_once(tmp_path: Path) -> None:
+    spread(train, 2, str(tmp_path), "csv", 2)
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("compression/wire_bytes")]
+    assert [int(row["step"]) for row in rows] == [2, 5, 8, 11]
+    assert len({row["compression/wire_bytes"] for row in rows}) == 1
+
+
+def test_tensorboard_layout_and_hparams(tmp_path: Path) -> None:
+    spread(train, 2, str(tmp_path), "tensorboard")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = events.Tags()
+    assert {f"compression/{name}" for name in FIGURES} <= set(tags["scalars"])
+    assert "custom_scalars__config__" in tags["tensors"]
+    assert any("hparams" in plugin for plugin in events.summary_metadata) or tags["scalars"]
+    hparams = (tmp_path / "hparams.yaml").read_text()
+    assert "PerParameter(inner=SizeSwitch(inner=TopK(density=0.01)" in hparams.replace("\n", "")
+
+
+def test_without_a_logger_the_totals_are_still_there(tmp_path: Path) -> None:
+    metrics = spread(train, 2, str(tmp_path), "none")[0]["metrics"]
+    assert metrics["compression/total_ratio"] > 10
+
+
+def test_totals_go_on_after_a_resume(tmp_path: Path) -> None:
+    state = spread(train, 2, str(tmp_path), "none")[0]["state"]
+    monitor = CompressionMonitor()
+    monitor.load_state_dict(state)
+    assert monitor.state_dict() == state
+    assert state["total"]["steps"] == 24

@@ -1,0 +1,118 @@
+"""A new compressor is one file and one import line: everything else finds it by itself."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PLUGIN = '''
+"""Send the sign of each element and one scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.compressor import Codec, Contraction
+from lightning_gc.flow import Payload
+from lightning_gc.packing import pack, unpack
+
+
+@dataclass(frozen=True)
+class ScaledSign(Codec):
+    """Send ``mean|x| * sign(x)``: a plug-in made by a test.
+
+    Example:
+        >>> from lightning_gc import ScaledSign
+        >>> ScaledSign()
+        ScaledSign()
+    """
+
+    kind = "quantiser"
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        """Take the scaled signs."""
+        scale = buffer.abs().mean().reshape(1)
+        negative = buffer < 0
+        buffer.sub_(scale.where(~negative, -scale))
+        return pack(negative.int(), 1), scale
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        """Add the scaled signs."""
+        packed, size = payload
+        out.add_((1 - 2 * unpack(packed, 1, out.numel())) * size, alpha=scale)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return 1 / numel, reached by one large element."""
+        return Contraction(1 / numel)
+'''
+
+NAMES = """
+import lightning_gc
+from pytorch_lightning.strategies import StrategyRegistry
+from lightning_gc.compressors import REGISTRY
+assert lightning_gc.__file__.startswith({root!r}), lightning_gc.__file__
+assert "ScaledSign" in lightning_gc.__all__
+assert REGISTRY["scaled_sign"] is lightning_gc.ScaledSign
+strategy = StrategyRegistry.get("compressed_ddp_scaled_sign")
+print(strategy.compressor, strategy.memory, strategy.scheme)
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with the plug-in: one file, one line."""
+    root = tmp_path_factory.mktemp("project")
+    for folder in ("lightning_gc", "controllers", "tests", "docs"):
+        shutil.copytree(ROOT / folder, root / folder, symlinks=True)
+    for file in ("pyproject.toml", "mkdocs.yml", "CHANGELOG.md", "README.md"):
+        shutil.copy(ROOT / file, root / file)
+    package = root / "lightning_gc" / "compressors"
+    (package / "scaled_sign.py").write_text(PLUGIN.lstrip())
+    init = package / "__init__.py"
+    line = "from lightning_gc.compressors.scaled_sign import ScaledSign as ScaledSign\n"
+    before, after = init.read_text().split("from lightning_gc.compressors.size_switch")
+    init.write_text(before + line + "from lightning_gc.compressors.size_switch" + after)
+    return root
+
+
+def run(tree: Path, *command: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_names_and_registries(tree: Path) -> None:
+    printed = run(tree, "-c", NAMES.format(root=str(tree)))
+    assert "PerParameter(inner=SizeSwitch(inner=ScaledSign()" in printed
+    assert "Residual(decay=1.0) TwoShot()" in printed
+
+
+def test_contracts_cover_it(tree: Path) -> None:
+    printed = run(
+        tree, "-m", "pytest", "-q", "tests/contracts", "-k", "ScaledSign", "-p", "no:cacheprovider"
+    )
+    assert " passed" in printed
+    assert int(printed.split(" passed")[0].split()[-1]) > 30
+
+
+def test_docs_show_it(tree: Path) -> None:
+    run(tree, "-m", "mkdocs", "build", "--strict", "--quiet")
+    pages = [p for p in (tree / "site").rglob("*.html") if "ScaledSign" in p.read_text()]
+    assert any("compressors" in str(page) for page in pages)

@@ -1,0 +1,155 @@
+"""The engine's state: by name, portable, given back when a step is skipped."""
+
+import io
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gc import HardThreshold, Identity, NoMemory, PerParameter, Residual, TopK
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.per_parameter import layerwise
+from lightning_gc.engine import Engine
+from lightning_gc.flow import Exchange, Gather, Mean, join, split, together
+from lightning_gc.testing import Lockstep
+from lightning_gc.testing.contracts import cases
+from lightning_gc.transports import Simulated
+
+
+def alone(engine: Engine, **named: Tensor) -> dict[str, Tensor]:
+    """One worker, one bucket, one round; returns the means by name."""
+    flat = torch.cat([grad.reshape(-1) for grad in named.values()])
+    flow = engine.flow(flat, {name: tuple(grad.shape) for name, grad in named.items()})
+    engine.advance()
+    Simulated(1).run([flow])
+    sizes = [grad.numel() for grad in named.values()]
+    return dict(zip(named, flat.split(sizes), strict=True))
+
+
+def test_state_loads_with_weights_only_and_continues_bit_for_bit() -> None:
+    straight = Lockstep(2, TopK(0.1))
+    for step in range(3):
+        straight.step(cases.gradients(2, step))
+    resumed = Lockstep(2, TopK(0.1))
+    for old, new in zip(straight.engines, resumed.engines, strict=True):
+        file = io.BytesIO()
+        torch.save(old.state_dict(), file)
+        file.seek(0)
+        new.load_state_dict(torch.load(file, weights_only=True))
+    ours, theirs = (run.step(cases.gradients(2, 3)) for run in (straight, resumed))
+    assert torch.equal(cases.flat(ours.mean), cases.flat(theirs.mean))
+
+
+def test_saved_state_is_a_copy() -> None:
+    engine = Engine(layerwise(TopK(0.5)))
+    alone(engine, w=torch.tensor([1.0, 2.0]))
+    state = engine.state_dict()
+    alone(engine, w=torch.tensor([1.0, 2.0]))
+    assert state["memory"]["w"]["error"].tolist() == [1.0, 0.0]
+    assert state["step"] == 1
+
+
+def test_level_change_keeps_the_memory() -> None:
+    engine = Engine(layerwise(TopK(0.5)))
+    alone(engine, w=torch.tensor([1.0, 2.0]))
+    engine.set_level(1.0)
+    result = alone(engine, w=torch.tensor([0.5, 0.5]))
+    assert result["w"].tolist() == [1.5, 0.5]
+
+
+def test_layout_may_change_between_steps() -> None:
+    engine = Engine(layerwise(TopK(0.5)))
+    alone(engine, a=torch.tensor([1.0, 2.0]), b=torch.tensor([3.0, 4.0]))
+    alone(engine, b=torch.tensor([0.1, 0.0]))
+    alone(engine, a=torch.tensor([0.0, 0.1]))
+    kept = {name: error.tolist() for name, error in engine.errors().items()}
+    assert kept["a"] == pytest.approx([0.0, 0.1])
+    assert kept["b"] == pytest.approx([0.0, 0.0])
+
+
+def test_errors_are_unscaled_whatever_the_loss_scale() -> None:
+    engine = Engine(layerwise(TopK(0.5)))
+    for scale in (1024.0, 2.0):
+        engine.loss_scale = torch.tensor(scale)
+        result = alone(engine, w=torch.tensor([1.0, 3.0]) * scale)
+    assert result["w"].tolist() == [0.0, 6.0]  # 3 a step, in the second step's scale
+    assert engine.errors()["w"].tolist() == [2.0, 0.0]
+
+
+def test_a_skipped_step_gives_back_what_it_took() -> None:
+    """A later bucket of the round is not finite: the earlier one's error is as before it."""
+    engine = Engine(layerwise(TopK(0.5)))
+    engine.revocable = True
+    alone(engine, a=torch.tensor([1.0, 2.0]))
+    simulated = Simulated(1)
+    simulated.run([engine.flow(torch.tensor([0.0, 5.0]), {"a": (2,)})])
+    simulated.run([engine.flow(torch.tensor([float("inf"), 0.0]), {"b": (2,)})])
+    engine.advance()
+    assert engine.errors()["a"].tolist() == [1.0, 0.0]  # 5 went into a step that is skipped
+    engine.settle()
+    assert engine.errors()["a"].tolist() == [1.0, 0.0]
+    assert alone(engine, a=torch.tensor([0.5, 0.0]))["a"].tolist() == [1.5, 0.0]
+
+
+def test_a_skipped_step_gives_back_what_it_had_sent() -> None:
+    engine = Engine(PerParameter(HardThreshold(2.0)))
+    engine.revocable = True
+    alone(engine, a=torch.tensor([1.5]))  # stays
+    simulated = Simulated(1)
+    simulated.run([engine.flow(torch.tensor([1.0]), {"a": (1,)})])  # 2.5: sent
+    simulated.run([engine.flow(torch.tensor([float("nan")]), {"b": (1,)})])  # skips the step
+    engine.advance()
+    assert engine.errors()["a"].tolist() == [0.0]
+    assert engine.state_dict()["memory"]["a"]["error"].tolist() == [1.5]
+
+
+def test_no_memory_costs_no_buffer_and_no_copy() -> None:
+    engine = Engine(Identity())
+    grad = torch.randn(5)
+    bucket = Bucket(grad, {"w": (5,)})
+    assert NoMemory().compensate(bucket, {}) is grad
+    alone(engine, w=grad)
+    assert engine.errors() == {}
+    assert engine.state_dict()["memory"] == {}
+
+
+def test_decay_follows_its_formula() -> None:
+    engine = Engine(PerParameter(HardThreshold(100.0)), Residual(decay=0.5))
+    for _ in range(3):
+        alone(engine, w=torch.tensor([8.0]))
+    assert engine.errors()["w"].tolist() == [8.0 + 4.0 + 2.0]
+
+
+def test_requests_of_several_flows_are_merged_by_kind() -> None:
+    log = []
+
+    def asks(*requests):  # type: ignore[no-untyped-def]
+        for request in requests:
+            log.append((yield request))
+
+    one, two, three = (torch.full((1,), float(i)) for i in (1, 2, 3))
+    flow = together(
+        [
+            asks(Mean((one,)), Gather((two,))),
+            asks(Gather((one, two), (5, None))),
+            asks(Mean((three,))),
+        ]
+    )
+    first = next(flow)
+    assert isinstance(first, Mean)
+    assert [t.item() for t in first.tensors] == [1, 3]
+    second = flow.send([one, three])
+    assert isinstance(second, Gather)
+    assert second.limits == (5, None)
+    third = flow.send([[one, two]])
+    assert isinstance(third, Gather)
+    assert [t.item() for t in third.tensors] == [2]
+
+
+def test_exchange_is_merged_per_destination() -> None:
+    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
+    requests = [Exchange(((a,), (b,))), Exchange(((c,), (d,)))]
+    merged = join(requests)
+    assert isinstance(merged, Exchange)
+    assert [[t.item() for t in payload] for payload in merged.payloads] == [[0, 2], [1, 3]]
+    assert split([[a, c], [b, d]], requests) == [[[a], [b]], [[c], [d]]]
