@@ -174,8 +174,7 @@ def ip(command: str, check: bool = True) -> str:
 @contextlib.contextmanager
 def network(workers: int) -> Iterator[list[str]]:
     """Make one namespace per worker, joined; in the end remove them and what runs in them."""
-    spaces = [f"gcbytes{os.getpid()}-{i}" for i in range(workers)]
-    hub = f"gcbytes{os.getpid()}-hub"
+    *spaces, hub = (f"gcbytes{os.getpid()}-{i}" for i in range(workers + 1))
     try:
         for space in (*spaces, hub):
             ip(f"netns add {space}")

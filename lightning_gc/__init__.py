@@ -8,26 +8,27 @@ import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from lightning_gc import compressors, memories, schemes
 from lightning_gc.compressors import *
 from lightning_gc.memories import *
+from lightning_gc.registry import export as _export
 from lightning_gc.schemes import *
 
 if _TYPE_CHECKING:
     from lightning_gc.strategies.for_pytorch_lightning import (
-        CompressedDDPStrategy,
-        CompressionMonitor,
+        CompressedDDPStrategy as CompressedDDPStrategy,
+    )
+    from lightning_gc.strategies.for_pytorch_lightning import (
+        CompressionMonitor as CompressionMonitor,
     )
 
 __version__ = "0.1.0"
-__all__ = sorted(
-    [
-        *compressors.__all__,
-        *memories.__all__,
-        *schemes.__all__,
-        "CompressedDDPStrategy",
-        "CompressionMonitor",
-    ]
+_export(
+    globals(),
+    "COMPRESSORS",
+    "MEMORIES",
+    "SCHEMES",
+    "CompressedDDPStrategy",
+    "CompressionMonitor",
 )
 
 _FLAVOURS = {
@@ -44,12 +45,14 @@ def _installed() -> list[str]:
     return [flavour for flavour in _FLAVOURS if _util.find_spec(flavour.partition(".")[0])]
 
 
-def __getattr__(name: str) -> _Any:
-    """Resolve what depends on the flavour of Lightning that the program uses."""
-    if name in ("CompressedDDPStrategy", "CompressionMonitor"):
-        flavour = (_loaded() or _installed())[0]
-        return getattr(_importlib.import_module(_FLAVOURS[flavour]), name)
-    raise AttributeError(f"module 'lightning_gc' has no attribute {name!r}")
+if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
+
+    def __getattr__(name: str) -> _Any:
+        """Resolve what depends on the flavour of Lightning that the program uses."""
+        if name in ("CompressedDDPStrategy", "CompressionMonitor"):
+            flavour = (_loaded() or _installed())[0]
+            return getattr(_importlib.import_module(_FLAVOURS[flavour]), name)
+        raise AttributeError(f"module 'lightning_gc' has no attribute {name!r}")
 
 
 # Strategy names are known once they are registered, and Lightning offers no entry point for that.

@@ -9,13 +9,22 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def public(namespace: Mapping[str, Any]) -> list[str]:
-    """Return the public classes and functions of a package's namespace, sorted, for ``__all__``."""
-    return sorted(
+def export(namespace: dict[str, Any], *more: str) -> None:
+    """Set ``__all__`` of a package to the public classes and functions in its namespace.
+
+    Static tools must not see the assignment: they would read a computed ``__all__`` as an empty
+    one. Without it they go by ``from x import Y as Y``, which says the same.
+
+    Args:
+        namespace: the package's ``globals()``.
+        more: names that the package resolves lazily.
+    """
+    found = (
         name
         for name, value in namespace.items()
         if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))
     )
+    namespace["__all__"] = sorted([*found, *more])
 
 
 def concrete(namespace: Mapping[str, Any], base: type[T], *excluded: type) -> dict[str, type[T]]:

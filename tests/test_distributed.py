@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gc import compressors, memories, schemes
+from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.per_parameter import layerwise
 from lightning_gc.engine import Engine
@@ -24,10 +24,10 @@ STEPS = 4
 def combinations() -> list[tuple[Compressor, Any, Any]]:
     return [
         (compressor, memory(), scheme())
-        for cls in compressors.REGISTRY.values()
+        for cls in COMPRESSORS.values()
         for compressor in cls.examples()
-        for memory in memories.REGISTRY.values()
-        for scheme in schemes.REGISTRY.values()
+        for memory in MEMORIES.values()
+        for scheme in SCHEMES.values()
         if compressor.linear or not scheme.averages
     ]
 

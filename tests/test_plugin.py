@@ -57,10 +57,9 @@ class ScaledSign(Codec):
 NAMES = """
 import lightning_gc
 from pytorch_lightning.strategies import StrategyRegistry
-from lightning_gc.compressors import REGISTRY
 assert lightning_gc.__file__.startswith({root!r}), lightning_gc.__file__
 assert "ScaledSign" in lightning_gc.__all__
-assert REGISTRY["scaled_sign"] is lightning_gc.ScaledSign
+assert lightning_gc.COMPRESSORS["scaled_sign"] is lightning_gc.ScaledSign
 strategy = StrategyRegistry.get("compressed_ddp_scaled_sign")
 print(strategy.compressor, strategy.memory, strategy.scheme)
 """

@@ -16,8 +16,9 @@ from lightning_gc.compressors.size_switch import SizeSwitch as SizeSwitch
 from lightning_gc.compressors.topk import TopK as TopK
 from lightning_gc.compressors.wrapper import Wrapper as Wrapper
 from lightning_gc.registry import concrete as _concrete
-from lightning_gc.registry import public as _public
+from lightning_gc.registry import export as _export
 
-__all__ = _public(globals())
-REGISTRY = _concrete(globals(), Compressor, Wrapper)
+COMPRESSORS = _concrete(globals(), Compressor, Wrapper)
 """``{name: class}`` of all compressors that have a name; wrappers need an inner one."""
+
+_export(globals(), "COMPRESSORS")

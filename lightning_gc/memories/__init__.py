@@ -4,7 +4,8 @@ from lightning_gc.memories.memory import Memory as Memory
 from lightning_gc.memories.none import NoMemory as NoMemory
 from lightning_gc.memories.residual import Residual as Residual
 from lightning_gc.registry import concrete as _concrete
-from lightning_gc.registry import public as _public
+from lightning_gc.registry import export as _export
 
-__all__ = _public(globals())
-REGISTRY = _concrete(globals(), Memory)
+MEMORIES = _concrete(globals(), Memory)
+
+_export(globals(), "MEMORIES")

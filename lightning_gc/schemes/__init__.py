@@ -1,11 +1,12 @@
 """How payloads become a mean, one file per pattern of communication."""
 
 from lightning_gc.registry import concrete as _concrete
-from lightning_gc.registry import public as _public
+from lightning_gc.registry import export as _export
 from lightning_gc.schemes.all_gather import AllGather as AllGather
 from lightning_gc.schemes.all_reduce import AllReduce as AllReduce
 from lightning_gc.schemes.scheme import Scheme as Scheme
 from lightning_gc.schemes.two_shot import TwoShot as TwoShot
 
-__all__ = _public(globals())
-REGISTRY = _concrete(globals(), Scheme)
+SCHEMES = _concrete(globals(), Scheme)
+
+_export(globals(), "SCHEMES")

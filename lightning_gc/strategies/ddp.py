@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import compressors, memories, schemes
-from lightning_gc.compressors import Compressor, PerParameter, SizeSwitch
+from lightning_gc.compressors import COMPRESSORS, Compressor, PerParameter, SizeSwitch
 from lightning_gc.compressors.per_parameter import layerwise
 from lightning_gc.engine import Engine, combine
-from lightning_gc.memories import Memory
+from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.registry import make
-from lightning_gc.schemes import Scheme
+from lightning_gc.schemes import SCHEMES, Scheme
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.distributed import Distributed, gather_text
 from lightning_gc.transports.recording import Recording
@@ -103,11 +102,11 @@ class CompressedDDP:
             )
         if not isinstance(seed, int):
             raise ValueError(f"CompressedDDPStrategy(seed={seed!r}): the seed is a whole number.")
-        compressor = make("compressor", compressor, compressors.REGISTRY, Compressor)
+        compressor = make("compressor", compressor, COMPRESSORS, Compressor)
         if memory is not None:
-            memory = make("memory", memory, memories.REGISTRY, Memory)
+            memory = make("memory", memory, MEMORIES, Memory)
         if scheme is not None:
-            scheme = make("scheme", scheme, schemes.REGISTRY, Scheme)
+            scheme = make("scheme", scheme, SCHEMES, Scheme)
         self.compressor, self.memory, self.scheme = combine(by_default(compressor), memory, scheme)
         self.seed = seed
         self._background: Background | None = None
@@ -267,7 +266,7 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
 def register(registry: Any, strategy: type) -> None:
     """Enter ``compressed_ddp`` and a name per compressor into a flavour's strategy registry."""
     names = {"compressed_ddp": "cast"}
-    names |= {f"compressed_ddp_{name}": name for name in compressors.REGISTRY}
+    names |= {f"compressed_ddp_{name}": name for name in COMPRESSORS}
     for name, compressor in names.items():
         if name not in registry:
             registry.register(

@@ -1,12 +1,12 @@
 """Every registered compressor, memory and scheme, held to its laws."""
 
-from lightning_gc import compressors, memories, schemes
+from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES
 from lightning_gc.compressors import PerParameter, SizeSwitch, TopK
 from lightning_gc.testing.contracts import CompressorContract, MemoryContract, SchemeContract
 
 
 class TestCompressors(CompressorContract):
-    instances = tuple(c for cls in compressors.REGISTRY.values() for c in cls.examples())
+    instances = tuple(c for cls in COMPRESSORS.values() for c in cls.examples())
 
 
 class TestWrappers(CompressorContract):
@@ -18,8 +18,8 @@ class TestWrappers(CompressorContract):
 
 
 class TestMemories(MemoryContract):
-    instances = tuple(m for cls in memories.REGISTRY.values() for m in cls.examples())
+    instances = tuple(m for cls in MEMORIES.values() for m in cls.examples())
 
 
 class TestSchemes(SchemeContract):
-    instances = tuple(cls() for cls in schemes.REGISTRY.values())
+    instances = tuple(cls() for cls in SCHEMES.values())

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -30,9 +31,8 @@ class Model(pl.LightningModule):  # type: ignore[name-defined, misc]
 
 
 def main() -> None:
-    if START == "by-name":
-        strategy = NAME
-    else:
+    strategy: Any = NAME
+    if START != "by-name":
         strategy = lightning_gc.CompressedDDPStrategy(
             NAME, start_method=START, process_group_backend="gloo"
         )
@@ -46,9 +46,10 @@ def main() -> None:
         enable_progress_bar=False,
         callbacks=[lightning_gc.CompressionMonitor()],
     )
-    trainer.fit(Model(), DataLoader(torch.randn(64, 64), batch_size=8))
+    trainer.fit(Model(), DataLoader(torch.randn(64, 64), batch_size=8))  # type: ignore[arg-type]
     if trainer.is_global_zero:
-        print("ratio", float(trainer.callback_metrics["compression/total_ratio"]))
+        ratio = float(trainer.callback_metrics["compression/total_ratio"])
+        sys.stdout.write(f"ratio {ratio}\n")
 
 
 if __name__ == "__main__":
