@@ -8,9 +8,8 @@ transport counts for each kind of request, with long and with short messages.
 Start-up is not in the window. TCP/IP headers, acknowledgements, Gloo's own small messages, segments
 sent again and one barrier are, so the interface shows a little more. A veth hands on up to 64 KiB
 under one header (GSO); frames of 1,500 bytes would add 4.7 % to everything, compressed or not.
-
-Linux, root and iproute2 only: ``python benchmarks/true_bytes.py --workers 2 3 4``. Exits with 0 if
-every fit and every long request is within 5 %, with 1 if not, with 2 if it could not measure.
+Needs Linux, root and iproute2. Exits with 0 if every fit and every long request is within 5 %,
+with 1 if not, with 2 if it could not measure.
 """
 
 from __future__ import annotations
@@ -245,12 +244,13 @@ def page(workers: Sequence[int], steps: int, tables: str) -> str:
     versions = ", ".join(f"{part} {version(part)}" for part in parts)
     return f"""# True bytes, {datetime.date.today()}
 
-`python benchmarks/true_bytes.py --workers {" ".join(map(str, workers))} --steps {steps}`
+`python benchmarks/true_bytes.py --workers {" ".join(map(str, workers))} --steps {steps}` with
 Python {sys.version.split()[0]}, {versions}, {os.cpu_count()} CPUs.
 
 {LAYERS} layers of {WIDTH} x {WIDTH} in float32, over Gloo; {steps} steps after {WARMUP}.
 Bytes per worker, and per step or request: means over workers. The difference is the worst
-worker's. "Sent again" is TCP's count of segments. Headers are few: a veth does not cut frames.
+worker's; short requests, which show what any message costs besides its bytes, are not held to 5 %.
+"Sent again" counts TCP segments. A veth does not cut frames at 1,500 bytes, so headers are few.
 
 {tables}"""
 

@@ -48,8 +48,8 @@ def combine(
 class Engine:
     """Joins compressor, memory and scheme, and keeps their state by parameter name.
 
-    State is ``{"memory": {name: {buffer: tensor}}, "compressor": {name: {...}}, "step": int}``:
-    plain tensors and numbers. Nothing is keyed by a bucket.
+    State is ``{"memory": {name: {buffer: tensor}}, "compressor": {name: {...}}, "learning_rates":
+    {name: float}, "step": int}``: plain tensors and numbers. Nothing is keyed by a bucket.
 
     Args:
         compressor: how gradients are made small.
@@ -65,6 +65,8 @@ class Engine:
         revocable: an optimizer step may be skipped for a non-finite gradient, so that errors must
             be as before in the next round. Costs a copy of the memory.
         observe: measure norms before and after compression in this round.
+        learning_rates: parameter name -> learning rate of this round's step; read only where the
+            memory works in ``update_units``.
     """
 
     def __init__(
@@ -86,11 +88,13 @@ class Engine:
         self.loss_scale: Tensor | None = None
         self.revocable = False
         self.observe = False
+        self.learning_rates: dict[str, float] = {}
         self.norms: list[tuple[Tensor, Tensor]] = []  # (‖x‖, ‖x − C(x)‖) per observed bucket
         self.leftovers: dict[str, Tensor] = {}  # of the observed round, by name
         self._store = Store(self.memory.buffers)
         self._compressor_state: dict[str, dict[str, Any]] = {}
-        self._round = 0
+        self._round = -1
+        self._rates: dict[str, float] = {}  # of the errors, in update units
         self._verdicts: list[Tensor] = []
         self._before: list[tuple[Tensor, Tensor]] = []  # (live flat buffer, its copy)
 
@@ -171,6 +175,19 @@ class Engine:
             self._round = step
             self.norms.clear()
             self.leftovers.clear()
+            if self.memory.update_units:
+                self._follow_learning_rates()
+
+    def _follow_learning_rates(self) -> None:
+        """Keep γ·e when γ changes. A rate of zero moves nothing: the last other one is kept."""
+        for name, rate in self.learning_rates.items():
+            if rate == 0:
+                continue
+            ratio = self._rates.get(name, rate) / rate
+            self._rates[name] = rate
+            if ratio != 1:
+                for kept in self._store.named.get(name, {}).values():
+                    kept.mul_(ratio)
 
     def settle(self) -> None:
         """Take back the last round if its result was not finite: its step has been skipped."""
@@ -197,6 +214,7 @@ class Engine:
         return {
             "memory": {n: {b: t.clone() for b, t in kept.items()} for n, kept in named.items()},
             "compressor": {n: dict(s) for n, s in self._compressor_state.items() if s},
+            "learning_rates": dict(self._rates),
             "step": self.step,
         }
 
@@ -206,4 +224,6 @@ class Engine:
         self._before.clear()
         self._store.load(state["memory"])
         self._compressor_state = {name: dict(kept) for name, kept in state["compressor"].items()}
-        self.step = self._round = int(state["step"])
+        self._rates = dict(state["learning_rates"])
+        self.step = int(state["step"])
+        self._round = -1  # the next round is a new one, whatever its number

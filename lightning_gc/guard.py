@@ -27,7 +27,7 @@ class Guard:
         grad = bucket.grad
         spans = [(start, stop) for _, start, stop in bucket.spans() if stop > start]
         slices = [grad[start:stop] for start, stop in spans]
-        peaks = torch.stack(torch._foreach_norm(slices, float("inf")))  # (parameters,)
+        peaks = _peaks(slices)  # (parameters,)
         self.idle = peaks == 0
         self.finite = peaks.isfinite().all()
         self.verdict: Tensor | None = None  # (1,): NaN where any worker's gradient is bad
@@ -86,6 +86,21 @@ class Guard:
             return reply[:-1]
         self.verdict = torch.stack([payload[-1] for payload in reply]).sum(0)
         return [payload[:-1] for payload in reply]
+
+
+def _peaks(slices: list[Tensor]) -> Tensor:
+    """Return a number per slice: zero, or not finite, exactly where the slice is.
+
+    On CPU the largest magnitude takes ten times as long as the L2 norm, whose squares may leave
+    float32's range; so the norm goes first, and the magnitude is asked only where in doubt.
+    """
+    if slices[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(slices, float("inf")))
+    norms = torch._foreach_norm(slices)
+    sure = [0 < norm < float("inf") for norm in torch.stack(norms).tolist()]
+    return torch.stack(
+        [norm if ok else s.abs().max() for norm, s, ok in zip(norms, slices, sure, strict=True)]
+    )
 
 
 def _send(flow: Flow, reply: Reply) -> Request | None:

@@ -74,6 +74,27 @@ class Books(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Scheduled(Books):
+    """Counts in units of the update: learning rate times gradient, the rate falling each step."""
+
+    def note_applied(self) -> None:
+        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        for name, p in self.named_parameters():
+            add(self.applied, name, rate * p.grad.double())  # type: ignore[union-attr]
+            add(self.local, name, rate * self.pending[name])
+        self.pending = {}
+        self.last_rate = rate
+
+    def configure_optimizers(self) -> Any:
+        sgd = torch.optim.SGD(self.parameters(), lr=0.1)
+        falling = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.8)
+        return [sgd], [{"scheduler": falling, "interval": "step"}]
+
+    def on_train_end(self) -> None:
+        for error in self.trainer.strategy.engine.errors().values():  # type: ignore[attr-defined]
+            error.mul_(self.last_rate)
+
+
 class Branches(Books):
     """Uses one of two heads by turns; worker 1 turns one step later, so some are used by one."""
 

@@ -1,6 +1,7 @@
 """The rules of the house: names, arrows, sizes, and that what is there is exported."""
 
 import ast
+import doctest
 import importlib
 import inspect
 import pkgutil
@@ -96,3 +97,22 @@ def test_controllers_are_imported_under_one_name() -> None:
     assert Path(ours.__file__).resolve() == ROOT / "controllers" / "__init__.py"
     with pytest.raises(ImportError, match=r"lightning_gc\.controllers"):
         importlib.import_module("controllers")
+
+
+def modules() -> list[str]:
+    walk = pkgutil.walk_packages(lightning_gc.__path__, "lightning_gc.")
+    return [m.name for m in walk if not m.name.endswith("for_lightning")]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples_in_docstrings_run(name: str) -> None:
+    module = importlib.import_module(name)
+    assert doctest.testmod(module).failed == 0
+
+
+def test_every_compressor_documents_itself() -> None:
+    """Wire format, an example that runs, and for published methods the reference."""
+    for cls in lightning_gc.COMPRESSORS.values():
+        text = cls.__doc__ or ""
+        assert "Wire format" in text, cls
+        assert "Example:" in text, cls

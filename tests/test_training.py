@@ -15,6 +15,7 @@ from lightning_gc import (
     Identity,
     PerParameter,
     RandomK,
+    Residual,
     SizeSwitch,
     TopK,
 )
@@ -108,6 +109,13 @@ def test_every_compressor_trains_and_keeps_replicas_identical(name: str) -> None
     assert first["losses"][-1] < first["losses"][0]
 
 
+def test_update_units_follow_the_learning_rate() -> None:
+    """With a rate that falls at every step: γ·applied + γ·error = the sum of γ·gradient."""
+    assert_nothing_lost(
+        in_two(EVERYWHERE, model="Scheduled", memory=Residual(update_units=True)), 1e-4
+    )
+
+
 def test_bf16_parameters_keep_float32_errors() -> None:
     results = in_two(EVERYWHERE, precision="bf16-true")
     assert results[0]["parameters"] == results[1]["parameters"]
@@ -159,3 +167,74 @@ def test_other_arguments_reach_ddp_and_granularity_is_a_choice() -> None:
 def test_unbiased_and_cast_defaults() -> None:
     assert in_two(QSGD(8))[0]["errors"] == {}
     assert_nothing_lost(in_two(Cast("float16")))
+
+
+def fit_twice(worker: int) -> tuple[int, bool, str]:
+    import pytorch_lightning as pl
+
+    from lightning_gc import CompressedDDPStrategy, CompressionMonitor
+    from tests.fits import Books, data, digest
+
+    strategy = CompressedDDPStrategy(EVERYWHERE, process_group_backend="gloo")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[CompressionMonitor()],
+    )
+    torch.manual_seed(0)
+    module = Books()
+    trainer.fit(module, data(worker, 5))
+    kept = strategy.engine
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data(worker, 5))
+    assert kept is not None
+    assert float(trainer.callback_metrics["compression/total_ratio"]) > 2
+    return kept.step, strategy.engine is kept, digest(module)
+
+
+def test_a_second_fit_of_the_same_trainer_keeps_the_errors() -> None:
+    first, second = spread(fit_twice, 2)
+    assert first == second
+    assert first[:2] == (10, True)
+
+
+def test_one_worker_takes_the_same_path() -> None:
+    (result,) = spread(fit, 1, 1, EVERYWHERE)
+    assert result["rounds"] == 20
+    given = {name: total + 0 for name, total in result["local"].items()}
+    for name, total in given.items():
+        gap = np.linalg.norm(result["applied"][name] + result["errors"][name] - total)
+        assert gap <= 1e-5 * max(float(np.linalg.norm(total)), 1e-3)
+
+
+def spoil(worker: int) -> list[bool]:
+    """One bad gradient on worker 1, and no loss scaling: what does each worker's .grad hold?"""
+    from tests import fits
+
+    class Spoilt(fits.Books):
+        def loss(self, batch, batch_idx):
+            loss = super().loss(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 2 and worker == 1 else loss
+
+        def on_before_optimizer_step(self, optimizer):
+            super().on_before_optimizer_step(optimizer)
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            finite.append(all(bool(grad.isfinite().all()) for grad in grads))
+            if not finite[-1]:
+                optimizer.zero_grad()
+
+    finite: list[bool] = []
+    fits.Spoilt = Spoilt  # type: ignore[attr-defined]
+    result = fits.fit(worker, 2, EVERYWHERE, model="Spoilt", steps=5)
+    assert all(np.isfinite(error).all() for error in result["errors"].values())
+    return finite
+
+
+def test_a_bad_gradient_on_one_worker_is_seen_by_both() -> None:
+    assert spread(spoil, 2) == [[True, True, False, True, True]] * 2

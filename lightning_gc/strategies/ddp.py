@@ -186,6 +186,8 @@ class CompressedDDP:
         if scaler is not None:
             # The tensor, not get_scale(): reading a number would wait for the device.
             self.engine.loss_scale = scaler._scale
+        if self.engine.memory.update_units:
+            self.engine.learning_rates = self._learning_rates()
         grad = bucket.buffer()
         shapes = {self._names[param]: tuple(param.shape) for param in bucket.parameters()}
         future = self._background.submit(self.engine.flow(grad, shapes), grad)
@@ -213,6 +215,11 @@ class CompressedDDP:
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]
+
+    def _learning_rates(self) -> dict[str, float]:
+        """Return the learning rate of every parameter that an optimizer steps, by name."""
+        groups = (g for opt in self.optimizers for g in opt.param_groups)  # type: ignore[attr-defined]
+        return {self._names[p]: float(g["lr"]) for g in groups for p in g["params"]}
 
     def _check_agreement(self, transport: Distributed, device: torch.device) -> None:
         """Refuse workers whose configuration or model differs from worker 0's."""

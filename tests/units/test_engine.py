@@ -113,6 +113,26 @@ def test_no_memory_costs_no_buffer_and_no_copy() -> None:
     assert engine.state_dict()["memory"] == {}
 
 
+def test_update_units_keep_rate_times_error_and_wait_out_zero() -> None:
+    """Over a schedule with a zero in it: sum of γ·applied + γ·error = sum of γ·gradient."""
+    engine = Engine(layerwise(TopK(0.5)), Residual(update_units=True))
+    applied = given = torch.zeros(4)
+    rates = [0.1, 0.5, 0.0, 0.2, 0.05]
+    for step, rate in enumerate(rates):
+        engine.learning_rates = {"w": rate}
+        grad = torch.randn(4, generator=cases.generator(step)) * (rate > 0)
+        given = given + rate * grad
+        applied = applied + rate * alone(engine, w=grad.clone())["w"]
+    torch.testing.assert_close(applied + rates[-1] * engine.errors()["w"], given)
+    state = engine.state_dict()
+    resumed = Engine(layerwise(TopK(0.5)), Residual(update_units=True))
+    resumed.load_state_dict(state)
+    for one in (engine, resumed):
+        one.learning_rates = {"w": 0.01}
+    results = [alone(one, w=torch.ones(4))["w"] for one in (engine, resumed)]
+    assert torch.equal(*results)
+
+
 def test_decay_follows_its_formula() -> None:
     engine = Engine(PerParameter(HardThreshold(100.0)), Residual(decay=0.5))
     for _ in range(3):
