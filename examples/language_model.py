@@ -4,8 +4,8 @@
     python examples/language_model.py --data ptb/      # train.txt, valid.txt, test.txt
 
 An LSTM of two layers with tied embeddings learns an English text by SGD, once for every way to
-exchange gradients. Compression is one argument of the Trainer, `strategy=CompressedDDPStrategy(...)`:
-see `train`. Nothing in the model knows of it. `CompressionMonitor` counts the bytes.
+exchange gradients. All there is to compression is in `train`: a strategy and a callback for the
+Trainer. Nothing in the model knows of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import logging
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from text import Batches, Corpus, columns, load
+from rich.table import Column, Table
+from text import Corpus, Text, load
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torchmetrics.text import Perplexity
@@ -42,31 +42,50 @@ from lightning_gc import (
     TopK,
 )
 
-# Here and in the workers, which import this file anew: results, not chatter.
-logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+# Results, not chatter; the workers import this file too, so this holds for them as well.
+for package in ("pytorch_lightning", "lightning_fabric"):
+    logging.getLogger(package).setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=".*is deprecated")  # what Lightning still uses of torch
 
-METHODS: dict[str, Compressor] = {
-    "dense": Identity(),  # bit-equal to plain DDP, so this is the baseline
-    "topk": TopK(density=0.01),
-    "hard_threshold": HardThreshold(0.01),
-    "qsgd": QSGD(bits=4),
-}
+
+def option(default: Any, meaning: str) -> Any:
+    """Return a field of `Settings`, which is also an option on the command line."""
+    return field(default=default, metadata={"help": f"{meaning} (default: {default})"})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all methods have in common; the command line sets it."""
+    """What all methods have in common."""
 
-    workers: int
-    epochs: int
-    batch: int
-    bptt: int
-    hidden: int
-    dropout: float
-    learning_rate: float
-    clip: float
-    seed: int
-    out: Path
+    workers: int = option(2, "processes")
+    epochs: int = option(6, "passes through the training text")
+    batch: int = option(5, "columns of text per worker")
+    bptt: int = option(35, "words through which gradients flow back")
+    hidden: int = option(200, "width of embedding and LSTM")
+    learning_rate: float = option(20.0, "of SGD, at the start")
+    clip: float = option(0.25, "greatest norm of a gradient")
+    threshold: float = option(0.006, "of hard_threshold, in units of the gradient")
+    seed: int = option(0, "of weights and compressors")
+    out: Path = option(Path("runs", "demo"), "where results go")  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "epochs", "batch", "bptt", "hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: must be at least 1.")
+
+
+def methods(settings: Settings) -> dict[str, Compressor]:
+    """Return what is compared.
+
+    The strategy's defaults do the rest: biases go dense, and the biased compressors, TopK and
+    HardThreshold, get error feedback.
+    """
+    return {
+        "dense": Identity(),  # bit-equal to plain DDP, so this is the baseline
+        "topk": TopK(density=0.01),
+        "hard_threshold": HardThreshold(settings.threshold),
+        "qsgd": QSGD(bits=4),
+    }
 
 
 class LanguageModel(pl.LightningModule):
@@ -76,46 +95,43 @@ class LanguageModel(pl.LightningModule):
         super().__init__()
         self.settings = settings
         self.embedding = nn.Embedding(words, settings.hidden)
-        self.lstm = nn.LSTM(settings.hidden, settings.hidden, 2, dropout=settings.dropout)
-        self.drop = nn.Dropout(settings.dropout)
+        self.lstm = nn.LSTM(settings.hidden, settings.hidden, num_layers=2)
         self.decoder = nn.Linear(settings.hidden, words)
         self.decoder.weight = self.embedding.weight
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
-        self.perplexity = nn.ModuleDict({"validation": Perplexity(), "test": Perplexity()})
+        self.validation_perplexity, self.test_perplexity = Perplexity(), Perplexity()
         self.state: tuple[Tensor, Tensor] | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return logits ``(columns, steps, words)``; the LSTM's state stays for the next call."""
-        embedded = self.drop(self.embedding(inputs.t()))  # (steps, columns, hidden)
+        embedded = self.embedding(inputs.t())  # (steps, columns, hidden)
         output, (hidden, cell) = self.lstm(embedded, self.state)
         self.state = (hidden.detach(), cell.detach())
-        logits: Tensor = self.decoder(self.drop(output)).transpose(0, 1)
+        logits: Tensor = self.decoder(output).transpose(0, 1)
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         """Return the mean cross-entropy of a word."""
         inputs, targets = batch
-        loss = nn.functional.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        loss = nn.functional.cross_entropy(self.forward(inputs).flatten(0, 1), targets.flatten())
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        """Add a batch to the perplexity of all workers."""
-        self._evaluate("validation", batch)
+        """Add a batch; Lightning and torchmetrics bring the workers' shares together."""
+        inputs, targets = batch
+        self.validation_perplexity.update(self.forward(inputs), targets)
+        self.log("validation_perplexity", self.validation_perplexity)
 
     def test_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        """Add a batch to the test perplexity."""
-        self._evaluate("test", batch)
-
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Add a batch."""
         inputs, targets = batch
-        metric = self.perplexity[stage]
-        metric.update(self(inputs), targets)
-        self.log(f"{stage}_perplexity", metric, on_step=False, on_epoch=True)
+        self.test_perplexity.update(self.forward(inputs), targets)
+        self.log("test_perplexity", self.test_perplexity)
 
     def _forget(self) -> None:
-        self.state = None  # a text starts anew
+        self.state = None  # the text starts anew
 
     on_train_epoch_start = on_validation_epoch_start = on_test_epoch_start = _forget
 
@@ -125,33 +141,6 @@ class LanguageModel(pl.LightningModule):
         steps = int(self.trainer.estimated_stepping_batches)
         line = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 1 / steps, total_iters=steps - 1)
         return {"optimizer": sgd, "lr_scheduler": {"scheduler": line, "interval": "step"}}
-
-
-class Text(pl.LightningDataModule):
-    """Gives every worker its own columns of the text."""
-
-    def __init__(self, corpus: Corpus, settings: Settings) -> None:
-        super().__init__()
-        self.corpus, self.settings = corpus, settings
-
-    def train_dataloader(self) -> Batches:
-        """Return this worker's part of the training text."""
-        return self._own(self.corpus.train)
-
-    def val_dataloader(self) -> Batches:
-        """Return this worker's part of the validation text."""
-        return self._own(self.corpus.valid)
-
-    def test_dataloader(self) -> Batches:
-        """Return the whole test text as one column: every word has all words before it."""
-        return Batches(columns(self.corpus.test, 1), self.settings.bptt)
-
-    def _own(self, text: Tensor) -> Batches:
-        assert self.trainer is not None
-        per_worker = columns(text, self.settings.batch * self.settings.workers).split(
-            self.settings.batch
-        )
-        return Batches(per_worker[self.trainer.global_rank], self.settings.bptt)
 
 
 class Report(pl.Callback):
@@ -171,8 +160,7 @@ class Report(pl.Callback):
         self.progress = Progress(transient=True, disable=not trainer.is_global_zero)
         steps = int(trainer.estimated_stepping_batches)
         self.bar = self.progress.add_task(f"{self.name:14}", total=steps)
-        if self.progress.console.is_terminal:
-            self.progress.start()
+        self.progress.start()
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Start the clock."""
@@ -204,8 +192,8 @@ class Report(pl.Callback):
             trainer.callback_metrics[name] = torch.tensor(mean)
         trainer.callback_metrics["seconds_per_step"] = torch.tensor(statistics.median(self.seconds))
         weights = parameters_to_vector(pl_module.parameters()).detach()
-        replicas = trainer.strategy.all_gather(weights).view(trainer.world_size, -1)
-        if not all(torch.equal(replica, replicas[0]) for replica in replicas):
+        same = torch.equal(weights, trainer.strategy.broadcast(weights))
+        if not trainer.strategy.reduce_boolean_decision(same):
             raise RuntimeError(f"{self.name}: the workers' weights differ after training.")
 
 
@@ -222,7 +210,7 @@ def train(name: str, compressor: Compressor, corpus: Corpus, settings: Settings)
     }
     pl.seed_everything(settings.seed)
     model = LanguageModel(len(corpus.words), settings)
-    data = Text(corpus, settings)
+    data = Text(corpus, settings.workers, settings.batch, settings.bptt)
     trainer = pl.Trainer(
         devices=settings.workers,
         strategy=CompressedDDPStrategy(compressor, seed=settings.seed, start_method="spawn"),
@@ -256,18 +244,17 @@ def train(name: str, compressor: Compressor, corpus: Corpus, settings: Settings)
 
 def tabulate(rows: list[dict[str, Any]]) -> Table:
     """Return the rows as a table to print."""
-    table = Table("method", title="Test perplexity, and what one worker sends in one step")
-    for heading in ("perplexity", "wire bytes", "ratio", "density", "seconds"):
-        table.add_column(heading, justify="right")
+    shown = {
+        "test_perplexity": ".2f",
+        "wire_bytes_per_step": ",.0f",
+        "ratio": ".1f",
+        "density": ".3%",
+        "seconds_per_step": ".3f",
+    }
+    headings = [Column(name.replace("_", " "), justify="right") for name in shown]
+    table = Table("method", *headings, title="What one worker sends, and what was learnt")
     for row in rows:
-        table.add_row(
-            row["name"],
-            f"{row['test_perplexity']:.2f}",
-            f"{row['wire_bytes_per_step']:,.0f}",
-            f"{row['ratio']:.1f}",
-            f"{row['density']:.3%}",
-            f"{row['seconds_per_step']:.3f}",
-        )
+        table.add_row(row["name"], *(format(row[name], how) for name, how in shown.items()))
     return table
 
 
@@ -280,57 +267,48 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for row in rows:
         x, y = row["wire_bytes_per_step"], row["test_perplexity"]
         axes.scatter(x, y, s=50)
-        axes.annotate(
-            row["name"], (x, y), xytext=(0, 8), textcoords="offset points", ha="center"
-        )
-    axes.set_xscale("log")
+        axes.annotate(row["name"], (x, y), xytext=(0, 8), textcoords="offset points", ha="center")
+    axes.set(xscale="log", xlabel="bytes sent per step and worker", ylabel="test perplexity")
     axes.margins(0.15)
     axes.grid(alpha=0.3)
-    axes.set_xlabel("bytes sent per step and worker")
-    axes.set_ylabel("test perplexity")
     figure.savefig(path, dpi=150)
 
 
 def arguments() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="%(prog)s [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--data", type=Path, help="folder with train.txt, valid.txt, test.txt (also .gz)")
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
-    add("--rare", type=int, default=1, help="words seen this often or less become <unk>")
-    add("--workers", type=int, default=2, help="processes")
-    add("--epochs", type=int, default=6, help="passes through the training text")
-    add("--batch", type=int, default=10, help="columns of text per worker")
-    add("--bptt", type=int, default=35, help="words through which gradients flow back")
-    add("--hidden", type=int, default=200, help="width of embedding and LSTM")
-    add("--dropout", type=float, default=0.0, help="between layers")
-    add("--learning-rate", type=float, default=20.0, help="of SGD, at the start")
-    add("--clip", type=float, default=0.25, help="largest norm of a gradient")
-    add("--seed", type=int, default=0, help="of weights, dropout and compressors")
-    add("--out", type=Path, default=Path("runs/demo"), help="where results go")
+    names = list(methods(Settings()))
+    add("--methods", nargs="+", choices=names, default=names, help="what to compare (default: all)")
+    for f in fields(Settings):
+        flag = "--" + f.name.replace("_", "-")
+        add(flag, type=type(f.default), default=f.default, help=f.metadata["help"])
     return parser
 
 
 def main() -> None:
     """Train with every method, then write the table, the plot and the summary."""
     parser = arguments()
-    options: Mapping[str, Any] = vars(parser.parse_args())
-    settings = Settings(**{n: options[n] for n in Settings.__dataclass_fields__})
+    options = vars(parser.parse_args())
+    data, names = options.pop("data"), options.pop("methods")
     try:
-        corpus = load(options["data"], options["rare"])
-        columns(corpus.valid, settings.batch * settings.workers)
-    except ValueError as error:
+        settings = Settings(**options)
+        compressors = methods(settings)
+        corpus = load(data)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     console = Console()
     console.print(
         f"{len(corpus.train):,} words to train on, a vocabulary of {len(corpus.words):,}, "
         f"{settings.workers} workers, {settings.epochs} epochs"
     )
-    rows = [train(name, METHODS[name], corpus, settings) for name in options["methods"]]
+    rows = [train(name, compressors[name], corpus, settings) for name in names]
     console.print(tabulate(rows))
-    settings.out.mkdir(parents=True, exist_ok=True)
     (settings.out / "summary.json").write_text(json.dumps({"rows": rows}, indent=2) + "\n")
     plot(rows, settings.out / "perplexity_vs_bytes.png")
     console.print(f"Wrote {settings.out}/summary.json and perplexity_vs_bytes.png. Curves:")

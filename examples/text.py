@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -75,8 +76,9 @@ def python_topics() -> dict[str, list[str]]:
 
 def split_words(text: str) -> list[str]:
     """Return lower-case words, line ends and marks such as ``...``; rulers are cut to ``====``."""
-    tokens = re.finditer(r"\w+|([^\w\s])\1*|\n", text.lower())
-    return [END_OF_LINE if (token := t[0]) == "\n" else token[:4] if t[1] else token for t in tokens]
+    text = re.sub(r"([^\w\s])\1{4,}", r"\1\1\1\1", text.lower())
+    tokens = (match[0] for match in re.finditer(r"\w+|([^\w\s])\1*|\n", text))
+    return [END_OF_LINE if token == "\n" else token for token in tokens]
 
 
 def read_pieces(directory: Path) -> dict[str, list[str]]:
@@ -90,16 +92,16 @@ def read_pieces(directory: Path) -> dict[str, list[str]]:
 
 
 def find_piece(directory: Path, piece: str) -> Path:
-    """Return the one file of a piece: ``valid.txt``, ``ptb.valid.txt.gz``, ``wiki.valid.txt``."""
-    pattern = re.compile(rf"(.*[._-])?{piece}\.txt(\.gz)?")
+    """Return the file of a piece: ``valid.txt``, ``ptb.valid.txt.gz``, ``wiki.valid.tokens``."""
+    pattern = re.compile(rf".*{piece}\.(txt|tokens)(\.gz)?")
     found = sorted(p.name for p in directory.iterdir() if pattern.fullmatch(p.name))
     # PTB's archive has a version in characters beside the one in words.
     found = [name for name in found if ".char." not in name]
     if len(found) != 1:
         what = f"{len(found)} ({', '.join(found)})" if found else "none"
         raise ValueError(
-            f"{directory} must hold exactly one file called {piece}.txt, *.{piece}.txt or either "
-            f"with .gz, but holds {what}."
+            f"{directory} must hold exactly one file called *{piece}.txt or *{piece}.tokens, with "
+            f"or without .gz, but holds {what}."
         )
     return directory / found[0]
 
@@ -144,3 +146,38 @@ class Batches:
         for start in range(0, last, self.steps):
             stop = min(start + self.steps, last)
             yield self.columns[:, start:stop], self.columns[:, start + 1 : stop + 1]
+
+
+class Text(pl.LightningDataModule):
+    """Gives every worker its own columns of a text.
+
+    Args:
+        corpus: the text.
+        workers: how many share the training and validation text.
+        batch: columns per worker.
+        bptt: words per batch and column.
+    """
+
+    def __init__(self, corpus: Corpus, workers: int, batch: int, bptt: int) -> None:
+        super().__init__()
+        self.bptt = bptt
+        # split: one tensor per worker, each (batch, length)
+        self.train = columns(corpus.train, workers * batch).split(batch)
+        self.valid = columns(corpus.valid, workers * batch).split(batch)
+        self.test = columns(corpus.test, 1)
+
+    def train_dataloader(self) -> Batches:
+        """Return this worker's part of the training text."""
+        return Batches(self.train[self._worker()], self.bptt)
+
+    def val_dataloader(self) -> Batches:
+        """Return this worker's part of the validation text."""
+        return Batches(self.valid[self._worker()], self.bptt)
+
+    def test_dataloader(self) -> Batches:
+        """Return the whole test text as one column: no word is left out or read twice."""
+        return Batches(self.test, self.bptt)
+
+    def _worker(self) -> int:
+        assert self.trainer is not None
+        return self.trainer.global_rank

@@ -138,7 +138,7 @@ class Engine:
 
         buffer = self._compensate(bucket)
         before = torch.linalg.vector_norm(buffer) if self.observe else None
-        out = grad if grad.dtype.itemsize >= 4 else torch.zeros_like(grad, dtype=torch.float32)
+        out = grad if self._in_place(grad) else torch.zeros_like(grad, dtype=torch.float32)
         flow = self.compressor.flow(bucket, buffer, out, self.scheme)
         if guard is None:
             yield from flow
@@ -160,14 +160,18 @@ class Engine:
             grad.mul_(scale)
 
     def _compensate(self, bucket: Bucket) -> Tensor:
-        """Return the buffer to compress: float32 or wider, and not the gradient if observed."""
+        """Return the buffer to compress, which is not the gradient itself if observed."""
         flats = self._store.flat(bucket) if self.memory.buffers else {}
         if self.revocable:
             self._before += [(flat, flat.clone()) for flat in flats.values()]
         buffer = self.memory.compensate(bucket, flats)
-        if buffer.dtype.itemsize < 4:
+        if not self._in_place(buffer):
             return buffer.float()
         return buffer.clone() if self.observe and buffer is bucket.grad else buffer
+
+    def _in_place(self, flat: Tensor) -> bool:
+        """Whether arithmetic on ``flat`` is precise enough: float32, or no arithmetic at all."""
+        return flat.dtype.itemsize >= 4 or (self.compressor.exact and self.scheme.averages)
 
     def _open_round(self, step: int) -> None:
         if step != self._round:

@@ -72,9 +72,10 @@ class Monitor:
 
     At each logging step, under ``compression/``, for this worker (worker 0 writes): ``wire_bytes``
     and ``dense_bytes`` per step, ``ratio``, ``density`` (share of elements sent, of the tensors
-    that are compressed), ``bits_per_element`` (of their payloads), ``level``, ``relative_error``
-    ``‖x − C(x)‖/‖x‖``, ``error_norm``, and the seconds of ``compress``, ``communicate`` and
-    ``decode``. Per epoch, under ``compression_epoch/``, the same as means over steps and workers.
+    that are compressed), ``bits_per_element`` (payload bits over all elements of these, sent or
+    not), ``level``, ``relative_error`` ``‖x − C(x)‖/‖x‖``, ``error_norm``, and the seconds of
+    ``compress``, ``communicate`` and ``decode``. Per epoch, under ``compression_epoch/``, the same
+    as means over steps and workers; the two errors over the logging steps among them.
     ``compression/total_wire_bytes``, ``total_dense_bytes`` and ``total_ratio`` of the whole fit,
     and the epoch's figures, end in ``trainer.callback_metrics``, for Optuna and for the parent of
     spawned processes.

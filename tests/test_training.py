@@ -55,6 +55,7 @@ EVERYWHERE = PerParameter(TopK(0.05))
         {"bucket_cap_mb": 0.005},
         {"accumulate": 3},
         {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
         {"static_graph": True},
         {"gradient_as_bucket_view": True},
         {"find_unused_parameters": True},

@@ -1,4 +1,4 @@
-"""One file per method. A new one is a new file here and one import line below."""
+"""The methods, one file each. A new one is a new file and one import line."""
 
 from lightning_gc.compressors.cast import Cast as Cast
 from lightning_gc.compressors.compressor import AbsoluteError as AbsoluteError

@@ -18,14 +18,16 @@ class HardThreshold(Codec):
     """Send all elements of magnitude λ or more, however many; keep the others as the error.
 
     ``C(x)_i = x_i`` if ``|x_i| ≥ λ``, else 0. One λ for the whole model. With error feedback every
-    element is sent once enough has built up, and the error stays below λ an element at all times:
-    this is what minimises the total error over training for a given number of elements sent.
+    element is sent once enough has built up, and under ``AllGather`` the error stays below λ an
+    element at all times: this is what minimises the total error over training for a given number
+    of elements sent.
 
     Args:
         threshold: λ, in units of the (unscaled) gradient, at least 0. Higher means more
             compression. The paper's rule is ``1 / (2·sqrt(0.001·d))`` for d parameters in all.
 
-    Wire format (ragged):
+    Wire format:
+        Ragged; k differs between workers and steps.
         ``values   # (k,) float32``
         ``indices  # (k * ceil(log2 numel) / 8,) uint8``, bit-packed positions.
 

@@ -7,5 +7,6 @@ from lightning_gc.registry import concrete as _concrete
 from lightning_gc.registry import export as _export
 
 MEMORIES = _concrete(globals(), Memory)
+"""``{name: class}`` of all memories that have a name."""
 
 _export(globals(), "MEMORIES")

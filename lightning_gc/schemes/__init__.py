@@ -8,5 +8,6 @@ from lightning_gc.schemes.scheme import Scheme as Scheme
 from lightning_gc.schemes.two_shot import TwoShot as TwoShot
 
 SCHEMES = _concrete(globals(), Scheme)
+"""``{name: class}`` of all schemes that have a name."""
 
 _export(globals(), "SCHEMES")

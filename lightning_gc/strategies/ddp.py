@@ -64,7 +64,7 @@ class CompressedDDP:
         >>> from lightning_gc import CompressedDDPStrategy, TopK
         >>> strategy = CompressedDDPStrategy(TopK(density=0.01), start_method="spawn")
         >>> strategy.memory, strategy.scheme
-        (Residual(decay=1.0), AllGather())
+        (Residual(decay=1.0, update_units=False), AllGather())
 
     Attributes:
         engine: state and configuration, once fitting has started; kept between fits.
@@ -150,6 +150,7 @@ class CompressedDDP:
         ddp = self.model  # type: ignore[attr-defined]
         assert isinstance(ddp, DistributedDataParallel)
         refuse_sparse_gradients(ddp.module)
+        self._refuse_static_manual(ddp)
         self._names = {param: tidy(name) for name, param in ddp.module.named_parameters()}
         self._close()
         # A group of its own: the background thread must not interleave with DDP's collectives.
@@ -215,6 +216,15 @@ class CompressedDDP:
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]
+
+    def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
+        """Refuse what Lightning before 2.6 leaves unsynchronised in the first step."""
+        automatic = self.lightning_module.automatic_optimization  # type: ignore[attr-defined]
+        if ddp.static_graph and not automatic and not hasattr(self, "_pl_static_graph_delay_done"):
+            raise ValueError(
+                "static_graph=True with manual optimization does not synchronise the first step in "
+                "this version of Lightning; use Lightning 2.6 or later, or static_graph=False."
+            )
 
     def _learning_rates(self) -> dict[str, float]:
         """Return the learning rate of every parameter that an optimizer steps, by name."""
