@@ -120,8 +120,9 @@ class Monitor:
                 "gc/workers": engine.workers,
             }
             for logger in trainer.loggers:
-                if hasattr(logger.experiment, "add_custom_scalars"):
-                    logger.experiment.add_custom_scalars(LAYOUT)
+                experiment = getattr(logger, "experiment", None)  # not every logger has one
+                if hasattr(experiment, "add_custom_scalars"):
+                    experiment.add_custom_scalars(LAYOUT)
                     logger.log_hyperparams(config, self._grand_totals())
                 else:
                     logger.log_hyperparams(config)

@@ -18,7 +18,7 @@ class AllGather(Scheme):
 
     Communication pattern:
         One all-gather: ``(W−1)`` times the payload's bytes per worker, growing with W. Ragged
-        payloads are preceded by an all-gather of their lengths and padded to the longest.
+        payloads are preceded by their lengths, 8 bytes each, and padded to the longest.
 
     Example:
         >>> from lightning_gc import AllGather

@@ -63,7 +63,9 @@ class Simulated:
             means.append(
                 torch.stack([t * (1 / self.workers) for t in tensors]).sum(0).to(tensors[0])
             )
-        self._count([all_reduce_bytes(_nbytes(requests[0].tensors), self.workers)] * self.workers)
+        for dtype in {mean.dtype for mean in means}:  # an all-reduce each, as on a network
+            nbytes = _nbytes(tuple(mean for mean in means if mean.dtype == dtype))
+            self._count([all_reduce_bytes(nbytes, self.workers)] * self.workers)
         return [[mean.clone() for mean in means] for _ in requests]
 
     def _gather(self, requests: Sequence[Gather]) -> list[Reply]:

@@ -18,7 +18,8 @@ class Transport(abc.ABC):
         worker: this worker's index.
         workers: how many workers there are.
         sent_bytes: bytes sent since construction, by the volume of the algorithms used: a ring for
-            all-reduce and all-gather. Frame headers of the network are not counted.
+            all-reduce and all-gather. Not counted: frame headers of the network, and the backend's
+            own handshakes (Gloo: 0.4 to 1.7 KB a request and other worker).
     """
 
     worker: int
