@@ -121,7 +121,7 @@ class Monitor:
             }
             for logger in trainer.loggers:
                 experiment = getattr(logger, "experiment", None)  # not every logger has one
-                if hasattr(experiment, "add_custom_scalars"):
+                if experiment is not None and hasattr(experiment, "add_custom_scalars"):
                     experiment.add_custom_scalars(LAYOUT)
                     logger.log_hyperparams(config, self._grand_totals())
                 else:
