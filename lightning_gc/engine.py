@@ -66,7 +66,7 @@ class Engine:
             be as before in the next round. Costs a copy of the memory.
         observe: measure norms before and after compression in this round.
         learning_rates: parameter name -> learning rate of this round's step; read only where the
-            memory works in ``update_units``.
+            memory works in ``lr_aware``.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Engine:
             self._round = step
             self.norms.clear()
             self.leftovers.clear()
-            if self.memory.update_units:
+            if self.memory.lr_aware:
                 self._follow_learning_rates()
 
     def _follow_learning_rates(self) -> None:

@@ -110,10 +110,10 @@ def test_every_compressor_trains_and_keeps_replicas_identical(name: str) -> None
     assert first["losses"][-1] < first["losses"][0]
 
 
-def test_update_units_follow_the_learning_rate() -> None:
+def test_lr_aware_follow_the_learning_rate() -> None:
     """With a rate that falls at every step: γ·applied + γ·error = the sum of γ·gradient."""
     assert_nothing_lost(
-        in_two(EVERYWHERE, model="Scheduled", memory=Residual(update_units=True)), 1e-4
+        in_two(EVERYWHERE, model="Scheduled", memory=Residual(lr_aware=True)), 1e-4
     )
 
 

@@ -31,14 +31,14 @@ class Memory(abc.ABC):
         conserves: law 1 holds.
         corrects_momentum: momentum is built up before compression, so the compressor must be
             biased (there must be an error to correct).
-        update_units: buffers are kept in units of the update, learning rate times gradient: the
+        lr_aware: buffers are kept in units of the update, learning rate times gradient: the
             engine multiplies them by γ_{t−1}/γ_t when a parameter's learning rate changes.
     """
 
     buffers: tuple[str, ...] = ()
     conserves: bool = True
     corrects_momentum: bool = False
-    update_units: bool = False
+    lr_aware: bool = False
 
     @abc.abstractmethod
     def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ class Residual(Memory):
     Args:
         decay: weight of the old error, in (0, 1]. 1 loses nothing; less forgets slowly, which
             some use against stale errors at the price of a biased sum.
-        update_units: keep ``γ_t·e_t`` when the learning rate γ changes, not ``e_t``: the error is
+        lr_aware: keep ``γ_t·e_t`` when the learning rate γ changes, not ``e_t``: the error is
             multiplied by γ_{t−1}/γ_t (γ = 0 is waited out). An old error then enters the weights
             with the learning rate at which it arose, as in the total-error paper's algorithm; off,
             it enters with the new one, as in most code, that paper's own included.
@@ -44,7 +44,7 @@ class Residual(Memory):
     """
 
     decay: float = 1.0
-    update_units: bool = False
+    lr_aware: bool = False
 
     buffers = ("error",)
 
@@ -54,7 +54,7 @@ class Residual(Memory):
                 f"Residual(decay={self.decay!r}): the weight of the old error must be in (0, 1]; "
                 f"use 1.0 to lose nothing, or NoMemory() to remember nothing."
             )
-        object.__setattr__(self, "conserves", self.decay == 1 and not self.update_units)
+        object.__setattr__(self, "conserves", self.decay == 1 and not self.lr_aware)
 
     def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
         """Return the error with the gradient added, in the error's own storage."""
@@ -66,4 +66,4 @@ class Residual(Memory):
     @classmethod
     def examples(cls) -> tuple[Residual, ...]:
         """One that loses nothing, one that forgets, one that follows the learning rate."""
-        return (cls(), cls(decay=0.9), cls(update_units=True))
+        return (cls(), cls(decay=0.9), cls(lr_aware=True))

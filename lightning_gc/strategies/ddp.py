@@ -64,7 +64,7 @@ class CompressedDDP:
         >>> from lightning_gc import CompressedDDPStrategy, TopK
         >>> strategy = CompressedDDPStrategy(TopK(density=0.01), start_method="spawn")
         >>> strategy.memory, strategy.scheme
-        (Residual(decay=1.0, update_units=False), AllGather())
+        (Residual(decay=1.0, lr_aware=False), AllGather())
 
     Attributes:
         engine: state and configuration, once fitting has started; kept between fits.
@@ -187,7 +187,7 @@ class CompressedDDP:
         if scaler is not None:
             # The tensor, not get_scale(): reading a number would wait for the device.
             self.engine.loss_scale = scaler._scale
-        if self.engine.memory.update_units:
+        if self.engine.memory.lr_aware:
             self.engine.learning_rates = self._learning_rates()
         grad = bucket.buffer()
         shapes = {self._names[param]: tuple(param.shape) for param in bucket.parameters()}

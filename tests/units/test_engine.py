@@ -113,9 +113,9 @@ def test_no_memory_costs_no_buffer_and_no_copy() -> None:
     assert engine.state_dict()["memory"] == {}
 
 
-def test_update_units_keep_rate_times_error_and_wait_out_zero() -> None:
+def test_lr_aware_keep_rate_times_error_and_wait_out_zero() -> None:
     """Over a schedule with a zero in it: sum of γ·applied + γ·error = sum of γ·gradient."""
-    engine = Engine(layerwise(TopK(0.5)), Residual(update_units=True))
+    engine = Engine(layerwise(TopK(0.5)), Residual(lr_aware=True))
     applied = given = torch.zeros(4)
     rates = [0.1, 0.5, 0.0, 0.2, 0.05]
     for step, rate in enumerate(rates):
@@ -125,7 +125,7 @@ def test_update_units_keep_rate_times_error_and_wait_out_zero() -> None:
         applied = applied + rate * alone(engine, w=grad.clone())["w"]
     torch.testing.assert_close(applied + rates[-1] * engine.errors()["w"], given)
     state = engine.state_dict()
-    resumed = Engine(layerwise(TopK(0.5)), Residual(update_units=True))
+    resumed = Engine(layerwise(TopK(0.5)), Residual(lr_aware=True))
     resumed.load_state_dict(state)
     for one in (engine, resumed):
         one.learning_rates = {"w": 0.01}
