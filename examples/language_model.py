@@ -75,11 +75,7 @@ class Settings:
 
 
 def methods(settings: Settings) -> dict[str, Compressor]:
-    """Return what is compared.
-
-    The strategy's defaults do the rest: biases go dense, and the biased compressors, TopK and
-    HardThreshold, get error feedback.
-    """
+    """Return what is compared. Biases go dense and errors are fed back where that is needed."""
     return {
         "dense": Identity(),  # bit-equal to plain DDP, so this is the baseline
         "topk": TopK(density=0.01),
@@ -99,8 +95,7 @@ class LanguageModel(pl.LightningModule):
         self.decoder = nn.Linear(settings.hidden, words)
         self.decoder.weight = self.embedding.weight
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
-        nn.init.zeros_(self.decoder.bias)
-        self.validation_perplexity, self.test_perplexity = Perplexity(), Perplexity()
+        self.perplexity = Perplexity()
         self.state: tuple[Tensor, Tensor] | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -121,14 +116,11 @@ class LanguageModel(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         """Add a batch; Lightning and torchmetrics bring the workers' shares together."""
         inputs, targets = batch
-        self.validation_perplexity.update(self.forward(inputs), targets)
-        self.log("validation_perplexity", self.validation_perplexity)
+        self.perplexity.update(self.forward(inputs), targets)
+        stage = "test" if self.trainer.testing else "validation"
+        self.log(f"{stage}_perplexity", self.perplexity)
 
-    def test_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        """Add a batch."""
-        inputs, targets = batch
-        self.test_perplexity.update(self.forward(inputs), targets)
-        self.log("test_perplexity", self.test_perplexity)
+    test_step = validation_step
 
     def _forget(self) -> None:
         self.state = None  # the text starts anew
@@ -276,15 +268,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(usage="%(prog)s [options]", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--data", type=Path, help="folder with train.txt, valid.txt, test.txt (also .gz)")
     names = list(methods(Settings()))
-    add("--methods", nargs="+", choices=names, default=names, help="what to compare (default: all)")
+    add("--methods", nargs="+", choices=names, default=names, help="(default: all)")
     for f in fields(Settings):
         flag = "--" + f.name.replace("_", "-")
         add(flag, type=type(f.default), default=f.default, help=f.metadata["help"])
@@ -303,10 +292,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     console = Console()
-    console.print(
-        f"{len(corpus.train):,} words to train on, a vocabulary of {len(corpus.words):,}, "
-        f"{settings.workers} workers, {settings.epochs} epochs"
-    )
+    console.print(f"{len(corpus.train):,} words to train on, {len(corpus.words):,} different ones")
     rows = [train(name, compressors[name], corpus, settings) for name in names]
     console.print(tabulate(rows))
     (settings.out / "summary.json").write_text(json.dumps({"rows": rows}, indent=2) + "\n")

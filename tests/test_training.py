@@ -112,9 +112,7 @@ def test_every_compressor_trains_and_keeps_replicas_identical(name: str) -> None
 
 def test_lr_aware_follow_the_learning_rate() -> None:
     """With a rate that falls at every step: γ·applied + γ·error = the sum of γ·gradient."""
-    assert_nothing_lost(
-        in_two(EVERYWHERE, model="Scheduled", memory=Residual(lr_aware=True)), 1e-4
-    )
+    assert_nothing_lost(in_two(EVERYWHERE, model="Scheduled", memory=Residual(lr_aware=True)), 1e-4)
 
 
 def test_bf16_parameters_keep_float32_errors() -> None:
