@@ -5,3 +5,25 @@ if __name__ == "controllers":
         "Import this folder as lightning_gc.controllers. Under the name 'controllers' every class "
         "would exist twice."
     )
+
+from .accordion import Accordion as Accordion
+from .chain import Chain as Chain
+from .controller import Controller as Controller
+from .controller import Decision as Decision
+from .controller import Observation as Observation
+from .dynamic_bit_width import DynamicBitWidth as DynamicBitWidth
+from .fixed import Fixed as Fixed
+from .schedule import Schedule as Schedule
+from .total_error import TotalError as TotalError
+
+__all__ = [
+    "Accordion",
+    "Chain",
+    "Controller",
+    "Decision",
+    "DynamicBitWidth",
+    "Fixed",
+    "Observation",
+    "Schedule",
+    "TotalError",
+]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass
 class Tally:
-    """What was done in a round or several, in plain numbers known without looking at the data.
+    """What has been done so far, in plain numbers known without looking at the data.
 
     Only tensors that went through a codec count as elements; what a ``SizeSwitch`` left dense does
     not.
@@ -24,10 +24,6 @@ class Tally:
     elements: int = 0  # elements that codecs were given
     sent: int = 0  # of these, how many they sent (quantisers send all)
     payload_bytes: int = 0  # bytes of these payloads, before the transport multiplies them
-
-    def clear(self) -> None:
-        """Start counting anew."""
-        self.grad_bytes = self.elements = self.sent = self.payload_bytes = 0
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,7 @@ class Bucket:
         seed: the run's seed, equal on all workers.
         worker: this worker's index, ``0 <= worker < workers``.
         workers: how many workers take part.
+        levels: parameter name -> level, where it is not the compressor's own; None: uncompressed.
         state: parameter name -> the compressor's own state for it, owned by the engine.
         phase: 0 for a first encoding, 1 for the second one of a two-shot scheme.
         tally: where codecs' counts of this round are added.
@@ -52,6 +49,7 @@ class Bucket:
     seed: int = 0
     worker: int = 0
     workers: int = 1
+    levels: Mapping[str, float | None] = field(default_factory=dict)
     state: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     phase: int = 0
     tally: Tally = field(default_factory=Tally)

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket, Tally
-from lightning_gc.compressors.compressor import Compressor
+from lightning_gc.combination import combine
+from lightning_gc.compressors.compressor import Compressor, dense
 from lightning_gc.flow import Flow
 from lightning_gc.guard import Guard
-from lightning_gc.memories import Memory, NoMemory, Residual
-from lightning_gc.schemes import AllGather, AllReduce, Scheme, TwoShot
+from lightning_gc.memories import Memory
+from lightning_gc.observer import Observer
+from lightning_gc.schemes import Scheme
 from lightning_gc.store import Store
-
-
-def combine(
-    compressor: Compressor, memory: Memory | None = None, scheme: Scheme | None = None
-) -> tuple[Compressor, Memory, Scheme]:
-    """Fill in what is left out and refuse what cannot work.
-
-    Defaults: ``Residual()`` for biased compressors, ``NoMemory()`` for unbiased ones;
-    ``AllReduce()`` where linear, ``TwoShot()`` for quantisers, ``AllGather()`` for the rest.
-
-    Raises:
-        ValueError: a scheme that cannot carry the compressor, or a memory that corrects momentum
-            with a compressor that leaves no error to correct.
-    """
-    if memory is None:
-        memory = NoMemory() if compressor.unbiased else Residual()
-    if scheme is None:
-        if compressor.linear:
-            scheme = AllReduce()
-        else:
-            scheme = TwoShot() if compressor.kind == "quantiser" else AllGather()
-    scheme.check(compressor)
-    if memory.corrects_momentum and compressor.unbiased:
-        raise ValueError(
-            f"{memory!r} corrects the momentum that waits in the error, but {compressor!r} is "
-            f"unbiased and leaves none; use NoMemory(), or a biased compressor such as TopK(0.01)."
-        )
-    return compressor, memory, scheme
 
 
 class Engine:
@@ -65,6 +40,7 @@ class Engine:
         revocable: an optimizer step may be skipped for a non-finite gradient, so that errors must
             be as before in the next round. Costs a copy of the memory.
         observe: measure norms before and after compression in this round.
+        observer: collects what a controller has asked for, or None.
         learning_rates: parameter name -> learning rate of this round's step; read only where the
             memory works in ``lr_aware``.
     """
@@ -89,6 +65,9 @@ class Engine:
         self.revocable = False
         self.observe = False
         self.learning_rates: dict[str, float] = {}
+        self.levels: dict[str, float | None] = {}
+        self.uncompressed = False
+        self.observer: Observer | None = None
         self.norms: list[tuple[Tensor, Tensor]] = []  # (‖x‖, ‖x − C(x)‖) per observed bucket
         self.leftovers: dict[str, Tensor] = {}  # of the observed round, by name
         self._store = Store(self.memory.buffers)
@@ -114,6 +93,7 @@ class Engine:
             worker=self.worker,
             workers=self.workers,
             state=state,
+            levels=self._bucket_levels(shapes),
             tally=self.tally,
         )
         return self._converse(bucket)
@@ -122,9 +102,53 @@ class Engine:
         """Count a finished round: all buckets have been handed to ``flow``."""
         self.step += 1
 
-    def set_level(self, level: float) -> None:
-        """Move the compressor's knob, between rounds. Errors stay."""
-        self.compressor = self.compressor.at(level)
+    def set_levels(
+        self, level: float | None, levels: Mapping[str, float | None] | None = None
+    ) -> None:
+        """Move the compressor's knob, between rounds. Errors stay.
+
+        Args:
+            level: for all parameters; None sends them uncompressed, errors included.
+            levels: parameter name -> level, for those that differ.
+
+        Raises:
+            ValueError: a level that is nonsense, or a compressor without a knob.
+
+        Warns:
+            UserWarning: a level outside the knob's range, which is clamped.
+        """
+        self.levels = {n: self._clamped(v, n) for n, v in (levels or {}).items()}
+        clamped = self._clamped(level, "all parameters")
+        self.uncompressed = clamped is None
+        if clamped is not None:
+            self.compressor = self.compressor.at(clamped)
+
+    def level_of(self, name: str) -> float | None:
+        """Return the level at which a parameter is sent now; None: uncompressed, or no knob."""
+        return self.levels.get(name, None if self.uncompressed else self.compressor.level)
+
+    def _clamped(self, level: float | None, whose: str) -> float | None:
+        knob = self.compressor.knob
+        if level is None:
+            return None
+        if knob is None or not 0 <= level < float("inf"):
+            raise ValueError(
+                f"Level {level!r} for {whose} makes no sense to {self.compressor!r}"
+                + (f": {knob.field} is in {knob.low:g}..{knob.high:g}." if knob else ".")
+            )
+        clamped = knob.clamp(level)
+        if clamped != level:
+            warnings.warn(
+                f"Level {level!r} for {whose} is outside {knob.field}'s {knob.low:g}..{knob.high:g}"
+                f" and has been set to {clamped!r}.",
+                stacklevel=3,
+            )
+        return clamped
+
+    def _bucket_levels(self, names: Iterable[str]) -> Mapping[str, float | None]:
+        if not self.levels and not self.uncompressed:
+            return {}
+        return {name: self.level_of(name) for name in names}
 
     def _converse(self, bucket: Bucket) -> Flow:
         grad, scale = bucket.grad, self.loss_scale
@@ -136,10 +160,13 @@ class Engine:
         if scale is not None:
             grad.div_(scale)
 
+        if self.observer is not None:
+            self.observer.see_gradient(bucket)
+
         buffer = self._compensate(bucket)
         before = torch.linalg.vector_norm(buffer) if self.observe else None
         out = grad if self._in_place(grad) else torch.zeros_like(grad, dtype=torch.float32)
-        flow = self.compressor.flow(bucket, buffer, out, self.scheme)
+        flow = self._exchange(bucket, buffer, out)
         if guard is None:
             yield from flow
         else:
@@ -151,6 +178,8 @@ class Engine:
             if guard.verdict is not None and self.revocable:
                 self._verdicts.append(guard.verdict)
 
+        if self.observer is not None and self.memory.buffers:
+            self.observer.see_error(buffer)
         if before is not None:
             self.norms.append((before, torch.linalg.vector_norm(buffer)))
             self.leftovers |= bucket.split(buffer)
@@ -158,6 +187,11 @@ class Engine:
             grad.copy_(out)
         if scale is not None:
             grad.mul_(scale)
+
+    def _exchange(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        if self.uncompressed and self.compressor.elementwise:
+            return dense(buffer, out)
+        return self.compressor.flow(bucket, buffer, out, self.scheme)
 
     def _compensate(self, bucket: Bucket) -> Tensor:
         """Return the buffer to compress, which is not the gradient itself if observed."""

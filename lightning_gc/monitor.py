@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from lightning_gc.bucket import Tally
 from lightning_gc.engine import Engine
 from lightning_gc.transports.recording import COMMUNICATE, COMPRESS, DECODE, Recording
 from lightning_gc.transports.transport import all_reduce_bytes
@@ -98,6 +99,7 @@ class Monitor:
         self._total = Totals()
         self._epoch = Totals()
         self._rounds = 0
+        self._tally = Tally()
         self._index = 0
         self._logged = -1
 
@@ -105,6 +107,7 @@ class Monitor:
         """Check the strategy and write what is known beforehand."""
         engine, _ = parts(trainer)
         self._rounds = engine.step
+        self._tally = replace(engine.tally)
         if not trainer.loggers:
             warnings.warn(
                 "CompressionMonitor has no logger to write to; its totals are in "
@@ -186,15 +189,16 @@ class Monitor:
 
     def _take(self, engine: Engine, recording: Recording) -> Totals:
         account = recording.take()
+        now, before = engine.tally, self._tally
         step = Totals(
             steps=1,
             wire_bytes=account.wire_bytes,
-            dense_bytes=all_reduce_bytes(engine.tally.grad_bytes, engine.workers),
-            elements=engine.tally.elements,
-            sent=engine.tally.sent,
-            payload_bytes=engine.tally.payload_bytes,
+            dense_bytes=all_reduce_bytes(now.grad_bytes - before.grad_bytes, engine.workers),
+            elements=now.elements - before.elements,
+            sent=now.sent - before.sent,
+            payload_bytes=now.payload_bytes - before.payload_bytes,
         )
-        engine.tally.clear()
+        self._tally = replace(now)
         if any(account.seconds.values()):
             step.timed_steps = 1
             step.compress_seconds = account.seconds[COMPRESS]

@@ -27,7 +27,7 @@ from lightning_gc import (
 )
 from lightning_gc.bucket import Bucket
 from lightning_gc.packing import pack, unpack
-from lightning_gc.strategies.ddp import refuse_sparse_gradients
+from lightning_gc.strategies.checks import refuse_sparse_gradients
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
@@ -72,7 +72,7 @@ class Correcting(Memory):
         (lambda: CompressedDDPStrategy(TopK(), memory="full"), "'full'", "'residual'"),
         (lambda: CompressedDDPStrategy(TopK(), scheme="ring"), "'ring'", "'all_gather'"),
         (lambda: CompressedDDPStrategy(TopK(), seed="7"), "seed='7'", "whole number"),  # type: ignore[arg-type]
-        (lambda: CompressedDDPStrategy(TopK(), controller=1), "controller=1", "leave it out"),  # type: ignore[arg-type]
+        (lambda: CompressedDDPStrategy(TopK(), controller=1), "controller=1", "Fixed(0.01)"),  # type: ignore[arg-type]
         (lambda: CompressedDDPStrategy(TopK(), scheme="all_reduce"), "AllReduce()", "AllGather()"),
         (
             lambda: CompressedDDPStrategy(TopK(), ddp_comm_hook=fp16_compress_hook),
@@ -150,7 +150,7 @@ def test_payload_of_the_wrong_length() -> None:
 def test_workers_that_ask_for_different_things() -> None:
     """What would hang on a network is an error in the simulator."""
     lockstep = Lockstep(2, TopK(0.1))
-    lockstep.engines[1].set_level(0.2)
+    lockstep.engines[1].set_levels(0.2)
     with pytest.raises(ValueError, match=r"Worker 0 asks for .* but worker 1 for .*a hang"):
         lockstep.step([{"w": torch.randn(100)}, {"w": torch.randn(100)}])
 

@@ -119,6 +119,10 @@ class Compressor(abc.ABC):
     def bound(self, numel: int) -> Bound:
         """Return the bound on the compression error of a tensor of ``numel`` elements."""
 
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of this shape is compressed at all."""
+        return not self.exact
+
     @property
     def level(self) -> float | None:
         """The knob's value, or None where there is no knob."""

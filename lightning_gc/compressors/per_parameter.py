@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.compressor import Compressor
+from lightning_gc.compressors.compressor import Compressor, dense
 from lightning_gc.compressors.wrapper import Wrapper
 from lightning_gc.flow import Flow, together
 
@@ -21,6 +22,7 @@ class PerParameter(Wrapper):
     """Run the inner compressor on each parameter of a bucket by itself.
 
     The conversations of all parameters are merged, so a bucket still costs one message a round.
+    A controller may set a level of its own for every parameter.
 
     Args:
         inner: what compresses one parameter.
@@ -38,15 +40,21 @@ class PerParameter(Wrapper):
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
         """Run one inner flow per parameter, side by side."""
-        yield from together(
-            [
-                self.inner.flow(
-                    bucket.part(name, start, stop), buffer[start:stop], out[start:stop], scheme
-                )
-                for name, start, stop in bucket.spans()
-                if stop > start
-            ]
-        )
+        flows = []
+        for name, start, stop in bucket.spans():
+            part, x, y = bucket.part(name, start, stop), buffer[start:stop], out[start:stop]
+            level = bucket.levels.get(name, self.inner.level)
+            if level is None and name in bucket.levels:
+                flows.append(dense(x, y))
+            elif stop > start:
+                flows.append(_at(self.inner, level).flow(part, x, y, scheme))
+        yield from together(flows)
+
+
+@functools.lru_cache(maxsize=4096)
+def _at(compressor: Compressor, level: float | None) -> Compressor:
+    """Return ``compressor`` at ``level``, made once: levels change per epoch, flows per step."""
+    return compressor if level is None or level == compressor.level else compressor.at(level)
 
 
 def layerwise(compressor: Compressor) -> Compressor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,12 @@ class SizeSwitch(Wrapper):
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
         """Choose by the tensor's shape, which is the same on all workers."""
-        if bucket.numel < self.min_numel or len(bucket.shape) < self.min_dims:
-            yield from dense(buffer, out)
-        else:
+        if self.compresses(bucket.shape):
             yield from self.inner.flow(bucket, buffer, out, scheme)
+        else:
+            yield from dense(buffer, out)
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of this shape is large enough, and the inner one takes it."""
+        large = math.prod(shape) >= self.min_numel and len(shape) >= self.min_dims
+        return large and self.inner.compresses(shape)

@@ -29,6 +29,10 @@ class Wrapper(Compressor):
         """Return the inner bound: what goes dense only does better."""
         return self.inner.bound(numel)
 
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        """As the inner one."""
+        return self.inner.compresses(shape)
+
     @property
     def level(self) -> float | None:
         """The inner level."""

@@ -11,17 +11,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc.compressors import COMPRESSORS, Compressor, PerParameter, SizeSwitch
-from lightning_gc.compressors.per_parameter import layerwise
-from lightning_gc.engine import Engine, combine
+from lightning_gc.combination import by_default, combine
+from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.controllers import Controller
+from lightning_gc.engine import Engine
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.registry import make
 from lightning_gc.schemes import SCHEMES, Scheme
+from lightning_gc.strategies.checks import (
+    check_agreement,
+    check_controller,
+    refuse_sparse_gradients,
+)
+from lightning_gc.strategies.turn import Turn
 from lightning_gc.transports.background import Background
-from lightning_gc.transports.distributed import Distributed, gather_text
+from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.recording import Recording
 
 _OURS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
@@ -45,7 +51,7 @@ class CompressedDDP:
             ``NoMemory()`` for unbiased ones.
         scheme: how workers reach a mean. Default: ``AllReduce()`` for linear compressors,
             ``TwoShot()`` for quantisers, ``AllGather()`` for sparsifiers.
-        controller: reserved for policies that move the level; must be None in this version.
+        controller: who moves the level, epoch by epoch; None keeps the compressor's own.
         seed: of the compressor's private random numbers; the same on all workers.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
             ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ...
@@ -57,7 +63,8 @@ class CompressedDDP:
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, a comm hook of your own, a
-            strategy object that already belongs to a Trainer; at fit start, sparse embedding
+            controller that cannot turn the compressor's knob, a strategy object that already
+            belongs to a Trainer; at fit start, sparse embedding
             gradients, or workers whose configurations differ.
 
     Example:
@@ -79,7 +86,7 @@ class CompressedDDP:
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
-        controller: None = None,
+        controller: Controller | None = None,
         seed: int = 0,
         **ddp_kwargs: Any,
     ) -> None:
@@ -95,11 +102,6 @@ class CompressedDDP:
                 "CompressedDDPStrategy got mixed_precision=..., which takes up DDP's only "
                 "communication hook. Use Trainer(precision='bf16-mixed') instead."
             )
-        if controller is not None:
-            raise ValueError(
-                f"CompressedDDPStrategy(controller={controller!r}): this version has no "
-                f"controllers; leave it out, and set the compressor's level."
-            )
         if not isinstance(seed, int):
             raise ValueError(f"CompressedDDPStrategy(seed={seed!r}): the seed is a whole number.")
         compressor = make("compressor", compressor, COMPRESSORS, Compressor)
@@ -108,6 +110,10 @@ class CompressedDDP:
         if scheme is not None:
             scheme = make("scheme", scheme, SCHEMES, Scheme)
         self.compressor, self.memory, self.scheme = combine(by_default(compressor), memory, scheme)
+        if controller is not None:
+            check_controller(controller, self.compressor, self.memory)
+        self.controller = controller
+        self.turn: Turn | None = None
         self.seed = seed
         self._background: Background | None = None
         self._group: dist.ProcessGroup | None = None
@@ -175,6 +181,11 @@ class CompressedDDP:
             )
         self.engine.revocable = self._scaler() is not None
         self.recording = Recording(transport)
+        if self.controller is not None and self.turn is None:
+            shapes = {name: tuple(param.shape) for param, name in self._names.items()}
+            self.turn = Turn(self.controller, self.engine, shapes)
+        if self.turn is not None:
+            self.turn.attach(self.recording)
         self._background = Background(self.recording, device)
         ddp.register_comm_hook(None, self._compress_bucket)
 
@@ -195,6 +206,23 @@ class CompressedDDP:
         if bucket.is_last():
             self.engine.advance()
         return future
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Give the controller its turn where an epoch begins."""
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        if self.turn is not None:
+            self.turn.take(self, self.lightning_module.trainer)  # type: ignore[attr-defined]
+
+    def levels(self) -> dict[str, float | None]:
+        """Return the present level of every parameter that is compressed, None where it is not."""
+        if self.engine is None:
+            return {}
+        engine = self.engine
+        return {
+            name: engine.level_of(name)
+            for param, name in self._names.items()
+            if engine.compressor.compresses(tuple(param.shape))
+        }
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Raise here, in the training thread, what went wrong in the background."""
@@ -226,58 +254,28 @@ class CompressedDDP:
                 "this version of Lightning; use Lightning 2.6 or later, or static_graph=False."
             )
 
+    def _check_agreement(self, transport: Distributed, device: torch.device) -> None:
+        parameters = [f"{name} {tuple(param.shape)}" for param, name in self._names.items()]
+        digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()
+        configuration = {
+            "compressor": repr(self.compressor),
+            "memory": repr(self.memory),
+            "scheme": repr(self.scheme),
+            "controller": repr(self.controller),
+            "seed": repr(self.seed),
+            "names and shapes of parameters": f"{len(parameters)} of digest {digest[:12]}",
+        }
+        check_agreement(configuration, transport, device)
+
     def _learning_rates(self) -> dict[str, float]:
         """Return the learning rate of every parameter that an optimizer steps, by name."""
         groups = (g for opt in self.optimizers for g in opt.param_groups)  # type: ignore[attr-defined]
         return {self._names[p]: float(g["lr"]) for g in groups for p in g["params"]}
 
-    def _check_agreement(self, transport: Distributed, device: torch.device) -> None:
-        """Refuse workers whose configuration or model differs from worker 0's."""
-        parameters = [f"{name} {tuple(param.shape)}" for param, name in self._names.items()]
-        digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()
-        ours = "\n".join(
-            [
-                f"compressor={self.compressor!r}",
-                f"memory={self.memory!r}",
-                f"scheme={self.scheme!r}",
-                f"seed={self.seed!r}",
-                f"a model of {len(parameters)} parameter tensors (names and shapes {digest[:12]})",
-            ]
-        )
-        texts = [text.splitlines() for text in gather_text(ours, transport, device)]
-        for worker, text in enumerate(texts):
-            for expected, found in zip(texts[0], text, strict=True):
-                if found != expected:
-                    raise ValueError(
-                        f"Worker {worker} has {found}, but worker 0 has {expected}. All workers "
-                        f"need the same configuration; give them the same arguments."
-                    )
-
-
-def by_default(compressor: Compressor) -> Compressor:
-    """Return what a bare compressor means: layer by layer, small and 1-D tensors dense.
-
-    Compressors that treat every element alike stay as they are, and so does what a user has
-    wrapped: ``PerParameter(c)`` compresses every tensor, ``SizeSwitch(c, ...)`` sets other limits.
-    """
-    if compressor.elementwise or isinstance(compressor, (PerParameter, SizeSwitch)):
-        return layerwise(compressor)
-    return PerParameter(SizeSwitch(compressor))
-
 
 def tidy(name: str) -> str:
     """Return a parameter's name without the marks of torch.compile, so that state outlives it."""
     return name.replace("_orig_mod.", "")
-
-
-def refuse_sparse_gradients(module: nn.Module) -> None:
-    """Raise ValueError where an embedding asks for sparse gradients, which are not flat."""
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            raise ValueError(
-                f"{name} is {type(child).__name__}(sparse=True), whose gradients cannot be "
-                f"compressed; use sparse=False, TopK sends few elements of it anyway."
-            )
 
 
 def register(registry: Any, strategy: type) -> None:

@@ -52,7 +52,7 @@ def test_saved_state_is_a_copy() -> None:
 def test_level_change_keeps_the_memory() -> None:
     engine = Engine(layerwise(TopK(0.5)))
     alone(engine, w=torch.tensor([1.0, 2.0]))
-    engine.set_level(1.0)
+    engine.set_levels(1.0)
     result = alone(engine, w=torch.tensor([0.5, 0.5]))
     assert result["w"].tolist() == [1.5, 0.5]
 

@@ -1,0 +1,151 @@
+"""Compress little while the gradient changes fast, much while it does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from .controller import (
+    Controller,
+    Decision,
+    KnobLike,
+    Level,
+    Observation,
+    State,
+    check_level,
+    compresses_less,
+)
+
+
+@dataclass(frozen=True)
+class Accordion(Controller):
+    """Detect critical regimes by the change of the gradient's norm over several epochs.
+
+    For each parameter, ``N(e) = ‖Σ_t g_t‖`` over the steps of epoch e, of worker 0's local, raw
+    gradients. At the end of every ``interval``-th epoch, ``r = |N(e−interval) − N(e)| /
+    N(e−interval)``. If ``r ≥ threshold`` the parameter is in a critical regime and is compressed
+    little until the next check; else it is compressed much. Epoch 0, the check after it, and a
+    previous norm of 0 count as critical. When the learning rate of the next epoch is lower than
+    that of the one that has ended, all parameters are compressed little until the next check.
+
+    This is what the authors' code does. (The paper's text does not say that gradients are summed
+    as vectors, nor that the norms compared lie ``interval`` epochs apart.)
+
+    Args:
+        low: the level of *little* compression, for critical regimes: density 0.1, 8 bits.
+            None sends uncompressed.
+        high: the level of *much* compression: density 0.01, 4 bits.
+        interval: epochs between checks; the authors use 10, and 5 for WikiText-2.
+        threshold: relative change from which a regime is critical.
+        granularity: ``"parameter"``, or ``"model"`` for one norm and one level for all.
+        detector: ``"epoch"``, or ``"minibatch"`` for the variant that the total-error paper
+            compared itself with: the norm of the first batch of every ``interval``-th epoch,
+            ``r > threshold``, and a learning rate that fell since the last check.
+
+    Raises:
+        ValueError: settings out of range; with a compressor on which ``low`` compresses harder
+            than ``high``.
+
+    Example:
+        >>> from lightning_gc.controllers import Accordion, Observation
+        >>> accordion = Accordion(low=0.1, high=0.01, interval=1)
+        >>> _, state = accordion.decide(Observation(0, gradient_norms={"w": 4.0}), accordion.init())
+        >>> decision, _ = accordion.decide(Observation(1, gradient_norms={"w": 3.0}), state)
+        >>> decision.levels
+        {'w': 0.01}
+
+    Reference:
+        Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime
+        Identification", MLSys 2021.
+    """
+
+    low: Level
+    high: Level
+    interval: int = 10
+    threshold: float = 0.5
+    granularity: Literal["parameter", "model"] = "parameter"
+    detector: Literal["epoch", "minibatch"] = "epoch"
+
+    def __post_init__(self) -> None:
+        check_level(self, self.low)
+        check_level(self, self.high)
+        if self.interval < 1 or self.interval != int(self.interval):
+            raise ValueError(
+                f"Accordion(interval={self.interval!r}): give whole epochs, 1 or more."
+            )
+        if not self.threshold > 0:
+            raise ValueError(
+                f"Accordion(threshold={self.threshold!r}): a relative change above 0 is needed; "
+                f"the authors use 0.5."
+            )
+        if self.granularity not in ("parameter", "model"):
+            raise ValueError(
+                f"Accordion(granularity={self.granularity!r}): use 'parameter' or 'model'."
+            )
+        if self.detector not in ("epoch", "minibatch"):
+            raise ValueError(f"Accordion(detector={self.detector!r}): use 'epoch' or 'minibatch'.")
+
+    @property
+    def gradients(self) -> Literal["none", "epoch sum", "first batch"]:  # type: ignore[override]
+        """What the detector looks at."""
+        return "epoch sum" if self.detector == "epoch" else "first batch"
+
+    def check(self, knob: KnobLike | None) -> None:
+        """Refuse levels that are the wrong way round for this knob."""
+        super().check(knob)
+        assert knob is not None
+        if not compresses_less(self.low, self.high, knob):
+            raise ValueError(
+                f"{self!r}: low={self.low!r} compresses harder than high={self.high!r}: a higher "
+                f"{knob.field} means more {knob.more}. `low` is the level of little compression; "
+                f"swap the two."
+            )
+
+    def init(self) -> State:
+        """No norms yet; everything is critical."""
+        return {"norms": {}, "critical": {}, "rate": None}
+
+    def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        """Check if it is time to; look at the learning rate; return a level per parameter."""
+        epoch, falls = observation.epoch, False
+        norms, critical, rate = state["norms"], state["critical"], state["rate"]
+        why = "between checks"
+        if epoch < 0:
+            why = "the first epoch is critical"
+        elif epoch % self.interval == 0:
+            now = self._norms(observation.gradient_norms)
+            fell = rate is not None and observation.learning_rate < rate
+            critical = {n: self._is_critical(norms.get(n), v, fell) for n, v in now.items()}
+            norms, rate = now, observation.learning_rate
+            why = f"checked against epoch {epoch - self.interval}" if epoch else "the first check"
+        if self.detector == "epoch" and epoch >= 0:
+            falls = observation.next_learning_rate < observation.learning_rate
+        if falls:
+            critical = dict.fromkeys(critical, True)
+            why = "the learning rate falls"
+        return self._decision(critical, why), {"norms": norms, "critical": critical, "rate": rate}
+
+    def _norms(self, norms: Mapping[str, float]) -> dict[str, float]:
+        if self.granularity == "model":
+            return {"": math.sqrt(sum(norm * norm for norm in norms.values()))}
+        return dict(norms)
+
+    def _is_critical(self, before: float | None, now: float, rate_fell: bool) -> bool:
+        if not before or not math.isfinite(before) or not math.isfinite(now):
+            return True
+        change = abs(before - now) / before
+        if self.detector == "minibatch":
+            return rate_fell or change > self.threshold
+        return change >= self.threshold
+
+    def _decision(self, critical: Mapping[str, bool], why: str) -> Decision:
+        share = sum(critical.values()) / len(critical) if critical else 1.0
+        reason = f"{share:.0%} of the parameters are in a critical regime ({why})."
+        figures = {"critical_share": share}
+        if self.granularity == "model" or not critical:
+            level = self.low if all(critical.values()) else self.high
+            return Decision(level, reason=reason, figures=figures)
+        levels = {name: self.low if is_so else self.high for name, is_so in critical.items()}
+        return Decision(self.low, levels, reason, figures)

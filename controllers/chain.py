@@ -1,0 +1,75 @@
+"""One controller after the other: a warm-up before any policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .controller import Controller, Decision, KnobLike, Observation, State
+
+
+@dataclass(frozen=True)
+class Chain(Controller):
+    """Let ``first`` decide for the epochs before ``at_epoch``, and ``then`` for the others.
+
+    The second one counts its epochs from 0, and its first observation is that of a fresh run.
+
+    Args:
+        first: controller of epochs 0 to ``at_epoch − 1``.
+        then: controller of the rest.
+        at_epoch: where the second one takes over, at least 1.
+
+    Raises:
+        ValueError: ``at_epoch`` below 1; what either controller refuses.
+
+    Example:
+        >>> from lightning_gc.controllers import Accordion, Chain, Schedule
+        >>> warm = Chain(Schedule.dgc_warmup(0.01), Accordion(low=0.1, high=0.01), at_epoch=5)
+    """
+
+    first: Controller
+    then: Controller
+    at_epoch: int
+
+    def __post_init__(self) -> None:
+        if self.at_epoch < 1:
+            raise ValueError(f"Chain(at_epoch={self.at_epoch!r}): must be at least 1.")
+        object.__setattr__(self, "moments", self.first.moments or self.then.moments)
+        wanted = {c.gradients for c in (self.first, self.then)} - {"none"}
+        if len(wanted) > 1:
+            raise ValueError(f"{self!r}: one needs {' and the other '.join(sorted(wanted))}.")
+
+    @property
+    def gradients(self) -> Literal["none", "epoch sum", "first batch"]:  # type: ignore[override]
+        """What either needs."""
+        return self.first.gradients if self.first.gradients != "none" else self.then.gradients
+
+    @property
+    def errors(self) -> bool:  # type: ignore[override]
+        """Whether either needs it."""
+        return self.first.errors or self.then.errors
+
+    def check(self, knob: KnobLike | None) -> None:
+        """Let both look at the knob."""
+        self.first.check(knob)
+        self.then.check(knob)
+
+    def init(self) -> State:
+        """Both states."""
+        return {"first": self.first.init(), "then": self.then.init()}
+
+    def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        """Ask the one whose epoch comes next."""
+        if observation.epoch + 1 < self.at_epoch:
+            decision, new = self.first.decide(observation, state["first"])
+            return decision, {**state, "first": new}
+        epochs = observation.max_epochs
+        shifted = replace(
+            observation,
+            epoch=observation.epoch - self.at_epoch,
+            max_epochs=None if epochs is None else epochs - self.at_epoch,
+        )
+        if shifted.epoch < 0:  # nothing of what came before counts
+            shifted = replace(shifted, metrics={}, gradient_norms={}, density=0.0, steps=0)
+        decision, new = self.then.decide(shifted, state["then"])
+        return decision, {**state, "then": new}

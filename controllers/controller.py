@@ -1,0 +1,147 @@
+"""What a controller is: a pure rule from what an epoch was like to the next epoch's level."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+State = dict[str, Any]
+"""What a controller remembers: numbers, strings, lists and dicts of these."""
+
+Level = float | None
+"""The value of a compressor's knob; None means uncompressed."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a controller may know when an epoch has ended: plain numbers only.
+
+    The first observation comes before the first step, with ``epoch=-1``, no metrics and no norms.
+
+    Attributes:
+        epoch: the epoch that has ended, from 0; -1 before the first one.
+        learning_rate: of that epoch's last step.
+        next_learning_rate: of the next epoch's first step.
+        metrics: what has been logged, by name, as worker 0 has it.
+        gradient_norms: parameter name -> norm of worker 0's local, raw gradients, summed over the
+            epoch or of its first batch, as the controller declares; empty if it declares nothing.
+        error_norms: parameter name -> norm of worker 0's error at the end of the epoch.
+        total_error: ``Σ‖e_t‖²`` over all steps so far, mean over workers; 0 if not declared.
+        wire_bytes: bytes sent in the epoch, mean over workers.
+        dense_bytes: what plain DDP would have sent.
+        steps: synchronisations in the epoch.
+        num_elements: number of elements of all gradients, the papers' d.
+        density: share of elements sent in the epoch, of those that are compressed; mean over
+            workers.
+        max_epochs: how many epochs the run will have; None if it has no end.
+        gradient_noise: ``E‖g − ∇f_i‖²`` within the epoch, mean over workers; 0 if not declared.
+        gradient_squared: ``‖∇f_i‖²``, likewise.
+        gradient_dissimilarity: ``mean_i‖∇f_i − ∇f‖²`` over workers i, likewise.
+    """
+
+    epoch: int
+    learning_rate: float = 0.0
+    next_learning_rate: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    gradient_norms: Mapping[str, float] = field(default_factory=dict)
+    error_norms: Mapping[str, float] = field(default_factory=dict)
+    total_error: float = 0.0
+    wire_bytes: float = 0.0
+    dense_bytes: float = 0.0
+    steps: int = 0
+    num_elements: int = 0
+    density: float = 0.0
+    max_epochs: int | None = None
+    gradient_noise: float = 0.0
+    gradient_squared: float = 0.0
+    gradient_dissimilarity: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The level of the next epoch, and why.
+
+    Attributes:
+        level: for all parameters; None means that they are sent uncompressed.
+        levels: parameter name -> level; where given, ``level`` is for the names that are missing.
+        reason: one sentence for the log.
+        figures: numbers worth logging, by name: a critical share, a budget spent.
+    """
+
+    level: Level = None
+    levels: Mapping[str, Level] = field(default_factory=dict)
+    reason: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+class KnobLike(Protocol):
+    """What a controller is told of the field that it will turn."""
+
+    @property
+    def field(self) -> str:
+        """Its name: density, bits, threshold, rank."""
+
+    @property
+    def more(self) -> str:
+        """What a higher value means: "bytes" or "compression"."""
+
+
+class Controller(abc.ABC):
+    """Chooses levels, epoch by epoch. Frozen configuration; what it remembers is passed in.
+
+    Laws, tested for every controller:
+
+    1. It is pure: equal observations and states give equal decisions, and nothing is changed.
+    2. Its state consists of plain values, loadable with ``weights_only=True``.
+    3. Worker 0 decides for all; a controller cannot tell how many workers there are.
+
+    Attributes:
+        gradients: the gradient norms that it needs: none, of the sum over the epoch, or of the
+            epoch's first batch. Costs one float32 per parameter.
+        moments: it needs ``gradient_noise`` and its relatives. Costs the same, and one dense
+            all-reduce at the end of an epoch.
+        errors: it needs ``total_error``. Costs one more pass over the error in every step.
+    """
+
+    gradients: ClassVar[Literal["none", "epoch sum", "first batch"]] = "none"
+    moments: bool = False
+    errors: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def init(self) -> State:
+        """Return the state before the first observation."""
+
+    @abc.abstractmethod
+    def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        """Return the next epoch's levels and the new state.
+
+        Raises:
+            ValueError: what the controller needs is not there, such as a metric.
+        """
+
+    def check(self, knob: KnobLike | None) -> None:
+        """Raise ValueError if the compressor's knob is not one that this controller can turn."""
+        if knob is None:
+            raise ValueError(
+                f"{self!r} turns a compressor's level, but this compressor has none; use one with "
+                f"a level, such as TopK(0.01), or leave the controller out."
+            )
+
+
+def compresses_less(a: Level, b: Level, knob: KnobLike) -> bool:
+    """Return whether level ``a`` sends at least as much as ``b``; None sends everything."""
+    if a is None or b is None:
+        return a is None
+    return a >= b if knob.more == "bytes" else a <= b
+
+
+def check_level(owner: Any, level: Level) -> None:
+    """Refuse what cannot be a level of any knob."""
+    number = isinstance(level, int | float) and not isinstance(level, bool)
+    if level is not None and not (number and 0 <= level < float("inf")):
+        raise ValueError(
+            f"{type(owner).__name__}: a level is a finite number of at least 0, or None for "
+            f"uncompressed, but one is {level!r}."
+        )

@@ -1,0 +1,164 @@
+"""Raise the bits as validation improves, and let go of compression when nothing moves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .controller import (
+    Controller,
+    Decision,
+    KnobLike,
+    Observation,
+    State,
+    check_level,
+    compresses_less,
+)
+
+
+@dataclass(frozen=True)
+class DynamicBitWidth(Controller):
+    """A step function of a validation metric, and of the change of the training loss.
+
+    The step is the last one whose bound the metric has reached. Independently, when the training
+    loss has changed by less than ``loss_delta`` since the epoch before, the next step is taken.
+    After ``patience`` epochs on one step, compression is released for ``release_epochs``, and then
+    goes on with the same step. Steps never fall back unless ``allow_decrease``.
+
+    The paper names these three rules but not their constants, and published no code: the defaults
+    are our reading. Works with any knob; the paper's is the bits of a quantiser.
+
+    Args:
+        steps: pairs (bound, level), from the first step to the last; the first bound is that of
+            the start and is not looked at. With ``mode="min"`` bounds fall.
+        monitor: name of the validation metric.
+        mode: ``"max"`` if higher is better (accuracy), ``"min"`` if lower is (perplexity).
+        loss_delta: change of the training loss below which the next step is taken; None: never.
+        loss: name of the training loss; ``<loss>_epoch`` is taken where it is logged.
+        patience: epochs on one step before compression is released.
+        release_epochs: epochs without compression.
+        allow_decrease: take the metric's step even where it is lower than the present one.
+
+    Raises:
+        ValueError: settings out of range; at the end of the first epoch, a metric that was not
+            logged.
+
+    Example:
+        >>> from lightning_gc.controllers import DynamicBitWidth, Observation
+        >>> controller = DynamicBitWidth(loss_delta=None)
+        >>> seen = Observation(0, metrics={"val_accuracy": 0.7})
+        >>> controller.decide(seen, controller.init())[0].level
+        8
+
+    Reference:
+        Tirupati, Suresh and Arya, "Distributed Model Training With Dynamic Gradient Compression".
+    """
+
+    steps: tuple[tuple[float, float], ...] = ((0.0, 4), (0.6, 8), (0.8, 16))
+    monitor: str = "val_accuracy"
+    mode: Literal["max", "min"] = "max"
+    loss_delta: float | None = 0.01
+    loss: str = "train_loss"
+    patience: int = 8
+    release_epochs: int = 1
+    allow_decrease: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", tuple((bound, level) for bound, level in self.steps))
+        if self.mode not in ("max", "min"):
+            raise ValueError(f"DynamicBitWidth(mode={self.mode!r}): use 'max' or 'min'.")
+        if not self.steps:
+            raise ValueError("DynamicBitWidth(steps=()): at least one (bound, level) is needed.")
+        for _, level in self.steps:
+            check_level(self, level)
+        bounds = [bound for bound, _ in self.steps[1:]]
+        if bounds != sorted(bounds, reverse=self.mode == "min"):
+            way = "rise" if self.mode == "max" else "fall"
+            raise ValueError(
+                f"DynamicBitWidth(steps={self.steps!r}): with mode={self.mode!r} bounds must {way}."
+            )
+        for name in ("patience", "release_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"DynamicBitWidth({name}={getattr(self, name)!r}): 1 or more.")
+
+    def check(self, knob: KnobLike | None) -> None:
+        """Refuse steps along which compression grows."""
+        super().check(knob)
+        assert knob is not None
+        levels = [level for _, level in self.steps]
+        for before, after in itertools.pairwise(levels):
+            if not compresses_less(after, before, knob):
+                raise ValueError(
+                    f"DynamicBitWidth(steps={self.steps!r}): level {after!r} compresses harder "
+                    f"than {before!r} before it, as a higher {knob.field} means more {knob.more}; "
+                    f"steps lead to less compression."
+                )
+
+    def init(self) -> State:
+        """On the first step, with nothing seen."""
+        return {"step": 0, "epochs": 0, "released": 0, "loss": None}
+
+    def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        """Count the epoch, move the step, release or resume."""
+        if observation.epoch < 0:
+            return self._at(0, "The first step."), dict(state)
+        metric = self._metric(observation, self.monitor)
+        loss = self._loss(observation)
+        step, released = state["step"], state["released"]
+        epochs = 0 if released else state["epochs"] + 1  # released epochs are not spent on a step
+        moved, why = self._move(step, metric, loss, state["loss"])
+        kept = loss if loss is not None and math.isfinite(loss) else state["loss"]
+        new: State = {"step": moved, "epochs": epochs, "released": 0, "loss": kept}
+        if moved != step:
+            new["epochs"] = 0
+            return self._at(moved, why), new
+        if released > 1:
+            new["released"] = released - 1
+            return Decision(None, reason="Compression is still released."), new
+        if released == 1:
+            return self._at(step, "Compression is resumed."), new
+        if epochs >= self.patience:
+            new["released"] = self.release_epochs
+            reason = f"Compression is released after {epochs} epochs on one step."
+            return Decision(None, reason=reason, figures={"step": step}), new
+        return self._at(step, why), new
+
+    def _move(
+        self, step: int, metric: float, loss: float | None, before: float | None
+    ) -> tuple[int, str]:
+        if math.isnan(metric):
+            return step, f"{self.monitor} is nan, so the level is kept."
+        reached = 0
+        for index, (bound, _) in enumerate(self.steps[1:], start=1):
+            if metric >= bound if self.mode == "max" else metric <= bound:
+                reached = index
+        if reached > step or (self.allow_decrease and reached < step):
+            return reached, f"{self.monitor} is {metric:.4g}: step {reached}."
+        last = len(self.steps) - 1
+        if self.loss_delta is not None and loss is not None and before is not None and step < last:
+            if math.isnan(loss):
+                return step, f"{self.loss} is nan, so the level is kept."
+            if abs(loss - before) < self.loss_delta:
+                return step + 1, f"{self.loss} changed by {abs(loss - before):.2g} only: next step."
+        return step, f"{self.monitor} is {metric:.4g}: the step is kept."
+
+    def _at(self, step: int, reason: str) -> Decision:
+        return Decision(self.steps[step][1], reason=reason, figures={"step": step})
+
+    def _loss(self, observation: Observation) -> float | None:
+        if self.loss_delta is None:
+            return None
+        whole = f"{self.loss}_epoch"
+        return self._metric(observation, whole if whole in observation.metrics else self.loss)
+
+    def _metric(self, observation: Observation, name: str) -> float:
+        if name not in observation.metrics:
+            logged = ", ".join(sorted(observation.metrics)) or "nothing"
+            raise ValueError(
+                f"DynamicBitWidth needs the metric {name!r}, but it was not logged in epoch "
+                f"{observation.epoch}; logged were: {logged}. Log it with self.log({name!r}, ...), "
+                f"or name another one."
+            )
+        return float(observation.metrics[name])

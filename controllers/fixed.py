@@ -1,0 +1,37 @@
+"""One level for the whole run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .controller import Controller, Decision, Level, Observation, State, check_level
+
+
+@dataclass(frozen=True)
+class Fixed(Controller):
+    """Keep one level; the controller of runs that have none.
+
+    Args:
+        level: of the compressor's knob; None sends everything uncompressed.
+
+    Raises:
+        ValueError: ``level`` is negative or not a number.
+
+    Example:
+        >>> from lightning_gc.controllers import Fixed, Observation
+        >>> Fixed(0.01).decide(Observation(epoch=3), {})[0].level
+        0.01
+    """
+
+    level: Level
+
+    def __post_init__(self) -> None:
+        check_level(self, self.level)
+
+    def init(self) -> State:
+        """Nothing to remember."""
+        return {}
+
+    def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        """Return the level."""
+        return Decision(self.level, reason="The level is fixed."), state

@@ -1,0 +1,81 @@
+"""Levels written down beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .controller import Controller, Decision, Level, Observation, State, check_level
+
+_DGC = (0.25, 0.063, 0.015, 0.004, 0.001)
+
+
+@dataclass(frozen=True)
+class Schedule(Controller):
+    """Take one level after the other, and keep the last one.
+
+    Args:
+        levels: in order; None among them sends uncompressed.
+        by: ``"epoch"``, one level an epoch; ``"progress"``, all levels in equal parts of the run.
+
+    Raises:
+        ValueError: no levels, one that is not a level, an unknown ``by``; ``"progress"`` in a run
+            without an end.
+
+    Example:
+        >>> from lightning_gc.controllers import Observation, Schedule
+        >>> schedule = Schedule((0.25, 0.05, 0.01))
+        >>> [schedule.decide(Observation(e), {})[0].level for e in (-1, 0, 1, 2)]
+        [0.25, 0.05, 0.01, 0.01]
+    """
+
+    levels: tuple[Level, ...]
+    by: Literal["epoch", "progress"] = "epoch"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", tuple(self.levels))
+        if not self.levels:
+            raise ValueError("Schedule(levels=()): at least one level is needed.")
+        for level in self.levels:
+            check_level(self, level)
+        if self.by not in ("epoch", "progress"):
+            raise ValueError(f"Schedule(by={self.by!r}): use 'epoch' or 'progress'.")
+
+    @classmethod
+    def dgc_warmup(cls, final: float = 0.001, epochs: int = 5) -> Schedule:
+        """Return Deep Gradient Compression's warm-up: densities that fall exponentially.
+
+        Args:
+            final: the density after the warm-up.
+            epochs: its length; ``final ** ((i + 1) / epochs)`` in its i-th epoch, with the
+                published roundings (0.25, 0.063, 0.015, 0.004, 0.001) for the published case.
+
+        Reference:
+            Lin et al., "Deep Gradient Compression", ICLR 2018.
+        """
+        if not 0 < final <= 1 or epochs < 1:
+            raise ValueError(
+                f"Schedule.dgc_warmup(final={final!r}, epochs={epochs!r}): the density must be in "
+                f"(0, 1], and at least one epoch is needed."
+            )
+        if (final, epochs) == (_DGC[-1], len(_DGC)):
+            return cls(_DGC)
+        return cls(tuple(final ** ((i + 1) / epochs) for i in range(epochs)))
+
+    def init(self) -> State:
+        """Nothing to remember."""
+        return {}
+
+    def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        """Return the level that stands for the next epoch."""
+        following = observation.epoch + 1
+        index = following
+        if self.by == "progress":
+            if not observation.max_epochs:
+                raise ValueError(
+                    "Schedule(by='progress') needs to know the end; set Trainer(max_epochs=...)."
+                )
+            index = following * len(self.levels) // observation.max_epochs
+        index = min(index, len(self.levels) - 1)
+        reason = f"Level {index + 1} of {len(self.levels)} on the schedule."
+        return Decision(self.levels[index], reason=reason), state

@@ -1,0 +1,189 @@
+"""Choose the hard threshold by theory, by measurement, or by what may be spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .controller import Controller, Decision, KnobLike, Observation, State
+
+_STEEPEST = 10.0  # the threshold moves by this factor at most, from one epoch to the next
+_SLOPE, _SLOPES = 1.5, (0.5, 3.0)  # of -log(density) against log(threshold): guess, plausible
+
+
+@dataclass(frozen=True)
+class TotalError(Controller):
+    """Drive ``HardThreshold``, whose threshold λ minimises the total error ``Σ_t‖e_t‖²``.
+
+    Three ways to find λ:
+
+    - ``TotalError(k_min=0.001)``: the paper's rule, constant: ``λ = 1 / (2·√(k_min·d))`` for d
+      elements. It should do at least as well as Top-k at density ``k_min``.
+    - ``TotalError(k_min=0.001, estimate_epochs=n)``: the same in the first n epochs, while noise
+      and dissimilarity of the gradients are measured; from then on the paper's longer formula,
+      ``λ = (2/√k)·√((2d/k + M̂)·ζ̂² + σ̂²)`` with ``k = k_min·d``. Noise that grows with the
+      gradient, ``E‖ξ‖² ≤ M̂·‖∇f_i‖² + σ̂²``, is told apart by a straight line through the epochs
+      (M̂ = 0 with one); ζ̂² is the mean of ``‖∇f_i − ∇f‖²`` over workers and epochs.
+    - ``TotalError(budget=b)``: λ moves at each epoch so that the density, averaged over the *whole
+      run*, is b. For every budget there is one optimal constant λ; which, the paper leaves open.
+      Ours: take what is left of the budget for the epochs that are left, and move λ along
+      ``density ∝ λ^−p``, with p measured from epoch to epoch, towards the λ that would spend it.
+      λ settles where density does.
+
+    In the logs: the total error as it goes, and the share of the budget that is spent.
+
+    Args:
+        k_min: density of the Top-k to compare with, in (0, 1]; not with ``budget``.
+        estimate_epochs: epochs to measure in; 0 for the simple rule.
+        budget: average density over the whole run, in (0, 1].
+        initial: threshold of the first epoch with ``budget``; the paper's rule at ``k_min =
+            budget`` if not given. Too low a one may spend all before it can be corrected.
+
+    Raises:
+        ValueError: settings out of range or at odds; a compressor without a threshold; a budget
+            in a run without an end.
+
+    Example:
+        >>> from lightning_gc.controllers import Observation, TotalError
+        >>> resnet18 = Observation(epoch=-1, num_elements=11_173_962)
+        >>> decision, _ = TotalError(k_min=0.001).decide(resnet18, {})
+        >>> f"{decision.level:.2e}"
+        '4.73e-03'
+
+    Reference:
+        Sahu et al., "Rethinking gradient sparsification as total error minimization",
+        NeurIPS 2021.
+    """
+
+    k_min: float | None = None
+    estimate_epochs: int = 0
+    budget: float | None = None
+    initial: float | None = None
+
+    errors = True
+
+    def __post_init__(self) -> None:
+        if (self.k_min is None) == (self.budget is None):
+            raise ValueError(f"{self!r}: give either k_min, such as 0.001, or budget.")
+        for name in ("k_min", "budget"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"TotalError({name}={value!r}): a density must be in (0, 1].")
+        if self.estimate_epochs < 0 or (self.estimate_epochs and self.budget is not None):
+            raise ValueError(
+                f"TotalError(estimate_epochs={self.estimate_epochs!r}): 0 or more, with k_min only."
+            )
+        if self.initial is not None and not (self.budget is not None and 0 < self.initial < 1e30):
+            raise ValueError(
+                f"TotalError(initial={self.initial!r}): a threshold above 0, with budget only."
+            )
+        object.__setattr__(self, "moments", self.estimate_epochs > 0)
+
+    def check(self, knob: KnobLike | None) -> None:
+        """Refuse compressors whose knob is not a threshold."""
+        if knob is None or knob.field != "threshold":
+            what = "no level" if knob is None else f"a {knob.field}"
+            raise ValueError(
+                f"{self!r} chooses a threshold, but this compressor has {what}; use HardThreshold."
+            )
+
+    def init(self) -> State:
+        """Nothing measured, nothing spent."""
+        return {"level": None, "spent": 0.0, "slope": _SLOPE, "last": None, "moments": []}
+
+    def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        """Return the next epoch's threshold."""
+        new = {**self.init(), **state}
+        if self.budget is not None:
+            return self._spend(self.budget, observation, new)
+        assert self.k_min is not None
+        level, reason = new["level"], "The threshold is kept."
+        if level is None:
+            level = paper_threshold(self.k_min, observation.num_elements)
+            reason = f"The paper's rule for {observation.num_elements:,} elements."
+        if 0 <= observation.epoch < self.estimate_epochs:
+            seen = (
+                observation.gradient_squared,
+                observation.gradient_noise,
+                observation.gradient_dissimilarity,
+            )
+            new["moments"] = [*new["moments"], seen]
+            if observation.epoch == self.estimate_epochs - 1:
+                m, sigma2, zeta2 = estimates(new["moments"])
+                level = estimated_threshold(self.k_min, observation.num_elements, m, zeta2, sigma2)
+                reason = f"Estimated: M = {m:.3g}, ζ² = {zeta2:.3g}, σ² = {sigma2:.3g}."
+        new["level"] = level
+        return Decision(level, reason=reason, figures=self._figures(observation)), new
+
+    def _spend(self, budget: float, observation: Observation, new: State) -> tuple[Decision, State]:
+        if observation.max_epochs is None:
+            raise ValueError(
+                f"{self!r} must know how long the run is; set Trainer(max_epochs=...) or max_steps."
+            )
+        if observation.epoch < 0 or new["level"] is None:
+            first = self.initial or paper_threshold(budget, observation.num_elements)
+            new["level"] = first
+            figures = {**self._figures(observation), "budget_spent": 0.0}
+            return Decision(first, reason="The threshold to begin with.", figures=figures), new
+        level, density = new["level"], observation.density
+        new["spent"] += density
+        share = new["spent"] / (budget * observation.max_epochs)
+        figures = {**self._figures(observation), "budget_spent": share}
+        left = observation.max_epochs - observation.epoch - 1
+        if left <= 0 or not math.isfinite(density):
+            return Decision(level, reason="The threshold is kept.", figures=figures), new
+        new["slope"] = _slope(new["slope"], new["last"], (level, density))
+        new["last"] = [level, density]
+        wanted = max((budget * observation.max_epochs - new["spent"]) / left, 0.0)
+        move = _STEEPEST if wanted == 0 else (density / wanted) ** (1 / new["slope"])
+        new["level"] = level * min(max(move, 1 / _STEEPEST), _STEEPEST)
+        reason = (
+            f"{share:.0%} of the budget is spent, {left} epochs are left: density {density:.3%} "
+            f"is to become {wanted:.3%}."
+        )
+        return Decision(new["level"], reason=reason, figures=figures), new
+
+    @staticmethod
+    def _figures(observation: Observation) -> dict[str, float]:
+        return {"total_error": observation.total_error}
+
+
+def paper_threshold(k_min: float, num_elements: int) -> float:
+    """Return ``1 / (2·√(k_min·d))``."""
+    return 1 / (2 * math.sqrt(k_min * num_elements))
+
+
+def estimated_threshold(
+    k_min: float, num_elements: int, m: float, zeta2: float, sigma2: float
+) -> float:
+    """Return ``(2/√k)·√((2d/k + M)·ζ² + σ²)`` with ``k = k_min·d``."""
+    k = k_min * num_elements
+    return 2 / math.sqrt(k) * math.sqrt((2 * num_elements / k + m) * zeta2 + sigma2)
+
+
+def estimates(moments: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Return (M̂, σ̂², ζ̂²) from one (‖∇f_i‖², noise, dissimilarity) per epoch.
+
+    M̂ and σ̂² are slope and intercept of the least-squares line of noise against ``‖∇f_i‖²``, each
+    at least 0; with one epoch, or no difference between epochs, all noise is σ̂².
+    """
+    count = len(moments)
+    squared, noise, dissimilarity = (sum(column) / count for column in zip(*moments, strict=True))
+    spread = sum((row[0] - squared) ** 2 for row in moments)
+    slope = 0.0
+    if spread > 0:
+        slope = sum((row[0] - squared) * (row[1] - noise) for row in moments) / spread
+    slope = min(max(slope, 0.0), noise / squared if squared > 0 else 0.0)
+    return slope, noise - slope * squared, dissimilarity
+
+
+def _slope(old: float, last: Sequence[float] | None, now: Sequence[float]) -> float:
+    """Return p of ``density ∝ λ^−p``, from two epochs with different thresholds."""
+    if last is None or min(*last, *now) <= 0:
+        return old
+    run = math.log(now[0] / last[0])
+    if abs(run) < 0.05:
+        return old
+    measured = -math.log(now[1] / last[1]) / run
+    return (old + min(max(measured, _SLOPES[0]), _SLOPES[1])) / 2

@@ -1,0 +1,57 @@
+"""What is refused before the first step, each in a sentence with the value and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller
+from lightning_gc.memories import Memory
+from lightning_gc.transports.distributed import Distributed, gather_text
+
+
+def check_agreement(
+    configuration: Mapping[str, str], transport: Distributed, device: torch.device
+) -> None:
+    """Refuse workers whose configuration or model differs from worker 0's; on all workers.
+
+    Raises:
+        ValueError: naming the worker, what it has, and what worker 0 has.
+    """
+    ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
+    texts = [text.splitlines() for text in gather_text(ours, transport, device)]
+    for worker, text in enumerate(texts):
+        for expected, found in zip(texts[0], text, strict=True):
+            if found != expected:
+                raise ValueError(
+                    f"Worker {worker} has {found}, but worker 0 has {expected}. All workers "
+                    f"need the same configuration; give them the same arguments."
+                )
+
+
+def check_controller(controller: Any, compressor: Compressor, memory: Memory) -> None:
+    """Refuse a controller that is none, or that cannot work with compressor or memory."""
+    if not isinstance(controller, Controller):
+        raise ValueError(
+            f"CompressedDDPStrategy(controller={controller!r}): give an instance, such as "
+            f"lightning_gc.controllers.Fixed(0.01), or leave it out."
+        )
+    controller.check(compressor.knob)
+    if controller.errors and not memory.buffers:
+        raise ValueError(
+            f"{controller!r} watches the error, but {memory!r} keeps none; use memory=Residual()."
+        )
+
+
+def refuse_sparse_gradients(module: nn.Module) -> None:
+    """Raise ValueError where an embedding asks for sparse gradients, which are not flat."""
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise ValueError(
+                f"{name} is {type(child).__name__}(sparse=True), whose gradients cannot be "
+                f"compressed; use sparse=False, TopK sends few elements of it anyway."
+            )

@@ -1,0 +1,164 @@
+"""The controller's turn: between two epochs, worker 0 decides and all workers obey."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gc.controllers import Controller, Decision, Observation
+from lightning_gc.engine import Engine
+from lightning_gc.observer import Observer
+from lightning_gc.transports.recording import Recording
+from lightning_gc.transports.transport import all_reduce_bytes
+
+
+class Turn:
+    """Takes a controller's turn before the first step of every epoch.
+
+    At that moment validation is over and the learning rate is that of the next step, so the
+    observation is complete. All workers take part in one packed all-reduce of plain numbers; worker
+    0 decides; one broadcast carries decision, reason and new state, or the error on which all
+    workers stop.
+
+    Args:
+        controller: the policy.
+        engine: whose levels it sets.
+        shapes: parameter name -> shape, of all parameters.
+
+    Attributes:
+        state: the controller's state, equal on all workers.
+        decision: the last decision.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        engine: Engine,
+        shapes: dict[str, tuple[int, ...]],
+    ) -> None:
+        self.controller = controller
+        self.engine = engine
+        self.recording: Recording | None = None
+        self.shapes = shapes
+        self.state = controller.init()
+        self.decision: Decision | None = None
+        self._epoch: int | None = None  # the epoch that has been decided on
+        self._rate = 0.0
+        self._seen_step = engine.step
+        self._seen_bytes = 0
+        self._seen_tally = dataclasses.replace(engine.tally)
+        engine.observer = Observer(controller.gradients, controller.moments, controller.errors)
+
+    def attach(self, recording: Recording) -> None:
+        """Read bytes from the account of a new fit."""
+        self.recording = recording
+        self._seen_bytes = recording.sent_bytes
+
+    def take(self, strategy: Any, trainer: Any) -> None:
+        """Decide, if an epoch begins. Called before every training batch, by all workers."""
+        rate = max(g["lr"] for opt in strategy.optimizers for g in opt.param_groups)
+        if self._epoch != trainer.current_epoch:
+            observation = self._observe(strategy, trainer, float(rate))
+            self._obey(strategy, self._decide(observation) if strategy.global_rank == 0 else None)
+            self._epoch = trainer.current_epoch
+        self._rate = float(rate)
+
+    def _decide(self, observation: Observation) -> str:
+        """Ask the controller; return what is broadcast."""
+        try:
+            decision, state = self.controller.decide(observation, self.state)
+            return json.dumps({"decision": dataclasses.asdict(decision), "state": state})
+        except Exception as error:  # whatever it is, the other workers must not wait for ever
+            return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+    def _obey(self, strategy: Any, text: str | None) -> None:
+        said = json.loads(strategy.broadcast(text))
+        if "error" in said:
+            raise RuntimeError(
+                f"The controller failed on worker 0, so all workers stop. {said['error']}"
+            )
+        self.decision, self.state = Decision(**said["decision"]), said["state"]
+        self.engine.set_levels(self.decision.level, self.decision.levels)
+
+    def _observe(self, strategy: Any, trainer: Any, rate: float) -> Observation:
+        engine, observer, recording = self.engine, self.engine.observer, self.recording
+        assert observer is not None
+        assert recording is not None
+        steps, tally = engine.step - self._seen_step, self._seen_tally
+        moments = self._moments(strategy, observer, steps)
+        now = engine.tally
+        mine = [
+            recording.sent_bytes - self._seen_bytes,
+            all_reduce_bytes(now.grad_bytes - tally.grad_bytes, engine.workers),
+            (now.sent - tally.sent) / max(now.elements - tally.elements, 1),
+            observer.total_error,
+        ]
+        wire, dense, density, total_error = _mean(strategy, mine)
+        norms = observer.norms() if self.controller.gradients != "none" and steps else {}
+        observer.end_epoch()
+        self._seen_step, self._seen_bytes = engine.step, recording.sent_bytes
+        self._seen_tally = dataclasses.replace(now)
+        return Observation(
+            epoch=trainer.current_epoch - 1,
+            learning_rate=self._rate if steps else rate,
+            next_learning_rate=rate,
+            metrics={n: float(v) for n, v in trainer.callback_metrics.items()} if steps else {},
+            gradient_norms=self._compressed(norms),
+            error_norms=self._compressed(_norms(engine.errors())),
+            total_error=total_error,
+            wire_bytes=wire,
+            dense_bytes=dense,
+            steps=steps,
+            num_elements=sum(torch.Size(shape).numel() for shape in self.shapes.values()),
+            density=density,
+            max_epochs=epochs_of(trainer),
+            **moments,
+        )
+
+    def _compressed(self, norms: dict[str, float]) -> dict[str, float]:
+        return {n: v for n, v in norms.items() if self.engine.compressor.compresses(self.shapes[n])}
+
+    def _moments(self, strategy: Any, observer: Observer, steps: int) -> dict[str, float]:
+        """Tell gradient, noise and dissimilarity apart, each without the bias of a finite epoch."""
+        if not observer.moments or steps < 2:
+            return {}
+        own = together = 0.0
+        for total in observer.sums_by_layout():
+            mean = total / steps
+            own += float(mean.double().square().sum())
+            together += float(strategy.reduce(mean, reduce_op="mean").double().square().sum())
+        noise = (observer.squares() / steps - own) * steps / (steps - 1)
+        noise, own = _mean(strategy, [noise, own])
+        apart = own - together - noise / steps * (1 - 1 / self.engine.workers)
+        return {
+            "gradient_noise": max(noise, 0.0),
+            "gradient_squared": max(own - noise / steps, 0.0),
+            "gradient_dissimilarity": max(apart, 0.0),
+        }
+
+
+def epochs_of(trainer: Any) -> int | None:
+    """Return how many epochs the run will have, by its epochs or its steps; None if no end."""
+    steps, per_epoch = trainer.estimated_stepping_batches, trainer.num_training_batches
+    if steps == float("inf") or per_epoch == float("inf"):
+        return None if trainer.max_epochs in (None, -1) else int(trainer.max_epochs)
+    return math.ceil(int(steps) * int(trainer.accumulate_grad_batches) / int(per_epoch))
+
+
+def _norms(named: dict[str, Tensor]) -> dict[str, float]:
+    if not named:
+        return {}
+    norms = torch.stack([torch.linalg.vector_norm(tensor) for tensor in named.values()])
+    return dict(zip(named, norms.tolist(), strict=True))
+
+
+def _mean(strategy: Any, numbers: list[float]) -> list[float]:
+    """Return the mean over workers, in one message."""
+    packed = torch.tensor(numbers, dtype=torch.float64, device=strategy.root_device)
+    mean: list[float] = strategy.reduce(packed, reduce_op="mean").tolist()
+    return mean
