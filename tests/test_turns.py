@@ -1,0 +1,239 @@
+"""Controllers at work in two real processes: one decision, the same levels, errors for all."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_gc import QSGD, Cast, HardThreshold, PerParameter, Residual, TopK
+from lightning_gc.controllers import (
+    Accordion,
+    Chain,
+    Controller,
+    Decision,
+    DynamicBitWidth,
+    Fixed,
+    Observation,
+    Schedule,
+    TotalError,
+)
+from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
+from tests.fits import Books, data, digest
+from tests.processes import spread
+
+pytestmark = pytest.mark.processes
+
+
+class Measured(Books):
+    """Validates, lets the learning rate fall once, and notes the levels of every epoch."""
+
+    def __init__(self, milestone: int = 100) -> None:
+        super().__init__()
+        self.milestone = milestone
+        self.seen: list[dict[str, float | None]] = []
+        self.told: list[Observation] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.seen.append(self.trainer.strategy.levels())  # type: ignore[attr-defined]
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        sgd = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [sgd], [torch.optim.lr_scheduler.MultiStepLR(sgd, [self.milestone], 0.1)]
+
+
+@dataclass(frozen=True)
+class Spy(Controller):
+    """Hands everything that it sees to the test."""
+
+    inner: Controller
+    moments: bool = True
+    gradients = "epoch sum"
+    errors = True
+
+    def init(self) -> dict[str, Any]:
+        return {"inner": self.inner.init(), "seen": []}
+
+    def decide(self, observation: Observation, state: Any) -> tuple[Decision, Any]:
+        decision, inner = self.inner.decide(observation, state["inner"])
+        seen = {k: dict(v) if hasattr(v, "items") else v for k, v in vars(observation).items()}
+        return decision, {"inner": inner, "seen": [*state["seen"], seen]}
+
+
+@dataclass(frozen=True)
+class Raises(Controller):
+    def init(self) -> dict[str, Any]:
+        return {}
+
+    def decide(self, observation: Observation, state: Any) -> tuple[Decision, Any]:
+        if observation.epoch == 1:
+            raise KeyError("a bug in a policy")
+        return Decision(0.1), state
+
+
+def train(
+    worker: int, compressor: Any, controller: Any, epochs: int = 4, milestone: int = 100
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = Measured(milestone)
+    strategy = CompressedDDPStrategy(
+        compressor, controller=controller, process_group_backend="gloo", bucket_cap_mb=0.005
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=epochs,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[CompressionMonitor()],
+    )
+    trainer.fit(module, data(worker, 6), data(worker + 10, 2))
+    assert strategy.turn is not None
+    return {
+        "levels": module.seen,
+        "parameters": digest(module),
+        "state": strategy.turn.state,
+        "reason": strategy.turn.decision.reason if strategy.turn.decision else "",
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+    }
+
+
+def both(*args: Any) -> dict[str, Any]:
+    first, second = spread(train, 2, *args)
+    assert first["parameters"] == second["parameters"]
+    assert first["levels"] == second["levels"]
+    assert first["state"] == second["state"]
+    return first
+
+
+EVERYWHERE = PerParameter(TopK(0.5))
+WEIGHTS = ["body.0.weight", "body.2.weight", "head.weight"]
+
+
+def test_schedule_moves_the_level_each_epoch() -> None:
+    run = both(EVERYWHERE, Schedule((0.5, 0.2, None, 0.1)))
+    assert [set(levels.values()) for levels in run["levels"]] == [{0.5}, {0.2}, {None}, {0.1}]
+
+
+def test_levels_leave_what_is_dense_alone() -> None:
+    """SizeSwitch by default: only the 40 x 40 matrix is compressed, and only it has a level."""
+    run = both(TopK(0.5), Fixed(0.25), 2)
+    assert run["levels"] == [{"body.2.weight": 0.25}] * 2
+    assert run["metrics"]["compression_epoch/density"] == 0.25
+
+
+def test_accordion_decides_per_parameter_from_worker_0() -> None:
+    run = both(EVERYWHERE, Accordion(low=0.5, high=0.1, interval=1, threshold=0.3), 6)
+    assert set(run["levels"][0].values()) == {0.5}
+    assert set(run["levels"][1].values()) == {0.5}
+    later = [level for levels in run["levels"][2:] for level in levels.values()]
+    assert set(later) == {0.5, 0.1}
+    assert "critical regime" in run["reason"]
+
+
+def test_accordion_follows_a_falling_learning_rate() -> None:
+    """Never critical by its norms; the rate falls after epoch 2."""
+    run = both(EVERYWHERE, Accordion(low=0.5, high=0.1, interval=1, threshold=1e9), 5, 3)
+    chosen = [set(levels.values()) for levels in run["levels"]]
+    assert chosen == [{0.5}, {0.5}, {0.1}, {0.5}, {0.1}]
+
+
+def test_bit_width_rises_with_a_metric_to_be_minimised() -> None:
+    controller = DynamicBitWidth(
+        ((float("inf"), 3), (4.5, 6), (0.0, 16)), monitor="val_loss", mode="min", loss_delta=None
+    )
+    run = both(PerParameter(QSGD(4)), controller, 6)
+    chosen = [set(levels.values()) for levels in run["levels"]]
+    assert chosen[0] == {3}
+    assert chosen[-1] == {6}
+
+
+def test_total_error_keeps_to_its_budget() -> None:
+    controller = TotalError(budget=0.05, initial=0.02)
+    run = both(PerParameter(HardThreshold(0.1)), controller, 12)
+    assert run["state"]["spent"] > 0
+    assert len({level for levels in run["levels"] for level in levels.values()}) > 3
+    assert "of the budget is spent" in run["reason"]
+
+
+def test_chain_hands_over() -> None:
+    chain = Chain(Schedule((0.5, 0.4)), Fixed(0.1), at_epoch=2)
+    run = both(EVERYWHERE, chain, 4)
+    assert [set(levels.values()) for levels in run["levels"]] == [{0.5}, {0.4}, {0.1}, {0.1}]
+
+
+def test_what_a_controller_is_told() -> None:
+    run = both(EVERYWHERE, Spy(Fixed(0.2)), 3, 1)
+    first, second, third = run["state"]["seen"]
+    assert (first["epoch"], second["epoch"], third["epoch"]) == (-1, 0, 1)
+    assert first["steps"] == 0
+    assert first["metrics"] == {}
+    assert first["num_elements"] == 8 * 40 + 40 + 40 * 40 + 40 + 40 * 4 + 4
+    assert (second["steps"], second["max_epochs"]) == (6, 3)
+    assert (second["learning_rate"], second["next_learning_rate"]) == (0.1, pytest.approx(0.01))
+    assert third["learning_rate"] == pytest.approx(0.01)
+    assert {"val_loss", "train_loss", "train_loss_epoch"} <= set(second["metrics"])
+    assert set(second["gradient_norms"]) == set(run["levels"][0])
+    assert second["density"] == pytest.approx(0.2, rel=0.05)
+    assert second["dense_bytes"] == 6 * second["num_elements"] * 4
+    assert 0 < second["wire_bytes"] < second["dense_bytes"]
+    assert 0 < second["total_error"] < third["total_error"]
+    assert second["gradient_noise"] > 0
+    assert second["gradient_squared"] > 0
+    assert second["error_norms"]["body.2.weight"] > 0
+
+
+def failing(worker: int, controller: Any) -> str:
+    with pytest.raises(RuntimeError, match="failed on worker 0, so all workers stop") as caught:
+        train(worker, EVERYWHERE, controller)
+    return str(caught.value)
+
+
+def test_a_controller_that_raises_stops_all_workers() -> None:
+    first, second = spread(failing, 2, Raises(), timeout=60)
+    assert first == second
+    assert "a bug in a policy" in first
+
+
+def test_a_metric_that_is_never_logged() -> None:
+    first, _ = spread(failing, 2, DynamicBitWidth(((0, 0.1),), monitor="val_acc"), timeout=60)
+    assert "'val_acc'" in first
+    assert "logged were: " in first
+    assert "val_loss" in first
+
+
+@pytest.mark.parametrize(
+    ("compressor", "controller", "words"),
+    [
+        (TopK(), Accordion(low=0.01, high=0.1), ["low=0.01", "swap"]),
+        (HardThreshold(), Accordion(low=0.1, high=0.01), ["low=0.1", "threshold", "swap"]),
+        (TopK(), TotalError(k_min=0.001), ["a density", "HardThreshold"]),
+        (Cast(), Fixed(0.1), ["has none", "TopK(0.01)"]),
+        (QSGD(), DynamicBitWidth(((0, 8), (0.5, 4))), ["8", "4", "less compression"]),
+    ],
+)
+def test_controllers_that_cannot_turn_the_knob(
+    compressor: Any, controller: Any, words: list[str]
+) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        CompressedDDPStrategy(compressor, controller=controller)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_total_error_needs_a_memory() -> None:
+    with pytest.raises(ValueError, match=r"memory=Residual\(\)"):
+        CompressedDDPStrategy(HardThreshold(), memory="none", controller=TotalError(k_min=0.01))
+    CompressedDDPStrategy(HardThreshold(), memory=Residual(), controller=TotalError(k_min=0.01))
