@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from dataclasses import dataclass, fields, replace
@@ -10,10 +11,13 @@ from typing import Any
 import torch
 
 from lightning_gc.bucket import Tally
+from lightning_gc.controllers import Decision
+from lightning_gc.decisions import as_markdown, decision_figures, level_figures
 from lightning_gc.engine import Engine
 from lightning_gc.transports.recording import COMMUNICATE, COMPRESS, DECODE, Recording
 from lightning_gc.transports.transport import all_reduce_bytes
 
+_log = logging.getLogger(__name__)
 PREFIX = "compression/"
 EPOCH = "compression_epoch/"
 
@@ -81,6 +85,11 @@ class Monitor:
     and the epoch's figures, end in ``trainer.callback_metrics``, for Optuna and for the parent of
     spawned processes.
 
+    With a controller also ``level_min`` and ``level_max`` (``level`` is the median over
+    parameters), ``uncompressed_share``, per epoch what the controller wants shown (``critical_share``,
+    ``budget_spent``, ``step``, ``total_error``), and in TensorBoard's text page its reason with a
+    table of all levels.
+
     Norms are measured on logging steps only, on the device, and read when they are logged. On CUDA
     so are the times.
 
@@ -102,6 +111,7 @@ class Monitor:
         self._tally = Tally()
         self._index = 0
         self._logged = -1
+        self._decision: Decision | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the strategy and write what is known beforehand."""
@@ -119,6 +129,7 @@ class Monitor:
                 "gc/compressor": repr(engine.compressor),
                 "gc/memory": repr(engine.memory),
                 "gc/scheme": repr(engine.scheme),
+                "gc/controller": repr(trainer.strategy.controller),
                 "gc/seed": engine.seed,
                 "gc/workers": engine.workers,
             }
@@ -151,11 +162,10 @@ class Monitor:
         step = self._take(engine, recording)
         self._epoch.add(step)
         self._total.add(step)
+        self._write_decision(trainer)
         if engine.observe and self._index != self._logged:
             self._logged = self._index
-            figures = step.averages()
-            if engine.compressor.level is not None:
-                figures["level"] = engine.compressor.level
+            figures = step.averages() | self._levels(trainer)
             figures = {PREFIX + name: value for name, value in figures.items()}
             self._write(trainer, figures, self._index)
 
@@ -167,9 +177,11 @@ class Monitor:
         epoch, total = trainer.strategy.reduce(packed, reduce_op="mean").tolist()
         self._epoch = Totals(*epoch)
         figures = {EPOCH + name: value for name, value in self._epoch.averages().items()}
-        if engine.compressor.level is not None:
-            figures[EPOCH + "level"] = engine.compressor.level
+        figures |= {EPOCH + name: value for name, value in self._levels(trainer).items()}
         figures |= self._grand_totals(Totals(*total))
+        if engine.observer is not None and engine.observer.errors:
+            own = torch.tensor(engine.observer.total_error, device=trainer.strategy.root_device)
+            figures[PREFIX + "total_error"] = float(trainer.strategy.reduce(own, reduce_op="mean"))
         self._write(trainer, figures, self._index)
         trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
@@ -183,6 +195,29 @@ class Monitor:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint's totals."""
         self._total = Totals(**state_dict["total"])
+
+    def _levels(self, trainer: Any) -> dict[str, float]:
+        engine, strategy = trainer.strategy.engine, trainer.strategy
+        if strategy.turn is not None:
+            return level_figures(strategy.levels())
+        return {} if engine.compressor.level is None else {"level": engine.compressor.level}
+
+    def _write_decision(self, trainer: Any) -> None:
+        """Log a new decision: its figures for all loggers, reason and levels for TensorBoard."""
+        turn = trainer.strategy.turn
+        if turn is None or turn.decision is self._decision:
+            return
+        self._decision = turn.decision
+        figures = {PREFIX + n: v for n, v in decision_figures(turn.decision).items()}
+        if figures:
+            self._write(trainer, figures, self._index)
+        if trainer.is_global_zero:
+            _log.info("Epoch %d: %s", trainer.current_epoch, turn.decision.reason)
+            text = as_markdown(turn.decision, trainer.strategy.levels())
+            for logger in trainer.loggers:
+                experiment = getattr(logger, "experiment", None)
+                if experiment is not None and hasattr(experiment, "add_text"):
+                    experiment.add_text(PREFIX + "decision", text, self._index)
 
     def _sums(self) -> tuple[Totals, Totals]:
         return self._epoch, self._total
@@ -245,7 +280,7 @@ LAYOUT = {
     "gradient compression": {
         "bytes per step and worker": ["Multiline", [PREFIX + "(wire|dense)_bytes"]],
         "compression ratio": ["Multiline", [PREFIX + "ratio"]],
-        "density and level": ["Multiline", [PREFIX + "(density|level)"]],
+        "density and level": ["Multiline", [PREFIX + "(density|level|level_min|level_max)"]],
         "relative error": ["Multiline", [PREFIX + "relative_error"]],
         "seconds": ["Multiline", [PREFIX + "(compress|communicate|decode)_seconds"]],
     }

@@ -1,11 +1,13 @@
 """Controllers at work in two real processes: one decision, the same levels, errors for all."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_gc import QSGD, Cast, HardThreshold, PerParameter, Residual, TopK
 from lightning_gc.controllers import (
@@ -194,6 +196,46 @@ def test_what_a_controller_is_told() -> None:
     assert second["gradient_noise"] > 0
     assert second["gradient_squared"] > 0
     assert second["error_norms"]["body.2.weight"] > 0
+
+
+def logged(worker: int, folder: str) -> None:
+    from pytorch_lightning.loggers import TensorBoardLogger
+
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=CompressedDDPStrategy(
+            EVERYWHERE,
+            controller=Accordion(low=0.5, high=0.1, interval=1, threshold=0.3),
+            process_group_backend="gloo",
+        ),
+        max_epochs=4,
+        log_every_n_steps=2,
+        use_distributed_sampler=False,
+        logger=TensorBoardLogger(folder, name="", version=""),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[CompressionMonitor()],
+    )
+    trainer.fit(Measured(), data(worker, 6), data(worker + 10, 2))
+
+
+def test_the_run_shows_why(tmp_path: Path) -> None:
+    """Reason and table of levels as text, level spread and critical share as curves."""
+    spread(logged, 2, str(tmp_path))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = events.Tags()
+    expected = {"level", "level_min", "level_max", "critical_share", "uncompressed_share"}
+    assert {f"compression/{name}" for name in expected} <= set(tags["scalars"])
+    assert len(events.Scalars("compression/critical_share")) == 4
+    texts = [
+        e.tensor_proto.string_val[0].decode()
+        for e in events.Tensors("compression/decision/text_summary")
+    ]
+    assert len(texts) == 4
+    assert "critical regime" in texts[1]
+    assert "| body.2.weight | 0." in texts[1]
 
 
 def failing(worker: int, controller: Any) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import HardThreshold, Identity, NoMemory, PerParameter, Residual, TopK
+from lightning_gc import Cast, HardThreshold, Identity, NoMemory, PerParameter, Residual, TopK
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.per_parameter import layerwise
 from lightning_gc.engine import Engine
@@ -55,6 +55,42 @@ def test_level_change_keeps_the_memory() -> None:
     engine.set_levels(1.0)
     result = alone(engine, w=torch.tensor([0.5, 0.5]))
     assert result["w"].tolist() == [1.5, 0.5]
+
+
+def test_levels_per_parameter_and_uncompressed_ones() -> None:
+    engine = Engine(layerwise(TopK(0.25)))
+    ramp = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    engine.set_levels(0.25, {"b": 0.5, "c": None})
+    assert [engine.level_of(name) for name in "abc"] == [0.25, 0.5, None]
+    result = alone(engine, a=ramp.clone(), b=ramp.clone(), c=ramp.clone())
+    assert result["a"].tolist() == [0, 0, 0, 4]
+    assert result["b"].tolist() == [0, 0, 3, 4]
+    assert result["c"].tolist() == [1, 2, 3, 4]
+    engine.set_levels(None)
+    zeros = torch.zeros(4)
+    alone(engine, a=zeros.clone(), b=zeros.clone(), c=zeros.clone())
+    result = alone(engine, a=zeros + 1, b=zeros + 1, c=zeros + 1)
+    assert result["a"].tolist() == [2, 3, 4, 1]  # the whole error goes out with the gradient
+    assert not any(error.any() for error in engine.errors().values())
+
+
+def test_levels_outside_the_knob_are_clamped_with_a_warning() -> None:
+    engine = Engine(layerwise(TopK(0.25)))
+    with pytest.warns(UserWarning, match=r"Level 7.0 for w is outside density's .* set to 1.0"):
+        engine.set_levels(0.1, {"w": 7.0})
+    assert engine.level_of("w") == 1.0
+    for nonsense in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="makes no sense"):
+            engine.set_levels(nonsense)
+    with pytest.raises(ValueError, match=r"makes no sense to Identity\(\)"):
+        Engine(Identity()).set_levels(0.5)
+
+
+def test_without_compression_an_elementwise_compressor_is_left_out() -> None:
+    engine = Engine(Cast("bfloat16"))
+    engine.set_levels(None)
+    third = torch.full((3,), 1 / 3)
+    assert torch.equal(alone(engine, w=third.clone())["w"], third)
 
 
 def test_layout_may_change_between_steps() -> None:

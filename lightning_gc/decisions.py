@@ -1,0 +1,37 @@
+"""How a controller's decisions look in a log."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+from lightning_gc.controllers import Decision
+
+
+def level_figures(levels: Mapping[str, float | None]) -> dict[str, float]:
+    """Return median, least and greatest level, and the share of parameters sent uncompressed.
+
+    Args:
+        levels: parameter name -> level of what is compressed; None: uncompressed for now.
+    """
+    numbers = [level for level in levels.values() if level is not None]
+    figures = {"uncompressed_share": 1 - len(numbers) / len(levels)} if levels else {}
+    if numbers:
+        figures["level"] = statistics.median(numbers)
+        figures["level_min"], figures["level_max"] = min(numbers), max(numbers)
+    return figures
+
+
+def decision_figures(decision: Decision) -> dict[str, float]:
+    """Return what the controller wants logged, as far as a logger can show it."""
+    return {name: value for name, value in decision.figures.items() if math.isfinite(value)}
+
+
+def as_markdown(decision: Decision, levels: Mapping[str, float | None]) -> str:
+    """Return reason and levels as a table for TensorBoard's text page."""
+    rows = [
+        f"| {name} | {'uncompressed' if level is None else f'{level:g}'} |"
+        for name, level in levels.items()
+    ]
+    return "\n".join([decision.reason, "", "| parameter | level |", "|---|---|", *rows])
