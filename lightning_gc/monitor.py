@@ -86,9 +86,9 @@ class Monitor:
     spawned processes.
 
     With a controller also ``level_min`` and ``level_max`` (``level`` is the median over
-    parameters), ``uncompressed_share``, per epoch what the controller wants shown (``critical_share``,
-    ``budget_spent``, ``step``, ``total_error``), and in TensorBoard's text page its reason with a
-    table of all levels.
+    parameters), ``uncompressed_share``, per epoch what the controller wants shown
+    (``critical_share``, ``budget_spent``, ``step``, ``total_error``), and in TensorBoard's text
+    page its reason with a table of all levels.
 
     Norms are measured on logging steps only, on the device, and read when they are logged. On CUDA
     so are the times.
