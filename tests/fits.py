@@ -49,7 +49,8 @@ class Books(pl.LightningModule):
     def note_local(self, loss: Tensor, weight: float = 1.0) -> None:
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if scaler else 1.0
-        names, params = zip(*self.named_parameters(), strict=True)
+        trained = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
+        names, params = zip(*trained, strict=True)
         grads = torch.autograd.grad(loss * scale, params, retain_graph=True, allow_unused=True)
         for name, grad in zip(names, grads, strict=True):
             if grad is not None:

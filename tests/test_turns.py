@@ -35,7 +35,7 @@ class Measured(Books):
         super().__init__()
         self.milestone = milestone
         self.seen: list[dict[str, float | None]] = []
-        self.told: list[Observation] = []
+        self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)  # no gradient, no level
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:

@@ -157,7 +157,8 @@ class CompressedDDP:
         assert isinstance(ddp, DistributedDataParallel)
         refuse_sparse_gradients(ddp.module)
         self._refuse_static_manual(ddp)
-        self._names = {param: tidy(name) for name, param in ddp.module.named_parameters()}
+        trained = ((n, p) for n, p in ddp.module.named_parameters() if p.requires_grad)
+        self._names = {param: tidy(name) for name, param in trained}
         self._close()
         # A group of its own: the background thread must not interleave with DDP's collectives.
         ranks = dist.get_process_group_ranks(ddp.process_group)
@@ -270,7 +271,8 @@ class CompressedDDP:
     def _learning_rates(self) -> dict[str, float]:
         """Return the learning rate of every parameter that an optimizer steps, by name."""
         groups = (g for opt in self.optimizers for g in opt.param_groups)  # type: ignore[attr-defined]
-        return {self._names[p]: float(g["lr"]) for g in groups for p in g["params"]}
+        named = self._names
+        return {named[p]: float(g["lr"]) for g in groups for p in g["params"] if p in named}
 
 
 def tidy(name: str) -> str:
