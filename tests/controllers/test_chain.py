@@ -1,0 +1,124 @@
+"""One controller after the other: who decides when, and what the second one is told."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gc import HardThreshold, TopK
+from lightning_gc.controllers import (
+    Accordion,
+    Chain,
+    Controller,
+    Decision,
+    Fixed,
+    Observation,
+    Schedule,
+    TotalError,
+)
+from tests.controllers.replay import levels, patient, replay
+
+
+@dataclass(frozen=True)
+class Diary(Controller):
+    """Keeps what it was told: (epoch, max_epochs, metrics, norms, density, steps)."""
+
+    def init(self) -> dict[str, Any]:
+        return {"told": []}
+
+    def decide(self, observation: Observation, state: Any) -> tuple[Decision, Any]:
+        o = observation
+        entry = [o.epoch, o.max_epochs, dict(o.metrics), dict(o.gradient_norms), o.density, o.steps]
+        return Decision(0.5), {"told": [*state["told"], entry]}
+
+
+SENT: dict[str, Any] = {"density": 0.1, "steps": 7}
+
+
+def epochs(number: int, norm: float = 1.0) -> list[Observation]:
+    first = Observation(-1, max_epochs=number)
+    rest = [
+        replace(first, epoch=e, metrics={"m": e}, gradient_norms={"w": norm + e}, **SENT)
+        for e in range(number - 1)
+    ]
+    return [first, *rest]
+
+
+@patient
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5))
+def test_a_chain_of_schedules_is_their_levels_one_after_the_other(at, total, n, m) -> None:
+    first, then = [0.1 * (i + 1) for i in range(n)], [0.01 * (i + 1) for i in range(m)]
+    wanted = [first[min(e, n - 1)] if e < at else then[min(e - at, m - 1)] for e in range(total)]
+    chain = Chain(Schedule(tuple(first)), Schedule(tuple(then)), at_epoch=at)
+    assert levels(chain, epochs(total)) == wanted
+
+
+def test_chains_of_chains() -> None:
+    chain = Chain(Fixed(1), Chain(Fixed(2), Fixed(3), at_epoch=2), at_epoch=1)
+    assert levels(chain, epochs(5)) == [1, 2, 2, 3, 3]
+    chain = Chain(Chain(Fixed(1), Fixed(2), at_epoch=1), Fixed(3), at_epoch=3)
+    assert levels(chain, epochs(5)) == [1, 2, 2, 3, 3]
+
+
+def test_what_the_second_one_is_told() -> None:
+    """Its run begins at ``at_epoch``; nothing that came before is handed on."""
+    chain = Chain(Diary(), Diary(), at_epoch=2)
+    state = chain.init()
+    for observation in epochs(5):
+        _, state = chain.decide(observation, state)
+    assert [entry[0] for entry in state["first"]["told"]] == [-1, 0]
+    assert state["then"]["told"] == [
+        [-1, 3, {}, {}, 0.0, 0],
+        [0, 3, {"m": 2}, {"w": 3.0}, 0.1, 7],
+        [1, 3, {"m": 3}, {"w": 4.0}, 0.1, 7],
+    ]
+
+
+def test_accordion_after_a_warm_up_is_accordion_from_there_on() -> None:
+    accordion = Accordion(low=0.2, high=0.1, interval=2)
+    chain = Chain(Schedule.dgc_warmup(0.1, epochs=3), accordion, at_epoch=3)
+    seen = epochs(12, norm=10.0)
+    shifted = [Observation(-1)] + [
+        Observation(o.epoch - 3, gradient_norms=o.gradient_norms) for o in seen[4:]
+    ]
+    assert [(d.level, d.levels) for d in replay(chain, seen)[3:]] == [
+        (d.level, d.levels) for d in replay(accordion, shifted)
+    ]
+
+
+def test_a_budget_counts_from_the_hand_over() -> None:
+    budget = TotalError(budget=0.1, initial=1.0)
+    chain = Chain(Fixed(0.5), budget, at_epoch=2)
+    decisions = replay(chain, epochs(6))
+    assert decisions[2].figures["budget_spent"] == 0
+    assert decisions[3].figures["budget_spent"] == pytest.approx(0.1 / (0.1 * 4))
+
+
+def test_what_it_asks_for_is_what_either_needs() -> None:
+    fixed, accordion = Fixed(0.1), Accordion(low=0.2, high=0.1)
+    for chain in (Chain(fixed, accordion, 1), Chain(accordion, fixed, 1)):
+        assert (chain.gradients, chain.moments, chain.errors) == ("epoch sum", False, False)
+    estimating = TotalError(k_min=0.1, estimate_epochs=2)
+    for chain in (Chain(fixed, estimating, 1), Chain(estimating, fixed, 1)):
+        assert (chain.gradients, chain.moments, chain.errors) == ("none", True, True)
+    assert not Chain(fixed, fixed, 1).errors
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ValueError, match=r"Chain\(at_epoch=0\): must be at least 1"):
+        Chain(Fixed(1), Fixed(2), at_epoch=0)
+    one = Accordion(low=0.2, high=0.1)
+    with pytest.raises(ValueError, match="one needs epoch sum and the other first batch"):
+        Chain(one, replace(one, detector="minibatch"), at_epoch=1)
+
+
+def test_both_look_at_the_knob() -> None:
+    accordion = Accordion(low=0.2, high=0.1)
+    for chain in (Chain(Fixed(0.1), accordion, 1), Chain(accordion, Fixed(0.1), 1)):
+        chain.check(TopK().knob)
+        with pytest.raises(ValueError, match="swap"):
+            chain.check(HardThreshold().knob)
+    with pytest.raises(ValueError, match="this compressor has a density; use HardThreshold"):
+        Chain(Fixed(0.1), TotalError(k_min=0.1), 1).check(TopK().knob)

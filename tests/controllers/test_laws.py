@@ -1,0 +1,167 @@
+"""What every controller must keep, on a table of instances."""
+
+import ast
+import copy
+import dataclasses
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lightning_gc.controllers
+from lightning_gc.controllers import (
+    Accordion,
+    Chain,
+    Controller,
+    Decision,
+    DynamicBitWidth,
+    Fixed,
+    Observation,
+    Schedule,
+    TotalError,
+)
+from tests.controllers.replay import outcome, patient, through_a_checkpoint, through_json
+
+CONTROLLERS: list[Controller] = [
+    Fixed(0.01),
+    Fixed(None),
+    Schedule((0.5, None, 0.1)),
+    Schedule((0.5, 0.1), by="progress"),
+    Schedule.dgc_warmup(),
+    Accordion(low=0.5, high=0.1, interval=1),
+    Accordion(low=None, high=0.1, interval=3, threshold=0.2),
+    Accordion(low=0.5, high=0.1, interval=2, granularity="model"),
+    Accordion(low=0.5, high=0.1, interval=2, detector="minibatch"),
+    DynamicBitWidth(patience=2),
+    DynamicBitWidth(loss_delta=None, allow_decrease=True, release_epochs=2, patience=1),
+    TotalError(k_min=0.001),
+    TotalError(k_min=0.1, estimate_epochs=3),
+    TotalError(budget=0.05),
+    TotalError(budget=0.05, initial=1e-3),
+    Chain(Schedule.dgc_warmup(0.1), Accordion(low=0.5, high=0.1, interval=1), at_epoch=3),
+    Chain(DynamicBitWidth(), TotalError(budget=0.1), at_epoch=2),
+]
+NUMBER = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0])
+ANY = NUMBER | st.sampled_from([float("nan"), float("inf")])  # of what is measured or logged
+
+
+@st.composite
+def observations(draw: st.DrawFn, epoch: int, max_epochs: int | None) -> Observation:
+    """An epoch as a run may hand it over; now and then a metric or the end is missing."""
+    metrics = {"val_accuracy": draw(ANY), "train_loss": draw(ANY), "other": 1.0}
+    if draw(st.integers(0, 9)) == 0:
+        del metrics["val_accuracy"]
+    return Observation(
+        epoch,
+        learning_rate=draw(NUMBER),
+        next_learning_rate=draw(NUMBER),
+        metrics=metrics,
+        gradient_norms={name: draw(ANY) for name in "ab"} if epoch >= 0 else {},
+        error_norms={"a": draw(NUMBER)},
+        total_error=draw(NUMBER),
+        steps=draw(st.integers(0, 100)),
+        num_elements=draw(st.integers(1, 10**9)),
+        density=draw(st.floats(0, 1)),
+        max_epochs=max_epochs,
+        gradient_noise=draw(NUMBER),
+        gradient_squared=draw(NUMBER),
+        gradient_dissimilarity=draw(NUMBER),
+    )
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Observation]:
+    seen = draw(st.integers(0, 7))
+    end = draw(st.none() | st.integers(seen + 1, 12))
+    return [draw(observations(epoch, end)) for epoch in range(-1, seen)]
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
+@patient
+@given(run=runs())
+def test_law_1_it_is_pure(controller: Controller, run: list[Observation]) -> None:
+    """Equal inputs, equal outcomes; a copy of the controller is as good; inputs are not changed."""
+    state = controller.init()
+    assert state == controller.init()
+    twin = pickle.loads(pickle.dumps(controller))  # noqa: S301
+    for observation in run:
+        shown, new = outcome(controller, observation, state)
+        for again in (controller, twin):
+            assert outcome(again, *copy.deepcopy((observation, state)))[0] == shown
+        state = new
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
+@pytest.mark.parametrize("way", [through_json, through_a_checkpoint], ids=lambda f: f.__name__)
+@patient
+@given(run=runs())
+def test_law_2_its_state_travels(controller: Controller, run: list[Observation], way) -> None:
+    """Sent or saved after every epoch, nothing is decided otherwise."""
+    straight, travelled = controller.init(), way(controller.init())
+    for observation in run:
+        shown, straight = outcome(controller, observation, straight)
+        same, travelled = outcome(controller, observation, travelled)
+        assert same == shown
+        travelled = way(travelled)
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
+def test_law_3_it_cannot_count_workers(controller: Controller) -> None:
+    assert not [f.name for f in dataclasses.fields(Observation) if "worker" in f.name]
+    assert controller.gradients in ("none", "epoch sum", "first batch")
+    assert isinstance(controller.moments, bool)
+    assert isinstance(controller.errors, bool)
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
+def test_it_is_a_frozen_value(controller: Any) -> None:
+    name = dataclasses.fields(controller)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(controller, name, None)
+    for twin in (copy.deepcopy(controller), dataclasses.replace(controller)):
+        assert twin == controller
+        assert hash(twin) == hash(controller)
+        assert repr(twin) == repr(controller)
+        assert (twin.gradients, twin.moments, twin.errors) == (
+            controller.gradients,
+            controller.moments,
+            controller.errors,
+        )
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
+def test_every_decision_gives_a_reason(controller: Controller) -> None:
+    seen = {"val_accuracy": 0.5, "train_loss": 1.0}
+    norms, state = {"a": 1.0}, controller.init()
+    for epoch in range(-1, 5):
+        observation = Observation(
+            epoch, metrics=seen, gradient_norms=norms, num_elements=100, max_epochs=9, density=0.1
+        )
+        decision, state = controller.decide(observation, state)
+        assert isinstance(decision, Decision)
+        assert decision.reason.endswith(".")
+        assert all(isinstance(value, int | float) for value in decision.figures.values())
+
+
+def test_every_controller_is_in_the_table() -> None:
+    exported = {vars(lightning_gc.controllers)[n] for n in lightning_gc.controllers.__all__}
+    policies = {c for c in exported if issubclass(c, Controller)} - {Controller}
+    assert {type(controller) for controller in CONTROLLERS} == policies
+
+
+MODULES = sorted(Path(lightning_gc.controllers.__file__).parent.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_standard_library_only(path: Path) -> None:
+    allowed = sys.stdlib_module_names | {"lightning_gc"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level <= 1
+            names = [] if node.level else [node.module or ""]
+        assert {name.partition(".")[0] for name in names} <= allowed - {"lightning_gc"}
