@@ -65,7 +65,7 @@ def seen(metrics: list[float], losses: list[float] | None = None) -> list[Observ
 
 
 METRIC = st.sampled_from([0.0, 0.59, 0.6, 0.7, 0.8, 1.0, math.nan]) | st.floats(0, 1)
-LOSS = st.sampled_from([1.0, 1.005, 1.01, 1.02, 2.0, math.nan, math.inf])
+LOSS = st.sampled_from([1.0, 1.005, 1.01, 1.02, 1.5, 2.0, math.nan, math.inf])
 
 
 @patient
