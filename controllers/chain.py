@@ -12,7 +12,8 @@ from .controller import Controller, Decision, KnobLike, Observation, State
 class Chain(Controller):
     """Let ``first`` decide for the epochs before ``at_epoch``, and ``then`` for the others.
 
-    The second one counts its epochs from 0, and its first observation is that of a fresh run.
+    The second one counts its epochs from 0 and its progress from where it takes over, and its first
+    observation is that of a fresh run. A budget is kept to over its own epochs.
 
     Args:
         first: controller of epochs 0 to ``at_epoch − 1``.
@@ -56,20 +57,28 @@ class Chain(Controller):
 
     def init(self) -> State:
         """Both states."""
-        return {"first": self.first.init(), "then": self.then.init()}
+        return {"first": self.first.init(), "then": self.then.init(), "over": 0.0}
+
+    def turns(self, epoch: int) -> int:
+        """As many as the one whose epoch it is."""
+        first = epoch < self.at_epoch
+        return self.first.turns(epoch) if first else self.then.turns(epoch - self.at_epoch)
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
         """Ask the one whose epoch comes next."""
         if observation.epoch + 1 < self.at_epoch:
             decision, new = self.first.decide(observation, state["first"])
             return decision, {**state, "first": new}
-        epochs = observation.max_epochs
+        epochs, over = observation.max_epochs, observation.progress
+        begins = observation.ended and observation.epoch + 1 == self.at_epoch
+        since = (over or 0.0) if begins else state["over"]
         shifted = replace(
             observation,
             epoch=observation.epoch - self.at_epoch,
             max_epochs=None if epochs is None else epochs - self.at_epoch,
+            progress=None if over is None else (over - since) / max(1 - since, 1e-9),
         )
-        if shifted.epoch < 0:  # nothing of what came before counts
+        if begins:  # nothing of what came before counts
             shifted = replace(shifted, metrics={}, gradient_norms={}, density=0.0, steps=0)
         decision, new = self.then.decide(shifted, state["then"])
-        return decision, {**state, "then": new}
+        return decision, {**state, "then": new, "over": since}

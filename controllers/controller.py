@@ -19,9 +19,11 @@ class Observation:
     """What a controller may know when an epoch has ended: plain numbers only.
 
     The first observation comes before the first step, with ``epoch=-1``, no metrics and no norms.
+    Controllers that take turns within epochs get others between; their bytes, density and steps are
+    counted since the turn before, and they carry no norms and no moments.
 
     Attributes:
-        epoch: the epoch that has ended, from 0; -1 before the first one.
+        epoch: the last epoch that has ended, from 0; -1 before the end of the first one.
         learning_rate: of that epoch's last step.
         next_learning_rate: of the next epoch's first step.
         metrics: what has been logged, by name, as worker 0 has it.
@@ -31,11 +33,13 @@ class Observation:
         total_error: ``Σ‖e_t‖²`` over all steps so far, mean over workers; 0 if not declared.
         wire_bytes: bytes sent in the epoch, mean over workers.
         dense_bytes: what plain DDP would have sent.
-        steps: synchronisations in the epoch.
+        steps: synchronisations in the epoch, or since the last turn.
         num_elements: number of elements of all gradients, the papers' d.
         density: share of elements sent in the epoch, of those that are compressed; mean over
             workers.
         max_epochs: how many epochs the run will have; None if it has no end.
+        progress: share of the run that is over, in [0, 1]; None if it has no end.
+        ended: an epoch has just ended, or the run begins; False within an epoch.
         gradient_noise: ``E‖g − ∇f_i‖²`` within the epoch, mean over workers; 0 if not declared.
         gradient_squared: ``‖∇f_i‖²``, likewise.
         gradient_dissimilarity: ``mean_i‖∇f_i − ∇f‖²`` over workers i, likewise.
@@ -54,6 +58,8 @@ class Observation:
     num_elements: int = 0
     density: float = 0.0
     max_epochs: int | None = None
+    progress: float | None = None
+    ended: bool = True
     gradient_noise: float = 0.0
     gradient_squared: float = 0.0
     gradient_dissimilarity: float = 0.0
@@ -120,6 +126,15 @@ class Controller(abc.ABC):
         Raises:
             ValueError: what the controller needs is not there, such as a metric.
         """
+
+    def turns(self, epoch: int) -> int:
+        """Return how many turns per run to take within epoch ``epoch``, besides that at its end.
+
+        With n, the controller decides anew whenever 1/n of the run's steps have been done, and
+        while the run is young, whenever their number has doubled. Each is an all-reduce of a few
+        numbers and a broadcast. 0, as here: none.
+        """
+        return 0
 
     def check(self, knob: KnobLike | None) -> None:
         """Raise ValueError if the compressor's knob is not one that this controller can turn."""

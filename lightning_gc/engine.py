@@ -163,6 +163,7 @@ class Engine:
         if self.observer is not None:
             self.observer.see_gradient(bucket)
 
+        resting = self._resting(bucket)
         buffer = self._compensate(bucket)
         before = torch.linalg.vector_norm(buffer) if self.observe else None
         out = grad if self._in_place(grad) else torch.zeros_like(grad, dtype=torch.float32)
@@ -177,6 +178,8 @@ class Engine:
             guard.poison(out)
             if guard.verdict is not None and self.revocable:
                 self._verdicts.append(guard.verdict)
+        for live, copy in resting:
+            live.copy_(copy)
 
         if self.observer is not None and self.memory.buffers:
             self.observer.see_error(buffer)
@@ -215,6 +218,19 @@ class Engine:
             self.leftovers.clear()
             if self.memory.lr_aware:
                 self._follow_learning_rates()
+
+    def _resting(self, bucket: Bucket) -> list[tuple[Tensor, Tensor]]:
+        """Return (view, copy) of errors that stay as they are, for what is sent moves no weight.
+
+        In units of the update, a step at learning rate 0 neither adds γ·g to an error nor takes
+        anything out of it. The gradient is sent all the same: an optimizer may average it.
+        """
+        if not self.memory.lr_aware or 0 not in self.learning_rates.values():
+            return []
+        self._store.flat(bucket)  # lays them out where they are new
+        names = [name for name in bucket.names if self.learning_rates.get(name) == 0]
+        views = [view for name in names for view in self._store.named[name].values()]
+        return [(view, view.clone()) for view in views]
 
     def _follow_learning_rates(self) -> None:
         """Keep γ·e when γ changes. A rate of zero moves nothing: the last other one is kept."""

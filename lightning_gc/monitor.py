@@ -211,7 +211,7 @@ class Monitor:
         figures = {PREFIX + n: v for n, v in decision_figures(turn.decision).items()}
         if figures:
             self._write(trainer, figures, self._index)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and turn.ended:  # 80 tables of a run are no reading
             _log.info("Epoch %d: %s", trainer.current_epoch, turn.decision.reason)
             text = as_markdown(turn.decision, trainer.strategy.levels())
             for logger in trainer.loggers:

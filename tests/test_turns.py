@@ -1,5 +1,6 @@
 """Controllers at work in two real processes: one decision, the same levels, errors for all."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,12 @@ class Spy(Controller):
 
     inner: Controller
     moments: bool = True
+    per_run: int = 0
     gradients = "epoch sum"
     errors = True
+
+    def turns(self, epoch: int) -> int:
+        return self.per_run if epoch != 1 else 0
 
     def init(self) -> dict[str, Any]:
         return {"inner": self.inner.init(), "seen": []}
@@ -164,11 +169,33 @@ def test_bit_width_rises_with_a_metric_to_be_minimised() -> None:
 
 
 def test_total_error_keeps_to_its_budget() -> None:
-    controller = TotalError(budget=0.05, initial=0.02)
-    run = both(PerParameter(HardThreshold(0.1)), controller, 12)
-    assert run["state"]["spent"] > 0
-    assert len({level for levels in run["levels"] for level in levels.values()}) > 3
+    controller = TotalError(budget=0.1)
+    run = both(PerParameter(HardThreshold(0.1)), controller, 20)
+    metrics = run["metrics"]
+    assert run["state"]["over"] == pytest.approx(1 - 1 / 120)  # one step of the last turn is ahead
+    assert run["state"]["spent"] == pytest.approx(0.1, rel=0.05)
+    sent = metrics["compression/total_wire_bytes"] / metrics["compression/total_dense_bytes"]
+    assert sent < 1
     assert "of the budget is spent" in run["reason"]
+
+
+def test_turns_within_epochs() -> None:
+    """4 epochs of 6 steps, 12 turns a run: after 1 and 2 steps, then every 2nd; epoch 1 has none.
+
+    What belongs to whole epochs is told at their ends, of whole epochs; the rest since a turn ago.
+    """
+    seen = both(EVERYWHERE, Spy(Fixed(0.2), per_run=12))["state"]["seen"]
+    steps = [round(24 * o["progress"]) for o in seen]
+    assert steps == [0, 1, 2, 4, 6, 12, 14, 16, 18, 20, 22]
+    assert [o["steps"] for o in seen[1:]] == [b - a for a, b in itertools.pairwise(steps)]
+    assert [o["ended"] for o in seen] == [step % 6 == 0 for step in steps]
+    assert [o["epoch"] for o in seen] == [-1, -1, -1, -1, 0, 1, 1, 1, 2, 2, 2]
+    assert all(bool(o["gradient_norms"]) == (o["ended"] and o["epoch"] >= 0) for o in seen)
+    assert all(o["density"] == pytest.approx(0.2, rel=0.05) for o in seen[1:])
+    whole = both(EVERYWHERE, Spy(Fixed(0.2)))["state"]["seen"]
+    ends = [o for o in seen if o["ended"]]
+    for name in ("gradient_norms", "gradient_noise", "gradient_squared", "error_norms"):
+        assert [o[name] for o in ends] == [o[name] for o in whole]
 
 
 def test_chain_hands_over() -> None:

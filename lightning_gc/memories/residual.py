@@ -25,9 +25,10 @@ class Residual(Memory):
         decay: weight of the old error, in (0, 1]. 1 loses nothing; less forgets slowly, which
             some use against stale errors at the price of a biased sum.
         lr_aware: keep ``γ_t·e_t`` when the learning rate γ changes, not ``e_t``: the error is
-            multiplied by γ_{t−1}/γ_t (γ = 0 is waited out). An old error then enters the weights
-            with the learning rate at which it arose, as in the total-error paper's algorithm; off,
-            it enters with the new one, as in most code, that paper's own included.
+            multiplied by γ_{t−1}/γ_t (a step at γ = 0 leaves it as it is). An old error then
+            enters the weights with the learning rate at which it arose, as in the total-error
+            paper's algorithm; off, it enters with the new one, as in most code, that paper's own
+            included.
 
     Raises:
         ValueError: ``decay`` outside (0, 1].

@@ -209,10 +209,10 @@ class CompressedDDP:
         return future
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Give the controller its turn where an epoch begins."""
+        """Give the controller its turn where an epoch begins, and within if it asks."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         if self.turn is not None:
-            self.turn.take(self, self.lightning_module.trainer)  # type: ignore[attr-defined]
+            self.turn.take(self, self.lightning_module.trainer, batch_idx)  # type: ignore[attr-defined]
 
     def levels(self) -> dict[str, float | None]:
         """Return the present level of every parameter that is compressed, None where it is not."""

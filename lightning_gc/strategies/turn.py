@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 import torch
@@ -13,17 +12,19 @@ from torch import Tensor
 from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.engine import Engine
 from lightning_gc.observer import Observer
+from lightning_gc.strategies.progress import epochs_of, progress_of, steps_of
 from lightning_gc.transports.recording import Recording
 from lightning_gc.transports.transport import all_reduce_bytes
 
 
 class Turn:
-    """Takes a controller's turn before the first step of every epoch.
+    """Takes a controller's turn before the first step of every epoch, and within if it asks.
 
-    At that moment validation is over and the learning rate is that of the next step, so the
-    observation is complete. All workers take part in one packed all-reduce of plain numbers; worker
-    0 decides; one broadcast carries decision, reason and new state, or the error on which all
-    workers stop.
+    At the beginning of an epoch validation is over and the learning rate is that of the next step,
+    so the observation is complete. All workers take part in one packed all-reduce of plain numbers;
+    worker 0 decides; one broadcast carries decision, reason and new state, or the error on which
+    all workers stop. It also says after how many steps the next turn is due, as workers may have
+    different notions of an epoch's length.
 
     Args:
         controller: the policy.
@@ -33,6 +34,7 @@ class Turn:
     Attributes:
         state: the controller's state, equal on all workers.
         decision: the last decision.
+        ended: it was taken between two epochs.
     """
 
     def __init__(
@@ -47,7 +49,10 @@ class Turn:
         self.shapes = shapes
         self.state = controller.init()
         self.decision: Decision | None = None
+        self.ended = True
         self._epoch: int | None = None  # the epoch that has been decided on
+        self._pause = 0  # steps between two turns within an epoch; 0: none
+        self._epoch_step = engine.step  # where the epoch began
         self._rate = 0.0
         self._seen_step = engine.step
         self._seen_bytes = 0
@@ -59,20 +64,30 @@ class Turn:
         self.recording = recording
         self._seen_bytes = recording.sent_bytes
 
-    def take(self, strategy: Any, trainer: Any) -> None:
-        """Decide, if an epoch begins. Called before every training batch, by all workers."""
-        rate = max(g["lr"] for opt in strategy.optimizers for g in opt.param_groups)
-        if self._epoch != trainer.current_epoch:
-            observation = self._observe(strategy, trainer, float(rate))
-            self._obey(strategy, self._decide(observation) if strategy.global_rank == 0 else None)
-            self._epoch = trainer.current_epoch
-        self._rate = float(rate)
+    def take(self, strategy: Any, trainer: Any, batch: int) -> None:
+        """Decide, if it is time. Called before every training batch, by all workers."""
+        rate = float(max(g["lr"] for opt in strategy.optimizers for g in opt.param_groups))
+        begins = self._epoch != trainer.current_epoch
+        if begins or self._due():
+            observation = self._observe(strategy, trainer, batch, rate, begins)
+            said = self._decide(observation, trainer) if strategy.global_rank == 0 else None
+            self.ended, self._epoch = begins, trainer.current_epoch
+            self._obey(strategy, said)
+        self._rate = rate
 
-    def _decide(self, observation: Observation) -> str:
+    def _due(self) -> bool:
+        """Whether so many steps have been done since the last turn, or as many as before it."""
+        done = self.engine.step - self._seen_step
+        return self._pause > 0 and done >= max(min(self._seen_step, self._pause), 1)
+
+    def _decide(self, observation: Observation, trainer: Any) -> str:
         """Ask the controller; return what is broadcast."""
         try:
             decision, state = self.controller.decide(observation, self.state)
-            return json.dumps({"decision": dataclasses.asdict(decision), "state": state})
+            turns, steps = self.controller.turns(trainer.current_epoch), steps_of(trainer)
+            pause = 0 if steps is None or turns < 1 else max(steps // turns, 1)
+            said = {"decision": dataclasses.asdict(decision), "state": state, "pause": pause}
+            return json.dumps(said)
         except Exception as error:  # whatever it is, the other workers must not wait for ever
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
@@ -83,14 +98,16 @@ class Turn:
                 f"The controller failed on worker 0, so all workers stop. {said['error']}"
             )
         self.decision, self.state = Decision(**said["decision"]), said["state"]
+        self._pause = said["pause"]
         self.engine.set_levels(self.decision.level, self.decision.levels)
 
-    def _observe(self, strategy: Any, trainer: Any, rate: float) -> Observation:
+    def _observe(
+        self, strategy: Any, trainer: Any, batch: int, rate: float, ended: bool
+    ) -> Observation:
         engine, observer, recording = self.engine, self.engine.observer, self.recording
         assert observer is not None
         assert recording is not None
         steps, tally = engine.step - self._seen_step, self._seen_tally
-        moments = self._moments(strategy, observer, steps)
         now = engine.tally
         mine = [
             recording.sent_bytes - self._seen_bytes,
@@ -99,8 +116,6 @@ class Turn:
             observer.total_error,
         ]
         wire, dense, density, total_error = _mean(strategy, mine)
-        norms = observer.norms() if self.controller.gradients != "none" and steps else {}
-        observer.end_epoch()
         self._seen_step, self._seen_bytes = engine.step, recording.sent_bytes
         self._seen_tally = dataclasses.replace(now)
         return Observation(
@@ -108,8 +123,6 @@ class Turn:
             learning_rate=self._rate if steps else rate,
             next_learning_rate=rate,
             metrics={n: float(v) for n, v in trainer.callback_metrics.items()} if steps else {},
-            gradient_norms=self._compressed(norms),
-            error_norms=self._compressed(_norms(engine.errors())),
             total_error=total_error,
             wire_bytes=wire,
             dense_bytes=dense,
@@ -117,8 +130,22 @@ class Turn:
             num_elements=sum(torch.Size(shape).numel() for shape in self.shapes.values()),
             density=density,
             max_epochs=epochs_of(trainer),
-            **moments,
+            progress=progress_of(trainer, batch),
+            ended=ended,
+            **(self._close_epoch(strategy, observer) if ended else {}),
         )
+
+    def _close_epoch(self, strategy: Any, observer: Observer) -> dict[str, Any]:
+        """Return what is known of whole epochs only, and begin the next one."""
+        steps, self._epoch_step = self.engine.step - self._epoch_step, self.engine.step
+        moments = self._moments(strategy, observer, steps)
+        norms = observer.norms() if self.controller.gradients != "none" and steps else {}
+        observer.end_epoch()
+        return {
+            "gradient_norms": self._compressed(norms),
+            "error_norms": self._compressed(_norms(self.engine.errors())),
+            **moments,
+        }
 
     def _compressed(self, norms: dict[str, float]) -> dict[str, float]:
         return {n: v for n, v in norms.items() if self.engine.compressor.compresses(self.shapes[n])}
@@ -140,14 +167,6 @@ class Turn:
             "gradient_squared": max(own - noise / steps, 0.0),
             "gradient_dissimilarity": max(apart, 0.0),
         }
-
-
-def epochs_of(trainer: Any) -> int | None:
-    """Return how many epochs the run will have, by its epochs or its steps; None if no end."""
-    steps, per_epoch = trainer.estimated_stepping_batches, trainer.num_training_batches
-    if steps == float("inf") or per_epoch == float("inf"):
-        return None if trainer.max_epochs in (None, -1) else int(trainer.max_epochs)
-    return math.ceil(int(steps) * int(trainer.accumulate_grad_batches) / int(per_epoch))
 
 
 def _norms(named: dict[str, Tensor]) -> dict[str, float]:

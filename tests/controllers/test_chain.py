@@ -23,14 +23,20 @@ from tests.controllers.replay import levels, patient, replay
 
 @dataclass(frozen=True)
 class Diary(Controller):
-    """Keeps what it was told: (epoch, max_epochs, metrics, norms, density, steps)."""
+    """Keeps what it was told: (epoch, max_epochs, progress, metrics, norms, density, steps)."""
+
+    per_run: int = 0
+
+    def turns(self, epoch: int) -> int:
+        return self.per_run + epoch if self.per_run else 0
 
     def init(self) -> dict[str, Any]:
         return {"told": []}
 
     def decide(self, observation: Observation, state: Any) -> tuple[Decision, Any]:
         o = observation
-        entry = [o.epoch, o.max_epochs, dict(o.metrics), dict(o.gradient_norms), o.density, o.steps]
+        entry = [o.epoch, o.max_epochs, o.progress and round(o.progress, 9), dict(o.metrics)]
+        entry += [dict(o.gradient_norms), o.density, o.steps]
         return Decision(0.5), {"told": [*state["told"], entry]}
 
 
@@ -38,9 +44,16 @@ SENT: dict[str, Any] = {"density": 0.1, "steps": 7}
 
 
 def epochs(number: int, norm: float = 1.0) -> list[Observation]:
-    first = Observation(-1, max_epochs=number)
+    first = Observation(-1, max_epochs=number, progress=0.0)
     rest = [
-        replace(first, epoch=e, metrics={"m": e}, gradient_norms={"w": norm + e}, **SENT)
+        replace(
+            first,
+            epoch=e,
+            progress=(e + 1) / number,
+            metrics={"m": e},
+            gradient_norms={"w": norm + e},
+            **SENT,
+        )
         for e in range(number - 1)
     ]
     return [first, *rest]
@@ -70,9 +83,24 @@ def test_what_the_second_one_is_told() -> None:
         _, state = chain.decide(observation, state)
     assert [entry[0] for entry in state["first"]["told"]] == [-1, 0]
     assert state["then"]["told"] == [
-        [-1, 3, {}, {}, 0.0, 0],
-        [0, 3, {"m": 2}, {"w": 3.0}, 0.1, 7],
-        [1, 3, {"m": 3}, {"w": 4.0}, 0.1, 7],
+        [-1, 3, 0.0, {}, {}, 0.0, 0],
+        [0, 3, round(1 / 3, 9), {"m": 2}, {"w": 3.0}, 0.1, 7],
+        [1, 3, round(2 / 3, 9), {"m": 3}, {"w": 4.0}, 0.1, 7],
+    ]
+
+
+def test_turns_within_epochs_go_to_the_one_whose_epoch_it_is() -> None:
+    chain = Chain(Diary(per_run=10), Diary(per_run=20), at_epoch=2)
+    assert [chain.turns(epoch) for epoch in range(4)] == [10, 11, 20, 21]
+    within = Observation(-1, max_epochs=5, progress=0.1, ended=False, **SENT)
+    _, state = chain.decide(within, chain.init())
+    start = Observation(1, max_epochs=5, progress=0.4, **SENT)
+    for observation in (start, replace(start, progress=0.5, ended=False)):
+        _, state = chain.decide(observation, state)
+    assert state["first"]["told"] == [[-1, 5, 0.1, {}, {}, 0.1, 7]]
+    assert state["then"]["told"] == [
+        [-1, 3, 0.0, {}, {}, 0.0, 0],
+        [-1, 3, round(1 / 6, 9), {}, {}, 0.1, 7],  # what it has sent itself does count
     ]
 
 

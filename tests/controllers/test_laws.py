@@ -67,6 +67,7 @@ def observations(draw: st.DrawFn, epoch: int, max_epochs: int | None) -> Observa
         num_elements=draw(st.integers(1, 10**9)),
         density=draw(st.floats(0, 1)),
         max_epochs=max_epochs,
+        progress=max_epochs and (epoch + 1) / max_epochs,
         gradient_noise=draw(NUMBER),
         gradient_squared=draw(NUMBER),
         gradient_dissimilarity=draw(NUMBER),
@@ -139,7 +140,13 @@ def test_every_decision_gives_a_reason(controller: Controller) -> None:
     norms, state = {"a": 1.0}, controller.init()
     for epoch in range(-1, 5):
         observation = Observation(
-            epoch, metrics=seen, gradient_norms=norms, num_elements=100, max_epochs=9, density=0.1
+            epoch,
+            metrics=seen,
+            gradient_norms=norms,
+            num_elements=100,
+            max_epochs=9,
+            progress=(epoch + 1) / 9,
+            density=0.1,
         )
         decision, state = controller.decide(observation, state)
         assert isinstance(decision, Decision)

@@ -1,0 +1,45 @@
+"""How long a run is and how much of it is over, whether it ends by its epochs or its steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def steps_of(trainer: Any) -> int | None:
+    """Return how many optimizer steps the run will have; None if it has no end, or none known."""
+    epochs, per_epoch = trainer.max_epochs, _steps_per_epoch(trainer)
+    ends = [] if trainer.max_steps == -1 else [int(trainer.max_steps)]
+    if epochs not in (None, -1) and per_epoch is not None:
+        ends.append(int(epochs) * per_epoch)
+    return min(ends, default=None)
+
+
+def epochs_of(trainer: Any) -> int | None:
+    """Return how many epochs the run will have; None if it has no end."""
+    steps, per_epoch = steps_of(trainer), _steps_per_epoch(trainer)
+    if steps is not None and per_epoch is not None:
+        return math.ceil(steps / per_epoch)
+    return None if trainer.max_epochs in (None, -1) else int(trainer.max_epochs)
+
+
+def progress_of(trainer: Any, batch: int) -> float | None:
+    """Return the share of the run that is over before batch ``batch``; None if it has no end.
+
+    Where an epoch's length is not known, as with an iterable dataset, it goes by the steps if these
+    end the run, or else by whole epochs.
+    """
+    steps, epochs, per_epoch = steps_of(trainer), epochs_of(trainer), _steps_per_epoch(trainer)
+    if steps is not None and per_epoch is not None:
+        within = batch // int(trainer.accumulate_grad_batches)
+        return min((int(trainer.current_epoch) * per_epoch + within) / max(steps, 1), 1.0)
+    if steps is not None:
+        return min(int(trainer.global_step) / max(steps, 1), 1.0)
+    return None if epochs is None else min(int(trainer.current_epoch) / max(epochs, 1), 1.0)
+
+
+def _steps_per_epoch(trainer: Any) -> int | None:
+    batches = trainer.num_training_batches
+    if batches == float("inf"):
+        return None
+    return max(math.ceil(int(batches) / int(trainer.accumulate_grad_batches)), 1)
