@@ -8,13 +8,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test check docs tests bench-bytes clean
+.PHONY: help demo vision test check docs tests bench-bytes bench-controllers clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 14
 
 demo: $(VENV)/.demo ## train a language model with dense and compressed gradients, compare
 	$(BIN)/python examples/language_model.py $(ARGS)
+
+vision: $(VENV)/.demo ## train a small ResNet while a controller moves the level: ARGS="--controller accordion"
+	$(BIN)/python examples/vision.py $(ARGS)
 
 test: check docs tests ## everything that CI runs
 
@@ -32,6 +35,9 @@ tests: $(VENV)/.test ## pytest; choose with ARGS="-k topk"
 
 bench-bytes: $(VENV)/.test ## monitor against network interface (needs root and iproute2)
 	$(BIN)/python benchmarks/true_bytes.py $(ARGS)
+
+bench-controllers: $(VENV)/.demo ## examples/vision.py with each controller, 3 seeds (10 minutes)
+	$(BIN)/python benchmarks/controllers.py $(ARGS)
 
 clean: ## remove what was made
 	rm -rf $(VENV) site build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache

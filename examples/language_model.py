@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import shutil
 import statistics
 import time
-import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,9 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
+from shared import check_replicas, command_line, hush, option
 from text import Corpus, Text, load
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
 from torchmetrics.text import Perplexity
 
 from lightning_gc import (
@@ -41,16 +39,9 @@ from lightning_gc import (
     Identity,
     TopK,
 )
+from lightning_gc.controllers import Controller, TotalError
 
-# Results, not chatter; the workers import this file too, so this holds for them as well.
-for package in ("pytorch_lightning", "lightning_fabric"):
-    logging.getLogger(package).setLevel(logging.WARNING)
-warnings.filterwarnings("ignore", message=".*is deprecated")  # what Lightning still uses of torch
-
-
-def option(default: Any, meaning: str) -> Any:
-    """Return a field of `Settings`, which is also an option on the command line."""
-    return field(default=default, metadata={"help": f"{meaning} (default: {default})"})
+hush()  # the workers import this file too, so this holds for them as well
 
 
 @dataclass(frozen=True)
@@ -66,6 +57,7 @@ class Settings:
     learning_rate: float = option(20.0, "of SGD, at the start")
     clip: float = option(0.25, "greatest norm of a gradient")
     threshold: float = option(0.008, "of hard_threshold, in units of the gradient")
+    budget: float = option(0.005, "average density for total_error")
     seed: int = option(0, "of weights, dropout and compressors")
     out: Path = option(Path("runs", "demo"), "where results go")  # noqa: RUF009
 
@@ -75,13 +67,14 @@ class Settings:
                 raise ValueError(f"--{name} {getattr(self, name)}: must be at least 1.")
 
 
-def methods(settings: Settings) -> dict[str, Compressor]:
+def methods(settings: Settings) -> dict[str, tuple[Compressor, Controller | None]]:
     """Return what is compared. Biases go dense and errors are fed back where that is needed."""
     return {
-        "dense": Identity(),  # bit-equal to plain DDP, so this is the baseline
-        "topk": TopK(density=0.01),
-        "hard_threshold": HardThreshold(settings.threshold),
-        "qsgd": QSGD(bits=4),
+        "dense": (Identity(), None),  # bit-equal to plain DDP, so this is the baseline
+        "topk": (TopK(density=0.01), None),
+        "hard_threshold": (HardThreshold(settings.threshold), None),
+        "total_error": (HardThreshold(), TotalError(budget=settings.budget)),
+        "qsgd": (QSGD(bits=4), None),
     }
 
 
@@ -192,14 +185,12 @@ class Report(pl.Callback):
             mean = statistics.mean(epoch[name] for epoch in self.epochs)
             trainer.callback_metrics[name] = torch.tensor(mean)
         trainer.callback_metrics["seconds_per_step"] = torch.tensor(statistics.median(self.seconds))
-        weights = parameters_to_vector(pl_module.parameters()).detach()
-        same = torch.equal(weights, trainer.strategy.broadcast(weights))
-        if not trainer.strategy.reduce_boolean_decision(same):
-            raise RuntimeError(f"{self.name}: the workers' weights differ after training.")
+        check_replicas(trainer, pl_module, self.name)
 
 
-def train(name: str, compressor: Compressor, corpus: Corpus, settings: Settings) -> dict[str, Any]:
-    """Train one model with one compressor and return its row of the table."""
+def train(name: str, corpus: Corpus, settings: Settings) -> dict[str, Any]:
+    """Train one model with one method and return its row of the table."""
+    compressor, controller = methods(settings)[name]
     logs = settings.out / "tensorboard"
     shutil.rmtree(logs / name, ignore_errors=True)  # or TensorBoard draws old runs and new as one
     quiet: dict[str, Any] = {
@@ -214,7 +205,9 @@ def train(name: str, compressor: Compressor, corpus: Corpus, settings: Settings)
     data = Text(corpus, settings.workers, settings.batch, settings.bptt)
     trainer = pl.Trainer(
         devices=settings.workers,
-        strategy=CompressedDDPStrategy(compressor, seed=settings.seed, start_method="spawn"),
+        strategy=CompressedDDPStrategy(
+            compressor, controller=controller, seed=settings.seed, start_method="spawn"
+        ),
         callbacks=[CompressionMonitor(), Report(name)],
         use_distributed_sampler=False,  # `Text` deals out the columns itself
         gradient_clip_val=settings.clip,
@@ -232,6 +225,7 @@ def train(name: str, compressor: Compressor, corpus: Corpus, settings: Settings)
     return {
         "name": name,
         "compressor": repr(compressor),
+        "controller": repr(controller),
         "test_perplexity": test["test_perplexity"],
         "validation_perplexity": figures["validation_perplexity"],
         "wire_bytes_per_step": figures["compression_epoch/wire_bytes"],
@@ -278,15 +272,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(usage="%(prog)s [options]", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_line(__doc__, Settings)
     add = parser.add_argument
     add("--data", type=Path, help="folder with train.txt, valid.txt, test.txt (also .gz)")
     names = list(methods(Settings()))
     add("--methods", nargs="+", choices=names, default=names, help="(default: all)")
-    for f in fields(Settings):
-        flag = "--" + f.name.replace("_", "-")
-        add(flag, type=type(f.default), default=f.default, help=f.metadata["help"])
     return parser
 
 
@@ -297,13 +287,13 @@ def main() -> None:
     data, names = options.pop("data"), options.pop("methods")
     try:
         settings = Settings(**options)
-        compressors = methods(settings)
+        methods(settings)  # what cannot be is said before anything is read
         corpus = load(data)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     console = Console()
     console.print(f"{len(corpus.train):,} words to train on, {len(corpus.words):,} different ones")
-    rows = [train(name, compressors[name], corpus, settings) for name in names]
+    rows = [train(name, corpus, settings) for name in names]
     console.print(tabulate(rows))
     (settings.out / "summary.json").write_text(json.dumps({"rows": rows}, indent=2) + "\n")
     plot(rows, settings.out / "perplexity_vs_bytes.png")
