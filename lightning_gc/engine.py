@@ -73,7 +73,8 @@ class Engine:
         self._store = Store(self.memory.buffers)
         self._compressor_state: dict[str, dict[str, Any]] = {}
         self._round = -1
-        self._rates: dict[str, float] = {}  # of the errors, in update units
+        self._begun = self._ended = self._advanced = 0  # flows: handed out, finished, of rounds
+        self.error_rates: dict[str, float] = {}  # name -> γ of the errors, in update units
         self._verdicts: list[Tensor] = []
         self._before: list[tuple[Tensor, Tensor]] = []  # (live flat buffer, its copy)
 
@@ -84,6 +85,7 @@ class Engine:
             grad: flat local gradients, ``(numel,)``.
             shapes: parameter name -> shape, in the order in which they lie in ``grad``.
         """
+        self._begun += 1
         state = {name: self._compressor_state.setdefault(name, {}) for name in shapes}
         bucket = Bucket(
             grad,
@@ -101,6 +103,12 @@ class Engine:
     def advance(self) -> None:
         """Count a finished round: all buckets have been handed to ``flow``."""
         self.step += 1
+        self._advanced = self._begun
+
+    @property
+    def torn(self) -> bool:
+        """Whether a round is under way, so that errors are neither those before nor after it."""
+        return not self._begun == self._ended == self._advanced
 
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None
@@ -190,6 +198,7 @@ class Engine:
             grad.copy_(out)
         if scale is not None:
             grad.mul_(scale)
+        self._ended += 1
 
     def _exchange(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         if self.uncompressed and self.compressor.elementwise:
@@ -237,8 +246,8 @@ class Engine:
         for name, rate in self.learning_rates.items():
             if rate == 0:
                 continue
-            ratio = self._rates.get(name, rate) / rate
-            self._rates[name] = rate
+            ratio = self.error_rates.get(name, rate) / rate
+            self.error_rates[name] = rate
             if ratio != 1:
                 for kept in self._store.named.get(name, {}).values():
                     kept.mul_(ratio)
@@ -268,16 +277,24 @@ class Engine:
         return {
             "memory": {n: {b: t.clone() for b, t in kept.items()} for n, kept in named.items()},
             "compressor": {n: dict(s) for n, s in self._compressor_state.items() if s},
-            "learning_rates": dict(self._rates),
+            "learning_rates": dict(self.error_rates),
             "step": self.step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``."""
-        self._verdicts.clear()
-        self._before.clear()
+        self.reset(int(state["step"]))
         self._store.load(state["memory"])
         self._compressor_state = {name: dict(kept) for name, kept in state["compressor"].items()}
-        self._rates = dict(state["learning_rates"])
-        self.step = int(state["step"])
+        self.error_rates = dict(state["learning_rates"])
+
+    def reset(self, step: int = 0) -> None:
+        """Forget all errors and begin anew, at ``step``."""
+        self._verdicts.clear()
+        self._before.clear()
+        self._store.load({})
+        self._compressor_state = {}
+        self.error_rates = {}
+        self.step = step
         self._round = -1  # the next round is a new one, whatever its number
+        self._ended = self._advanced = self._begun

@@ -13,8 +13,9 @@ class Guard:
     """Watches over one bucket in one round, on the device, without the host waiting for it.
 
     - A non-finite gradient on any worker makes the result non-finite on all: one number rides on
-      the first message of the round. Locally the gradient is replaced by zeros before it reaches a
-      memory, so no error absorbs it.
+      the first message of the round that all workers read alike. (In an ``Exchange`` each reads
+      another one; if they differed, so would the workers' results.) Locally the gradient is
+      replaced by zeros before it reaches a memory, so no error absorbs it.
     - A parameter whose local gradient is exactly zero was most likely not used. DDP throws the
       result away where no worker used it, so its error must not be spent: it is set aside, and
       zeros are sent.
@@ -52,14 +53,19 @@ class Guard:
         return aside
 
     def watch(self, flow: Flow) -> Flow:
-        """Run ``flow`` with this worker's flag on its first request."""
+        """Run ``flow`` with this worker's flag on its first request that is no exchange."""
         request = next(flow, None)
         if request is None:
             return
-        reply = yield self._flagged(request)
-        request = _send(flow, self._stripped(request, reply))
         while request is not None:
-            request = _send(flow, (yield request))
+            if self.verdict is None and not isinstance(request, Exchange):
+                reply = self._stripped(request, (yield self._flagged(request)))
+            else:
+                reply = yield request
+            request = _send(flow, reply)
+        if self.verdict is None:
+            request = Gather(())
+            self._stripped(request, (yield self._flagged(request)))
 
     def poison(self, out: Tensor) -> None:
         """Make every parameter's result non-finite where any worker's gradient was."""
@@ -68,23 +74,20 @@ class Guard:
         starts = torch.tensor([start for start, _ in self._spans], device=out.device)
         out.index_add_(0, starts, self.verdict.to(out.dtype).expand(len(starts)))
 
-    def _flagged(self, request: Request) -> Request:
-        own = request.payloads[0] if isinstance(request, Exchange) else request.tensors
-        dtype = own[0].dtype if isinstance(request, Mean) else torch.float32
+    def _flagged(self, request: Mean | Gather) -> Mean | Gather:
+        dtype = request.tensors[0].dtype if isinstance(request, Mean) else torch.float32
         flag = torch.zeros(1, dtype=dtype, device=self.finite.device)
         flag.masked_fill_(~self.finite, float("nan"))
         if isinstance(request, Mean):
             return Mean((*request.tensors, flag))
         limits = None if request.limits is None else (*request.limits, None)
-        if isinstance(request, Gather):
-            return Gather((*request.tensors, flag), limits)
-        return Exchange(tuple((*payload, flag) for payload in request.payloads), limits)
+        return Gather((*request.tensors, flag), limits)
 
-    def _stripped(self, request: Request, reply: Reply) -> Reply:
+    def _stripped(self, request: Mean | Gather, reply: Reply) -> Reply:
         if isinstance(request, Mean):
-            self.verdict = reply[-1]
+            self.verdict = reply[-1] * 0  # zero or NaN: what else arrives must not be added
             return reply[:-1]
-        self.verdict = torch.stack([payload[-1] for payload in reply]).sum(0)
+        self.verdict = torch.stack([payload[-1] for payload in reply]).mul(0).sum(0)
         return [payload[:-1] for payload in reply]
 
 

@@ -116,8 +116,7 @@ class Monitor:
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the strategy and write what is known beforehand."""
         engine, _ = parts(trainer)
-        self._rounds = engine.step
-        self._tally = replace(engine.tally)
+        trainer.strategy.kept["monitor"] = self
         if not trainer.loggers:
             warnings.warn(
                 "CompressionMonitor has no logger to write to; its totals are in "
@@ -140,6 +139,13 @@ class Monitor:
                     logger.log_hyperparams(config, self._grand_totals())
                 else:
                     logger.log_hyperparams(config)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count from here; what a checkpoint holds has been restored by now."""
+        engine, recording = parts(trainer)
+        self._rounds, self._tally = engine.step, replace(engine.tally)
+        self._decision = trainer.strategy.turn.decision if trainer.strategy.turn else None
+        recording.take()
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -189,12 +195,23 @@ class Monitor:
         self._epoch = Totals()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals, so that they go on after a resume."""
+        """Return the totals, so that they go on after a resume.
+
+        Worker 0's, as Lightning keeps only these; the strategy keeps ``own_state`` of all.
+        """
         return {"total": {f.name: getattr(self._total, f.name) for f in fields(Totals)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint's totals."""
         self._total = Totals(**state_dict["total"])
+
+    def own_state(self) -> dict[str, Any]:
+        """Return this worker's sums, of the fit and of the epoch that is under way."""
+        return {"total": vars(self._total).copy(), "epoch": vars(self._epoch).copy()}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on from ``own_state()``, or from the mean of several."""
+        self._total, self._epoch = Totals(**state["total"]), Totals(**state["epoch"])
 
     def _levels(self, trainer: Any) -> dict[str, float]:
         engine, strategy = trainer.strategy.engine, trainer.strategy

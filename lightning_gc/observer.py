@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -72,9 +73,13 @@ class Observer:
         norms = torch.stack([torch.linalg.vector_norm(view) for view in views.values()])
         return dict(zip(views, norms.tolist(), strict=True))
 
-    def sums_by_layout(self) -> list[Tensor]:
-        """Return the flat sums, in an order that is the same on all workers."""
-        return [flats["sum"] for flats in self._store.layouts().values()]
+    def sum(self) -> Tensor:
+        """Return the sum of all parameters in one flat tensor, in the order of their names.
+
+        Not in that of DDP's buckets: after a resume these are others until the first step.
+        """
+        named = self._store.named
+        return torch.cat([named[name]["sum"].reshape(-1) for name in sorted(named)])
 
     def squares(self) -> float:
         """Return ``Σ‖g_t‖²`` over the epoch."""
@@ -82,7 +87,20 @@ class Observer:
 
     def end_epoch(self) -> None:
         """Start the next epoch's sums at zero; the total error goes on."""
-        for flat in self.sums_by_layout():
-            flat.zero_()
+        for kept in self._store.named.values():
+            kept["sum"].zero_()
         self._squares.clear()
         self._first = None
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what this worker has collected: tensors and numbers that may be averaged."""
+        sums = {name: kept["sum"].clone() for name, kept in self._store.named.items()}
+        state = {"sums": sums, "squares": self.squares(), "total_error": self.total_error}
+        return state if self._first is None else state | {"first": self._first}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``own_state()``."""
+        self._store.load({name: {"sum": tensor} for name, tensor in state["sums"].items()})
+        self._squares = [torch.tensor(state["squares"], dtype=torch.float64)]
+        self._total = torch.tensor(state["total_error"], dtype=torch.float64)
+        self._first = round(state["first"]) if "first" in state else None

@@ -40,10 +40,15 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(data: Tensor, bits: int, numel: int, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return the ``numel`` codes that ``pack`` put into ``data``, as ``dtype``.
 
+    Whatever the bytes are, codes are in ``[0, 2**bits)``; bits after the last one are not looked at.
+
     Raises:
-        ValueError: the length of ``data`` is not that of ``numel`` codes.
+        ValueError: the length of ``data`` is not that of ``numel`` codes, or ``dtype`` is too
+            narrow for them.
     """
     _check_bits(bits)
+    if torch.iinfo(dtype).max < (1 << bits) - 1:
+        raise ValueError(f"Codes of {bits} bits do not fit into {dtype}; unpack them as int64.")
     if data.dtype != torch.uint8 or data.shape != (packed_bytes(numel, bits),):
         raise ValueError(
             f"{numel} codes of {bits} bits take {packed_bytes(numel, bits)} bytes, but the payload "

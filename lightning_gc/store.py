@@ -39,7 +39,7 @@ class Store:
         """Replace everything by copies of ``named``; buffers that are not kept are left out."""
         self._flat.clear()
         self.named = {
-            name: {b: t.detach().clone() for b, t in tensors.items() if b in self.buffers}
+            name: {b: _wide(t.detach().clone()) for b, t in tensors.items() if b in self.buffers}
             for name, tensors in named.items()
         }
 
@@ -64,3 +64,8 @@ class Store:
         for names in stale:
             del self._flat[names]
         self._flat[bucket.names] = layout
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return float32 of what was saved in fewer bits."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

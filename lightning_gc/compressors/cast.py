@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors import checks
 from lightning_gc.compressors.compressor import Codec, Contraction
 from lightning_gc.flow import Payload
 
@@ -66,6 +67,7 @@ class Cast(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add the values, in ``out``'s precision."""
+        checks.lengths(payload, out.numel())
         (values,) = payload
         out.add_(values, alpha=scale)
 

@@ -29,7 +29,7 @@ class HardThreshold(Codec):
     Wire format:
         Ragged; k differs between workers and steps.
         ``values   # (k,) float32``
-        ``indices  # (k * ceil(log2 numel) / 8,) uint8``, bit-packed positions.
+        ``indices  # (k * ceil(log2 numel) / 8,) uint8``, bit-packed positions, ascending.
 
     Raises:
         ValueError: a negative, infinite or NaN ``threshold``.
@@ -59,7 +59,9 @@ class HardThreshold(Codec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take what reaches the threshold."""
-        (indices,) = (buffer.abs() >= self.threshold).nonzero(as_tuple=True)
+        # Not "at least": NaN must be sent too, or it would stay in the error unseen.
+        reaches = (buffer.abs() < self.threshold).logical_not_()
+        (indices,) = reaches.nonzero(as_tuple=True)
         return sparse.take(buffer, indices)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:

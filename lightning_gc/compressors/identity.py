@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors import checks
 from lightning_gc.compressors.compressor import Codec, Contraction, dense
 from lightning_gc.flow import Flow, Payload
 
@@ -44,6 +45,7 @@ class Identity(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add everything."""
+        checks.lengths(payload, out.numel())
         (values,) = payload
         out.add_(values, alpha=scale)
 

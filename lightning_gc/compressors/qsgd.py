@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors import checks
 from lightning_gc.compressors.compressor import Codec, Knob, Variance
 from lightning_gc.flow import Payload
-from lightning_gc.packing import pack, unpack
+from lightning_gc.packing import pack, packed_bytes, unpack
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,21 @@ class QSGD(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add ``scale · norm · level / s``."""
+        numel = out.numel()
+        blocks = -(-numel // self._block_size(numel))
+        checks.lengths(payload, packed_bytes(numel, self.bits), blocks)
         packed, norms = payload
-        codes = unpack(packed, self.bits, out.numel(), torch.int32)
+        codes = unpack(packed, self.bits, numel, torch.uint8 if self.bits <= 8 else torch.int32)
+        norms = checks.codes(codes, 2 * self.levels, norms)
         levels = self._blocks(codes.to(norms.dtype) - self.levels)
-        rounded = (levels / self.levels * norms.view(-1, 1)).view(-1)[: out.numel()]
+        rounded = (levels / self.levels * norms.view(-1, 1)).view(-1)[:numel]
         out.add_(rounded, alpha=scale)
 
+    def _block_size(self, numel: int) -> int:
+        return min(self.block_size, max(1, numel))
+
     def _blocks(self, flat: Tensor) -> Tensor:
-        size = min(self.block_size, max(1, flat.numel()))
+        size = self._block_size(flat.numel())
         short = -flat.numel() % size
         padded = torch.nn.functional.pad(flat, (0, short)) if short else flat
         return padded.view(-1, size)

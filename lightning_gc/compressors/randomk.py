@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import sparse
+from lightning_gc.compressors import checks, sparse
 from lightning_gc.compressors.compressor import Codec, Contraction, Knob
 from lightning_gc.flow import Payload
 
@@ -56,8 +56,9 @@ class RandomK(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Draw the same set again and add k elements."""
-        (values,) = payload
         indices = self._draw(out.numel(), bucket)
+        checks.lengths(payload, indices.numel())
+        (values,) = payload
         out.index_add_(0, indices, values.to(out.dtype), alpha=scale)
 
     def _draw(self, numel: int, bucket: Bucket) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors import checks
 from lightning_gc.packing import pack, packed_bytes, unpack
 
 
@@ -33,7 +34,7 @@ def index_bytes(chosen: int, numel: int) -> int:
 
 
 def take(buffer: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Move the elements at ``indices`` out of ``buffer`` into (values, packed indices)."""
+    """Move the elements at ``indices``, which ascend, out of ``buffer``: (values, packed indices)."""
     values = buffer[indices]  # (k,) buffer.dtype
     buffer[indices] = 0
     return values, pack(indices, index_bits(buffer.numel()))
@@ -43,23 +44,10 @@ def add(values: Tensor, packed: Tensor, out: Tensor, scale: float) -> None:
     """Add ``scale * values`` to ``out`` at the packed positions; O(k), no dense intermediate.
 
     Raises:
-        ValueError: a position lies outside ``out``, or lengths disagree.
+        ValueError: positions outside ``out`` or not ascending, or lengths that disagree.
     """
-    indices = unpack(packed, index_bits(out.numel()), values.numel())  # (k,) int64
-    check_indices(indices, out.numel())
-    out.index_add_(0, indices, values.to(out.dtype), alpha=scale)
-
-
-def check_indices(indices: Tensor, numel: int) -> None:
-    """Refuse positions outside ``[0, numel)``: bytes from the network are not trusted."""
-    if not indices.numel():
-        return
-    if indices.device.type != "cpu":  # checked on the device: the host must not wait for it
-        torch._assert_async((indices < numel).all())
-        return
-    worst = int(indices.max())
-    if worst >= numel:
-        raise ValueError(
-            f"A payload names element {worst} of a tensor of {numel} elements; the message is "
-            f"damaged or its sender runs another model."
-        )
+    bits = index_bits(out.numel())
+    dtype = torch.int32 if bits <= 31 else torch.int64  # half the bytes, half the time
+    indices = unpack(packed, bits, values.numel(), dtype)  # (k,)
+    indices, values = checks.positions(indices, values.to(out.dtype), out.numel())
+    out.index_add_(0, indices, values, alpha=scale)

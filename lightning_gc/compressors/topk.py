@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import sparse
+from lightning_gc.compressors import checks, sparse
 from lightning_gc.compressors.compressor import Codec, Contraction, Knob
 from lightning_gc.flow import Payload
 
@@ -24,7 +24,7 @@ class TopK(Codec):
 
     Wire format:
         ``values   # (k,) float32``
-        ``indices  # (k * ceil(log2 numel) / 8,) uint8``, bit-packed positions.
+        ``indices  # (k * ceil(log2 numel) / 8,) uint8``, bit-packed positions, ascending.
         52 bits a sent element for a tensor of a million elements.
 
     Raises:
@@ -52,10 +52,12 @@ class TopK(Codec):
         """Take the k largest magnitudes."""
         k = sparse.count(self.density, buffer.numel())
         indices = torch.topk(buffer.abs(), k, sorted=False).indices
-        return sparse.take(buffer, indices)
+        return sparse.take(buffer, indices.sort().values)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add k elements."""
+        k = sparse.count(self.density, out.numel())
+        checks.lengths(payload, k, sparse.index_bytes(k, out.numel()))
         values, packed = payload
         sparse.add(values, packed, out, scale)
 

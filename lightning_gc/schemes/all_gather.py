@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.compressor import Codec
 from lightning_gc.flow import Flow, Gather
-from lightning_gc.schemes.scheme import Scheme, encode
+from lightning_gc.schemes.scheme import Scheme, decode, encode
 
 
 @dataclass(frozen=True)
@@ -31,5 +31,5 @@ class AllGather(Scheme):
         payload = encode(codec, buffer, bucket)
         payloads = yield Gather(payload, codec.limits(buffer.numel()))
         out.zero_()
-        for arrived in payloads:
-            codec.decode(tuple(arrived), out, 1 / bucket.workers, bucket)
+        for sender, arrived in enumerate(payloads):
+            decode(codec, arrived, out, 1 / bucket.workers, bucket, sender)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.compressor import Codec
 from lightning_gc.flow import Flow, Mean
-from lightning_gc.schemes.scheme import Scheme, encode
+from lightning_gc.schemes.scheme import Scheme, decode, encode
 
 
 @dataclass(frozen=True)
@@ -33,4 +33,4 @@ class AllReduce(Scheme):
         """Encode, average, decode."""
         mean = yield Mean(encode(codec, buffer, bucket))
         out.zero_()
-        codec.decode(tuple(mean), out, 1.0, bucket)
+        decode(codec, tuple(mean), out, 1.0, bucket, None)

@@ -48,3 +48,16 @@ def encode(codec: Codec, buffer: Tensor, bucket: Bucket) -> Payload:
         bucket.tally.sent += codec.sent(payload, buffer.numel())
         bucket.tally.payload_bytes += sum(t.numel() * t.element_size() for t in payload)
     return payload
+
+
+def decode(
+    codec: Codec, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None
+) -> None:
+    """Decode what worker ``sender`` sent, or the mean of all where None; an error says which."""
+    try:
+        codec.decode(tuple(payload), out, scale, bucket)
+    except ValueError as error:
+        what = "the mean of all payloads" if sender is None else f"what worker {sender} sent"
+        names = ", ".join(bucket.shapes)
+        names = names if len(names) <= 80 else f"{names[:80]}..."
+        raise ValueError(f"{codec!r} cannot decode {what} for {names}. {error}") from error

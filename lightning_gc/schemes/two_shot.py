@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.compressor import Codec
 from lightning_gc.flow import Exchange, Flow, Gather
-from lightning_gc.schemes.scheme import Scheme, encode
+from lightning_gc.schemes.scheme import Scheme, decode, encode
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,19 @@ class TwoShot(Scheme):
         arrived = yield Exchange(tuple(payloads), limits)
 
         mean = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
-        for payload in arrived:
-            codec.decode(tuple(payload), mean, 1 / workers, parts[me])
+        for sender, payload in enumerate(arrived):
+            decode(codec, payload, mean, 1 / workers, parts[me], sender)
         payload = encode(codec, mean, parts[me].again())  # mean now holds the second error
         mine = buffer[me * size : (me + 1) * size]
         mine.add_(mean[: mine.numel()], alpha=workers)
+        # NaN and overflow that another worker sent are in the payload; no error must keep them.
+        mine.nan_to_num_(0.0, 0.0, 0.0)
         gathered = yield Gather(payload, limits)
 
         out.zero_()
         for i, payload in enumerate(gathered):
             shard, whole = _shard(out, i, size)
-            codec.decode(tuple(payload), whole, 1.0, parts[i].again())
+            decode(codec, payload, whole, 1.0, parts[i].again(), i)
             _put_back(whole, shard)
 
 

@@ -7,7 +7,7 @@ All logic is here, once; ``for_pytorch_lightning.py`` and ``for_lightning.py`` j
 
 # No "from __future__ import annotations": DDP inspects the signature of the hook.
 import hashlib
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from lightning_gc.strategies.checks import (
     check_controller,
     refuse_sparse_gradients,
 )
+from lightning_gc.strategies.claim import Claimed
+from lightning_gc.strategies.resuming import Resuming
 from lightning_gc.strategies.turn import Turn
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.distributed import Distributed
@@ -33,7 +35,7 @@ from lightning_gc.transports.recording import Recording
 _OURS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
-class CompressedDDP:
+class CompressedDDP(Resuming, Claimed):
     """DDP whose workers exchange compressed gradients.
 
     Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; nothing in the
@@ -53,6 +55,12 @@ class CompressedDDP:
             ``TwoShot()`` for quantisers, ``AllGather()`` for sparsifiers.
         controller: who moves the level, epoch by epoch; None keeps the compressor's own.
         seed: of the compressor's private random numbers; the same on all workers.
+        state: what a checkpoint keeps of the errors. ``"full"``: every worker's, in a file of its
+            own, in a folder ``lightning_gc_state`` beside the checkpoint, 4 bytes per parameter and
+            worker; a resumed run is the run that was not interrupted. ``"mean"``: their mean, in
+            the checkpoint itself, 4 bytes per parameter in all: nothing unsent is lost, only whose
+            it was. ``"off"``: nothing; errors begin at zero.
+        state_dtype: ``"float32"``, or ``"bfloat16"`` for half the size at the price of rounding.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
             ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ...
 
@@ -78,7 +86,6 @@ class CompressedDDP:
         recording: the byte and time account of this worker, while fitting.
     """
 
-    engine: Engine | None = None
     recording: Recording | None = None
 
     def __init__(
@@ -88,6 +95,8 @@ class CompressedDDP:
         scheme: Scheme | str | None = None,
         controller: Controller | None = None,
         seed: int = 0,
+        state: Literal["full", "mean", "off"] = "full",
+        state_dtype: Literal["float32", "bfloat16"] = "float32",
         **ddp_kwargs: Any,
     ) -> None:
         taken = [name for name in _OURS if ddp_kwargs.get(name) is not None]
@@ -114,42 +123,13 @@ class CompressedDDP:
             check_controller(controller, self.compressor, self.memory)
         self.controller = controller
         self.turn: Turn | None = None
+        self._keep_state(state, state_dtype)
         self.seed = seed
         self._background: Background | None = None
         self._group: dist.ProcessGroup | None = None
-        self._names: dict[torch.Tensor, str] = {}
-        self._claimed = False
+        self.names: dict[torch.Tensor, str] = {}
+        self._round: list[tuple[str, ...]] = []  # the buckets of this round, so far
         super().__init__(**ddp_kwargs)
-
-    # One strategy, one Trainer. A second Trainer looks at `_accelerator` first of all.
-
-    @property
-    def _accelerator(self) -> Any:
-        if self._claimed:
-            raise ValueError(
-                f"This {type(self).__name__} already belongs to a Trainer, and holds its error "
-                f"state. Make a new one for every Trainer."
-            )
-        return self.__dict__.get("_accelerator_in_use")
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Any) -> None:
-        self.__dict__["_accelerator_in_use"] = accelerator
-
-    @property
-    def accelerator(self) -> Any:
-        """The accelerator that the Trainer has given to this strategy."""
-        return self.__dict__.get("_accelerator_in_use")
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()  # type: ignore[misc]
-        self._claimed = True
-
-    # The hook.
 
     def _register_ddp_hooks(self) -> None:
         """Start the engine and put our hook in; Lightning's own does so on CUDA only."""
@@ -158,7 +138,7 @@ class CompressedDDP:
         refuse_sparse_gradients(ddp.module)
         self._refuse_static_manual(ddp)
         trained = ((n, p) for n, p in ddp.module.named_parameters() if p.requires_grad)
-        self._names = {param: tidy(name) for name, param in trained}
+        self.names = {param: tidy(name) for name, param in trained}
         self._close()
         # A group of its own: the background thread must not interleave with DDP's collectives.
         ranks = dist.get_process_group_ranks(ddp.process_group)
@@ -183,8 +163,9 @@ class CompressedDDP:
         self.engine.revocable = self._scaler() is not None
         self.recording = Recording(transport)
         if self.controller is not None and self.turn is None:
-            shapes = {name: tuple(param.shape) for param, name in self._names.items()}
+            shapes = {name: tuple(param.shape) for param, name in self.names.items()}
             self.turn = Turn(self.controller, self.engine, shapes)
+            self.kept["turn"] = self.turn
         if self.turn is not None:
             self.turn.attach(self.recording)
         self._background = Background(self.recording, device)
@@ -202,11 +183,25 @@ class CompressedDDP:
         if self.engine.memory.lr_aware:
             self.engine.learning_rates = self._learning_rates()
         grad = bucket.buffer()
-        shapes = {self._names[param]: tuple(param.shape) for param in bucket.parameters()}
-        future = self._background.submit(self.engine.flow(grad, shapes), grad)
+        shapes = {self.names[param]: tuple(param.shape) for param in bucket.parameters()}
+        if self.regrouping is not None:
+            future = self.regrouping.hold(grad, shapes, self._background)
+        else:
+            future = self._background.submit(self.engine.flow(grad, shapes), grad)
+        self._round.append(tuple(shapes))
         if bucket.is_last():
-            self.engine.advance()
+            self._end_round()
         return future
+
+    def _end_round(self) -> None:
+        assert self.engine is not None
+        assert self._background is not None
+        if self.regrouping is not None:
+            self._round = self.regrouping.layout
+            self.regrouping.send(self.engine, self._background)
+            self.regrouping = None
+        self.layout, self._round = self._round, []
+        self.engine.advance()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Give the controller its turn where an epoch begins, and within if it asks."""
@@ -221,7 +216,7 @@ class CompressedDDP:
         engine = self.engine
         return {
             name: engine.level_of(name)
-            for param, name in self._names.items()
+            for param, name in self.names.items()
             if engine.compressor.compresses(tuple(param.shape))
         }
 
@@ -256,7 +251,7 @@ class CompressedDDP:
             )
 
     def _check_agreement(self, transport: Distributed, device: torch.device) -> None:
-        parameters = [f"{name} {tuple(param.shape)}" for param, name in self._names.items()]
+        parameters = [f"{name} {tuple(param.shape)}" for param, name in self.names.items()]
         digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()
         configuration = {
             "compressor": repr(self.compressor),
@@ -271,7 +266,7 @@ class CompressedDDP:
     def _learning_rates(self) -> dict[str, float]:
         """Return the learning rate of every parameter that an optimizer steps, by name."""
         groups = (g for opt in self.optimizers for g in opt.param_groups)  # type: ignore[attr-defined]
-        named = self._names
+        named = self.names
         return {named[p]: float(g["lr"]) for g in groups for p in g["params"] if p in named}
 
 

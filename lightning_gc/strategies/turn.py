@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_gc.bucket import Tally
 from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.engine import Engine
 from lightning_gc.observer import Observer
@@ -54,6 +56,8 @@ class Turn:
         self._pause = 0  # steps between two turns within an epoch; 0: none
         self._epoch_step = engine.step  # where the epoch began
         self._rate = 0.0
+        self._metrics: dict[str, float] = {}  # of a checkpoint
+        self._resumed = -1  # the step at which the run went on from it
         self._seen_step = engine.step
         self._seen_bytes = 0
         self._seen_tally = dataclasses.replace(engine.tally)
@@ -79,6 +83,55 @@ class Turn:
         """Whether so many steps have been done since the last turn, or as many as before it."""
         done = self.engine.step - self._seen_step
         return self._pause > 0 and done >= max(min(self._seen_step, self._pause), 1)
+
+    def state_dict(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is equal on all workers, in plain values.
+
+        Args:
+            metrics: as they are now: a checkpoint comes before the turn that reads them.
+        """
+        return {
+            "state": self.state,
+            "decision": None if self.decision is None else dataclasses.asdict(self.decision),
+            "ended": self.ended,
+            "epoch": self._epoch,
+            "pause": self._pause,
+            "rate": self._rate,
+            "steps": self.engine.step - self._seen_step,
+            "epoch_steps": self.engine.step - self._epoch_step,
+            "metrics": {name: float(value) for name, value in metrics.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``; the engine's step has been restored."""
+        self.state, self.ended, self._epoch = state["state"], state["ended"], state["epoch"]
+        self._pause, self._rate = state["pause"], state["rate"]
+        self._seen_step = self.engine.step - state["steps"]
+        self._epoch_step = self.engine.step - state["epoch_steps"]
+        self._metrics, self._resumed = state["metrics"], self.engine.step
+        if state["decision"] is not None:
+            self.decision = Decision(**state["decision"])
+            self.engine.set_levels(self.decision.level, self.decision.levels)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what this worker has seen since the last turn."""
+        assert self.recording is not None
+        assert self.engine.observer is not None
+        seen, now = dataclasses.asdict(self._seen_tally), dataclasses.asdict(self.engine.tally)
+        return {
+            "bytes": self.recording.sent_bytes - self._seen_bytes,
+            "tally": {name: now[name] - seen[name] for name in now},
+            "observer": self.engine.observer.own_state(),
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``own_state()``, or from the mean of several."""
+        assert self.recording is not None
+        assert self.engine.observer is not None
+        self._seen_bytes = self.recording.sent_bytes - round(state["bytes"])
+        now = dataclasses.asdict(self.engine.tally)
+        self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in state["tally"].items()})
+        self.engine.observer.load_own_state(state["observer"])
 
     def _decide(self, observation: Observation, trainer: Any) -> str:
         """Ask the controller; return what is broadcast."""
@@ -122,7 +175,7 @@ class Turn:
             epoch=trainer.current_epoch - 1,
             learning_rate=self._rate if steps else rate,
             next_learning_rate=rate,
-            metrics={n: float(v) for n, v in trainer.callback_metrics.items()} if steps else {},
+            metrics=self._seen_metrics(trainer) if steps else {},
             total_error=total_error,
             wire_bytes=wire,
             dense_bytes=dense,
@@ -134,6 +187,11 @@ class Turn:
             ended=ended,
             **(self._close_epoch(strategy, observer) if ended else {}),
         )
+
+    def _seen_metrics(self, trainer: Any) -> dict[str, float]:
+        """Return what has been logged; Lightning does not restore it where a run goes on."""
+        before = self._metrics if self._resumed == self.engine.step else {}
+        return before | {n: float(v) for n, v in trainer.callback_metrics.items()}
 
     def _close_epoch(self, strategy: Any, observer: Observer) -> dict[str, Any]:
         """Return what is known of whole epochs only, and begin the next one."""
@@ -154,11 +212,10 @@ class Turn:
         """Tell gradient, noise and dissimilarity apart, each without the bias of a finite epoch."""
         if not observer.moments or steps < 2:
             return {}
-        own = together = 0.0
-        for total in observer.sums_by_layout():
-            mean = total / steps
-            own += float(mean.double().square().sum())
-            together += float(strategy.reduce(mean, reduce_op="mean").double().square().sum())
+        mean = observer.sum() / steps
+        own = float(mean.double().square().sum())
+        mean = strategy.reduce(mean, reduce_op="mean")
+        together = float(mean.double().square().sum())
         noise = (observer.squares() / steps - own) * steps / (steps - 1)
         noise, own = _mean(strategy, [noise, own])
         apart = own - together - noise / steps * (1 - 1 / self.engine.workers)

@@ -38,16 +38,22 @@ class Background:
         self._thread = threading.Thread(target=self._work, name="lightning_gc", daemon=True)
         self._thread.start()
 
-    def submit(self, flow: Flow, result: Tensor) -> torch.futures.Future[Tensor]:
+    def promise(self) -> torch.futures.Future[Tensor]:
+        """Return a future to hand to ``submit`` later."""
+        on_cuda: list[int | str | torch.device] | None = (
+            [self.device] if self._stream is not None else None
+        )
+        return torch.futures.Future(devices=on_cuda)
+
+    def submit(
+        self, flow: Flow, result: Tensor, future: torch.futures.Future[Tensor] | None = None
+    ) -> torch.futures.Future[Tensor]:
         """Queue a flow; return a future that is completed with ``result`` when it has ended.
 
         The future is completed even if the flow fails, so that DDP's reducer comes to its end and
         ``check`` can raise the error itself, not a translation of it.
         """
-        on_cuda: list[int | str | torch.device] | None = (
-            [self.device] if self._stream is not None else None
-        )
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=on_cuda)
+        promised = self.promise() if future is None else future
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream else None
 
         def job() -> None:
@@ -59,10 +65,10 @@ class Background:
             except BaseException as error:  # handed to the training thread by check()
                 self.error = error
             finally:
-                future.set_result(result)
+                promised.set_result(result)
 
         self._jobs.put(job)
-        return future
+        return promised
 
     def check(self) -> None:
         """Raise what a flow raised, in the thread that trains."""

@@ -79,8 +79,12 @@ class Simulated:
         return [[list(r.tensors) for r in requests] for _ in requests]
 
     def _exchange(self, requests: Sequence[Exchange]) -> list[Reply]:
-        ragged = requests[0].limits is not None
+        limits = requests[0].limits
+        ragged = limits is not None
         for sender, r in enumerate(requests):
+            if limits is not None:
+                for own, payload in zip(requests[0].payloads, r.payloads, strict=True):
+                    check_lengths([t.numel() for t in payload], own, limits, sender)
             lengths = LENGTH_BYTES * len(r.payloads[0]) * (self.workers - 1) if ragged else 0
             others = (p for i, p in enumerate(r.payloads) if i != sender)
             self.sent_bytes[sender] += lengths + sum(Message(p).nbytes for p in others)

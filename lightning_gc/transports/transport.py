@@ -95,9 +95,18 @@ class Message:
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """Return the tensors as views of a message."""
+        """Return the tensors, as views of a message which may be longer than they need.
+
+        Raises:
+            ValueError: it is shorter, or not of bytes.
+        """
+        if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() < self.nbytes:
+            raise ValueError(
+                f"A message of {self.nbytes} bytes was expected, but {tuple(message.shape)} of "
+                f"{message.dtype} arrived; sender and receiver disagree on the format."
+            )
         return [
-            message[start:stop].view(dtype).view(shape)
+            _typed(message[start:stop], dtype).view(shape)
             for (start, stop), dtype, shape in zip(
                 self.spans, self.dtypes, self.shapes, strict=True
             )
@@ -108,6 +117,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """Return the tensor's bytes as a flat uint8 view."""
     # as_strided, since a tensor of one element may be contiguous with any stride.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    # A bool of any other byte than 0 and 1 would be neither true nor false.
+    return data != 0 if dtype == torch.bool else data.view(dtype)
 
 
 def check_lengths(lengths: Sequence[int], own: Payload, limits: Limits, sender: int) -> None:

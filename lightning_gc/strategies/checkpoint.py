@@ -1,0 +1,241 @@
+"""What a checkpoint holds of compression, and what comes back from it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gc.strategies import state_files
+from lightning_gc.strategies.changes import changes
+from lightning_gc.strategies.regrouping import Regrouping
+from lightning_gc.strategies.trees import Tree, average, each_tensor, reduced
+from lightning_gc.transports.distributed import Distributed, gather_text
+
+KEY = "lightning_gc"
+FORMAT = 1
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Saves and restores engine, controller and what others keep per worker.
+
+    The main file gets, under ``"lightning_gc"``: ``format``, ``mode``, ``workers``, ``step``,
+    ``stem``, ``torn``, ``layout``, ``configuration``, ``learning_rates``, ``turn``. In mode
+    ``"full"`` every worker writes a side file, ``{"format", "worker", "averaged", "compressor"}``;
+    in mode ``"mean"`` the main file gets the latter two itself, averaged over workers.
+
+    Side files come first, and the main file only if all workers have written theirs.
+
+    Args:
+        mode: as ``CompressedDDPStrategy(state=...)``.
+        dtype: of errors in files; they are float32 in use.
+    """
+
+    mode: Literal["full", "mean", "off"]
+    dtype: torch.dtype
+
+    def save(self, strategy: Any, checkpoint: Tree, path: Any, options: Any) -> None:
+        """Add to a checkpoint that is about to be written, and write this worker's side file."""
+        engine, turn, trainer = strategy.engine, strategy.turn, strategy.lightning_module.trainer
+        # After an exception this may be the only worker that saves: then nobody would answer.
+        alone = trainer.interrupted
+        stem = state_files.stem_of(path, engine.step)
+        main: Tree = {
+            "format": FORMAT,
+            "mode": self.mode,
+            "workers": engine.workers,
+            "step": engine.step,
+            "stem": stem,
+            "torn": engine.torn,
+            "layout": [list(names) for names in strategy.layout],
+            "configuration": configuration(strategy),
+            "learning_rates": dict(engine.error_rates),
+            "turn": None if turn is None else turn.state_dict(trainer.callback_metrics),
+        }
+        checkpoint[KEY] = main
+        if engine.torn:
+            return  # buckets are on their way: errors are neither those before nor those after
+        own = self._own(strategy)
+        if self.mode == "mean" and not alone:
+
+            def mean(tensor: Tensor) -> Tensor:
+                there = tensor.to(strategy.root_device)
+                result: Tensor = strategy.reduce(there, reduce_op="mean")
+                return result.cpu()
+
+            own["averaged"] = reduced(own["averaged"], mean)
+            checkpoint[KEY] = main | self._small(own)
+            return
+        main["mode"] = "full"
+        target = state_files.path_of(path, stem, engine.worker, engine.workers)
+        own |= {"format": FORMAT, "worker": engine.worker}
+
+        def write() -> None:
+            strategy.checkpoint_io.save_checkpoint(
+                self._small(own), target, storage_options=options
+            )
+
+        what = f"its error state to {target}. {path} has not been written"
+        self._together(strategy, write, what, alone)
+
+    def restore(self, strategy: Any, checkpoint: Tree, path: Any) -> None:
+        """Give engine, controller and the others what the checkpoint holds of them."""
+        engine, main = strategy.engine, checkpoint.get(KEY)
+        if self.mode == "off" or main is None:
+            if main is None and engine.memory.buffers:
+                self._say(strategy, f"{path} holds no error state: errors begin at zero.")
+            engine.reset(main["step"] if main else 0)
+            return
+        if main["format"] > FORMAT:
+            raise ValueError(
+                f"{path} has error state of format {main['format']}, but this version of "
+                f"lightning_gc knows formats up to {FORMAT}; upgrade it, or use state='off'."
+            )
+        found: list[Tree] = []
+
+        def collect() -> None:
+            found.append(self._collect(strategy, main, path))
+
+        self._together(strategy, collect, f"the error state of {path}", alone=False, verb="read")
+        self._apply(strategy, main, found[0])
+
+    def publish(self, strategy: Any, path: Any, write: Callable[[Any], None]) -> None:
+        """Have ``write`` write the checkpoint; if worker 0 cannot, all workers raise.
+
+        A local file is written under another name and then put into place at once: a disk that is
+        full must not cost the checkpoint that is there.
+        """
+        alone = strategy.lightning_module.trainer.interrupted
+        where = os.fspath(path)
+        wrapped = hasattr(strategy.checkpoint_io, "checkpoint_io")  # may write later, in a thread
+        direct = "://" in where or wrapped or os.path.isdir(where)
+
+        def act() -> None:
+            if direct or strategy.global_rank != 0:
+                write(path)  # which is nothing, elsewhere than on worker 0
+            else:
+                _replace(where, write)
+
+        self._together(strategy, act, f"{where}. If there was one of that name, it is kept", alone)
+
+    def _own(self, strategy: Any) -> Tree:
+        state = strategy.engine.state_dict()
+        averaged: Tree = {"memory": state["memory"]}
+        averaged |= {name: kept.own_state() for name, kept in strategy.kept.items()}
+        return {"averaged": averaged, "compressor": state["compressor"]}
+
+    def _small(self, own: Tree) -> Tree:
+        """Return a copy on the host, with errors in the dtype for files."""
+        on_host = each_tensor(own, lambda t: t.detach().cpu())
+        memory = on_host["averaged"]["memory"]
+        on_host["averaged"]["memory"] = each_tensor(memory, lambda t: t.to(self.dtype))
+        return on_host
+
+    def _collect(self, strategy: Any, main: Tree, path: Any) -> Tree:
+        """Return this worker's part, as it was or as the mean of all old workers'."""
+        engine = strategy.engine
+        if main["mode"] == "mean":
+            return {"averaged": main["averaged"], "compressor": main["compressor"]}
+        if main["torn"]:
+            self._say(strategy, f"{path} was saved within a step: errors begin at zero.")
+            return {"averaged": {}, "compressor": {}}
+        before, now = main["workers"], engine.workers
+        wanted = [engine.worker] if before == now else range(before)
+        files = [state_files.path_of(path, main["stem"], worker, before) for worker in wanted]
+        own = [
+            state_files.read(file, strategy.checkpoint_io) if state_files.exists(file) else None
+            for file in files
+        ]
+        lost = [file for file, state in zip(files, own, strict=True) if state is None]
+        if lost:
+            warnings.warn(
+                f"Error state is missing: {', '.join(lost)}. Errors that were in it count as zero. "
+                f"Move a checkpoint together with its folder {state_files.FOLDER}.",
+                stacklevel=2,
+            )
+        if before == now:
+            return own[0] or {"averaged": {}, "compressor": {}}
+        self._say(strategy, f"{before} workers' errors are averaged: each of {now} has the mean.")
+        known: Tree = next((state for state in own if state is not None), {"compressor": {}})
+        averaged = average([None if state is None else state["averaged"] for state in own])
+        return {"averaged": averaged, "compressor": known["compressor"]}
+
+    def _apply(self, strategy: Any, main: Tree, own: Tree) -> None:
+        engine = strategy.engine
+        shapes = {name: tuple(param.shape) for param, name in strategy.names.items()}
+        changed = changes(main["configuration"], configuration(strategy), own, shapes)
+        if changed.sentences and strategy.global_rank == 0:
+            warnings.warn("Resumed with changes. " + " ".join(changed.sentences), stacklevel=2)
+        engine.load_state_dict(
+            {
+                "memory": changed.memory,
+                "compressor": changed.compressor,
+                "learning_rates": main["learning_rates"],
+                "step": main["step"],
+            }
+        )
+        if strategy.turn is not None and main["turn"] is not None and changed.same_controller:
+            strategy.turn.load_state_dict(main["turn"])
+        regrouping = Regrouping(main["layout"])
+        strategy.regrouping = regrouping if regrouping.fits(shapes) else None
+        for name, kept in strategy.kept.items():
+            if name in own["averaged"] and (name != "turn" or changed.same_controller):
+                kept.load_own_state(own["averaged"][name])
+
+    def _together(
+        self, strategy: Any, act: Callable[[], None], what: str, alone: bool, verb: str = "write"
+    ) -> None:
+        """Act on all workers; if one fails, all raise, and say who and why."""
+        problem, cause = "", None
+        try:
+            act()
+        except Exception as error:
+            problem, cause = f"{type(error).__name__}: {error}", error
+        problems = [problem]
+        if not alone and dist.is_initialized():
+            problems = gather_text(problem, Distributed(), strategy.root_device)
+        failed = [i for i, text in enumerate(problems) if text]
+        if failed:
+            raise RuntimeError(
+                f"Worker {', '.join(map(str, failed))} of {len(problems)} could not {verb} {what}. "
+                f"{problems[failed[0]]}"
+            ) from cause
+
+    @staticmethod
+    def _say(strategy: Any, sentence: str) -> None:
+        if strategy.global_rank == 0:
+            _log.info(sentence)
+
+
+def _replace(where: str, write: Callable[[Any], None]) -> None:
+    folder, base = os.path.split(where)
+    part = os.path.join(folder, state_files.FOLDER, f"{base}.part")
+    try:
+        write(part)
+        if os.path.isdir(part):
+            shutil.move(part, where)
+        elif os.path.isfile(part):
+            os.replace(part, where)
+    finally:
+        if os.path.isfile(part):
+            os.remove(part)
+        state_files.tidy(where)
+
+
+def configuration(strategy: Any) -> dict[str, str]:
+    """Return what state depends on, in words."""
+    return {
+        "compressor": repr(strategy.compressor),
+        "memory": repr(strategy.memory),
+        "controller": repr(strategy.controller),
+    }

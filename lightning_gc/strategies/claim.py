@@ -1,0 +1,35 @@
+"""One strategy object belongs to one Trainer, for it holds that Trainer's error state."""
+
+from typing import Any
+
+
+class Claimed:
+    """Refuses a second Trainer, which looks at ``_accelerator`` first of all."""
+
+    _claimed = False
+
+    @property
+    def _accelerator(self) -> Any:
+        if self._claimed:
+            raise ValueError(
+                f"This {type(self).__name__} already belongs to a Trainer, and holds its error "
+                f"state. Make a new one for every Trainer."
+            )
+        return self.__dict__.get("_accelerator_in_use")
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Any) -> None:
+        self.__dict__["_accelerator_in_use"] = accelerator
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator that the Trainer has given to this strategy."""
+        return self.__dict__.get("_accelerator_in_use")
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()  # type: ignore[misc]
+        self._claimed = True

@@ -1,0 +1,103 @@
+"""Where the workers' own state lies beside a checkpoint, and how it is written and read."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import posixpath
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+
+# A folder, because Lightning takes every file beside a checkpoint for one, by its name.
+FOLDER = "lightning_gc_state"
+
+
+def stem_of(checkpoint: Any, step: int) -> str:
+    """Return what the names of a checkpoint's side files begin with.
+
+    The step is in it: a checkpoint that is saved anew under its old name gets new side files, so
+    that the old ones are whole until the new ones are.
+    """
+    return f"{_split(checkpoint)[1]}-step{step}"
+
+
+def path_of(checkpoint: Any, stem: str, worker: int, workers: int) -> str:
+    """Return the path of one worker's side file."""
+    folder, _ = _split(_resolved(checkpoint))
+    return posixpath.join(folder, FOLDER, f"{stem}-worker{worker}of{workers}.pt")
+
+
+def exists(path: str) -> bool:
+    """Return whether there is such a file, here or far away."""
+    fs, inner = url_to_fs(path)
+    return bool(fs.exists(inner))
+
+
+def read(path: str, checkpoint_io: Any) -> Any:
+    """Return what a side file holds: tensors, numbers, strings, lists and dicts; no pickled code.
+
+    Raises:
+        RuntimeError: the file cannot be read; the message names it and a way out.
+    """
+    while getattr(checkpoint_io, "checkpoint_io", None) is not None:
+        checkpoint_io = checkpoint_io.checkpoint_io  # what an asynchronous one is wrapped around
+    safely = "weights_only" in inspect.signature(checkpoint_io.load_checkpoint).parameters
+    try:
+        if safely:
+            return checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
+        fs, inner = url_to_fs(path)  # Lightning before 2.6 would unpickle whatever is there
+        with fs.open(inner, "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise RuntimeError(
+            f"The error state in {path} cannot be read ({type(error).__name__}: {error}). Restore "
+            f"the file, or resume with CompressedDDPStrategy(state='off') and errors of zero."
+        ) from error
+
+
+def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
+    """Remove a checkpoint's side files, those of all workers, but not those of stems in ``keep``.
+
+    Several workers may do so at once; what another one has removed is no error.
+    """
+    folder, base = _split(checkpoint)
+    fs, inner = url_to_fs(posixpath.join(folder, FOLDER))
+    try:
+        names = [posixpath.basename(str(path)) for path in fs.ls(inner, detail=False)]
+    except FileNotFoundError:
+        return
+    kept = tuple(f"{stem}-worker" for stem in keep)
+    for name in names:
+        if name.startswith(f"{base}-step") and not (kept and name.startswith(kept)):
+            _quietly(fs.rm, posixpath.join(inner, name))
+    tidy(checkpoint)
+
+
+def tidy(checkpoint: Any) -> None:
+    """Remove the folder beside a checkpoint if it is empty."""
+    fs, inner = url_to_fs(posixpath.join(_split(checkpoint)[0], FOLDER))
+    _quietly(fs.rmdir, inner)
+
+
+def _quietly(act: Any, path: str) -> None:
+    with contextlib.suppress(OSError):  # gone already, or a folder that is not empty
+        act(path)
+
+
+def _resolved(checkpoint: Any) -> str:
+    """Follow a link such as ``last.ckpt``: side files lie beside the file itself."""
+    path = str(os.fspath(checkpoint))
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+def _split(checkpoint: Any) -> tuple[str, str]:
+    """Return folder and name, of a local path or a URL."""
+    path = os.fspath(checkpoint)
+    if "://" not in path:
+        return os.path.split(path)
+    folder, _, name = path.rpartition("/")
+    return folder, name

@@ -1,0 +1,67 @@
+"""State of several workers made one: nested dicts whose leaves are tensors and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = dict[str, Any]
+
+
+def average(trees: Sequence[Tree | None]) -> Tree:
+    """Return the mean of trees of one shape; None counts as zeros.
+
+    The mean over workers of what they have not sent is what they owe together. Where each of the
+    new workers begins with it, the sum divided by their number is the same again.
+    """
+    share = 1 / len(trees)
+    known = [tree for tree in trees if tree is not None]
+    return _merge(known, share) if known else {}
+
+
+def _merge(trees: Sequence[Tree], share: float) -> Tree:
+    merged: Tree = {}
+    for name in dict.fromkeys(name for tree in trees for name in tree):
+        leaves = [tree[name] for tree in trees if name in tree]
+        if isinstance(leaves[0], dict):
+            merged[name] = _merge(leaves, share)
+        elif isinstance(leaves[0], Tensor):
+            total = leaves[0].float() * share
+            for leaf in leaves[1:]:
+                total.add_(leaf.float(), alpha=share)
+            merged[name] = total
+        else:
+            merged[name] = sum(leaf * share for leaf in leaves)
+    return merged
+
+
+def each_tensor(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+    """Return a copy whose tensors are replaced by ``change`` of them."""
+    copy: Tree = {}
+    for name, leaf in tree.items():
+        if isinstance(leaf, dict):
+            copy[name] = each_tensor(leaf, change)
+        else:
+            copy[name] = change(leaf) if isinstance(leaf, Tensor) else leaf
+    return copy
+
+
+def reduced(tree: Tree, mean: Callable[[Tensor], Tensor]) -> Tree:
+    """Return the mean over workers, by a collective; all of them call it with trees of one shape.
+
+    Args:
+        tree: this worker's.
+        mean: replaces a tensor by its mean over workers.
+    """
+    merged: Tree = {}
+    for name, leaf in tree.items():
+        if isinstance(leaf, dict):
+            merged[name] = reduced(leaf, mean)
+        elif isinstance(leaf, Tensor):
+            merged[name] = mean(leaf.float())
+        else:
+            merged[name] = float(mean(torch.tensor(float(leaf), dtype=torch.float64)))
+    return merged

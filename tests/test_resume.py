@@ -1,0 +1,156 @@
+"""A run that is interrupted and goes on, in new processes, is the run that was not interrupted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytorch_lightning.plugins import MixedPrecision
+from torch.amp import GradScaler
+
+from lightning_gc import MEMORIES, QSGD, HardThreshold, PerParameter, Residual, TopK
+from lightning_gc.compressors import COMPRESSORS
+from lightning_gc.controllers import Accordion, Chain, DynamicBitWidth, Fixed, Schedule, TotalError
+from tests.processes import spread
+from tests.resumes import checkpoint, differences, fit
+
+pytestmark = pytest.mark.processes
+
+CASES = [
+    (compressor, memory())
+    for kind in COMPRESSORS.values()
+    for compressor in kind.examples()
+    for memory in MEMORIES.values()
+]
+
+
+def combinations(worker: int, folder: str, part: str) -> list[dict[str, Any]]:
+    """Fit with every combination that can be, one after the other; return what they left."""
+    runs = []
+    for number, (compressor, memory) in enumerate(CASES):
+        resume = None
+        if part == "second":
+            resume = checkpoint(Path(folder, "first", str(number)), 0, 5)
+        where = str(Path(folder, part, str(number)))
+        try:
+            epochs = 1 if part == "first" else 2
+            runs.append(fit(worker, 2, where, epochs, compressor, resume, memory=memory))
+        except ValueError as error:
+            if "memory" not in str(error):
+                raise
+            runs.append({})
+    return runs
+
+
+def test_every_compressor_with_every_memory(tmp_path: Path) -> None:
+    whole, _, resumed = (
+        spread(combinations, 2, str(tmp_path), part, timeout=110)
+        for part in ("whole", "first", "second")
+    )
+    possible = [number for number, run in enumerate(whole[0]) if run]
+    assert len(possible) > len(CASES) / 2
+    for number in possible:
+        found = differences([w[number] for w in whole], [r[number] for r in resumed])
+        assert found == [], CASES[number]
+
+
+def interrupted(
+    folder: Path, compressor: Any, crash: int = 10, epochs: int = 4, **options: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Fit at once, and again with a crash before step ``crash`` and a resume after it."""
+    options = {"compressor": compressor, "epochs": epochs, **options}
+    whole = spread(keywords, 2, {"folder": str(folder / "whole"), **options})
+    first = folder / "first"
+    spread(keywords, 2, {"folder": str(first), "crash": crash, **options})
+    resume = checkpoint(first, (crash - 1) // options.get("batches", 5), crash)
+    second = {"folder": str(folder / "second"), "resume": resume}
+    return whole, spread(keywords, 2, {**options, **second})
+
+
+def keywords(worker: int, options: dict[str, Any]) -> dict[str, Any]:
+    if "scaler" in options:
+        scaler = GradScaler("cpu", **options["scaler"])
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+        options = {n: v for n, v in options.items() if n != "scaler"} | {"plugins": plugins}
+    return fit(worker, 2, **options)
+
+
+EVERYWHERE = PerParameter(TopK(0.2))
+CONTROLLED = {
+    "accordion": (EVERYWHERE, Accordion(low=0.5, high=0.1, interval=1, threshold=0.2)),
+    "accordion, first batch": (
+        EVERYWHERE,
+        Accordion(low=0.5, high=0.1, interval=1, threshold=0.2, detector="minibatch"),
+    ),
+    "bit width": (
+        PerParameter(QSGD(4)),
+        DynamicBitWidth(
+            ((9.0, 4), (1.0, 6), (0.5, 8)), monitor="val_loss", mode="min", loss_delta=0.2
+        ),
+    ),
+    "estimates": (PerParameter(HardThreshold(0.1)), TotalError(k_min=0.05, estimate_epochs=3)),
+    "budget": (PerParameter(HardThreshold(0.1)), TotalError(budget=0.1)),
+    "chain": (EVERYWHERE, Chain(Schedule((0.5, None)), Fixed(0.1), at_epoch=3)),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_controllers_go_on(tmp_path: Path, name: str) -> None:
+    """The checkpoint comes before the turn, so what it looks at must be saved, not only its state.
+
+    Levels are those of the end; the controller's state has been through all of them.
+    """
+    compressor, controller = CONTROLLED[name]
+    whole, resumed = interrupted(tmp_path, compressor, controller=controller)
+    assert differences(whole, resumed) == []
+    assert resumed[0]["controller"] == resumed[1]["controller"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.005},
+        {"accumulate": 3},
+        {"memory": Residual(lr_aware=True)},
+    ],
+    ids=str,
+)
+def test_ways_of_ddp(tmp_path: Path, options: dict[str, Any]) -> None:
+    whole, resumed = interrupted(tmp_path, EVERYWHERE, **options)
+    assert differences(whole, resumed) == []
+
+
+@pytest.mark.parametrize("name", ["bit width", "budget"])
+def test_within_an_epoch(tmp_path: Path, name: str) -> None:
+    """With a data loader that goes on where it was; the epoch's own metrics begin anew."""
+    compressor, controller = CONTROLLED[name]
+    saving = {"save_top_k": -1, "every_n_train_steps": 1}
+    whole, resumed = interrupted(
+        tmp_path,
+        compressor,
+        epochs=2,
+        crash=8,
+        saving=saving,
+        stateful=True,
+        controller=controller,
+    )
+    assert differences(whole, resumed) == []
+
+
+@pytest.mark.parametrize("step", [0, 7, 8])
+def test_fp16_with_an_overflow_on_one_worker(tmp_path: Path, step: int) -> None:
+    """Saved after 8 steps: the overflow is long past, was just before, or comes just after."""
+    whole, resumed = interrupted(
+        tmp_path,
+        EVERYWHERE,
+        epochs=1,
+        batches=16,
+        crash=8,
+        saving={"save_top_k": -1, "every_n_train_steps": 1},
+        stateful=True,
+        loud=step,
+        scaler={"init_scale": 1024.0},
+    )
+    assert differences(whole, resumed) == []
+    assert whole[0]["skipped"] == 1
