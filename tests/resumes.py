@@ -1,5 +1,6 @@
 """Fits that save, stop and go on, and what is left of them to compare."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def fit(
     stateful: bool = False,
     loud: int | None = None,
     crash: int = -1,
+    callbacks: Sequence[Any] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """Fit some epochs, saving at the end of each; return all that there is to compare.
@@ -107,6 +109,7 @@ def fit(
         callbacks=[
             CompressionMonitor(),
             Crash(crash),
+            *callbacks,
             ModelCheckpoint(folder, "{epoch}-{step}", **saving),
         ],
     )

@@ -137,7 +137,7 @@ def test_index_from_the_network_outside_the_bucket() -> None:
     damaged = pack(torch.tensor([0, 1, 2, 3, 127]), 7)
     assert damaged.shape == packed.shape
     out = torch.zeros(100)
-    with pytest.raises(ValueError, match="names element 127 of a tensor of 100"):
+    with pytest.raises(ValueError, match="names position 127 of a tensor of 100"):
         topk.decode((values, damaged), out, 1.0, cases.bucket_of(x))
     assert not out.any()
 

@@ -105,6 +105,14 @@ def test_controllers_go_on(tmp_path: Path, name: str) -> None:
     assert resumed[0]["controller"] == resumed[1]["controller"]
 
 
+@pytest.mark.parametrize("when", [{"monitor": "val_loss"}, {"save_on_train_epoch_end": False}])
+def test_saved_when_validation_ends(tmp_path: Path, when: dict[str, Any]) -> None:
+    compressor, controller = CONTROLLED["bit width"]
+    saving = {"save_top_k": -1, **when}
+    whole, resumed = interrupted(tmp_path, compressor, saving=saving, controller=controller)
+    assert differences(whole, resumed) == []
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ def check_agreement(
     ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
     texts = [text.splitlines() for text in gather_text(ours, transport, device)]
     for worker, text in enumerate(texts):
-        for expected, found in zip(texts[0], text, strict=True):
+        for expected, found in itertools.zip_longest(texts[0], text, fillvalue="nothing more"):
             if found != expected:
                 raise ValueError(
                     f"Worker {worker} has {found}, but worker 0 has {expected}. All workers "

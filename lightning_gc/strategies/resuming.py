@@ -61,6 +61,7 @@ class Resuming:
     ) -> None:
         """Write error state beside a full checkpoint, then the checkpoint, whole or not at all."""
         full = self.engine is not None and "optimizer_states" in checkpoint
+        full = full and self._checkpoints.mode != "off"
         if full:
             self._checkpoints.save(self, checkpoint, filepath, storage_options)
 

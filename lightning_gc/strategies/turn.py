@@ -15,6 +15,7 @@ from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.engine import Engine
 from lightning_gc.observer import Observer
 from lightning_gc.strategies.progress import epochs_of, progress_of, steps_of
+from lightning_gc.transports.distributed import broadcast_text
 from lightning_gc.transports.recording import Recording
 from lightning_gc.transports.transport import all_reduce_bytes
 
@@ -145,7 +146,7 @@ class Turn:
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
     def _obey(self, strategy: Any, text: str | None) -> None:
-        said = json.loads(strategy.broadcast(text))
+        said = json.loads(broadcast_text(text, strategy.root_device))
         if "error" in said:
             raise RuntimeError(
                 f"The controller failed on worker 0, so all workers stop. {said['error']}"

@@ -1,12 +1,27 @@
 """Every registered compressor, memory and scheme, held to its laws."""
 
+import pytest
+
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES
 from lightning_gc.compressors import PerParameter, SizeSwitch, TopK
-from lightning_gc.testing.contracts import CompressorContract, MemoryContract, SchemeContract
+from lightning_gc.testing.contracts import (
+    CompressorContract,
+    DecoderContract,
+    MemoryContract,
+    SchemeContract,
+)
 
 
 class TestCompressors(CompressorContract):
     instances = tuple(c for cls in COMPRESSORS.values() for c in cls.examples())
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+class TestDecodersAtLength(DecoderContract):
+    instances = TestCompressors.instances
+    examples = 10_000
+    repeatable = False
 
 
 class TestWrappers(CompressorContract):

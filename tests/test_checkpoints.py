@@ -1,0 +1,229 @@
+"""Checkpoints as files: saved, linked, moved, removed, half lost; and other workers than before."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pytorch_lightning.plugins.io import AsyncCheckpointIO
+
+from lightning_gc import QSGD, NoMemory, PerParameter, Residual, TopK
+from lightning_gc.controllers import Fixed, Schedule
+from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy
+from lightning_gc.strategies.state_files import FOLDER
+from tests.processes import spread
+from tests.resumes import checkpoint, differences, fit
+
+pytestmark = pytest.mark.processes
+TOPK = PerParameter(TopK(0.1))
+
+
+def keywords(worker: int, workers: int, options: dict[str, Any]) -> dict[str, Any]:
+    return fit(worker, workers, **options)
+
+
+def run(workers: int, folder: Path, epochs: int, compressor: Any = TOPK, **options: Any) -> Any:
+    options = {"folder": str(folder), "epochs": epochs, "compressor": compressor, **options}
+    return spread(keywords, workers, workers, options)
+
+
+def owed(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean gradient less what was applied, summed over the run's steps."""
+    return {
+        name: np.mean([r["local"][name] for r in runs], axis=0) - runs[0]["applied"][name]
+        for name in runs[0]["applied"]
+    }
+
+
+def mean_error(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: np.mean([r["error"][name] for r in runs], axis=0) for name in runs[0]["error"]}
+
+
+@pytest.mark.parametrize("state", ["full", "mean"])
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3), (2, 1), (1, 2)])
+def test_other_numbers_of_workers_owe_the_same(
+    tmp_path: Path, before: int, now: int, state: str
+) -> None:
+    first = run(before, tmp_path / "a", 1, state=state)
+    resume = checkpoint(tmp_path / "a", 0, 5)
+    second = run(now, tmp_path / "b", 2, resume=resume, state=state, controller=Fixed(0.1))
+    left, due = mean_error(second), owed(second)
+    for name, earlier in owed(first).items():
+        assert np.abs(mean_error(first)[name] - earlier).max() < 1e-6
+        assert np.abs(earlier + due[name] - left[name]).max() < 1e-6
+        assert np.abs(earlier).max() > 1e-3
+
+
+def test_half_precision_files_are_half_the_size(tmp_path: Path) -> None:
+    sizes = {}
+    for dtype in ("float32", "bfloat16"):
+        folder = tmp_path / dtype
+        run(2, folder, 1, state_dtype=dtype)
+        sizes[dtype] = sum(file.stat().st_size for file in (folder / FOLDER).iterdir())
+        runs = run(2, tmp_path / f"{dtype} on", 2, resume=checkpoint(folder, 0, 5))
+        assert all(np.isfinite(e).all() for e in runs[0]["error"].values())
+    elements = 8 * 40 + 40 + 40 * 40 + 40 + 40 * 4 + 4
+    assert sizes["float32"] - sizes["bfloat16"] == pytest.approx(2 * 2 * elements, rel=0.05)
+
+
+def test_off_saves_nothing_and_begins_at_zero(tmp_path: Path) -> None:
+    run(2, tmp_path / "a", 1, state="off")
+    assert not (tmp_path / "a" / FOLDER).exists()
+    run(2, tmp_path / "full", 1)
+    for folder in ("a", "full"):
+        resume = checkpoint(tmp_path / folder, 0, 5)
+        second = run(2, tmp_path / f"{folder} on", 2, resume=resume, state="off")
+        left, due = mean_error(second), owed(second)
+        assert all(np.abs(left[name] - due[name]).max() < 1e-6 for name in left)
+
+
+def test_files_are_plain_data(tmp_path: Path) -> None:
+    """Tensors by parameter name, in every worker's file; nothing that has to be unpickled."""
+    run(2, tmp_path, 1, controller=Schedule((0.1, 0.2)))
+    main = torch.load(checkpoint(tmp_path, 0, 5), weights_only=True)["lightning_gc"]
+    assert (main["format"], main["mode"], main["workers"], main["step"]) == (1, "full", 2, 5)
+    assert main["turn"]["decision"]["level"] == 0.1
+    files = sorted((tmp_path / FOLDER).iterdir())
+    assert [file.name for file in files] == [
+        f"epoch=0-step=5.ckpt-step5-worker{worker}of2.pt" for worker in range(2)
+    ]
+    for worker, file in enumerate(files):
+        own = torch.load(file, weights_only=True)
+        assert own["worker"] == worker
+        memory = own["averaged"]["memory"]
+        assert memory["body.2.weight"]["error"].shape == (40, 40)
+        assert memory["body.2.weight"]["error"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("how", ["linked", "moved", "renamed"])
+def test_checkpoints_are_found_elsewhere(tmp_path: Path, how: str) -> None:
+    saving: dict[str, Any] = {"save_top_k": 1, "save_on_train_epoch_end": True}
+    whole = run(2, tmp_path / "whole", 3, saving=saving)
+    first = tmp_path / "first"
+    run(2, first, 3, crash=10, saving=saving | {"save_last": "link"})
+    resume = first / "last.ckpt"
+    assert resume.is_symlink()
+    if how == "moved":
+        first.rename(tmp_path / "elsewhere")
+        resume = tmp_path / "elsewhere" / "epoch=1-step=10.ckpt"
+    if how == "renamed":
+        resume = first / "mine.ckpt"
+        (first / "epoch=1-step=10.ckpt").rename(resume)
+    resumed = run(2, tmp_path / "second", 3, resume=str(resume), saving=saving)
+    assert differences(whole, resumed) == []
+
+
+def test_last_is_the_checkpoint_and_not_a_side_file(tmp_path: Path) -> None:
+    """Lightning takes for the last checkpoint whatever beside it has "last" in its name."""
+    saving = {"save_last": True, "save_top_k": 1, "save_on_train_epoch_end": True}
+    whole = run(2, tmp_path / "whole", 3, saving=saving)
+    run(2, tmp_path / "first", 3, crash=10, saving=saving)
+    side = sorted(file.name for file in (tmp_path / "first" / FOLDER).glob("last*"))
+    assert side == [f"last.ckpt-step10-worker{worker}of2.pt" for worker in range(2)]
+    resumed = run(2, tmp_path / "first", 3, resume="last", saving=saving)
+    assert differences(whole, resumed) == []
+
+
+def test_side_files_go_with_their_checkpoint(tmp_path: Path) -> None:
+    run(2, tmp_path, 4, saving={"save_top_k": 2, "monitor": "step", "mode": "max"})
+    kept = sorted(file.name for file in tmp_path.glob("*.ckpt"))
+    assert kept == ["epoch=2-step=15.ckpt", "epoch=3-step=20.ckpt"]
+    side = {file.name.rpartition("-step")[0] for file in (tmp_path / FOLDER).iterdir()}
+    assert sorted(side) == kept
+
+
+def test_weights_only_saves_have_none(tmp_path: Path) -> None:
+    run(2, tmp_path, 1, saving={"save_weights_only": True})
+    assert not (tmp_path / FOLDER).exists()
+    assert "lightning_gc" not in torch.load(checkpoint(tmp_path, 0, 5), weights_only=True)
+
+
+def asynchronous(worker: int, options: dict[str, Any]) -> dict[str, Any]:
+    return fit(worker, 2, plugins=[AsyncCheckpointIO()], **options)
+
+
+def test_saved_in_a_thread(tmp_path: Path) -> None:
+    whole = run(2, tmp_path / "whole", 3)
+    options = {"folder": str(tmp_path / "first"), "epochs": 3, "compressor": TOPK, "crash": 10}
+    spread(asynchronous, 2, options)
+    resumed = run(2, tmp_path / "second", 3, resume=checkpoint(tmp_path / "first", 1, 10))
+    assert differences(whole, resumed) == []
+
+
+def warned(worker: int, workers: int, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = fit(worker, workers, **options)
+    words = ("Resumed with", "Error state")
+    return result, [str(w.message) for w in caught if str(w.message).startswith(words)]
+
+
+def changed(tmp_path: Path, compressor: Any, **options: Any) -> tuple[Any, list[str]]:
+    run(2, tmp_path / "a", 1, controller=Fixed(0.1))
+    resume = checkpoint(tmp_path / "a", 0, 5)
+    options |= {"folder": str(tmp_path / "b"), "epochs": 2, "resume": resume}
+    results = spread(warned, 2, 2, {"compressor": compressor, "controller": Fixed(0.1), **options})
+    assert results[1][1] == []  # worker 0 speaks for all
+    return results, results[0][1]
+
+
+def test_another_compressor_keeps_the_errors(tmp_path: Path) -> None:
+    results, (sentence,) = changed(
+        tmp_path, PerParameter(QSGD(4)), controller=None, memory="residual"
+    )
+    assert "QSGD(bits=4" in sentence
+    assert "errors are kept" in sentence
+    assert "Controller Fixed(level=0.1) is now None: it begins anew." in sentence
+    assert results[0][0]["controller"] is None
+
+
+def test_another_memory_says_so(tmp_path: Path) -> None:
+    _, (sentence,) = changed(tmp_path, TOPK, memory=NoMemory())
+    assert "Memory Residual(decay=1.0, lr_aware=False) is now NoMemory()" in sentence
+    shutil.rmtree(tmp_path / "a")
+    _, (sentence,) = changed(tmp_path, TOPK, memory=Residual(decay=0.5))
+    assert "what both keep is kept" in sentence
+
+
+def test_a_lost_side_file_counts_as_zeros(tmp_path: Path) -> None:
+    first = run(2, tmp_path / "a", 1)
+    lost = tmp_path / "a" / FOLDER / "epoch=0-step=5.ckpt-step5-worker1of2.pt"
+    os.remove(lost)
+    options = {"folder": str(tmp_path / "b"), "epochs": 2, "compressor": TOPK}
+    options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
+    (one, quiet), (other, (sentence,)) = spread(warned, 2, 2, options)
+    assert quiet == []
+    assert str(lost) in sentence
+    assert FOLDER in sentence
+    left, due = mean_error([one, other]), owed([one, other])
+    for name, error in first[0]["error"].items():
+        assert np.abs(error / 2 + due[name] - left[name]).max() < 1e-6
+
+
+def broken(worker: int, options: dict[str, Any]) -> str:
+    with pytest.raises(RuntimeError, match="Worker 1 of 2 could not read") as caught:
+        fit(worker, 2, **options)
+    return str(caught.value)
+
+
+def test_a_damaged_side_file_stops_all_workers(tmp_path: Path) -> None:
+    run(2, tmp_path / "a", 1)
+    file = tmp_path / "a" / FOLDER / "epoch=0-step=5.ckpt-step5-worker1of2.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    options = {"folder": str(tmp_path / "b"), "epochs": 2, "compressor": TOPK}
+    options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
+    sentences = spread(broken, 2, options, timeout=60)
+    assert all("state='off'" in sentence for sentence in sentences)
+    assert str(file) in sentences[0]
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="state='some': use 'full', 'mean' or 'off'"):
+        CompressedDDPStrategy(TopK(), state="some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="state_dtype='int8'"):
+        CompressedDDPStrategy(TopK(), state_dtype="int8")  # type: ignore[arg-type]

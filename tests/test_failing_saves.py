@@ -1,0 +1,125 @@
+"""Checkpoints when things go wrong: a full disk, an exception before a step, within a step."""
+
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import OnExceptionCheckpoint
+
+from lightning_gc import PerParameter, TopK
+from lightning_gc.strategies.state_files import FOLDER
+from tests.processes import spread
+from tests.resumes import Crash, Crashed, differences, fit
+
+pytestmark = pytest.mark.processes
+TOPK = PerParameter(TopK(0.1))
+LAST = {"save_last": True, "save_top_k": 1, "save_on_train_epoch_end": True}
+
+
+class FullDisk(pl.Callback):
+    """From a step on, no file of this worker can have more than 4 KB."""
+
+    def __init__(self, step: int, workers: tuple[int, ...]) -> None:
+        self.step, self.workers = step, workers
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.strategy.engine.step == self.step and trainer.global_rank in self.workers:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+def keywords(worker: int, options: dict[str, Any]) -> dict[str, Any]:
+    return fit(worker, 2, **options)
+
+
+def on_a_full_disk(worker: int, full: tuple[int, ...], options: dict[str, Any]) -> str:
+    with pytest.raises(RuntimeError, match="could not write") as caught:
+        fit(worker, 2, callbacks=[FullDisk(7, full)], **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("full", "state"), [((0,), "full"), ((1,), "full"), ((0, 1), "full"), ((0,), "off")]
+)
+def test_a_full_disk_costs_no_checkpoint(tmp_path: Path, full: Any, state: str) -> None:
+    """All workers say who could not write and why; the run goes on from what was there before."""
+    options = {"epochs": 3, "compressor": TOPK, "saving": LAST, "state": state}
+    whole = spread(keywords, 2, options | {"folder": str(tmp_path / "whole")})
+    options["folder"] = str(tmp_path / "first")
+    sentences = spread(on_a_full_disk, 2, full, options, timeout=60)
+    who = f"Worker {', '.join(map(str, full))} of 2 could not write"
+    assert all(sentence.startswith(who) for sentence in sentences)
+    assert all("File too large" in sentence for sentence in sentences)
+    assert not list((tmp_path / "first").rglob("*.part"))
+    resumed = spread(keywords, 2, options | {"resume": "last"})
+    assert len(resumed[0]["losses"]) == 10
+    if state == "full":
+        assert differences(whole, resumed) == []
+
+
+class CrashesBackward(pl.Callback):
+    """Raises when the last of the gradients is ready: most buckets are on their way."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        seen: list[Any] = []
+
+        def crash(grad: Any) -> None:
+            seen.append(grad)
+            if len(seen) == 2:  # the first time the module computes its own gradients for the books
+                raise Crashed
+
+        if trainer.strategy.engine.step == 7:
+            module.body[0].weight.register_hook(crash)
+
+
+class CrashesAfter(pl.Callback):
+    """Raises between two steps."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.strategy.engine.step == 7:
+            raise Crashed
+
+
+def crashing(worker: int, callback: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    callbacks = [
+        OnExceptionCheckpoint(folder, "crashed"),
+        CrashesAfter() if callback == "between" else CrashesBackward(),
+    ]
+    if callback == "on worker 0":
+        callbacks[1] = Crash(7 if worker == 0 else -1)
+    return fit(worker, 2, callbacks=callbacks, **options)
+
+
+def test_an_exception_between_steps_is_a_checkpoint_like_others(tmp_path: Path) -> None:
+    options = {"epochs": 1, "batches": 12, "compressor": TOPK, "stateful": True}
+    whole = spread(keywords, 2, options | {"folder": str(tmp_path / "whole")})
+    options["folder"] = str(tmp_path / "first")
+    spread(crashing, 2, "between", str(tmp_path), options)
+    resumed = spread(keywords, 2, options | {"resume": str(tmp_path / "crashed.ckpt")})
+    assert differences(whole, resumed) == []
+
+
+def test_an_exception_within_a_step_says_that_errors_are_lost(tmp_path: Path) -> None:
+    """Some buckets have been sent, others not: no errors fit to the weights that are saved."""
+    options = {"epochs": 1, "batches": 12, "compressor": TOPK, "bucket_cap_mb": 0.002}
+    options["folder"] = str(tmp_path / "first")
+    spread(crashing, 2, "within", str(tmp_path), options)
+    saved = torch.load(tmp_path / "crashed.ckpt", weights_only=True)
+    assert saved["lightning_gc"]["torn"] is True
+    assert not (tmp_path / FOLDER).exists()
+    resumed = spread(keywords, 2, options | {"resume": str(tmp_path / "crashed.ckpt")})
+    assert resumed[0]["step"] > 7
+
+
+def test_an_exception_on_one_worker_saves_what_that_one_has(tmp_path: Path) -> None:
+    """Nobody else answers, so saving must not wait for them; Lightning does so afterwards."""
+    options = {"epochs": 1, "batches": 12, "compressor": TOPK, "folder": str(tmp_path / "first")}
+    with pytest.raises((TimeoutError, RuntimeError)):
+        spread(crashing, 2, "on worker 0", str(tmp_path), options, timeout=15)
+    saved = torch.load(tmp_path / "crashed.ckpt", weights_only=True)
+    assert (saved["lightning_gc"]["torn"], saved["lightning_gc"]["step"]) == (False, 7)
+    assert [f.name for f in (tmp_path / FOLDER).iterdir()] == ["crashed.ckpt-step7-worker0of2.pt"]
