@@ -163,8 +163,6 @@ class Photos(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return this worker's part of the training images; all parts are of one length."""
         data = TensorDataset(self.images.train, self.images.train_labels)
-        # Its own for every worker: Lightning has seeded torch alike in all of them.
-        self.draw = torch.Generator().manual_seed(self.seed * self.workers + self._worker())
         sampler: DistributedSampler[Any] = DistributedSampler(
             data, self.workers, self._worker(), seed=self.seed, drop_last=True
         )
@@ -187,12 +185,18 @@ class Photos(pl.LightningDataModule):
         return (images - self.mean) / self.std, labels
 
     def _shift(self, images: Tensor) -> Tensor:
-        """Move every image by up to an eighth of its size, or so few are soon known by heart."""
+        """Move every image by up to an eighth of its size, or so few are soon known by heart.
+
+        How far depends on seed, step and worker only, so that a resumed run goes on alike.
+        """
+        assert self.trainer is not None
+        step = self.seed * 1_000_000 + self.trainer.global_step
+        draw = torch.Generator().manual_seed(step * self.workers + self._worker())
         height, width = images.shape[2:]
         far = min(height, width) // 8
         padded = nn.functional.pad(images, [far] * 4)
         windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # (n, c, ways, ways, h, w)
-        down, right = torch.randint(2 * far + 1, (2, len(images)), generator=self.draw)
+        down, right = torch.randint(2 * far + 1, (2, len(images)), generator=draw)
         return windows[torch.arange(len(images)), :, down, right]
 
     def _worker(self) -> int:

@@ -85,7 +85,7 @@ class CrashesAfter(pl.Callback):
 
 
 def crashing(worker: int, callback: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    callbacks = [
+    callbacks: list[Any] = [
         OnExceptionCheckpoint(folder, "crashed"),
         CrashesAfter() if callback == "between" else CrashesBackward(),
     ]

@@ -174,7 +174,7 @@ def test_every_worker_has_its_own_images(images: ModuleType, tmp_path: Path) -> 
 def test_images_are_moved_in_training_only(images: ModuleType, tmp_path: Path) -> None:
     whole = images.load(plain(tmp_path / "a.npz"))
     data = images.Photos(whole, workers=1, batch=64, seed=0)
-    data.trainer = SimpleNamespace(global_rank=0, training=True)
+    data.trainer = SimpleNamespace(global_rank=0, training=True, global_step=0)
     data.train_dataloader()
     batch = (whole.train, whole.train_labels)
     moved, _ = data.on_after_batch_transfer(batch, 0)

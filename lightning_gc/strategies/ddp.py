@@ -25,6 +25,7 @@ from lightning_gc.strategies.checks import (
     check_controller,
     refuse_sparse_gradients,
 )
+from lightning_gc.strategies.children import end_children
 from lightning_gc.strategies.claim import Claimed
 from lightning_gc.strategies.resuming import Resuming
 from lightning_gc.strategies.turn import Turn
@@ -225,6 +226,11 @@ class CompressedDDP(Resuming, Claimed):
         super().post_backward(closure_loss)  # type: ignore[misc]
         if self._background is not None:
             self._background.check()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave no worker behind."""
+        super().on_exception(exception)  # type: ignore[misc]
+        end_children(self._launcher)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
         """Stop the background thread and leave the process group."""

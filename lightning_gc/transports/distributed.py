@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,13 @@ from lightning_gc.transports.transport import (
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+_NAMES = {Mean: "all-reduce", Gather: "all-gather", Exchange: "all-to-all"}
+
+
+class PeerError(RuntimeError):
+    """A collective has failed because of another worker."""
 
 
 class Distributed(Transport):
@@ -42,7 +50,24 @@ class Distributed(Transport):
         self.sent_bytes = 0
 
     def fulfil(self, request: Request) -> Reply:
-        """Carry out one request."""
+        """Carry out one request.
+
+        Raises:
+            PeerError: a peer has died, hangs, or is out of step.
+        """
+        started = time.monotonic()
+        try:
+            return self._fulfil(request)
+        except RuntimeError as error:
+            peers = ", ".join(str(i) for i in range(self.workers) if i != self.worker)
+            raise PeerError(
+                f"Worker {self.worker}: {_NAMES[type(request)]} with worker{'s'[: len(peers) > 1]} "
+                f"{peers} failed after {time.monotonic() - started:.1f} s, in an exchange of "
+                f"gradients. One of them has died, hangs, or is out of step; its own output says "
+                f"more. The backend says: {error}"
+            ) from error
+
+    def _fulfil(self, request: Request) -> Reply:
         if isinstance(request, Mean):
             return self._mean(request)
         if isinstance(request, Gather):
@@ -121,8 +146,51 @@ class Distributed(Transport):
         return announced
 
 
+MAX_TEXT = 1 << 24
+"""The most bytes of a text that one worker sends to others."""
+
+
 def gather_text(text: str, transport: Transport, device: torch.device) -> list[str]:
     """Return every worker's text, in worker order. For start-up checks: no pickle involved."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    texts = transport.fulfil(Gather((data,), (1 << 24,)))
-    return [bytes(payload[0].tolist()).decode(errors="replace") for payload in texts]
+    texts = transport.fulfil(Gather((_encoded(text, device),), (MAX_TEXT,)))
+    return [_decoded(payload[0]) for payload in texts]
+
+
+def broadcast_text(text: str | None, device: torch.device) -> str:
+    """Return worker 0's text on all workers of the default group. No pickle involved.
+
+    Unlike ``broadcast_object_list``, behind Lightning's ``strategy.broadcast``, which makes of the
+    bytes whatever object they describe.
+
+    Args:
+        text: what worker 0 says; ignored on the others.
+        device: one that the group's backend can send from: a GPU with NCCL.
+
+    Communication pattern:
+        Two broadcasts: the length in bytes, as 8 bytes, and the text in UTF-8.
+
+    Raises:
+        ValueError: on all workers, a text of more than ``MAX_TEXT`` bytes.
+    """
+    if not dist.is_initialized():
+        return text or ""
+    own = _encoded(text or "", device)
+    announced = torch.tensor([own.numel()], dtype=torch.int64, device=device)
+    dist.broadcast(announced, src=0)
+    length = int(announced)
+    if not 0 <= length <= MAX_TEXT:
+        raise ValueError(
+            f"Worker 0 announces a text of {length:,} bytes, where 0..{MAX_TEXT:,} are possible."
+        )
+    data = own if dist.get_rank() == 0 else own.new_empty(length)
+    if length:
+        dist.broadcast(data, src=0)
+    return _decoded(data)
+
+
+def _encoded(text: str, device: torch.device) -> torch.Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+
+
+def _decoded(data: torch.Tensor) -> str:
+    return bytes(data.tolist()).decode(errors="replace")
