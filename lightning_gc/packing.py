@@ -40,7 +40,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(data: Tensor, bits: int, numel: int, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return the ``numel`` codes that ``pack`` put into ``data``, as ``dtype``.
 
-    Whatever the bytes are, codes are in ``[0, 2**bits)``; bits after the last one are not looked at.
+    Whatever the bytes are, codes are in ``[0, 2**bits)``; bits after the last one do not count.
 
     Raises:
         ValueError: the length of ``data`` is not that of ``numel`` codes, or ``dtype`` is too

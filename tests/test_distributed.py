@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from lightning_gc.engine import Engine
 from lightning_gc.flow import Exchange, Gather, Mean
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from lightning_gc.transports import Distributed, run
+from lightning_gc.transports import Distributed, distributed, run
+from lightning_gc.transports.distributed import broadcast_text, gather_text
 from tests.processes import spread
 
 pytestmark = pytest.mark.processes
@@ -116,6 +118,17 @@ def requests(worker: int, workers: int) -> None:
 
     with pytest.raises(ValueError, match="announces 3 elements where at most 2 are possible"):
         transport.fulfil(Gather((torch.zeros(3),), (2,)))
+
+    cpu = torch.device("cpu")
+    texts = gather_text("wörker " * worker, transport, cpu)
+    assert texts == ["wörker " * i for i in range(workers)]
+    for text in ("nöthing special " * 999, ""):
+        assert broadcast_text(text if worker == 0 else f"not of {worker}", cpu) == text
+    with (
+        mock.patch.object(distributed, "MAX_TEXT", 10),
+        pytest.raises(ValueError, match=r"text of 11 bytes, where 0..10 are possible"),
+    ):
+        broadcast_text("x" * 11 if worker == 0 else None, cpu)
     dist.destroy_process_group()
 
 

@@ -78,6 +78,61 @@ def test_algorithms_do_not_communicate() -> None:
             assert not any(name.startswith("torch.distributed") for name in names), path
 
 
+UNSAFE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+UNSAFE_NAMES = {
+    *("eval", "exec", "broadcast_object_list", "all_gather_object", "gather_object"),
+    *("scatter_object_list", "send_object_list", "recv_object_list"),
+}
+
+
+def unsafe(source: str) -> set[str]:
+    """Return what would run or rebuild whatever the bytes of a message or a file describe."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & UNSAFE_MODULES
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or ""} & UNSAFE_MODULES
+            found |= {alias.name for alias in node.names} & UNSAFE_NAMES
+        elif isinstance(node, ast.Attribute | ast.Name):
+            found |= {ast.unparse(node).rpartition(".")[2]} & UNSAFE_NAMES
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called = ast.unparse(node.func)
+            safe = "weights_only=True" in {ast.unparse(keyword) for keyword in node.keywords}
+            if called == "torch.load" and not safe:
+                found.add(called)
+            if node.func.attr == "broadcast" and called != "dist.broadcast":
+                found.add(called)  # Lightning's pickles
+    return found
+
+
+def test_no_bytes_become_code() -> None:
+    """No pickle on any path; the contracts alone make one, of their own."""
+    folders = (ROOT / "lightning_gc", ROOT / "controllers")
+    sources = {p for p in files() for folder in folders if p.is_relative_to(folder)}
+    sources = {p for p in sources if "testing" not in p.parts}
+    assert len(sources) > 40
+    assert {p.name: u for p in sources if (u := unsafe(p.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "from torch.distributed import all_gather_object",
+        "dist.broadcast_object_list([x])",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "strategy.broadcast(text)",
+        "eval(text)",
+    ],
+)
+def test_what_counts_as_code(line: str) -> None:
+    assert unsafe(line)
+    assert not unsafe("dist.broadcast(t, src=0); torch.load(f, weights_only=True); m.eval_steps()")
+
+
 def test_no_file_is_long() -> None:
     long = {p.name: n for p in files() if (n := len(p.read_text().splitlines())) > 320}
     assert not long

@@ -8,7 +8,6 @@ arise in honest training too, and have the same effect.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightning_gc.flow import Payload
@@ -37,11 +36,11 @@ def lengths(payload: Payload, *expected: int) -> None:
 def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     """Return indices and values that can be added to a tensor of ``numel`` elements.
 
-    Positions must be in ``[0, numel)`` and ascend. So each is named once: a GPU adds in any order,
+    Positions must be below ``numel`` and ascend. So each is named once: a GPU adds in any order,
     and of two values for one element every worker could make another sum.
 
     Args:
-        indices: ``(k,)``, any signed integer dtype.
+        indices: ``(k,)``, non-negative, as ``unpack`` returns them.
         values: ``(k,)``, a floating dtype.
         numel: how many elements there are.
 
@@ -51,17 +50,19 @@ def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tens
     """
     count = indices.numel()
     if count > numel:
-        raise ValueError(f"The payload names {count:,} positions of a tensor of {numel:,} elements.")
+        raise ValueError(
+            f"The payload names {count:,} positions of a tensor of {numel:,} elements."
+        )
     if not count:
         return indices, values
-    lowest, highest = torch.aminmax(indices)
-    steps = indices[1:] - indices[:-1] if count > 1 else torch.ones_like(indices)
-    shortest = steps.amin()
+    before, after = indices[:-1], indices[1:]
     if on_host(indices):
-        _refuse_positions(indices, numel, int(lowest), int(highest), int(shortest))
+        # One pass over differences, which takes a quarter of the time of a comparison.
+        if int(indices[-1]) >= numel or (count > 1 and int((after - before).amin()) <= 0):
+            raise ValueError(_wrong_position(indices, numel))
         return indices, values
-    wrong = (lowest < 0) | (highest >= numel) | (shortest <= 0)
-    return indices.clamp(0, numel - 1), values.masked_fill(wrong, _NAN)
+    wrong = (indices[-1] >= numel) | (after <= before).any()
+    return indices.clamp(max=numel - 1), values.masked_fill(wrong, _NAN)
 
 
 def codes(found: Tensor, highest: int, scales: Tensor) -> Tensor:
@@ -88,18 +89,15 @@ def codes(found: Tensor, highest: int, scales: Tensor) -> Tensor:
     return scales
 
 
-def _refuse_positions(
-    indices: Tensor, numel: int, lowest: int, highest: int, shortest: int
-) -> None:
-    if lowest < 0 or highest >= numel:
-        raise ValueError(
-            f"The payload names position {lowest if lowest < 0 else highest:,} of a tensor of "
-            f"{numel:,} elements, where positions are 0..{numel - 1:,}; it is damaged, or its "
-            f"sender has another model."
+def _wrong_position(indices: Tensor, numel: int) -> str:
+    highest = int(indices.max())
+    if highest >= numel:
+        return (
+            f"The payload names position {highest:,} of a tensor of {numel:,} elements, where "
+            f"positions are 0..{numel - 1:,}; it is damaged, or its sender has another model."
         )
-    if shortest <= 0:
-        at = int((indices[1:] <= indices[:-1]).nonzero()[0, 0])
-        raise ValueError(
-            f"The payload names position {int(indices[at + 1]):,} after {int(indices[at]):,}, but "
-            f"positions ascend; it is damaged."
-        )
+    at = int((indices[1:] <= indices[:-1]).nonzero()[0, 0])
+    return (
+        f"The payload names position {int(indices[at + 1]):,} after {int(indices[at]):,}, but "
+        f"positions ascend; it is damaged."
+    )

@@ -158,6 +158,9 @@ class Codec(Compressor):
     4. It has one knob, and ``at(level)`` moves the payload's size in the knob's direction.
     5. Payload shapes follow from configuration, shapes and step, unless ``ragged``.
     6. Its randomness is private: from ``bucket.generator`` only.
+    7. It trusts no bytes: whatever the payload's tensors hold, ``decode`` raises ValueError or
+       writes to ``out`` alone, and all workers get the same bits of the same payload. Where
+       raising would mean waiting for a device, what cannot be right makes ``out`` non-finite.
     """
 
     @abc.abstractmethod

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import sparse
+from lightning_gc.compressors import checks, sparse
 from lightning_gc.compressors.compressor import AbsoluteError, Codec, Knob
 from lightning_gc.flow import Limits, Payload
 
@@ -66,6 +66,8 @@ class HardThreshold(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add as many elements as came."""
+        chosen = payload[0].numel()
+        checks.lengths(payload, chosen, sparse.index_bytes(chosen, out.numel()))
         values, packed = payload
         sparse.add(values, packed, out, scale)
 

@@ -34,7 +34,7 @@ def index_bytes(chosen: int, numel: int) -> int:
 
 
 def take(buffer: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Move the elements at ``indices``, which ascend, out of ``buffer``: (values, packed indices)."""
+    """Move elements out of ``buffer`` into (values, packed indices); the indices must ascend."""
     values = buffer[indices]  # (k,) buffer.dtype
     buffer[indices] = 0
     return values, pack(indices, index_bits(buffer.numel()))

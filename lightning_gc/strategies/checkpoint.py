@@ -65,7 +65,7 @@ class Checkpoints:
         checkpoint[KEY] = main
         if engine.torn:
             return  # buckets are on their way: errors are neither those before nor those after
-        own = self._own(strategy)
+        own = self.own(strategy)
         if self.mode == "mean" and not alone:
 
             def mean(tensor: Tensor) -> Tensor:
@@ -74,16 +74,17 @@ class Checkpoints:
                 return result.cpu()
 
             own["averaged"] = reduced(own["averaged"], mean)
-            checkpoint[KEY] = main | self._small(own)
+            own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
+            checkpoint[KEY] = main | own
             return
         main["mode"] = "full"
         target = state_files.path_of(path, stem, engine.worker, engine.workers)
         own |= {"format": FORMAT, "worker": engine.worker}
 
+        own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
+
         def write() -> None:
-            strategy.checkpoint_io.save_checkpoint(
-                self._small(own), target, storage_options=options
-            )
+            strategy.checkpoint_io.save_checkpoint(own, target, storage_options=options)
 
         what = f"its error state to {target}. {path} has not been written"
         self._together(strategy, write, what, alone)
@@ -128,18 +129,17 @@ class Checkpoints:
 
         self._together(strategy, act, f"{where}. If there was one of that name, it is kept", alone)
 
-    def _own(self, strategy: Any) -> Tree:
+    def own(self, strategy: Any) -> Tree:
+        """Return a copy, on the host, of what this worker alone knows."""
         state = strategy.engine.state_dict()
         averaged: Tree = {"memory": state["memory"]}
         averaged |= {name: kept.own_state() for name, kept in strategy.kept.items()}
-        return {"averaged": averaged, "compressor": state["compressor"]}
+        own = {"averaged": averaged, "compressor": state["compressor"]}
+        return each_tensor(own, lambda t: t.detach().cpu())
 
-    def _small(self, own: Tree) -> Tree:
-        """Return a copy on the host, with errors in the dtype for files."""
-        on_host = each_tensor(own, lambda t: t.detach().cpu())
-        memory = on_host["averaged"]["memory"]
-        on_host["averaged"]["memory"] = each_tensor(memory, lambda t: t.to(self.dtype))
-        return on_host
+    def small(self, memory: Tree) -> Tree:
+        """Return errors in the dtype for files."""
+        return each_tensor(memory, lambda t: t.to(self.dtype))
 
     def _collect(self, strategy: Any, main: Tree, path: Any) -> Tree:
         """Return this worker's part, as it was or as the mean of all old workers'."""

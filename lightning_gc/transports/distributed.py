@@ -63,8 +63,8 @@ class Distributed(Transport):
             raise PeerError(
                 f"Worker {self.worker}: {_NAMES[type(request)]} with worker{'s'[: len(peers) > 1]} "
                 f"{peers} failed after {time.monotonic() - started:.1f} s, in an exchange of "
-                f"gradients. One of them has died, hangs, or is out of step; its own output says "
-                f"more. The backend says: {error}"
+                f"gradients. One of them has died, hangs, or has fewer batches or has stopped "
+                f"earlier than the others; its own output says more. The backend says: {error}"
             ) from error
 
     def _fulfil(self, request: Request) -> Reply:

@@ -79,15 +79,15 @@ class Simulated:
         return [[list(r.tensors) for r in requests] for _ in requests]
 
     def _exchange(self, requests: Sequence[Exchange]) -> list[Reply]:
-        limits = requests[0].limits
-        ragged = limits is not None
+        first = requests[0]
         for sender, r in enumerate(requests):
-            if limits is not None:
-                for own, payload in zip(requests[0].payloads, r.payloads, strict=True):
-                    check_lengths([t.numel() for t in payload], own, limits, sender)
-            lengths = LENGTH_BYTES * len(r.payloads[0]) * (self.workers - 1) if ragged else 0
             others = (p for i, p in enumerate(r.payloads) if i != sender)
-            self.sent_bytes[sender] += lengths + sum(Message(p).nbytes for p in others)
+            self.sent_bytes[sender] += sum(Message(p).nbytes for p in others)
+            if first.limits is not None:
+                lengths = LENGTH_BYTES * len(r.payloads[0])
+                self.sent_bytes[sender] += all_gather_bytes(lengths, self.workers)
+                for own, payload in zip(first.payloads, r.payloads, strict=True):
+                    check_lengths([t.numel() for t in payload], own, first.limits, sender)
         return [[list(r.payloads[i]) for r in requests] for i in range(self.workers)]
 
     def _count(self, nbytes: Sequence[int]) -> None:

@@ -11,14 +11,16 @@ from torch import Tensor
 from lightning_gc.compressors import Codec, Compressor
 from lightning_gc.flow import Payload
 from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.decoder import DecoderContract
 from lightning_gc.testing.lockstep import Lockstep
 
 
-class CompressorContract:
+class CompressorContract(DecoderContract):
     """Holds compressors to what they declare.
 
     Attributes:
         instances: what to test; several configurations find more than one.
+        examples: how many damaged payloads each decoder gets.
 
     Example:
         >>> from lightning_gc import TopK
@@ -26,8 +28,6 @@ class CompressorContract:
         >>> class TestMine(CompressorContract):
         ...     instances = (TopK(0.05),)
     """
-
-    instances: tuple[Compressor, ...] = ()
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Parametrise over instances, shapes and numbers of workers."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_gc.compressors import QSGD, Compressor, HardThreshold, Identity, RandomK, TopK
 from lightning_gc.memories import Residual
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.damage import Lying
 from lightning_gc.testing.lockstep import Lockstep
 
 
@@ -19,6 +22,7 @@ class SchemeContract:
     Attributes:
         instances: what to test.
         compressors: what to test them with.
+        examples: how many conversations with a worker that lies each pair gets.
 
     Example:
         >>> from lightning_gc import TwoShot
@@ -35,6 +39,7 @@ class SchemeContract:
         HardThreshold(1.0),
         QSGD(4, 64),
     )
+    examples: int = 25
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Parametrise over instances, compressors and numbers of workers."""
@@ -61,6 +66,34 @@ class SchemeContract:
         for step in range(3):
             result = lockstep.step(cases.gradients(workers, step))
             assert cases.flat(result.mean).isfinite().all()
+
+    def test_2_replicas_get_the_same_bits_of_a_liar(
+        self, scheme: Scheme, compressor: Compressor
+    ) -> None:
+        """One of three workers sends damaged payloads: it is named, or all get the same bits.
+
+        Nobody remembers what is not finite.
+        """
+        if not fits(scheme, compressor):
+            return
+
+        @settings(max_examples=self.examples, derandomize=True, database=None, deadline=None)
+        @given(st.data())
+        def hold(data: st.DataObject) -> None:
+            lockstep = Lockstep(3, compressor, Residual(), scheme)
+            liar = data.draw(st.integers(0, 2), label="liar")
+            small = [{n: g[n] for n in ("bias", "conv")} for g in cases.gradients(3, 0)]
+            lockstep.transport = Lying(3, liar, data)
+            said = ""
+            try:
+                lockstep.step(small)
+            except ValueError as error:
+                said = str(error)
+            assert not said or f"orker {liar} " in said
+            for engine in lockstep.engines:
+                assert all(error.isfinite().all() for error in engine.errors().values())
+
+        hold()
 
     def test_2_without_compression_it_is_the_mean(self, scheme: Scheme, workers: int) -> None:
         """Around ``Identity`` any scheme is an all-reduce."""

@@ -1,0 +1,100 @@
+"""The law of decoders: bytes from the network are not trusted."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors import Codec, Compressor, checks
+from lightning_gc.flow import Payload
+from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.damage import damaged
+from lightning_gc.transports.transport import as_bytes
+
+FENCE = 64
+"""Elements on either side of the output that must stay as they are."""
+
+
+class DecoderContract:
+    """Feeds damaged payloads to decoders. Part of ``CompressorContract``; needs hypothesis.
+
+    Attributes:
+        instances: what to test.
+        examples: how many payloads each decoder gets.
+        repeatable: the same ones in every run; false draws new ones.
+    """
+
+    instances: tuple[Compressor, ...] = ()
+    examples: int = 200
+    repeatable: bool = True
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Parametrise over codecs."""
+        cases.parametrize(metafunc, codec=[c for c in self.instances if isinstance(c, Codec)])
+
+    def test_7_trusts_no_bytes(self, codec: Codec) -> None:
+        """A damaged payload is refused, or adds something to ``out`` alone, alike on all workers.
+
+        What is refused on the host may be let through where reading numbers would make the host
+        wait for a device; but then the result is not finite.
+        """
+
+        @settings(
+            max_examples=self.examples,
+            derandomize=self.repeatable,
+            database=None,
+            deadline=None,
+        )
+        @given(st.data())
+        def hold(data: st.DataObject) -> None:
+            numel = data.draw(st.sampled_from((1, 2, 19, 101)), label="numel")
+            kind = data.draw(st.sampled_from(("normal", "one element", "zeros")), label="kind")
+            x = cases.tensors(numel)[kind]
+            payload = codec.encode(x.clone(), cases.bucket_of(x))
+            payload = damaged(data, payload, codec.limits(numel))
+            first = decoded(codec, payload, x, cases.bucket_of(x, workers=2))
+            assert same(first, decoded(codec, payload, x, cases.bucket_of(x, worker=1, workers=2)))
+            with mock.patch.object(checks, "on_host", return_value=False):
+                unread = decoded(codec, payload, x, cases.bucket_of(x))
+            if isinstance(first, Tensor):
+                assert same(first, unread)
+            elif isinstance(unread, Tensor):
+                assert not unread.isfinite().all(), f"a step would be made, although {first}"
+
+        hold()
+
+
+def decoded(codec: Codec, payload: Payload, x: Tensor, bucket: Bucket) -> Tensor | str:
+    """Add a payload to a copy of ``x``; return that, or the sentence by which it is refused.
+
+    All that is around the copy, and the payload itself, must be left as found.
+    """
+    memory = torch.full((FENCE + x.numel() + FENCE,), 7.0)
+    out = memory[FENCE:-FENCE]
+    out.copy_(x)
+    before = [tensor.clone() for tensor in payload]
+    result: Tensor | str = out
+    try:
+        codec.decode(payload, out, 0.5, bucket)
+    except ValueError as error:
+        result = str(error)
+        assert len(result.split()) >= 5, f"{result!r} does not say what is wrong"
+    assert (memory[:FENCE] == 7.0).all()
+    assert (memory[-FENCE:] == 7.0).all()
+    assert out.shape == x.shape
+    for tensor, copy in zip(payload, before, strict=True):
+        assert torch.equal(as_bytes(tensor), as_bytes(copy)), "decode changed the payload"
+    return result
+
+
+def same(first: Tensor | str, second: Tensor | str) -> bool:
+    """Return whether both are the same bits, or refused in the same words."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(as_bytes(first), as_bytes(second))
+    return isinstance(first, str) and first == second

@@ -1,0 +1,83 @@
+"""The guard's flag: no number that arrives in its place can do harm."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request
+from lightning_gc.guard import Guard
+from lightning_gc.testing.contracts import cases
+from lightning_gc.transports import Simulated
+
+NAN = float("nan")
+
+
+def guarded(*values: float) -> Guard:
+    return Guard(cases.bucket_of(torch.tensor(values)))
+
+
+def asks(*requests: Request) -> Flow:
+    for request in requests:  # noqa: UP028 - "yield from" a tuple cannot be sent replies
+        yield request
+
+
+def answers(guard: Guard, flag: float, request: Request) -> None:
+    """Let a watched flow ask, and answer with ``flag`` in the last place."""
+    flow = guard.watch(asks(request))
+    asked = next(flow)
+    assert not isinstance(asked, Exchange)
+    damaged = [*asked.tensors[:-1], torch.full_like(asked.tensors[-1], flag)]
+    reply: Reply = damaged if isinstance(asked, Mean) else [damaged]
+    with pytest.raises(StopIteration):
+        flow.send(reply)
+
+
+@pytest.mark.parametrize("request_kind", [Mean, Gather])
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize(
+    ("flag", "poisons"),
+    [(5.0, False), (-3e38, False), (0.0, False), (NAN, True), (-float("inf"), True)],
+)
+def test_only_what_is_not_finite_counts(
+    request_kind: type[Mean] | type[Gather], on_host: bool, flag: float, poisons: bool
+) -> None:
+    guard = guarded(1.0, 2.0)
+    guard._on_host = on_host
+    answers(guard, flag, request_kind((torch.ones(2),)))
+    out = torch.tensor([3.0, 4.0])
+    guard.poison(out)
+    assert out.tolist()[1] == 4.0
+    assert bool(out[0].isnan()) == poisons
+    assert poisons or out.tolist() == [3.0, 4.0]
+
+
+def test_the_flag_rides_where_all_workers_read_the_same() -> None:
+    """Not on an exchange, of which every worker sees another part."""
+    one = torch.ones(1)
+    flow = guarded(NAN).watch(asks(Exchange(((one,),)), Gather((one,)), Gather((one,))))
+    first = next(flow)
+    assert isinstance(first, Exchange)
+    assert len(first.payloads[0]) == 1
+    second = flow.send([[one]])
+    assert isinstance(second, Gather)
+    assert second.tensors[-1].isnan().all()
+    third = flow.send([list(second.tensors)])
+    assert isinstance(third, Gather)
+    assert len(third.tensors) == 1
+
+
+def test_a_flow_of_exchanges_only_gets_a_message_for_it() -> None:
+    def mine(worker: int) -> tuple[Tensor, ...]:
+        return (torch.full((1,), float(worker)),)
+
+    guards = [guarded(1.0), guarded(NAN)]
+    Simulated(2).run([guard.watch(asks(Exchange((mine(0), mine(1)), None))) for guard in guards])
+    for guard in guards:
+        assert guard.verdict is not None
+        assert guard.verdict.isnan().all()
+
+
+def test_nothing_asked_nothing_sent() -> None:
+    guard = guarded(1.0)
+    assert list(guard.watch(asks())) == []
+    assert guard.verdict is None

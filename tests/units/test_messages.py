@@ -1,0 +1,164 @@
+"""What a transport makes of any bytes and any lengths that arrive."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_gc.flow import Exchange, Gather, Reply, Request
+from lightning_gc.strategies.checks import check_agreement
+from lightning_gc.transports import Simulated, Transport
+from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text
+from lightning_gc.transports.transport import Message, as_bytes, check_lengths
+
+CPU = torch.device("cpu")
+DTYPES = [torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.int32, torch.float64]
+ANY = st.integers(-(2**63), 2**63 - 1)
+LENGTHS = st.one_of(st.integers(-3, 30), ANY)
+
+often = pytest.mark.parametrize("examples", [200, pytest.param(10_000, marks=pytest.mark.nightly)])
+
+
+def hold(examples: int, law: Callable[[st.DataObject], None]) -> None:
+    once = settings(
+        max_examples=examples, derandomize=examples <= 200, database=None, deadline=None
+    )
+    once(given(st.data())(law))()
+
+
+def own_payload(data: st.DataObject) -> tuple[Tensor, ...]:
+    shapes = st.one_of(st.just(()), st.tuples(st.integers(0, 9)), st.just((2, 3)))
+    drawn = data.draw(st.lists(st.tuples(st.sampled_from(DTYPES), shapes), max_size=4))
+    return tuple(torch.zeros(shape, dtype=dtype) for dtype, shape in drawn)
+
+
+@often
+def test_unpack_takes_any_bytes_and_refuses_too_few(examples: int) -> None:
+    def law(data: st.DataObject) -> None:
+        own = own_payload(data)
+        layout = Message(own)
+        assert layout.pack(own).numel() == layout.nbytes
+        surplus = data.draw(st.integers(-8, 16))
+        size = max(layout.nbytes + surplus, 0)
+        tile = data.draw(st.binary(min_size=1, max_size=9))
+        message = torch.tensor(list((tile * (size + 1))[:size]), dtype=torch.uint8)
+        before = message.clone()
+        if size < layout.nbytes:
+            with pytest.raises(ValueError, match=f"{layout.nbytes} bytes was expected"):
+                layout.unpack(message)
+            return
+        tensors = layout.unpack(message)
+        assert [(t.dtype, t.shape) for t in tensors] == [(t.dtype, t.shape) for t in own]
+        for tensor in tensors:
+            assert tensor.dtype != torch.bool or as_bytes(tensor).le(1).all()
+        assert torch.equal(message, before)
+
+    hold(examples, law)
+
+
+def test_what_is_no_string_of_bytes() -> None:
+    layout = Message((torch.zeros(2),))
+    for message in (torch.zeros(8), torch.zeros(1, 8, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="8 bytes was expected"):
+            layout.unpack(message)
+
+
+@often
+def test_lengths_are_refused_or_make_a_layout_within_limits(examples: int) -> None:
+    def law(data: st.DataObject) -> None:
+        dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4))
+        own = tuple(torch.zeros(data.draw(st.integers(0, 9)), dtype=dtype) for dtype in dtypes)
+        limits = tuple(data.draw(st.sampled_from((None, 0, 12))) for _ in own)
+        honest = [t.numel() for t in own]
+        announced = [
+            data.draw(st.one_of(st.just(min(n, limit or n)), LENGTHS))
+            for n, limit in zip(honest, limits, strict=True)
+        ]
+        most = [n if limit is None else limit for n, limit in zip(honest, limits, strict=True)]
+        lowest = [n if limit is None else 0 for n, limit in zip(honest, limits, strict=True)]
+        if not all(a <= n <= b for a, n, b in zip(lowest, announced, most, strict=True)):
+            with pytest.raises(ValueError, match="Worker 3 announces"):
+                check_lengths(announced, own, limits, 3)
+            return
+        check_lengths(announced, own, limits, 3)
+        layout = Message(own, announced)
+        assert 0 <= layout.nbytes <= Message(tuple(t.new_zeros(20) for t in own)).nbytes
+        tensors = layout.unpack(torch.zeros(layout.nbytes, dtype=torch.uint8))
+        assert all(t.numel() <= m for t, m in zip(tensors, most, strict=True))
+
+    hold(examples, law)
+
+
+def test_the_simulator_checks_lengths_of_exchanges_too() -> None:
+    fine, long = torch.zeros(2), torch.zeros(3)
+    requests = [Exchange(((fine,), (fine,)), (2,)), Exchange(((fine,), (long,)), (2,))]
+    with pytest.raises(ValueError, match="Worker 1 announces 3 elements where at most 2"):
+        Simulated(2).fulfil(requests)
+
+
+class Says(Transport):
+    """Answers any gather with these texts."""
+
+    def __init__(self, *texts: bytes) -> None:
+        self.texts = texts
+
+    def fulfil(self, request: Request) -> Reply:
+        assert isinstance(request, Gather)
+        assert request.limits == (MAX_TEXT,)
+        return [[torch.tensor(list(text), dtype=torch.uint8)] for text in self.texts]
+
+
+@often
+def test_any_bytes_make_a_text(examples: int) -> None:
+    def law(data: st.DataObject) -> None:
+        said = data.draw(st.lists(st.binary(max_size=40), min_size=1, max_size=4))
+        heard = gather_text("mine", Says(*said), CPU)
+        assert heard == [text.decode(errors="replace") for text in said]
+
+    hold(examples, law)
+
+
+def test_a_worker_of_another_version_says_less() -> None:
+    said = Says(b"compressor=TopK()\nseed=0", b"compressor=TopK()")
+    with pytest.raises(ValueError, match="Worker 1 has nothing more, but worker 0 has seed=0"):
+        check_agreement({}, said, CPU)  # type: ignore[arg-type]
+
+
+@often
+def test_broadcast_takes_any_length_and_any_bytes(
+    examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 0 is played by a function that fills in what it likes."""
+    wire: list[Tensor] = []
+
+    def receive(tensor: Tensor, src: int) -> None:
+        assert src == 0
+        tensor.copy_(wire.pop(0))
+
+    fakes: dict[str, Any] = {"is_initialized": lambda: True, "get_rank": lambda: 1}
+    for name, fake in {**fakes, "broadcast": receive}.items():
+        monkeypatch.setattr(dist, name, fake)
+
+    def law(data: st.DataObject) -> None:
+        text = data.draw(st.binary(max_size=40))
+        length = data.draw(st.one_of(st.just(len(text)), ANY))
+        wire[:] = [torch.tensor([length])]
+        if length == len(text):
+            wire.append(torch.tensor(list(text), dtype=torch.uint8))
+            assert broadcast_text(None, CPU) == text.decode(errors="replace")
+        elif 0 <= length <= MAX_TEXT:
+            return  # as long as it says, then; there is nothing to see
+        else:
+            with pytest.raises(ValueError, match=r"announces a text of .* where 0\.\.16,777,216"):
+                broadcast_text(None, CPU)
+
+    hold(examples, law)
+
+
+def test_without_other_workers_a_text_is_its_own_broadcast() -> None:
+    assert broadcast_text("alone", CPU) == "alone"
