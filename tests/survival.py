@@ -63,6 +63,7 @@ def disturb(folder: Path, run: subprocess.Popen[str], draw: random.Random) -> st
     deadline = time.monotonic() + 60
     while not all(file.is_file() and file.read_text() for file in files):
         assert time.monotonic() < deadline, "training does not begin"
+        assert run.poll() is None, run.communicate()[0]
         time.sleep(0.05)
     time.sleep(draw.uniform(0, 4))
     worker = draw.randrange(2)
