@@ -21,8 +21,8 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
-AbsoluteError AllGather AllReduce Cast Codec CompressedDDPStrategy CompressionMonitor Compressor
-Contraction HardThreshold Identity Knob Memory NoMemory PerParameter QSGD RandomK Residual Scheme
+AbsoluteError AllGather AllReduce Cast Choice Codec CompressedDDPStrategy CompressionMonitor Compressor
+Contraction HardThreshold Identity Knob Memory NoMemory PerParameter QSGD RandomK Range Residual Scheme
 SizeSwitch TopK TwoShot Variance Wrapper
 """.split()  # noqa: SIM905 - a list of thirty lines says no more
 

@@ -12,6 +12,8 @@ from lightning_gc.compressors.identity import Identity as Identity
 from lightning_gc.compressors.per_parameter import PerParameter as PerParameter
 from lightning_gc.compressors.qsgd import QSGD as QSGD
 from lightning_gc.compressors.randomk import RandomK as RandomK
+from lightning_gc.compressors.ranges import Choice as Choice
+from lightning_gc.compressors.ranges import Range as Range
 from lightning_gc.compressors.size_switch import SizeSwitch as SizeSwitch
 from lightning_gc.compressors.topk import TopK as TopK
 from lightning_gc.compressors.wrapper import Wrapper as Wrapper

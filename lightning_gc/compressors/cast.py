@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import checks
 from lightning_gc.compressors.compressor import Codec, Contraction
+from lightning_gc.compressors.ranges import Choice
 from lightning_gc.flow import Payload
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,6 +48,7 @@ class Cast(Codec):
 
     kind = "quantiser"
     elementwise = True
+    space = (Choice("dtype", ("bfloat16", "float16")),)
 
     def __post_init__(self) -> None:
         # A torch.dtype is what many will pass; a string is what YAML, hparams and repr can hold.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.ranges import Choice, Range
 from lightning_gc.flow import Flow, Limits, Mean, Payload
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class Compressor(abc.ABC):
             be cut into parameters.
         exact: what it sends is the gradient itself: the error is always zero.
         knob: the one field that a controller turns, or None.
+        space: what is worth tuning, and in which range. Without an entry of its own the knob is
+            tuned over all of its range.
     """
 
     kind: Kind
@@ -105,6 +108,7 @@ class Compressor(abc.ABC):
     elementwise: bool = False
     exact: bool = False
     knob: Knob | None = None
+    space: tuple[Range | Choice, ...] = ()
 
     @abc.abstractmethod
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:

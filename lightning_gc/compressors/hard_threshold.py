@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_gc import positions
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import checks, sparse
 from lightning_gc.compressors.compressor import AbsoluteError, Codec, Knob
+from lightning_gc.compressors.ranges import Range
 from lightning_gc.flow import Limits, Payload
 
 
@@ -28,8 +30,9 @@ class HardThreshold(Codec):
 
     Wire format:
         Ragged; k differs between workers and steps.
-        ``values   # (k,) float32``
-        ``indices  # (k * ceil(log2 numel) / 8,) uint8``, bit-packed positions, ascending.
+        ``values     # (k,) float32``
+        ``positions  # (coded_bytes(k, numel),) uint8``, Elias-Fano coded, ascending: at most
+        ``2 + log2(numel/k)`` bits each and a byte or two.
 
     Raises:
         ValueError: a negative, infinite or NaN ``threshold``.
@@ -49,6 +52,7 @@ class HardThreshold(Codec):
     kind = "sparsifier"
     ragged = True
     knob = Knob("threshold", low=1e-9, high=1e3, more="compression")
+    space = (Range("threshold", 1e-5, 0.1, scale="log"),)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.threshold) and self.threshold >= 0):
@@ -59,10 +63,7 @@ class HardThreshold(Codec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take what reaches the threshold."""
-        # Not "at least": NaN must be sent too, or it would stay in the error unseen.
-        reaches = (buffer.abs() < self.threshold).logical_not_()
-        (indices,) = reaches.nonzero(as_tuple=True)
-        return sparse.take(buffer, indices)
+        return sparse.take(buffer, sparse.reaching(buffer, self.threshold))
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add as many elements as came."""
@@ -77,7 +78,7 @@ class HardThreshold(Codec):
 
     def limits(self, numel: int) -> Limits:
         """All elements at most."""
-        return numel, sparse.index_bytes(numel, numel)
+        return numel, positions.most_bytes(numel)
 
     def sent(self, payload: Payload, numel: int) -> int:
         """Return how many reached the threshold."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import checks
 from lightning_gc.compressors.compressor import Codec, Knob, Variance
+from lightning_gc.compressors.ranges import Choice, Range
 from lightning_gc.flow import Payload
 from lightning_gc.packing import pack, packed_bytes, unpack
 
@@ -53,6 +54,7 @@ class QSGD(Codec):
     kind = "quantiser"
     unbiased = True
     knob = Knob("bits", low=2, high=16, scale="linear", integer=True)
+    space = (Range("bits", 2, 8, integer=True), Choice("block_size", (64, 256, 1024, 4096)))
 
     def __post_init__(self) -> None:
         if self.bits not in range(2, 17):

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import checks, sparse
 from lightning_gc.compressors.compressor import Codec, Contraction, Knob
+from lightning_gc.compressors.ranges import Range
 from lightning_gc.flow import Payload
 
 
@@ -43,6 +44,7 @@ class RandomK(Codec):
     kind = "sparsifier"
     linear = True
     knob = Knob("density", low=1e-5, high=1.0)
+    space = (Range("density", 1e-3, 0.5, scale="log"),)
 
     def __post_init__(self) -> None:
         sparse.check_density("RandomK", self.density)

@@ -53,8 +53,9 @@ def read(path: str, checkpoint_io: Any) -> Any:
         with fs.open(inner, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
+        first = str(error).partition("\n")[0].partition(". ")[0]  # torch goes on with bad advice
         raise RuntimeError(
-            f"The error state in {path} cannot be read ({type(error).__name__}: {error}). Restore "
+            f"The error state in {path} cannot be read ({type(error).__name__}: {first}). Restore "
             f"the file, or resume with CompressedDDPStrategy(state='off') and errors of zero."
         ) from error
 

@@ -8,7 +8,8 @@ from lightning_gc import COMPRESSORS, QSGD, Cast, Codec, HardThreshold, Identity
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import checks
 from lightning_gc.flow import Payload
-from lightning_gc.packing import pack, unpack
+from lightning_gc.packing import unpack
+from lightning_gc.positions import encode
 from lightning_gc.schemes import scheme
 from lightning_gc.testing.contracts import cases
 
@@ -42,7 +43,7 @@ def test_tensors_too_short_too_long_too_many(codec: Codec) -> None:
         for length in {0, 1, tensor.numel() - 1, tensor.numel() + 1, 1000} - {tensor.numel()}:
             if length >= 0:
                 other = torch.zeros(length, dtype=tensor.dtype)
-                with pytest.raises(ValueError, match="shapes"):
+                with pytest.raises(ValueError, match=r"shapes|bitmap|positions of"):
                     decode(codec, (*payload[:i], other, *payload[i + 1 :]))
 
 
@@ -51,14 +52,15 @@ def test_tensors_too_short_too_long_too_many(codec: Codec) -> None:
     [
         (TopK(0.03), [3, 50, 127], "position 127 of a tensor of 100 elements.* 0..99"),
         (TopK(0.03), [3, 3, 50], "position 3 after 3, but positions ascend"),
-        (TopK(0.03), [50, 3, 60], "position 3 after 50, but positions ascend"),
+        (TopK(0.03), [3, 2, 60], "position 2 after 3, but positions ascend"),
+        (TopK(0.03), [50, 3, 60], "bitmap marks 2 positions, where there should be 3"),
         (HardThreshold(9.0), [100], "position 100 of a tensor of 100 elements"),
         (HardThreshold(9.0), [0, 0], "position 0 after 0"),
         (HardThreshold(9.0), [*range(100), 99], "101 positions of a tensor of 100"),
     ],
 )
 def test_positions(codec: Codec, places: list[int], words: str) -> None:
-    packed = pack(torch.tensor(places), 7)
+    packed = encode(torch.tensor(places), 100) if len(places) <= 100 else torch.zeros(26).byte()
     with pytest.raises(ValueError, match=words):
         decode(codec, (torch.ones(len(places)), packed))
 
@@ -101,8 +103,8 @@ def test_hard_threshold_sends_what_is_not_a_number() -> None:
 def test_on_a_device_the_result_is_spoilt_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """There nothing can be raised without waiting: indices are moved, values become NaN."""
     monkeypatch.setattr(checks, "on_host", lambda tensor: False)
-    for places in ([3, 50, 127], [3, 3, 50], [50, 3, 60]):
-        out = decode(TopK(0.03), (torch.ones(3), pack(torch.tensor(places), 7)))
+    for places in ([3, 50, 127], [3, 3, 50], [3, 2, 60], [50, 3, 60]):
+        out = decode(TopK(0.03), (torch.ones(3), encode(torch.tensor(places), 100)))
         assert out.isnan().any()
         assert out.isfinite().sum() >= 97
     packed, norms = payload_of(QSGD(4))

@@ -1,0 +1,77 @@
+"""What a field may be while it is tuned: plain values, which a search and the command line read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from ``low`` to ``high``, both included.
+
+    Args:
+        field: what is tuned: a field of a compressor, or an argument by its name.
+        low: least value.
+        high: greatest value.
+        scale: whether equal shares of the range are equal factors (``"log"``) or equal
+            differences (``"linear"``).
+        integer: whether only whole numbers are drawn.
+
+    Raises:
+        ValueError: an empty or infinite range, or a logarithmic one that is not above 0.
+
+    Example:
+        >>> from lightning_gc import Range
+        >>> Range("density", 1e-4, 0.1, scale="log").high
+        0.1
+    """
+
+    field: str
+    low: float
+    high: float
+    scale: Literal["log", "linear"] = "linear"
+    integer: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
+            raise ValueError(f"{self.field} from {self.low} to {self.high} holds no number.")
+        if self.scale not in ("log", "linear"):
+            raise ValueError(f"{self.field}: scale {self.scale!r}; use 'log' or 'linear'.")
+        if self.scale == "log" and self.low <= 0:
+            raise ValueError(f"{self.field} from {self.low}: a logarithmic range starts above 0.")
+        if self.integer and (self.low != int(self.low) or self.high != int(self.high)):
+            raise ValueError(f"{self.field} from {self.low} to {self.high}: use whole numbers.")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few values: numbers, strings, booleans or None.
+
+    Args:
+        field: what is tuned.
+        values: what it may be.
+
+    Raises:
+        ValueError: nothing to choose from, or something that is not a plain value.
+
+    Example:
+        >>> from lightning_gc import Choice
+        >>> Choice("norm", ("max", "l2")).values
+        ('max', 'l2')
+    """
+
+    field: str
+    values: tuple[str | float | bool | None, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(self.values))
+        if not self.values:
+            raise ValueError(f"{self.field}: there is nothing to choose from.")
+        for value in self.values:
+            if not isinstance(value, str | int | float | None):
+                raise ValueError(
+                    f"{self.field}: {value!r} cannot be chosen; use numbers, strings, true, false "
+                    f"or null."
+                )

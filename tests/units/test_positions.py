@@ -1,0 +1,104 @@
+"""Coded positions against plain Python, their length against bound and entropy."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gc.compressors import sparse
+from lightning_gc.positions import coded_bytes, decode, encode, most_bytes
+
+
+@st.composite
+def chosen(draw: st.DrawFn) -> tuple[list[int], int]:
+    numel = draw(st.integers(1, 3000))
+    return sorted(draw(st.sets(st.integers(0, numel - 1), max_size=numel))), numel
+
+
+@settings(max_examples=300, deadline=None)
+@given(chosen())
+def test_there_and_back(case: tuple[list[int], int]) -> None:
+    positions, numel = case
+    coded = encode(torch.tensor(positions, dtype=torch.int64), numel)
+    assert coded.shape == (coded_bytes(len(positions), numel),)
+    assert decode(coded, len(positions), numel).tolist() == positions
+
+
+@settings(max_examples=100, deadline=None)
+@given(chosen())
+def test_as_written_down_bit_by_bit(case: tuple[list[int], int]) -> None:
+    """The definition: low bits one after the other, then a unary bitmap of what is left."""
+    positions, numel = case
+    if not positions:
+        return
+    low = int(math.log2(numel // len(positions)))
+    bits = [1 << (p >> low) + i for i, p in enumerate(positions)]
+    length = -(-(len(positions) + ((numel - 1) >> low) + 1) // 8)
+    tail = sum(bits).to_bytes(length, "little")
+    coded = bytes(encode(torch.tensor(positions), numel).tolist())
+    assert coded[len(coded) - length :] == tail
+    if low == 8:
+        assert coded[: len(positions)] == bytes(p & 255 for p in positions)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 1000, 10**6, 25_000_000])
+@pytest.mark.parametrize("density", [1e-4, 0.01, 0.1, 0.3, 1.0])
+def test_its_length_is_what_is_promised(numel: int, density: float) -> None:
+    k = sparse.count(density, numel)
+    p = k / numel
+    entropy = numel * (-p * math.log2(p) - (1 - p) * math.log2(1 - p) if p < 1 else 0)
+    bits = 8 * coded_bytes(k, numel)
+    assert bits <= k * (2 + math.log2(numel / k)) + 24
+    assert bits >= entropy - 1
+
+
+def test_no_number_of_positions_takes_more_than_all() -> None:
+    """What ``HardThreshold.limits`` relies on."""
+    for numel in (1, 2, 9, 64, 100, 1000):
+        sizes = [coded_bytes(k, numel) for k in range(numel + 1)]
+        assert sizes[-1] <= max(sizes) <= most_bytes(numel)
+
+
+def test_without_waiting_for_a_device() -> None:
+    """The other branch, which searches in running sums, finds the same."""
+    positions = torch.tensor([0, 3, 4, 99, 512, 999])
+    coded = encode(positions, 1000)
+    assert decode(coded, 6, 1000, look=False).tolist() == positions.tolist()
+    assert (decode(torch.zeros_like(coded), 6, 1000, look=False) >= 0).all()
+    assert (decode(torch.full_like(coded, 255), 6, 1000, look=False) >= 0).all()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 1000, 2**18 - 1, 2**18, 2**18 + 3, 600_001])
+@pytest.mark.parametrize("threshold", [0.0, 1.5, 4.0, 1e9])
+def test_reaching(numel: int, threshold: float) -> None:
+    """All positions of magnitudes not below it, across pieces, NaN among them."""
+    buffer = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    if numel > 5:
+        buffer[5] = float("nan")
+        buffer[-1] = -threshold
+    wanted = (buffer.abs() < threshold).logical_not().nonzero().view(-1)
+    assert torch.equal(sparse.reaching(buffer, threshold), wanted)
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "zeros", "constant", "few", "sorted", "tiny"])
+@pytest.mark.parametrize("k", [1, 10, 1000, 30_000, 100_000])
+def test_largest(kind: str, k: int) -> None:
+    """The same magnitudes as torch.topk's, each element once; ties may be broken otherwise."""
+    g = torch.Generator().manual_seed(0)
+    normal = torch.randn(100_000, generator=g)
+    buffer = {
+        "normal": normal,
+        "heavy": normal**5,
+        "zeros": torch.zeros(100_000),
+        "constant": torch.full((100_000,), -2.0),
+        "few": torch.zeros(100_000).index_fill_(0, torch.arange(50) * 1999, 3.0),
+        "sorted": normal.sort().values,
+        "tiny": normal * 1e-30,
+    }[kind]
+    found = sparse.largest(buffer, k)
+    assert found.shape == (k,)
+    assert bool((found[1:] > found[:-1]).all())
+    wanted = torch.topk(buffer.abs(), k).values
+    assert torch.equal(buffer[found].abs().sort(descending=True).values, wanted)

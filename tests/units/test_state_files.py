@@ -1,0 +1,95 @@
+"""Where side files lie, on disk and behind a URL, and that only a checkpoint's own are removed."""
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+from lightning_gc.strategies import state_files
+from lightning_gc.strategies.state_files import FOLDER, exists, path_of, read, remove, stem_of
+
+
+@pytest.fixture(params=["disk", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "disk":
+        return str(tmp_path)
+    fsspec.filesystem("memory").store.clear()
+    return "memory://runs"
+
+
+def write(path: str, step: int, workers: int = 2) -> list[str]:
+    paths = [path_of(path, stem_of(path, step), i, workers) for i in range(workers)]
+    for i, side in enumerate(paths):
+        TorchCheckpointIO().save_checkpoint({"worker": i, "x": torch.ones(3)}, side)
+    return paths
+
+
+def test_written_found_and_read(root: str) -> None:
+    paths = write(f"{root}/a.ckpt", 5)
+    assert paths[1] == f"{root}/{FOLDER}/a.ckpt-step5-worker1of2.pt"
+    assert all(exists(path) for path in paths)
+    assert not exists(path_of(f"{root}/a.ckpt", stem_of("a.ckpt", 6), 0, 2))
+    for io in (TorchCheckpointIO(), AsyncCheckpointIO(TorchCheckpointIO()), Old()):
+        assert read(paths[1], io)["worker"] == 1
+
+
+class Old(TorchCheckpointIO):
+    """As before Lightning 2.6: nothing is said about what may be unpickled."""
+
+    def load_checkpoint(self, path: Any, map_location: Any = None) -> Any:  # type: ignore[override]
+        raise AssertionError("would unpickle anything")
+
+
+def test_removed_are_those_of_the_checkpoint_only(root: str) -> None:
+    for name, step in (("a.ckpt", 1), ("a.ckpt", 2), ("b.ckpt", 1), ("aa.ckpt", 1)):
+        write(f"{root}/{name}", step)
+    remove(f"{root}/a.ckpt", keep=["a.ckpt-step2"])
+    fs, inner = fsspec.core.url_to_fs(f"{root}/{FOLDER}")
+
+    def left() -> set[str]:
+        return {
+            str(path).rpartition("/")[2].partition("-worker")[0] for path in fs.ls(inner, False)
+        }
+
+    assert left() == {"a.ckpt-step2", "b.ckpt-step1", "aa.ckpt-step1"}
+    remove(f"{root}/a.ckpt")
+    remove(f"{root}/a.ckpt")  # another worker may have been quicker
+    assert left() == {"b.ckpt-step1", "aa.ckpt-step1"}
+    remove(f"{root}/b.ckpt")
+    remove(f"{root}/aa.ckpt")
+    state_files.tidy(f"{root}/aa.ckpt")
+    assert not fs.exists(inner) or not fs.ls(inner, False)
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.pt"
+    file.write_text("no tensors")
+    with pytest.raises(RuntimeError, match=r"x\.pt cannot be read .*state='off'"):
+        read(str(file), TorchCheckpointIO())
+
+
+def test_pickled_code_is_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "harm",))
+
+    torch.save({"x": Evil()}, tmp_path / "x.pt")
+    for io in (TorchCheckpointIO(), Old()):
+        with pytest.raises(RuntimeError, match="cannot be read"):
+            read(str(tmp_path / "x.pt"), io)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_lightning_takes_no_side_file_for_a_requeued_checkpoint(tmp_path: Path) -> None:
+    """It reads the number of every name with hpc_ckpt_ beside the checkpoints."""
+    import pytorch_lightning as pl
+
+    for number in (1, 2):
+        (tmp_path / f"hpc_ckpt_{number}.ckpt").touch()
+        write(f"{tmp_path}/hpc_ckpt_{number}.ckpt", 700)
+    trainer = pl.Trainer(default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
+    found = trainer._checkpoint_connector._hpc_resume_path
+    assert found == str(tmp_path / "hpc_ckpt_2.ckpt")
