@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision test check docs tests bench-bytes bench-controllers clean
+.PHONY: help demo vision test check docs tests bench-bytes bench-controllers bench-network clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 14
@@ -38,6 +38,9 @@ bench-bytes: $(VENV)/.test ## monitor against network interface (needs root and 
 
 bench-controllers: $(VENV)/.demo ## examples/vision.py with each controller, 3 seeds (10 minutes)
 	$(BIN)/python benchmarks/controllers.py $(ARGS)
+
+bench-network: $(VENV)/.test ## seconds per step on slow links, against DDP and torch's hooks (needs root and iproute2)
+	$(BIN)/python benchmarks/network.py $(ARGS)
 
 clean: ## remove what was made
 	rm -rf $(VENV) site build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -15,23 +15,19 @@ with 1 if not, with 2 if it could not measure.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from namespaces import INTERFACE, check_privileges, launch, network
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import LambdaCallback
 from torch import Tensor, nn
@@ -43,19 +39,12 @@ from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy,
 from lightning_gc.transports import Distributed
 
 TOLERANCE = 0.05
-INTERFACE, SUBNET, PORT = "gc0", "10.77.0.", 29500  # inside the namespaces only
 WARMUP, WIDTH, LAYERS, BATCH = 5, 1024, 4, 32  # steps before the window; the model
 TIMEOUT = 300.0  # seconds for one task; a silent peer is given up after a third of it
 LIMIT = datetime.timedelta(seconds=TIMEOUT / 3)
 METHODS = {repr(c): c for c in (Identity(), Cast(), QSGD(bits=4), TopK(0.01), HardThreshold(5e-4))}
 REQUESTS, LONG, SHORT = "requests", 4096, 16  # KiB of a message
 Readings = dict[str, list["Reading"]]  # one of each worker, by what was measured
-
-
-def give_up(*why: str) -> NoReturn:
-    """Say why there is no result, and leave."""
-    sys.stderr.write("\n".join((*why, "")))
-    raise SystemExit(2)
 
 
 class Reading(NamedTuple):
@@ -161,67 +150,9 @@ def fulfil_all() -> dict[str, Reading]:
     return readings
 
 
-def ip(command: str, check: bool = True) -> str:
-    """Run ``ip`` and return what it prints; in its own session, which no Ctrl-C reaches."""
-    words = ["ip", *command.split()]
-    done = subprocess.run(words, capture_output=True, timeout=30, start_new_session=True)
-    if check and done.returncode:
-        give_up(done.stderr.decode(), f"`ip {command}` failed; network namespaces need privileges.")
-    return done.stdout.decode()
-
-
-@contextlib.contextmanager
-def network(workers: int) -> Iterator[list[str]]:
-    """Make one namespace per worker, joined; in the end remove them and what runs in them."""
-    *spaces, hub = (f"gcbytes{os.getpid()}-{i}" for i in range(workers + 1))
-    try:
-        for space in (*spaces, hub):
-            ip(f"netns add {space}")
-        ip(f"-n {hub} link add bridge0 up type bridge")
-        for i, space in enumerate(spaces):
-            if workers > 2:
-                ip(f"-n {space} link add {INTERFACE} type veth peer name port{i} netns {hub}")
-                ip(f"-n {hub} link set port{i} master bridge0 up")
-            elif i:
-                ip(f"-n {space} link add {INTERFACE} type veth peer {INTERFACE} netns {spaces[0]}")
-        for i, space in enumerate(spaces):
-            ip(f"-n {space} addr add {SUBNET}{i + 1}/24 dev {INTERFACE}")
-            for link in (INTERFACE, "lo"):
-                ip(f"-n {space} link set {link} up")
-        yield spaces
-    finally:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must wait
-        for space in (*spaces, hub):
-            for pid in ip(f"netns pids {space}", check=False).split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            ip(f"netns del {space}", check=False)
-        signal.signal(signal.SIGINT, before)
-
-
-def launch(task: str, steps: int, spaces: Sequence[str]) -> Readings:
+def measure(task: str, steps: int, spaces: Sequence[str]) -> Readings:
     """Carry out a task in every namespace and return the readings."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = [Path(folder, f"{i}.json") for i in range(len(spaces))]
-        logs = [Path(folder, f"{i}.log") for i in range(len(spaces))]
-        processes = []
-        for i, space in enumerate(spaces):
-            into = f"ip netns exec {space} env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME={INTERFACE} "
-            into += f"MASTER_ADDR={SUBNET}1 MASTER_PORT={PORT} WORLD_SIZE={len(spaces)} RANK={i} "
-            command = [*into.split(), f"NODE_RANK={i}", "LOCAL_RANK=0", sys.executable, __file__]
-            command += [f"--task={task}", f"--steps={steps}", f"--out={results[i]}"]
-            with logs[i].open("w") as log:
-                process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-            processes.append(process)
-        deadline = time.monotonic() + TIMEOUT
-        while None in (codes := [process.poll() for process in processes]):
-            if any(codes) or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-        if any(code != 0 for code in codes):
-            ends = ["\n".join(log.read_text().splitlines()[-15:]) for log in logs]
-            give_up(*ends, f"{task} failed or took over {TIMEOUT:.0f} s; its logs end as above.")
-        answers = [json.loads(path.read_text()) for path in results]
+    answers = launch(__file__, [f"--task={task}", f"--steps={steps}"], spaces, TIMEOUT)
     values = zip(*(answer.values() for answer in answers), strict=True)
     return {name: [Reading(*v) for v in row] for name, row in zip(answers[0], values, strict=True)}
 
@@ -276,15 +207,12 @@ def main() -> int:
         found = fulfil_all() if options.task == REQUESTS else fit(options.task, options.steps)
         options.out.write_text(json.dumps(found))
         return 0
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        give_up("true_bytes makes network namespaces: it needs root (sudo) and iproute2's `ip`.")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # by way of every `finally`
-        signal.signal(number, lambda *_: sys.exit(2))
+    check_privileges("true_bytes")
     tables, held = [], []
     for workers in options.workers:
         with network(workers) as spaces:
-            fits = {k: v for m in METHODS for k, v in launch(m, options.steps, spaces).items()}
-            kinds = launch(REQUESTS, options.steps, spaces)
+            fits = {k: v for m in METHODS for k, v in measure(m, options.steps, spaces).items()}
+            kinds = measure(REQUESTS, options.steps, spaces)
         tables.append(table(f"{workers} workers, a step of a fit", fits))
         tables.append(table(f"{workers} workers, a request", kinds))
         sys.stdout.write("\n".join((*tables[-2:], "")))

@@ -204,18 +204,19 @@ class Photos(pl.LightningDataModule):
         return self.trainer.global_rank
 
 
-def resnet(channels: int, classes: int, width: int = 16) -> nn.Sequential:
-    """Return a ResNet of three stages with one block each."""
-    return nn.Sequential(
-        convolution(channels, width, 3, 1),
-        nn.ReLU(),
-        Block(width, width, 1),
-        Block(width, 2 * width, 2),
-        Block(2 * width, 4 * width, 2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4 * width, classes),
-    )
+def resnet(
+    channels: int, classes: int, width: int = 16, stages: int = 3, blocks: int = 1
+) -> nn.Sequential:
+    """Return a ResNet; each stage is twice as wide and half as large as the one before."""
+    layers: list[nn.Module] = [convolution(channels, width, 3, 1), nn.ReLU()]
+    before = width
+    for stage in range(stages):
+        wide = width << stage
+        for block in range(blocks):
+            layers.append(Block(before, wide, 2 if stage and not block else 1))
+            before = wide
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes)]
+    return nn.Sequential(*layers)
 
 
 class Block(nn.Module):

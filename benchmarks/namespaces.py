@@ -1,0 +1,153 @@
+"""Workers in network namespaces of their own, joined by links as fast or slow as one likes.
+
+Needs Linux, root and iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+INTERFACE, SUBNET, PORT = "gc0", "10.77.0.", 29500  # inside the namespaces only
+
+
+@dataclass(frozen=True)
+class Link:
+    """What every worker's way out is like.
+
+    Attributes:
+        mbit: 10⁶ bits per second; 0: as fast as the machine.
+        delay_ms: added to every packet, one way.
+        loss: share of packets lost, in [0, 1).
+    """
+
+    mbit: float = 0.0
+    delay_ms: float = 0.0
+    loss: float = 0.0
+
+    def __str__(self) -> str:
+        """As a table shows it."""
+        speed = f"{self.mbit / 1000:g} Gbit/s" if self.mbit >= 1000 else f"{self.mbit:g} Mbit/s"
+        parts = [speed if self.mbit else "unlimited"]
+        parts += [f"{self.delay_ms:g} ms"] if self.delay_ms else []
+        parts += [f"{self.loss:.1%} lost"] if self.loss else []
+        return ", ".join(parts)
+
+    def shape(self, space: str) -> None:
+        """Give a namespace's interface this speed."""
+        parent = "root handle 1:"
+        if self.mbit:
+            # As much as flows between two ticks of the kernel's clock, and one segment at least.
+            burst = max(int(self.mbit * 1e6 / 8 / 250 * 1.5), 128 * 1024)
+            limit = f"tbf rate {self.mbit}mbit burst {burst} latency 200ms"
+            tc(f"-n {space} qdisc add dev {INTERFACE} {parent} {limit}")
+            parent = "parent 1:1 handle 10:"
+        if self.delay_ms or self.loss:
+            worse = f"netem delay {self.delay_ms}ms loss {100 * self.loss}%"
+            tc(f"-n {space} qdisc add dev {INTERFACE} {parent} {worse}")
+
+
+def give_up(*why: str) -> NoReturn:
+    """Say why there is no result, and leave."""
+    sys.stderr.write("\n".join((*why, "")))
+    raise SystemExit(2)
+
+
+def check_privileges(who: str) -> None:
+    """Leave with a sentence where namespaces cannot be made."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        give_up(f"{who} makes network namespaces: it needs Linux, root (sudo) and iproute2.")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # by way of every `finally`
+        signal.signal(number, lambda *_: sys.exit(2))
+
+
+def ip(command: str, check: bool = True) -> str:
+    """Run ``ip`` and return what it prints."""
+    return _run("ip", command, check)
+
+
+def tc(command: str) -> str:
+    """Run ``tc`` and return what it prints."""
+    return _run("tc", command, check=True)
+
+
+def _run(tool: str, command: str, check: bool) -> str:
+    words = [tool, *command.split()]  # in its own session, which no Ctrl-C reaches
+    done = subprocess.run(words, capture_output=True, timeout=30, start_new_session=True)
+    if check and done.returncode:
+        give_up(
+            done.stderr.decode(), f"`{tool} {command}` failed; network namespaces need privileges."
+        )
+    return done.stdout.decode()
+
+
+@contextlib.contextmanager
+def network(workers: int, link: Link = Link()) -> Iterator[list[str]]:
+    """Make one namespace per worker, joined; in the end remove them and what runs in them."""
+    *spaces, hub = (f"gcbench{os.getpid()}-{i}" for i in range(workers + 1))
+    try:
+        for space in (*spaces, hub):
+            ip(f"netns add {space}")
+        ip(f"-n {hub} link add bridge0 up type bridge")
+        for i, space in enumerate(spaces):
+            if workers > 2:
+                ip(f"-n {space} link add {INTERFACE} type veth peer name port{i} netns {hub}")
+                ip(f"-n {hub} link set port{i} master bridge0 up")
+            elif i:
+                ip(f"-n {space} link add {INTERFACE} type veth peer {INTERFACE} netns {spaces[0]}")
+        for i, space in enumerate(spaces):
+            ip(f"-n {space} addr add {SUBNET}{i + 1}/24 dev {INTERFACE}")
+            for name in (INTERFACE, "lo"):
+                ip(f"-n {space} link set {name} up")
+            link.shape(space)
+        yield spaces
+    finally:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must wait
+        for space in (*spaces, hub):
+            for pid in ip(f"netns pids {space}", check=False).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            ip(f"netns del {space}", check=False)
+        signal.signal(signal.SIGINT, before)
+
+
+def launch(
+    script: str, arguments: Sequence[str], spaces: Sequence[str], timeout: float
+) -> list[Any]:
+    """Run a script in every namespace; return what each wrote into the file that it got as --out.
+
+    The processes find the variables that torchrun would set.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder, f"{i}.json") for i in range(len(spaces))]
+        logs = [Path(folder, f"{i}.log") for i in range(len(spaces))]
+        processes = []
+        for i, space in enumerate(spaces):
+            into = f"ip netns exec {space} env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME={INTERFACE} "
+            into += f"MASTER_ADDR={SUBNET}1 MASTER_PORT={PORT} WORLD_SIZE={len(spaces)} RANK={i} "
+            command = [*into.split(), f"NODE_RANK={i}", "LOCAL_RANK=0", sys.executable, script]
+            command += [*arguments, f"--out={results[i]}"]
+            with logs[i].open("w") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            processes.append(process)
+        deadline = time.monotonic() + timeout
+        while None in (codes := [process.poll() for process in processes]):
+            if any(codes) or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        if any(code != 0 for code in codes):
+            ends = ["\n".join(log.read_text().splitlines()[-15:]) for log in logs]
+            what = " ".join(arguments)
+            give_up(*ends, f"{what} failed or took over {timeout:.0f} s; its logs end as above.")
+        return [json.loads(path.read_text()) for path in results]

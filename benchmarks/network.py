@@ -1,0 +1,252 @@
+"""Seconds of a training step on links of a given speed, beside what users would take otherwise.
+
+Each worker is a process in a network namespace; the links are shaped. For every link and model one
+run takes all methods by turns, several times over: no synchronisation at all, which is the limit;
+plain DDP; torch's fp16 hook; torch's PowerSGD hook of rank 2 (in one bucket, for with several it
+can dead-lock over Gloo); and ours. Lightning trains in all of them. Loopback knows no congestion,
+and all workers share this machine's cores: ratios within a run are what counts.
+
+With --quality each method also trains from the same weights, and the loss of its last steps is
+shown. Needs Linux, root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import MODELS, build
+from namespaces import INTERFACE, Link, check_privileges, launch, network
+from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from lightning_gc import (
+    QSGD,
+    Cast,
+    CompressedDDPStrategy,
+    Compressor,
+    HardThreshold,
+    Identity,
+    TopK,
+    TwoShot,
+)
+
+LIMIT = timedelta(seconds=120)
+SKIPPED = 4  # steps at the beginning of a turn: DDP lays out its buckets, PowerSGD warms up
+NONE, PLAIN = "no synchronisation", "plain DDP"
+OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
+    "Identity()": (Identity(), {}),
+    "Cast()": (Cast(), {}),
+    "QSGD(4)": (QSGD(4), {}),
+    "TopK(0.01)": (TopK(0.01), {}),
+    "TopK(0.01), bfloat16": (TopK(0.01, value_dtype="bfloat16"), {}),
+    "TopK(0.01), bfloat16, TwoShot": (
+        TopK(0.01, value_dtype="bfloat16"),
+        {"scheme": TwoShot()},
+    ),
+    "HardThreshold(0.008)": (HardThreshold(0.008), {}),
+}
+HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "torch fp16 hook": lambda: (None, default_hooks.fp16_compress_hook),
+    "torch PowerSGD hook": lambda: (
+        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2),
+        powerSGD_hook.powerSGD_hook,
+    ),
+}
+METHODS = [NONE, PLAIN, *HOOKS, *OURS]
+
+
+class Hooked(DDPStrategy):
+    """DDP with a hook of torch's own; Lightning registers none on CPU."""
+
+    def __init__(self, hook: tuple[Any, Any], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.hook = hook
+
+    def _register_ddp_hooks(self) -> None:
+        self.model.register_comm_hook(*self.hook)  # type: ignore[union-attr, operator]
+
+
+def strategy_of(method: str) -> Any:
+    """Return a new strategy."""
+    settings: dict[str, Any] = {"process_group_backend": "gloo", "timeout": LIMIT}
+    if method == NONE:
+        return SingleDeviceStrategy("cpu")
+    if method == PLAIN:
+        return DDPStrategy(**settings)
+    if method in HOOKS:
+        one = {"bucket_cap_mb": 10_000} if "PowerSGD" in method else {}
+        return Hooked(HOOKS[method](), **settings, **one)
+    compressor, more = OURS[method]
+    return CompressedDDPStrategy(compressor, **settings, **more)
+
+
+class Watch(Callback):
+    """Takes the time, loss and bytes of every step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.sent: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Start the clock."""
+        self.sent.append(counter())
+        self.started = time.perf_counter()
+
+    def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *rest: Any) -> None:
+        """Stop it."""
+        self.seconds.append(time.perf_counter() - self.started)
+        self.losses.append(float(outputs["loss"]))
+
+
+def counter() -> int:
+    """Return the bytes that this worker's interface has sent."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+
+
+def turn(method: str, model: str, steps: int) -> Watch:
+    """Train from the same weights with a method."""
+    worker, workers = dist.get_rank(), dist.get_world_size()
+    alone = method == NONE  # Lightning clears these variables after every fit
+    os.environ |= {"WORLD_SIZE": "1" if alone else str(workers), "LOCAL_RANK": "0"}
+    os.environ["NODE_RANK"] = "0" if alone else str(worker)
+    torch.manual_seed(0)
+    module, loader = build(model, worker, workers, steps)
+    watch = Watch()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=1 if alone else workers,
+        strategy=strategy_of(method),
+        callbacks=[watch],
+        max_steps=steps,
+        use_distributed_sampler=False,
+        gradient_clip_val=module.clip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader)
+    dist.barrier()
+    return watch
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all methods by turns, in one worker."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=LIMIT)
+    found: dict[str, Any] = {m: {"seconds": [], "bytes": [], "loss": None} for m in options.methods}
+    for _ in range(options.rounds):
+        for method in options.methods:
+            watch = turn(method, options.model[0], SKIPPED + options.steps)
+            row = found[method]
+            row["seconds"] += watch.seconds[SKIPPED:]
+            row["bytes"].append((watch.sent[-1] - watch.sent[SKIPPED]) / (options.steps - 1))
+    for method in options.methods if options.quality else []:
+        found[method]["loss"] = statistics.mean(turn(method, options.model[0], 200).losses[-20:])
+    dist.destroy_process_group()
+    return found
+
+
+def summary(answers: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return per method the median seconds of a step, bytes and loss: means over workers."""
+    rows: dict[str, dict[str, float]] = {}
+    for method in answers[0]:
+        own = [answer[method] for answer in answers]
+        rows[method] = {
+            "seconds": statistics.mean(statistics.median(row["seconds"]) for row in own),
+            "bytes": statistics.mean(statistics.median(row["bytes"]) for row in own),
+        }
+        if own[0]["loss"] is not None:
+            rows[method]["loss"] = statistics.mean(row["loss"] for row in own)
+    return rows
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Return a Markdown table."""
+    text = "| | s per step | times faster than DDP | times the limit | bytes per step | loss |\n"
+    text += "|---|---:|---:|---:|---:|---:|\n"
+    plain, limit = (rows.get(name, {}).get("seconds", float("nan")) for name in (PLAIN, NONE))
+    for method, row in rows.items():
+        loss = f"{row['loss']:.3f}" if "loss" in row else ""
+        text += f"| {method} | {row['seconds']:.4f} | {plain / row['seconds']:.2f} "
+        text += f"| {row['seconds'] / limit:.2f} | {row['bytes']:,.0f} | {loss} |\n"
+    return text
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line; ``--worker`` is for workers."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add = parser.add_argument
+    add("--workers", type=int, nargs="+", default=[2], help="how many, one number or several")
+    add("--mbit", type=float, nargs="+", default=[100, 1000, 10_000], help="0: unlimited")
+    add("--delay-ms", type=float, default=0.0, help="added to every packet, one way")
+    add("--loss", type=float, default=0.0, help="share of packets lost")
+    add("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    add("--methods", nargs="+", choices=METHODS, default=METHODS)
+    add("--rounds", type=int, default=3, help="turns of each method")
+    add("--steps", type=int, default=15, help="measured steps of a turn")
+    add("--quality", action="store_true", help="also train 200 steps each and show the loss")
+    results = Path(__file__).with_name("results")
+    add("--out", type=Path, default=results, help="folder of the dated files")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rounds < 1 or options.steps < 2:
+        parser.error("--rounds must be at least 1 and --steps at least 2.")
+    return options
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = parse()
+    if options.worker:
+        options.out.write_text(json.dumps(work(options)))
+        return
+    check_privileges("The network benchmark")
+    found, text = [], ""
+    for workers in options.workers:
+        for mbit in options.mbit:
+            link = Link(mbit, options.delay_ms, options.loss)
+            for model in options.model:
+                arguments = ["--worker", f"--rounds={options.rounds}", f"--steps={options.steps}"]
+                arguments += ["--model", model, "--methods", *options.methods]
+                arguments += ["--quality"] if options.quality else []
+                with network(workers, link) as spaces:
+                    rows = summary(launch(__file__, arguments, spaces, timeout=3000))
+                found.append({"workers": workers, "link": str(link), "model": model, "rows": rows})
+                part = f"## {MODELS[model]}, {workers} workers, {link}\n\n{table(rows)}\n"
+                sys.stdout.write(part)
+                sys.stdout.flush()
+                text += part
+    parts = ("lightning-gc", "torch", "pytorch-lightning")
+    versions = ", ".join(f"{part} {version(part)}" for part in parts)
+    head = f"""# Slow networks, {datetime.date.today()}
+
+`python benchmarks/network.py {" ".join(sys.argv[1:])}` with Python {sys.version.split()[0]},
+{versions}, {os.cpu_count()} CPUs. Medians of {options.rounds} x {options.steps} steps, means over
+workers; bytes by the interface's counter, per worker.
+
+"""
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"network_{datetime.date.today():%Y%m%d}"
+    stem.with_suffix(".md").write_text(head + text)
+    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
