@@ -39,8 +39,8 @@ class TopK(Codec):
 
     Example:
         >>> from lightning_gc import TopK
-        >>> TopK(density=0.01).at(0.1)
-        TopK(density=0.1)
+        >>> TopK(density=0.01).at(0.1).density
+        0.1
 
     Reference:
         Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017.
