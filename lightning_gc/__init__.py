@@ -10,6 +10,7 @@ from typing import Any as _Any
 
 from lightning_gc.compressors import *
 from lightning_gc.memories import *
+from lightning_gc.network import NetworkModel as NetworkModel
 from lightning_gc.registry import export as _export
 from lightning_gc.schemes import *
 
@@ -20,6 +21,9 @@ if _TYPE_CHECKING:
     from lightning_gc.strategies.for_pytorch_lightning import (
         CompressionMonitor as CompressionMonitor,
     )
+    from lightning_gc.strategies.for_pytorch_lightning import (
+        SimulatedDDPStrategy as SimulatedDDPStrategy,
+    )
 
 __version__ = "0.1.0"
 _export(
@@ -29,6 +33,8 @@ _export(
     "SCHEMES",
     "CompressedDDPStrategy",
     "CompressionMonitor",
+    "NetworkModel",
+    "SimulatedDDPStrategy",
 )
 
 _FLAVOURS = {
@@ -49,7 +55,7 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
 
     def __getattr__(name: str) -> _Any:
         """Resolve what depends on the flavour of Lightning that the program uses."""
-        if name in ("CompressedDDPStrategy", "CompressionMonitor"):
+        if name in ("CompressedDDPStrategy", "CompressionMonitor", "SimulatedDDPStrategy"):
             flavour = (_loaded() or _installed())[0]
             return getattr(_importlib.import_module(_FLAVOURS[flavour]), name)
         raise AttributeError(f"module 'lightning_gc' has no attribute {name!r}")

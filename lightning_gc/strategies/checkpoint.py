@@ -6,12 +6,12 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.strategies import state_files
@@ -45,7 +45,7 @@ class Checkpoints:
     dtype: torch.dtype
 
     def save(self, strategy: Any, checkpoint: Tree, path: Any, options: Any) -> None:
-        """Add to a checkpoint that is about to be written, and write this worker's side file."""
+        """Add to a checkpoint that is about to be written, and write these workers' side files."""
         engine, turn, trainer = strategy.engine, strategy.turn, strategy.lightning_module.trainer
         # After an exception this may be the only worker that saves: then nobody would answer.
         alone = trainer.interrupted
@@ -65,8 +65,11 @@ class Checkpoints:
         checkpoint[KEY] = main
         if engine.torn:
             return  # buckets are on their way: errors are neither those before nor those after
-        own = self.own(strategy)
+        owns = [self.own(strategy, index) for index in range(len(strategy.engines))]
         if self.mode == "mean" and not alone:
+            own = owns[0]
+            if len(owns) > 1:
+                own["averaged"] = average([each["averaged"] for each in owns])
 
             def mean(tensor: Tensor) -> Tensor:
                 there = tensor.to(strategy.root_device)
@@ -78,16 +81,14 @@ class Checkpoints:
             checkpoint[KEY] = main | own
             return
         main["mode"] = "full"
-        target = state_files.path_of(path, stem, engine.worker, engine.workers)
-        own |= {"format": FORMAT, "worker": engine.worker}
-
-        own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
-
-        def write() -> None:
-            strategy.checkpoint_io.save_checkpoint(own, target, storage_options=options)
-
-        what = f"its error state to {target}. {path} has not been written"
-        self._together(strategy, write, what, alone)
+        for each, own in zip(strategy.engines, owns, strict=True):
+            target = state_files.path_of(path, stem, each.worker, each.workers)
+            own |= {"format": FORMAT, "worker": each.worker}
+            own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
+            save = strategy.checkpoint_io.save_checkpoint
+            write = partial(save, own, target, storage_options=options)
+            what = f"its error state to {target}. {path} has not been written"
+            self._together(strategy, write, what, alone)
 
     def restore(self, strategy: Any, checkpoint: Tree, path: Any) -> None:
         """Give engine, controller and the others what the checkpoint holds of them."""
@@ -95,7 +96,8 @@ class Checkpoints:
         if self.mode == "off" or main is None:
             if main is None and engine.memory.buffers:
                 self._say(strategy, f"{path} holds no error state: errors begin at zero.")
-            engine.reset(main["step"] if main else 0)
+            for each in strategy.engines:
+                each.reset(main["step"] if main else 0)
             return
         if main["format"] > FORMAT:
             raise ValueError(
@@ -105,10 +107,10 @@ class Checkpoints:
         found: list[Tree] = []
 
         def collect() -> None:
-            found.append(self._collect(strategy, main, path))
+            found.extend(self._collect(strategy, main, path))
 
         self._together(strategy, collect, f"the error state of {path}", alone=False, verb="read")
-        self._apply(strategy, main, found[0])
+        self._apply(strategy, main, found)
 
     def publish(self, strategy: Any, path: Any, write: Callable[[Any], None]) -> None:
         """Have ``write`` write the checkpoint; if worker 0 cannot, all workers raise.
@@ -129,11 +131,11 @@ class Checkpoints:
 
         self._together(strategy, act, f"{where}. If there was one of that name, it is kept", alone)
 
-    def own(self, strategy: Any) -> Tree:
-        """Return a copy, on the host, of what this worker alone knows."""
-        state = strategy.engine.state_dict()
+    def own(self, strategy: Any, index: int = 0) -> Tree:
+        """Return a copy, on the host, of what one worker alone knows."""
+        state = strategy.engines[index].state_dict()
         averaged: Tree = {"memory": state["memory"]}
-        averaged |= {name: kept.own_state() for name, kept in strategy.kept.items()}
+        averaged |= {name: kept[index].own_state() for name, kept in strategy.kept.items()}
         own = {"averaged": averaged, "compressor": state["compressor"]}
         return each_tensor(own, lambda t: t.detach().cpu())
 
@@ -141,17 +143,31 @@ class Checkpoints:
         """Return errors in the dtype for files."""
         return each_tensor(memory, lambda t: t.to(self.dtype))
 
-    def _collect(self, strategy: Any, main: Tree, path: Any) -> Tree:
-        """Return this worker's part, as it was or as the mean of all old workers'."""
-        engine = strategy.engine
+    def _collect(self, strategy: Any, main: Tree, path: Any) -> list[Tree]:
+        """Return each worker's part, as it was or as the mean of all old workers'."""
+        engines = strategy.engines
         if main["mode"] == "mean":
-            return {"averaged": main["averaged"], "compressor": main["compressor"]}
+            common = {"averaged": main["averaged"], "compressor": main["compressor"]}
+            return [common] * len(engines)
         if main["torn"]:
             self._say(strategy, f"{path} was saved within a step: errors begin at zero.")
-            return {"averaged": {}, "compressor": {}}
-        before, now = main["workers"], engine.workers
-        wanted = [engine.worker] if before == now else range(before)
-        files = [state_files.path_of(path, main["stem"], worker, before) for worker in wanted]
+            return [{"averaged": {}, "compressor": {}}] * len(engines)
+        before, now = main["workers"], engines[0].workers
+        if before == now:
+            wanted = [engine.worker for engine in engines]
+            own = self._read(strategy, main, path, wanted)
+            return [state or {"averaged": {}, "compressor": {}} for state in own]
+        own = self._read(strategy, main, path, range(before))
+        self._say(strategy, f"{before} workers' errors are averaged: each of {now} has the mean.")
+        known: Tree = next((state for state in own if state is not None), {"compressor": {}})
+        averaged = average([None if state is None else state["averaged"] for state in own])
+        return [{"averaged": averaged, "compressor": known["compressor"]}] * len(engines)
+
+    def _read(
+        self, strategy: Any, main: Tree, path: Any, workers: Iterable[int]
+    ) -> list[Tree | None]:
+        """Return what the side files of these workers hold; None where one is missing."""
+        files = [state_files.path_of(path, main["stem"], i, main["workers"]) for i in workers]
         own = [
             state_files.read(file, strategy.checkpoint_io) if state_files.exists(file) else None
             for file in files
@@ -163,34 +179,33 @@ class Checkpoints:
                 f"Move a checkpoint together with its folder {state_files.FOLDER}.",
                 stacklevel=2,
             )
-        if before == now:
-            return own[0] or {"averaged": {}, "compressor": {}}
-        self._say(strategy, f"{before} workers' errors are averaged: each of {now} has the mean.")
-        known: Tree = next((state for state in own if state is not None), {"compressor": {}})
-        averaged = average([None if state is None else state["averaged"] for state in own])
-        return {"averaged": averaged, "compressor": known["compressor"]}
+        return own
 
-    def _apply(self, strategy: Any, main: Tree, own: Tree) -> None:
-        engine = strategy.engine
+    def _apply(self, strategy: Any, main: Tree, found: list[Tree]) -> None:
         shapes = {name: tuple(param.shape) for param, name in strategy.names.items()}
-        changed = changes(main["configuration"], configuration(strategy), own, shapes)
-        if changed.sentences and strategy.global_rank == 0:
-            warnings.warn("Resumed with changes. " + " ".join(changed.sentences), stacklevel=2)
-        engine.load_state_dict(
-            {
-                "memory": changed.memory,
-                "compressor": changed.compressor,
-                "learning_rates": main["learning_rates"],
-                "step": main["step"],
-            }
-        )
-        if strategy.turn is not None and main["turn"] is not None and changed.same_controller:
+        now = configuration(strategy)
+        changed = [changes(main["configuration"], now, own, shapes) for own in found]
+        if changed[0].sentences and strategy.global_rank == 0:
+            sentences = " ".join(changed[0].sentences)
+            warnings.warn(f"Resumed with changes. {sentences}", stacklevel=2)
+        for engine, kept in zip(strategy.engines, changed, strict=True):
+            engine.load_state_dict(
+                {
+                    "memory": kept.memory,
+                    "compressor": each_tensor(kept.compressor, lambda t: t.clone()),
+                    "learning_rates": main["learning_rates"],
+                    "step": main["step"],
+                }
+            )
+        same_controller = changed[0].same_controller
+        if strategy.turn is not None and main["turn"] is not None and same_controller:
             strategy.turn.load_state_dict(main["turn"])
         regrouping = Regrouping(main["layout"])
         strategy.regrouping = regrouping if regrouping.fits(shapes) else None
-        for name, kept in strategy.kept.items():
-            if name in own["averaged"] and (name != "turn" or changed.same_controller):
-                kept.load_own_state(own["averaged"][name])
+        for name, parts in strategy.kept.items():
+            for part, own in zip(parts, found, strict=True):
+                if name in own["averaged"] and (name != "turn" or same_controller):
+                    part.load_own_state(own["averaged"][name])
 
     def _together(
         self, strategy: Any, act: Callable[[], None], what: str, alone: bool, verb: str = "write"
@@ -202,7 +217,7 @@ class Checkpoints:
         except Exception as error:
             problem, cause = f"{type(error).__name__}: {error}", error
         problems = [problem]
-        if not alone and dist.is_initialized():
+        if not alone and strategy.world_size > 1:
             problems = gather_text(problem, Distributed(), strategy.root_device)
         failed = [i for i, text in enumerate(problems) if text]
         if failed:

@@ -34,11 +34,11 @@ def check_agreement(
                 )
 
 
-def check_controller(controller: Any, compressor: Compressor, memory: Memory) -> None:
+def check_controller(controller: Any, compressor: Compressor, memory: Memory, whose: str) -> None:
     """Refuse a controller that is none, or that cannot work with compressor or memory."""
     if not isinstance(controller, Controller):
         raise ValueError(
-            f"CompressedDDPStrategy(controller={controller!r}): give an instance, such as "
+            f"{whose}(controller={controller!r}): give an instance, such as "
             f"lightning_gc.controllers.Fixed(0.01), or leave it out."
         )
     controller.check(compressor.knob)

@@ -13,22 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc.combination import by_default, combine
 from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.controllers import Controller
-from lightning_gc.engine import Engine
-from lightning_gc.memories import MEMORIES, Memory
-from lightning_gc.registry import make
-from lightning_gc.schemes import SCHEMES, Scheme
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
 from lightning_gc.strategies.checks import (
     check_agreement,
-    check_controller,
     refuse_sparse_gradients,
 )
 from lightning_gc.strategies.children import end_children
-from lightning_gc.strategies.claim import Claimed
-from lightning_gc.strategies.resuming import Resuming
-from lightning_gc.strategies.turn import Turn
+from lightning_gc.strategies.compressing import Compressing
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.recording import Recording
@@ -36,7 +30,7 @@ from lightning_gc.transports.recording import Recording
 _OURS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
-class CompressedDDP(Resuming, Claimed):
+class CompressedDDP(Compressing):
     """DDP whose workers exchange compressed gradients.
 
     Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; nothing in the
@@ -87,8 +81,6 @@ class CompressedDDP(Resuming, Claimed):
         recording: the byte and time account of this worker, while fitting.
     """
 
-    recording: Recording | None = None
-
     def __init__(
         self,
         compressor: Compressor | str,
@@ -112,23 +104,9 @@ class CompressedDDP(Resuming, Claimed):
                 "CompressedDDPStrategy got mixed_precision=..., which takes up DDP's only "
                 "communication hook. Use Trainer(precision='bf16-mixed') instead."
             )
-        if not isinstance(seed, int):
-            raise ValueError(f"CompressedDDPStrategy(seed={seed!r}): the seed is a whole number.")
-        compressor = make("compressor", compressor, COMPRESSORS, Compressor)
-        if memory is not None:
-            memory = make("memory", memory, MEMORIES, Memory)
-        if scheme is not None:
-            scheme = make("scheme", scheme, SCHEMES, Scheme)
-        self.compressor, self.memory, self.scheme = combine(by_default(compressor), memory, scheme)
-        if controller is not None:
-            check_controller(controller, self.compressor, self.memory)
-        self.controller = controller
-        self.turn: Turn | None = None
-        self._keep_state(state, state_dtype)
-        self.seed = seed
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         self._background: Background | None = None
         self._group: dist.ProcessGroup | None = None
-        self.names: dict[torch.Tensor, str] = {}
         self._round: list[tuple[str, ...]] = []  # the buckets of this round, so far
         super().__init__(**ddp_kwargs)
 
@@ -138,8 +116,7 @@ class CompressedDDP(Resuming, Claimed):
         assert isinstance(ddp, DistributedDataParallel)
         refuse_sparse_gradients(ddp.module)
         self._refuse_static_manual(ddp)
-        trained = ((n, p) for n, p in ddp.module.named_parameters() if p.requires_grad)
-        self.names = {param: tidy(name) for name, param in trained}
+        self._name(ddp.module)
         self._close()
         # A group of its own: the background thread must not interleave with DDP's collectives.
         ranks = dist.get_process_group_ranks(ddp.process_group)
@@ -152,24 +129,9 @@ class CompressedDDP(Resuming, Claimed):
         transport = Distributed(self._group)
         device: torch.device = self.root_device  # type: ignore[attr-defined]
         self._check_agreement(transport, device)
-        if self.engine is None:
-            self.engine = Engine(
-                self.compressor,
-                self.memory,
-                self.scheme,
-                worker=transport.worker,
-                workers=transport.workers,
-                seed=self.seed,
-            )
-        self.engine.revocable = self._scaler() is not None
-        self.recording = Recording(transport)
-        if self.controller is not None and self.turn is None:
-            shapes = {name: tuple(param.shape) for param, name in self.names.items()}
-            self.turn = Turn(self.controller, self.engine, shapes)
-            self.kept["turn"] = self.turn
-        if self.turn is not None:
-            self.turn.attach(self.recording)
-        self._background = Background(self.recording, device)
+        recording = Recording(transport)
+        self._start([recording])
+        self._background = Background(recording, device)
         ddp.register_comm_hook(None, self._compress_bucket)
 
     def _compress_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
@@ -177,12 +139,7 @@ class CompressedDDP(Resuming, Claimed):
         assert self.engine is not None
         assert self._background is not None
         self._background.check()
-        scaler = self._scaler()
-        if scaler is not None:
-            # The tensor, not get_scale(): reading a number would wait for the device.
-            self.engine.loss_scale = scaler._scale
-        if self.engine.memory.lr_aware:
-            self.engine.learning_rates = self._learning_rates()
+        self._prepare_round()
         grad = bucket.buffer()
         shapes = {self.names[param]: tuple(param.shape) for param in bucket.parameters()}
         if self.regrouping is not None:
@@ -204,22 +161,15 @@ class CompressedDDP(Resuming, Claimed):
         self.layout, self._round = self._round, []
         self.engine.advance()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Give the controller its turn where an epoch begins, and within if it asks."""
-        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
-        if self.turn is not None:
-            self.turn.take(self, self.lightning_module.trainer, batch_idx)  # type: ignore[attr-defined]
+    @property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return int(self.world_size)  # type: ignore[attr-defined]
 
-    def levels(self) -> dict[str, float | None]:
-        """Return the present level of every parameter that is compressed, None where it is not."""
-        if self.engine is None:
-            return {}
-        engine = self.engine
-        return {
-            name: engine.level_of(name)
-            for param, name in self.names.items()
-            if engine.compressor.compresses(tuple(param.shape))
-        }
+    @property
+    def worker(self) -> int:
+        """Which of them this is; as in a simulation, where one process is several."""
+        return int(self.global_rank)  # type: ignore[attr-defined]
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Raise here, in the training thread, what went wrong in the background."""
@@ -244,9 +194,6 @@ class CompressedDDP(Resuming, Claimed):
                 dist.destroy_process_group(self._group)
         self._background = self._group = None
 
-    def _scaler(self) -> Any:
-        return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]
-
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
         """Refuse what Lightning before 2.6 leaves unsynchronised in the first step."""
         automatic = self.lightning_module.automatic_optimization  # type: ignore[attr-defined]
@@ -268,17 +215,6 @@ class CompressedDDP(Resuming, Claimed):
             "names and shapes of parameters": f"{len(parameters)} of digest {digest[:12]}",
         }
         check_agreement(configuration, transport, device)
-
-    def _learning_rates(self) -> dict[str, float]:
-        """Return the learning rate of every parameter that an optimizer steps, by name."""
-        groups = (g for opt in self.optimizers for g in opt.param_groups)  # type: ignore[attr-defined]
-        named = self.names
-        return {named[p]: float(g["lr"]) for g in groups for p in g["params"] if p in named}
-
-
-def tidy(name: str) -> str:
-    """Return a parameter's name without the marks of torch.compile, so that state outlives it."""
-    return name.replace("_orig_mod.", "")
 
 
 def register(registry: Any, strategy: type) -> None:

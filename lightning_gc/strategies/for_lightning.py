@@ -1,14 +1,27 @@
-"""The strategy and the monitor for users of ``import lightning``."""
+"""The strategies and the monitor for users of ``import lightning``."""
 
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
+from lightning.pytorch.utilities.data import _update_dataloader
 
 from lightning_gc.monitor import Monitor
 from lightning_gc.strategies.ddp import CompressedDDP, register
+from lightning_gc.strategies.simulated import SimulatedDDP
 
 
 class CompressedDDPStrategy(CompressedDDP, DDPStrategy):
     __doc__ = CompressedDDP.__doc__
+
+
+class SimulatedDDPStrategy(SimulatedDDP, SingleDeviceStrategy):
+    __doc__ = SimulatedDDP.__doc__
+
+    # How Lightning itself deals samples to processes.
+    _sampler = staticmethod(_get_distributed_sampler)
+    _with_sampler = staticmethod(_update_dataloader)
+    _seed_workers = staticmethod(_auto_add_worker_init_fn)
 
 
 class CompressionMonitor(Monitor, Callback):

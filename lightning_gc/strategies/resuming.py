@@ -1,6 +1,7 @@
 """The part of a strategy that makes a resumed run the run that was not interrupted."""
 
 # No "from __future__ import annotations": see ddp.py, whose base this is.
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -14,7 +15,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Keeps(Protocol):
-    """Whatever has state of this worker that should be in checkpoints."""
+    """Whatever has state of one worker that should be in checkpoints."""
 
     def own_state(self) -> dict[str, Any]:
         """Return nested dicts of tensors and numbers; their mean must make sense."""
@@ -27,14 +28,20 @@ class Resuming:
     """Saves and restores what compression must not forget. Knows Lightning's calls only.
 
     Attributes:
-        engine: state and configuration, once fitting has started; kept between fits.
-        kept: name -> what else has state of its own per worker.
+        engines: one per worker of this process, in the order of the workers; none before fitting
+            has started.
+        kept: name -> what else has state of its own, for each of these workers.
         layout: the parameters in each bucket of the last round.
         regrouping: sends the first round after a resume in the layout of the last one before.
     """
 
-    engine: Engine | None = None
+    engines: Sequence[Engine] = ()
     regrouping: Regrouping | None = None
+
+    @property
+    def engine(self) -> Engine | None:
+        """State and configuration of this process's first worker; kept between fits."""
+        return self.engines[0] if self.engines else None
 
     def _keep_state(
         self,
@@ -51,7 +58,7 @@ class Resuming:
         if state_dtype not in _DTYPES:
             raise ValueError(f"state_dtype={state_dtype!r}: use 'float32' or 'bfloat16'.")
         self.layout: list[tuple[str, ...]] = []
-        self.kept: dict[str, Keeps] = {}
+        self.kept: dict[str, Sequence[Keeps]] = {}
         self._checkpoints = Checkpoints(state, _DTYPES[state_dtype])
         self._stems: dict[str, list[str]] = {}  # path -> what its side files begin with, in time
         self._resumed_from: Any = None

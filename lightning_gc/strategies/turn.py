@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Tally
 from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.engine import Engine
-from lightning_gc.observer import Observer
 from lightning_gc.strategies.progress import epochs_of, progress_of, steps_of
+from lightning_gc.strategies.watch import Counts, Watch
 from lightning_gc.transports.distributed import broadcast_text
-from lightning_gc.transports.recording import Recording
-from lightning_gc.transports.transport import all_reduce_bytes
 
 
 class Turn:
@@ -31,10 +28,11 @@ class Turn:
 
     Args:
         controller: the policy.
-        engine: whose levels it sets.
+        engines: whose levels it sets: one per worker of this process.
         shapes: parameter name -> shape, of all parameters.
 
     Attributes:
+        watches: what each of these workers has done since the last turn.
         state: the controller's state, equal on all workers.
         decision: the last decision.
         ended: it was taken between two epochs.
@@ -43,31 +41,28 @@ class Turn:
     def __init__(
         self,
         controller: Controller,
-        engine: Engine,
+        engines: Sequence[Engine],
         shapes: dict[str, tuple[int, ...]],
     ) -> None:
         self.controller = controller
-        self.engine = engine
-        self.recording: Recording | None = None
+        self.engine = engines[0]
+        self.watches = [Watch(engine, controller) for engine in engines]
         self.shapes = shapes
         self.state = controller.init()
         self.decision: Decision | None = None
         self.ended = True
         self._epoch: int | None = None  # the epoch that has been decided on
         self._pause = 0  # steps between two turns within an epoch; 0: none
-        self._epoch_step = engine.step  # where the epoch began
+        self._epoch_step = self.engine.step  # where the epoch began
         self._rate = 0.0
         self._metrics: dict[str, float] = {}  # of a checkpoint
         self._resumed = -1  # the step at which the run went on from it
-        self._seen_step = engine.step
-        self._seen_bytes = 0
-        self._seen_tally = dataclasses.replace(engine.tally)
-        engine.observer = Observer(controller.gradients, controller.moments, controller.errors)
+        self._seen_step = self.engine.step
 
-    def attach(self, recording: Recording) -> None:
-        """Read bytes from the account of a new fit."""
-        self.recording = recording
-        self._seen_bytes = recording.sent_bytes
+    def attach(self, accounts: Sequence[Counts]) -> None:
+        """Read bytes from the accounts of a new fit, one per worker."""
+        for watch, account in zip(self.watches, accounts, strict=True):
+            watch.attach(account)
 
     def take(self, strategy: Any, trainer: Any, batch: int) -> None:
         """Decide, if it is time. Called before every training batch, by all workers."""
@@ -112,27 +107,7 @@ class Turn:
         self._metrics, self._resumed = state["metrics"], self.engine.step
         if state["decision"] is not None:
             self.decision = Decision(**state["decision"])
-            self.engine.set_levels(self.decision.level, self.decision.levels)
-
-    def own_state(self) -> dict[str, Any]:
-        """Return what this worker has seen since the last turn."""
-        assert self.recording is not None
-        assert self.engine.observer is not None
-        seen, now = dataclasses.asdict(self._seen_tally), dataclasses.asdict(self.engine.tally)
-        return {
-            "bytes": self.recording.sent_bytes - self._seen_bytes,
-            "tally": {name: now[name] - seen[name] for name in now},
-            "observer": self.engine.observer.own_state(),
-        }
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``own_state()``, or from the mean of several."""
-        assert self.recording is not None
-        assert self.engine.observer is not None
-        self._seen_bytes = self.recording.sent_bytes - round(state["bytes"])
-        now = dataclasses.asdict(self.engine.tally)
-        self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in state["tally"].items()})
-        self.engine.observer.load_own_state(state["observer"])
+            self._set_levels(self.decision)
 
     def _decide(self, observation: Observation, trainer: Any) -> str:
         """Ask the controller; return what is broadcast."""
@@ -153,25 +128,20 @@ class Turn:
             )
         self.decision, self.state = Decision(**said["decision"]), said["state"]
         self._pause = said["pause"]
-        self.engine.set_levels(self.decision.level, self.decision.levels)
+        self._set_levels(self.decision)
+
+    def _set_levels(self, decision: Decision) -> None:
+        for watch in self.watches:
+            watch.engine.set_levels(decision.level, decision.levels)
 
     def _observe(
         self, strategy: Any, trainer: Any, batch: int, rate: float, ended: bool
     ) -> Observation:
-        engine, observer, recording = self.engine, self.engine.observer, self.recording
-        assert observer is not None
-        assert recording is not None
-        steps, tally = engine.step - self._seen_step, self._seen_tally
-        now = engine.tally
-        mine = [
-            recording.sent_bytes - self._seen_bytes,
-            all_reduce_bytes(now.grad_bytes - tally.grad_bytes, engine.workers),
-            (now.sent - tally.sent) / max(now.elements - tally.elements, 1),
-            observer.total_error,
-        ]
-        wire, dense, density, total_error = _mean(strategy, mine)
-        self._seen_step, self._seen_bytes = engine.step, recording.sent_bytes
-        self._seen_tally = dataclasses.replace(now)
+        steps, self._seen_step = self.engine.step - self._seen_step, self.engine.step
+        figures = [watch.figures() for watch in self.watches]
+        wire, dense, density, total_error = _mean(strategy, figures)
+        for watch in self.watches:
+            watch.begin()
         return Observation(
             epoch=trainer.current_epoch - 1,
             learning_rate=self._rate if steps else rate,
@@ -186,7 +156,7 @@ class Turn:
             max_epochs=epochs_of(trainer),
             progress=progress_of(trainer, batch),
             ended=ended,
-            **(self._close_epoch(strategy, observer) if ended else {}),
+            **(self._close_epoch(strategy) if ended else {}),
         )
 
     def _seen_metrics(self, trainer: Any) -> dict[str, float]:
@@ -194,12 +164,14 @@ class Turn:
         before = self._metrics if self._resumed == self.engine.step else {}
         return before | {n: float(v) for n, v in trainer.callback_metrics.items()}
 
-    def _close_epoch(self, strategy: Any, observer: Observer) -> dict[str, Any]:
+    def _close_epoch(self, strategy: Any) -> dict[str, Any]:
         """Return what is known of whole epochs only, and begin the next one."""
         steps, self._epoch_step = self.engine.step - self._epoch_step, self.engine.step
-        moments = self._moments(strategy, observer, steps)
-        norms = observer.norms() if self.controller.gradients != "none" and steps else {}
-        observer.end_epoch()
+        moments = self._moments(strategy, steps)
+        gradients = self.controller.gradients != "none" and steps
+        norms = self.watches[0].observer.norms() if gradients else {}
+        for watch in self.watches:
+            watch.observer.end_epoch()
         return {
             "gradient_norms": self._compressed(norms),
             "error_norms": self._compressed(_norms(self.engine.errors())),
@@ -209,16 +181,20 @@ class Turn:
     def _compressed(self, norms: dict[str, float]) -> dict[str, float]:
         return {n: v for n, v in norms.items() if self.engine.compressor.compresses(self.shapes[n])}
 
-    def _moments(self, strategy: Any, observer: Observer, steps: int) -> dict[str, float]:
+    def _moments(self, strategy: Any, steps: int) -> dict[str, float]:
         """Tell gradient, noise and dissimilarity apart, each without the bias of a finite epoch."""
-        if not observer.moments or steps < 2:
+        observers = [watch.observer for watch in self.watches]
+        if not observers[0].moments or steps < 2:
             return {}
-        mean = observer.sum() / steps
-        own = float(mean.double().square().sum())
-        mean = strategy.reduce(mean, reduce_op="mean")
+        means = [observer.sum() / steps for observer in observers]
+        owns = [float(mean.double().square().sum()) for mean in means]
+        spread = [
+            (observer.squares() / steps - own) * steps / (steps - 1)
+            for observer, own in zip(observers, owns, strict=True)
+        ]
+        mean = strategy.reduce(sum(means[1:], means[0]) / len(means), reduce_op="mean")
         together = float(mean.double().square().sum())
-        noise = (observer.squares() / steps - own) * steps / (steps - 1)
-        noise, own = _mean(strategy, [noise, own])
+        noise, own = _mean(strategy, zip(spread, owns, strict=True))
         apart = own - together - noise / steps * (1 - 1 / self.engine.workers)
         return {
             "gradient_noise": max(noise, 0.0),
@@ -234,8 +210,8 @@ def _norms(named: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(named, norms.tolist(), strict=True))
 
 
-def _mean(strategy: Any, numbers: list[float]) -> list[float]:
-    """Return the mean over workers, in one message."""
-    packed = torch.tensor(numbers, dtype=torch.float64, device=strategy.root_device)
+def _mean(strategy: Any, rows: Iterable[Sequence[float]]) -> list[float]:
+    """Return the mean over workers, in one message; a row for each worker of this process."""
+    packed = torch.tensor(list(rows), dtype=torch.float64, device=strategy.root_device).mean(0)
     mean: list[float] = strategy.reduce(packed, reduce_op="mean").tolist()
     return mean

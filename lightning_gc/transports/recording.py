@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import torch
 
 from lightning_gc.flow import Flow, Reply, Request
+from lightning_gc.transports.stopwatch import COMMUNICATE, COMPRESS, DECODE, Stopwatch
 from lightning_gc.transports.transport import Transport
-
-COMPRESS, COMMUNICATE, DECODE = "compress", "communicate", "decode"
 
 
 @dataclass(frozen=True)
@@ -23,13 +21,19 @@ class Sent:
 
 @dataclass
 class Account:
-    """Totals since the last ``take``."""
+    """Totals of one worker since the last ``take``.
+
+    Attributes:
+        wire_bytes: what it sent.
+        message_bytes: what it had to say, each byte once; counted in simulations only.
+        messages: requests fulfilled.
+        seconds: by phase; empty where nothing was timed.
+    """
 
     wire_bytes: int = 0
+    message_bytes: int = 0
     messages: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {COMPRESS: 0.0, COMMUNICATE: 0.0, DECODE: 0.0}
-    )
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Recording(Transport):
@@ -50,15 +54,23 @@ class Recording(Transport):
         self.workers = inner.workers
         self.history = history
         self.log: list[Sent] = []
-        self.timing = True
         self._account = Account()
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._watch = Stopwatch()
         self._taken_bytes = inner.sent_bytes
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
         """The inner transport's counter."""
         return self.inner.sent_bytes
+
+    @property
+    def timing(self) -> bool:
+        """Whether CUDA is timed."""
+        return self._watch.timing
+
+    @timing.setter
+    def timing(self, on: bool) -> None:
+        self._watch.timing = on
 
     def fulfil(self, request: Request) -> Reply:
         """Let the inner transport fulfil the request."""
@@ -71,45 +83,23 @@ class Recording(Transport):
 
     def run(self, flow: Flow, device: torch.device) -> None:
         """Drive a flow to its end, timing its phases."""
-        mark = self._now(device)
+        self._watch.start(device)
         phase = COMPRESS
         try:
             request = next(flow)
             while True:
-                mark = self._lap(phase, mark, device)
+                self._watch.lap(phase)
                 reply = self.fulfil(request)
-                mark = self._lap(COMMUNICATE, mark, device)
+                self._watch.lap(COMMUNICATE)
                 phase = DECODE
                 request = flow.send(reply)
         except StopIteration:
-            self._lap(phase, mark, device)
+            self._watch.lap(phase)
 
     def take(self) -> Account:
         """Return the totals since the last call and start anew. Waits for CUDA where timed."""
         account, self._account = self._account, Account()
         account.wire_bytes = self.inner.sent_bytes - self._taken_bytes
         self._taken_bytes = self.inner.sent_bytes
-        for phase, start, stop in self._events:
-            stop.synchronize()
-            account.seconds[phase] += start.elapsed_time(stop) / 1e3
-        self._events.clear()
+        account.seconds = self._watch.take()
         return account
-
-    def _now(self, device: torch.device) -> float | torch.cuda.Event | None:
-        if device.type != "cuda":
-            return time.perf_counter()
-        if not self.timing:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _lap(
-        self, phase: str, mark: float | torch.cuda.Event | None, device: torch.device
-    ) -> float | torch.cuda.Event | None:
-        now = self._now(device)
-        if isinstance(mark, torch.cuda.Event) and isinstance(now, torch.cuda.Event):
-            self._events.append((phase, mark, now))
-        elif isinstance(mark, float) and isinstance(now, float):
-            self._account.seconds[phase] += now - mark
-        return now

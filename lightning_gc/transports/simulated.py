@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_gc.flow import Exchange, Flow, Gather, Mean, Payload, Reply, Request
+from lightning_gc.transports.stopwatch import COMMUNICATE, COMPRESS, DECODE
 from lightning_gc.transports.transport import (
     LENGTH_BYTES,
     Message,
@@ -26,6 +27,7 @@ class Simulated:
     Attributes:
         workers: how many workers there are.
         sent_bytes: per worker, what it would have sent; the same figures as the real transport.
+        message_bytes: per worker, what it had to say, each byte once, however many were to hear it.
     """
 
     def __init__(self, workers: int) -> None:
@@ -33,9 +35,14 @@ class Simulated:
             raise ValueError(f"Simulated(workers={workers}): at least one worker is needed.")
         self.workers = workers
         self.sent_bytes = [0] * workers
+        self.message_bytes = [0] * workers
 
-    def run(self, flows: Sequence[Flow]) -> None:
+    def run(self, flows: Sequence[Flow], lap: Callable[[str], None] = lambda phase: None) -> None:
         """Drive all flows to their end.
+
+        Args:
+            flows: one per worker.
+            lap: called with a phase's name where it ends.
 
         Raises:
             ValueError: a wrong number of flows, or workers that disagree.
@@ -43,10 +50,13 @@ class Simulated:
         if len(flows) != self.workers:
             raise ValueError(f"{self.workers} workers need as many flows, but got {len(flows)}.")
         requests = [next(flow, None) for flow in flows]
+        lap(COMPRESS)
         while any(request is not None for request in requests):
             self._check_agreement(requests)
             replies = self.fulfil([request for request in requests if request is not None])
+            lap(COMMUNICATE)
             requests = [_send(flow, reply) for flow, reply in zip(flows, replies, strict=True)]
+            lap(DECODE)
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
         """Answer one round: a reply per worker."""
@@ -66,15 +76,20 @@ class Simulated:
         for dtype in {mean.dtype for mean in means}:  # an all-reduce each, as on a network
             nbytes = _nbytes(tuple(mean for mean in means if mean.dtype == dtype))
             self._count([all_reduce_bytes(nbytes, self.workers)] * self.workers)
+            self.message_bytes = [old + nbytes for old in self.message_bytes]
         return [[mean.clone() for mean in means] for _ in requests]
 
     def _gather(self, requests: Sequence[Gather]) -> list[Reply]:
         first = requests[0]
-        size = max(Message(r.tensors).nbytes for r in requests)
+        own = [Message(r.tensors).nbytes for r in requests]
+        size, lengths = max(own), 0
         if first.limits is not None:
             for sender, r in enumerate(requests):
                 check_lengths([t.numel() for t in r.tensors], first.tensors, first.limits, sender)
-            size += LENGTH_BYTES * len(first.tensors)
+            lengths = LENGTH_BYTES * len(first.tensors)
+            size += lengths
+        for sender, nbytes in enumerate(own):
+            self.message_bytes[sender] += nbytes + lengths
         self._count([all_gather_bytes(size, self.workers)] * self.workers)
         return [[list(r.tensors) for r in requests] for _ in requests]
 
@@ -82,12 +97,13 @@ class Simulated:
         first = requests[0]
         for sender, r in enumerate(requests):
             others = (p for i, p in enumerate(r.payloads) if i != sender)
-            self.sent_bytes[sender] += sum(Message(p).nbytes for p in others)
+            nbytes = sum(Message(p).nbytes for p in others)
             if first.limits is not None:
-                lengths = LENGTH_BYTES * len(r.payloads[0])
-                self.sent_bytes[sender] += all_gather_bytes(lengths, self.workers)
+                nbytes += all_gather_bytes(LENGTH_BYTES * len(r.payloads[0]), self.workers)
                 for own, payload in zip(first.payloads, r.payloads, strict=True):
                     check_lengths([t.numel() for t in payload], own, first.limits, sender)
+            self.sent_bytes[sender] += nbytes
+            self.message_bytes[sender] += nbytes
         return [[list(r.payloads[i]) for r in requests] for i in range(self.workers)]
 
     def _count(self, nbytes: Sequence[int]) -> None:

@@ -1,0 +1,203 @@
+"""Checkpoints of simulated workers are those of real ones: each goes on as the other."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_gc import HardThreshold, PerParameter, TopK
+from lightning_gc.controllers import Accordion, TotalError
+from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.strategies.state_files import FOLDER
+from tests.processes import spread
+from tests.resumes import Crash, checkpoint
+from tests.simulations import Plain, fit, loader, real, rows, simulated
+
+pytestmark = pytest.mark.processes
+EVERYWHERE = PerParameter(TopK(0.05))
+STEPS = 15  # of an epoch, with two workers
+SAME = ("digest", "errors", "metrics", "controller", "steps")
+
+
+def run(
+    kind: str,
+    folder: Path,
+    resume: str | None = None,
+    crash: int = -1,
+    workers: int = 2,
+    saving: dict[str, Any] | None = None,
+    **case: Any,
+) -> dict[str, Any]:
+    """Fit three epochs, saving each; return what there is to compare, with errors of all."""
+    saving = saving or {"save_on_train_epoch_end": True}
+    case = {
+        "compressor": EVERYWHERE,
+        "max_epochs": 3,
+        "enable_checkpointing": True,
+        "resume": resume,
+        "callbacks": [
+            Crash(crash),
+            ModelCheckpoint(folder, "{epoch}-{step}", save_top_k=-1, **saving),
+        ],
+        **case,
+    }
+    if kind == "simulated":
+        return simulated(workers, case)
+    runs = [each[0] for each in spread(real, workers, workers, [case])]
+    return runs[0] and runs[0] | {"errors": [each["errors"][0] for each in runs]}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "topk": {},
+    "accordion": {
+        "options": {"controller": Accordion(low=0.5, high=0.1, interval=1, threshold=0.2)}
+    },
+    "budget": {
+        "compressor": PerParameter(HardThreshold(0.1)),
+        "options": {"controller": TotalError(budget=0.1)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("simulated", "simulated"), ("simulated", "real"), ("real", "simulated")],
+)
+def test_goes_on_as_the_other(tmp_path: Path, name: str, first: str, second: str) -> None:
+    """Bit for bit what the second would have been alone."""
+    case = CASES[name]
+    whole = run(second, tmp_path / "whole", **case)
+    run(first, tmp_path / "first", crash=2 * STEPS, **case)
+    resume = checkpoint(tmp_path / "first", 1, 2 * STEPS)
+    resumed = run(second, tmp_path / "second", resume, **case)
+    assert {key: resumed[key] for key in SAME} == {key: whole[key] for key in SAME}
+
+
+class Stateful(DataLoader[Tensor]):
+    """Goes on within an epoch; made anew by Lightning with another sampler."""
+
+    given = start = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        self.given = start
+        for number, batch in enumerate(super().__iter__()):
+            if number >= start:
+                self.given += 1
+                yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["given"]
+
+
+def stateful() -> Stateful:
+    return Stateful(rows(), 4, shuffle=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("simulated", "simulated"), ("simulated", "real"), ("real", "simulated")],
+)
+def test_within_an_epoch(tmp_path: Path, first: str, second: str) -> None:
+    case = {**CASES["budget"], "data": stateful, "saving": {"every_n_train_steps": 1}}
+    whole = run(second, tmp_path / "whole", **case)
+    run(first, tmp_path / "first", crash=STEPS + 7, **case)
+    resume = checkpoint(tmp_path / "first", 1, STEPS + 7)
+    resumed = run(second, tmp_path / "second", resume, **case)
+    assert {key: resumed[key] for key in SAME} == {key: whole[key] for key in SAME}
+
+
+def test_the_same_files(tmp_path: Path) -> None:
+    """As real workers write: side files by name and content, and what Lightning has counted."""
+    contents = []
+    for kind in ("real", "simulated"):
+        folder = tmp_path / kind
+        run(kind, folder, max_epochs=1)
+        names = sorted(file.name for file in (folder / FOLDER).iterdir())
+        assert names == [f"epoch=0-step=15.ckpt-step15-worker{i}of2.pt" for i in range(2)]
+        side = [torch.load(folder / FOLDER / name, weights_only=True) for name in names]
+        main = torch.load(checkpoint(folder, 0, STEPS), weights_only=True)
+        contents.append((side, main))
+    (theirs, their_main), (ours, our_main) = contents
+    for one, other in zip(theirs, ours, strict=True):
+        for name, kept in one["averaged"]["memory"].items():
+            assert torch.equal(kept["error"], other["averaged"]["memory"][name]["error"])
+        assert one["worker"] == other["worker"]
+    assert our_main["loops"]["fit_loop"] == their_main["loops"]["fit_loop"]
+    assert our_main["global_step"] == their_main["global_step"]
+
+
+class Owing(Plain):
+    """Adds up the mean gradient of the workers, less what the optimizer was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owed: dict[str, Any] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        names, params = zip(*self.named_parameters(), strict=True)
+        for name, grad in zip(
+            names, torch.autograd.grad(loss, params, retain_graph=True), strict=True
+        ):
+            self.add(name, grad.double() / self.trainer.accumulate_grad_batches)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        for name, param in self.named_parameters():
+            assert param.grad is not None
+            self.add(name, -param.grad.double())
+
+    def add(self, name: str, value: Tensor) -> None:
+        self.owed[name] = self.owed.get(name, 0) + value.numpy()
+
+
+def kept(result: dict[str, Any], name: str) -> Any:
+    errors = [np.frombuffer(errors[name], np.float32) for errors in result["errors"]]
+    return np.mean(errors, axis=0, dtype=np.float64)
+
+
+@pytest.mark.parametrize("state", ["full", "mean", "off"])
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3), (2, 1)])
+def test_other_numbers_of_workers_owe_the_same(
+    tmp_path: Path, before: int, now: int, state: str
+) -> None:
+    case = {"module": Owing, "options": {"state": state}}
+    first = run("simulated", tmp_path / "a", workers=before, max_epochs=1, **case)
+    (resume,) = (tmp_path / "a").glob("*.ckpt")
+    second = run("simulated", tmp_path / "b", str(resume), workers=now, max_epochs=2, **case)
+    for name, earlier in first["owed"].items():
+        earlier = earlier.reshape(-1)
+        assert np.abs(kept(first, name) - earlier).max() < 1e-5
+        assert np.abs(earlier).max() > 1e-4
+        due = second["owed"][name].reshape(-1) + (0 if state == "off" else earlier)
+        assert np.abs(kept(second, name) - due).max() < 1e-5, name
+    assert (tmp_path / "a" / FOLDER).exists() == (state == "full")
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice for small fits
+def test_a_second_fit_goes_on() -> None:
+    """The same Trainer and strategy: errors stay, and so do the user's settings."""
+    strategy = SimulatedDDPStrategy(EVERYWHERE, workers=3)
+    first = fit(strategy, max_epochs=1)
+    assert first["steps"] == 10
+    trainer = strategy.lightning_module.trainer
+    assert trainer.accumulate_grad_batches == 1
+    trainer.fit_loop.max_epochs = 2
+    engine = strategy.engine
+    trainer.fit(trainer.lightning_module, loader())
+    assert strategy.engine is engine
+    assert engine is not None
+    assert engine.step == 20
+    assert trainer.accumulate_grad_batches == 1
