@@ -41,6 +41,7 @@ class Bucket:
         state: parameter name -> the compressor's own state for it, owned by the engine.
         phase: 0 for a first encoding, 1 for the second one of a two-shot scheme.
         tally: where codecs' counts of this round are added.
+        wanted: whether the mean is: of simulated workers, who all get the same, one decodes it.
     """
 
     grad: Tensor
@@ -53,6 +54,7 @@ class Bucket:
     state: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     phase: int = 0
     tally: Tally = field(default_factory=Tally)
+    wanted: bool = True
 
     @property
     def numel(self) -> int:

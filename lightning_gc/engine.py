@@ -40,6 +40,7 @@ class Engine:
         revocable: an optimizer step may be skipped for a non-finite gradient, so that errors must
             be as before in the next round. Costs a copy of the memory.
         observe: measure norms before and after compression in this round.
+        wanted: whether ``grad`` has to hold the mean when a flow has ended.
         observer: collects what a controller has asked for, or None.
         learning_rates: parameter name -> learning rate of this round's step; read only where the
             memory works in ``lr_aware``.
@@ -64,6 +65,7 @@ class Engine:
         self.loss_scale: Tensor | None = None
         self.revocable = False
         self.observe = False
+        self.wanted = True
         self.learning_rates: dict[str, float] = {}
         self.levels: dict[str, float | None] = {}
         self.uncompressed = False
@@ -97,6 +99,7 @@ class Engine:
             state=state,
             levels=self._bucket_levels(shapes),
             tally=self.tally,
+            wanted=self.wanted,
         )
         return self._converse(bucket)
 
@@ -167,10 +170,8 @@ class Engine:
             guard.silence(grad)
         if scale is not None:
             grad.div_(scale)
-
         if self.observer is not None:
             self.observer.see_gradient(bucket)
-
         resting = self._resting(bucket)
         buffer = self._compensate(bucket)
         before = torch.linalg.vector_norm(buffer) if self.observe else None

@@ -38,7 +38,7 @@ class Monitor:
     With simulated workers, communication is not measured but estimated by the strategy's
     ``NetworkModel``: ``communication_seconds_estimated`` takes the place of
     ``communicate_seconds``. Beside it stands ``compute_seconds``: forward and backward passes of
-    all workers' micro-batches, divided by their number, as ``compress`` and ``decode`` are.
+    all workers' micro-batches, divided by their number.
 
     With a controller also ``level_min`` and ``level_max`` (``level`` is the median over
     parameters), ``uncompressed_share``, per epoch what the controller wants shown

@@ -173,7 +173,7 @@ def kept(result: dict[str, Any], name: str) -> Any:
 def test_other_numbers_of_workers_owe_the_same(
     tmp_path: Path, before: int, now: int, state: str
 ) -> None:
-    case = {"module": Owing, "options": {"state": state}}
+    case: dict[str, Any] = {"module": Owing, "options": {"state": state}}
     first = run("simulated", tmp_path / "a", workers=before, max_epochs=1, **case)
     (resume,) = (tmp_path / "a").glob("*.ckpt")
     second = run("simulated", tmp_path / "b", str(resume), workers=now, max_epochs=2, **case)
@@ -192,11 +192,13 @@ def test_a_second_fit_goes_on() -> None:
     strategy = SimulatedDDPStrategy(EVERYWHERE, workers=3)
     first = fit(strategy, max_epochs=1)
     assert first["steps"] == 10
-    trainer = strategy.lightning_module.trainer
+    module = strategy.lightning_module
+    assert module is not None
+    trainer = module.trainer
     assert trainer.accumulate_grad_batches == 1
     trainer.fit_loop.max_epochs = 2
     engine = strategy.engine
-    trainer.fit(trainer.lightning_module, loader())
+    trainer.fit(module, loader())
     assert strategy.engine is engine
     assert engine is not None
     assert engine.step == 20

@@ -30,6 +30,8 @@ class AllGather(Scheme):
         """Encode, gather, decode W payloads."""
         payload = encode(codec, buffer, bucket)
         payloads = yield Gather(payload, codec.limits(buffer.numel()))
+        if not bucket.wanted:
+            return
         out.zero_()
         for sender, arrived in enumerate(payloads):
             decode(codec, arrived, out, 1 / bucket.workers, bucket, sender)

@@ -57,6 +57,8 @@ class TwoShot(Scheme):
         mine.nan_to_num_(0.0, 0.0, 0.0)
         gathered = yield Gather(payload, limits)
 
+        if not bucket.wanted:
+            return
         out.zero_()
         for i, payload in enumerate(gathered):
             shard, whole = _shard(out, i, size)

@@ -142,6 +142,8 @@ class SimulatedDDP(Compressing):
         self._buffers = Buffers(module.buffers(), self.workers)
         self._ledger = Ledger(self.workers)
         self._start(self._ledger.pages)
+        for engine in self.engines[1:]:
+            engine.wanted = False
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal training samples to the workers, as Lightning does to processes."""

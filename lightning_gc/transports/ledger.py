@@ -1,4 +1,4 @@
-"""The accounts of W simulated workers: bytes of each, seconds of one."""
+"""The accounts of W simulated workers: bytes of each, seconds of one of them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from lightning_gc.flow import Flow
 from lightning_gc.transports.recording import Account
 from lightning_gc.transports.simulated import Simulated
-from lightning_gc.transports.stopwatch import COMMUNICATE, Stopwatch
+from lightning_gc.transports.stopwatch import COMPUTE, Stopwatch
+
+_REST = "rest"
 
 
 class Ledger:
     """Runs the flows of W workers in one thread and keeps a page for each.
 
-    Workers that take turns on one device cannot be timed apart, nor need they be: each is given the
-    W-th part of the time of all. What it takes to hand their messages over is left out, for no
-    network does that.
+    Compression and decoding are timed at worker 0, who alone decodes the mean: all get the same.
+    Of forward and backward passes, each is given the W-th part of the time of all. What it takes to
+    hand messages over is left out, for no network does that.
 
     Args:
         workers: W.
@@ -46,13 +48,17 @@ class Ledger:
         """Drive one flow per worker to their end, timing their phases."""
         self._exchange.start(device)
         with torch.no_grad():
-            self.transport.run(flows, self._exchange.lap)
+            self.transport.run(flows, self._lap)
 
     def seconds(self) -> dict[str, float]:
         """Return seconds by phase since the last call, of one worker."""
-        all_of_them = self._exchange.take() | self.compute.take()
-        all_of_them.pop(COMMUNICATE, None)
-        return {phase: spent / self.transport.workers for phase, spent in all_of_them.items()}
+        seconds = self._exchange.take()
+        seconds.pop(_REST, None)
+        computed = self.compute.take().get(COMPUTE, 0.0) / self.transport.workers
+        return seconds | ({COMPUTE: computed} if computed else {})
+
+    def _lap(self, phase: str, worker: int | None) -> None:
+        self._exchange.lap(phase if worker == 0 else _REST)
 
 
 class Page:

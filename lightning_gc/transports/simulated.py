@@ -37,26 +37,34 @@ class Simulated:
         self.sent_bytes = [0] * workers
         self.message_bytes = [0] * workers
 
-    def run(self, flows: Sequence[Flow], lap: Callable[[str], None] = lambda phase: None) -> None:
+    def run(
+        self,
+        flows: Sequence[Flow],
+        lap: Callable[[str, int | None], None] = lambda phase, worker: None,
+    ) -> None:
         """Drive all flows to their end.
 
         Args:
             flows: one per worker.
-            lap: called with a phase's name where it ends.
+            lap: called where a phase ends, with its name and whose it was; None: that of all.
 
         Raises:
             ValueError: a wrong number of flows, or workers that disagree.
         """
         if len(flows) != self.workers:
             raise ValueError(f"{self.workers} workers need as many flows, but got {len(flows)}.")
-        requests = [next(flow, None) for flow in flows]
-        lap(COMPRESS)
+        requests = []
+        for worker, flow in enumerate(flows):
+            requests.append(next(flow, None))
+            lap(COMPRESS, worker)
         while any(request is not None for request in requests):
             self._check_agreement(requests)
             replies = self.fulfil([request for request in requests if request is not None])
-            lap(COMMUNICATE)
-            requests = [_send(flow, reply) for flow, reply in zip(flows, replies, strict=True)]
-            lap(DECODE)
+            lap(COMMUNICATE, None)
+            requests = []
+            for worker, (flow, reply) in enumerate(zip(flows, replies, strict=True)):
+                requests.append(_send(flow, reply))
+                lap(DECODE, worker)
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
         """Answer one round: a reply per worker."""
@@ -68,16 +76,24 @@ class Simulated:
         return self._exchange([r for r in requests if isinstance(r, Exchange)])
 
     def _mean(self, requests: Sequence[Mean]) -> list[Reply]:
+        """Average in place: the tensors that are given are consumed."""
+        given = [r.tensors for r in requests]
         means: list[Tensor] = []
-        for tensors in zip(*(r.tensors for r in requests), strict=True):
-            means.append(
-                torch.stack([t * (1 / self.workers) for t in tensors]).sum(0).to(tensors[0])
-            )
+        for first, *others in zip(*given, strict=True):
+            if first.dtype.itemsize < 4:  # rounded once, not with every worker
+                first.copy_(torch.stack([t * (1 / self.workers) for t in (first, *others)]).sum(0))
+            else:
+                first.mul_(1 / self.workers)
+                for other in others:
+                    first.add_(other.mul_(1 / self.workers))
+            for other in others:
+                other.copy_(first)
+            means.append(first)
         for dtype in {mean.dtype for mean in means}:  # an all-reduce each, as on a network
             nbytes = _nbytes(tuple(mean for mean in means if mean.dtype == dtype))
             self._count([all_reduce_bytes(nbytes, self.workers)] * self.workers)
             self.message_bytes = [old + nbytes for old in self.message_bytes]
-        return [[mean.clone() for mean in means] for _ in requests]
+        return [list(tensors) for tensors in given]
 
     def _gather(self, requests: Sequence[Gather]) -> list[Reply]:
         first = requests[0]
