@@ -105,8 +105,7 @@ class Engine:
 
     def advance(self) -> None:
         """Count a finished round: all buckets have been handed to ``flow``."""
-        self.step += 1
-        self._advanced = self._begun
+        self.step, self._advanced = self.step + 1, self._begun
 
     @property
     def torn(self) -> bool:

@@ -148,7 +148,7 @@ def disagree(worker: int) -> str:
 def test_workers_that_disagree_are_refused_at_start() -> None:
     first, second = spread(disagree, 2, timeout=60)
     assert first == second
-    assert "TopK(density=0.02)" in first
+    assert "TopK(density=0.02," in first
     assert "worker 0 has" in first
 
 
