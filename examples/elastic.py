@@ -87,10 +87,13 @@ def main() -> None:
     if trainer.is_global_zero:
         figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
-        Console(highlight=False, soft_wrap=True).print(
-            f"attempt {attempt}: accuracy {figures['val_accuracy']:.2%}, loss "
-            f"{figures['train_loss']:.9f}, {figures['compression/total_wire_bytes']:,.0f} bytes"
-        )
+        said = "all epochs had been trained before"
+        if "val_accuracy" in figures:
+            said = (
+                f"accuracy {figures['val_accuracy']:.2%}, loss {figures['train_loss']:.9f}, "
+                f"{figures['compression/total_wire_bytes']:,.0f} bytes"
+            )
+        Console(highlight=False, soft_wrap=True).print(f"attempt {attempt}: {said}")
 
 
 if __name__ == "__main__":

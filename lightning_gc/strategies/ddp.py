@@ -17,10 +17,8 @@ from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.strategies.checks import (
-    check_agreement,
-    refuse_sparse_gradients,
-)
+from lightning_gc.strategies import leaving
+from lightning_gc.strategies.checks import check_agreement, refuse_sparse_gradients
 from lightning_gc.strategies.children import end_children
 from lightning_gc.strategies.compressing import Compressing
 from lightning_gc.transports.background import Background
@@ -132,6 +130,7 @@ class CompressedDDP(Compressing):
         recording = Recording(transport)
         self._start([recording])
         self._background = Background(recording, device)
+        leaving.register()
         ddp.register_comm_hook(None, self._compress_bucket)
 
     def _compress_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
