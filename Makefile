@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision test check docs tests bench-bytes bench-controllers bench-network clean
+.PHONY: help demo vision tune-demo test check docs tests bench-bytes bench-controllers bench-network clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 14
@@ -18,6 +18,12 @@ demo: $(VENV)/.demo ## train a language model with dense and compressed gradient
 
 vision: $(VENV)/.demo ## train a small ResNet while a controller moves the level: ARGS="--controller accordion"
 	$(BIN)/python examples/vision.py $(ARGS)
+
+# Two processes share the studies. One thread each: the model is too small to share among threads.
+TUNE_DEMO := OMP_NUM_THREADS=1 $(BIN)/python examples/tune_language_model.py configs/demo.yaml $(ARGS)
+tune-demo: $(VENV)/.tune ## tune five methods by a study each, compare them fairly (15 minutes)
+	@mkdir -p runs/tune
+	@$(TUNE_DEMO) >runs/tune/second.log 2>&1 & second=$$!; $(TUNE_DEMO) && wait $$second
 
 test: check docs tests ## everything that CI runs
 
@@ -58,6 +64,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
 	$(PIP) install -q -c constraints.txt -e '.[examples]'
 	@touch $@
 
+$(VENV)/.tune: pyproject.toml constraints.txt $(VENV)/.torch
+	$(PIP) install -q -c constraints.txt -e '.[examples,tune]'
+	@touch $@
+
 $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.torch
-	$(PIP) install -q -c constraints.txt -e '.[lightning,examples,docs,test]'
-	@touch $@ $(VENV)/.demo
+	$(PIP) install -q -c constraints.txt -e '.[lightning,examples,tune,docs,test]'
+	@touch $@ $(VENV)/.demo $(VENV)/.tune

@@ -1,0 +1,185 @@
+"""The command ``lightning-gc``: tune, report, fit, list."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_EPILOG = "Exit codes: 0 done, 1 failed, 2 something in the request is wrong, 130 Ctrl-C."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the words after the program's name; by default those of this process.
+    """
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    if rest and options.run is not _fit:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    # Models and plug-ins lie where the user is, as for `python -m`.
+    sys.path.insert(0, os.getcwd())
+    try:
+        code: int = options.run(options)
+        return code
+    except KeyboardInterrupt:
+        print("Stopped. What is done is kept; the same command goes on.", file=sys.stderr)  # noqa: T201
+        return INTERRUPTED
+    except (ValueError, ImportError, RuntimeError) as error:
+        if not _is_ours(error):
+            raise
+        print(f"lightning-gc: {error}", file=sys.stderr)  # noqa: T201
+        return USAGE if isinstance(error, ValueError) else FAILED
+
+
+def _is_ours(error: Exception) -> bool:
+    """Tell sentences for users from what went wrong in their code or ours, which is shown whole."""
+    module = type(error).__module__
+    return module.startswith("lightning_gc") or type(error) in (ValueError, ImportError)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-gc", description="Gradient compression, compared fairly.", epilog=_EPILOG
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    tune = commands.add_parser(
+        "tune",
+        help="give every method a study of its own, then run the winners",
+        description="Give every method a study of its own with the same number of trials, then run "
+        "the winners over several seeds. Repeat the command to go on after an interruption; run it "
+        "several times at once, with one storage, to share the work.",
+        epilog=_EPILOG,
+    )
+    add = tune.add_argument
+    add("config", type=Path, help="YAML with LightningCLI's model, data and trainer, and tune")
+    add(
+        "--compressor",
+        nargs="+",
+        metavar="NAME",
+        help="methods of the file, or compressors by name (default: all methods of the file); the "
+        "dense baseline is always among them",
+    )
+    add("--trials", type=int, metavar="N", help="per study (default: what the file says, or 60)")
+    add("--workers", type=int, metavar="W", help="simulated workers (default: as in the file)")
+    add("--storage", help=_STORAGE + " (default: runs/tune/<name>.journal)")
+    add("--no-finals", action="store_true", help="leave out the runs of the winners")
+    tune.set_defaults(run=_tune)
+
+    report = commands.add_parser(
+        "report",
+        help="write tables, plots and one HTML page about an experiment",
+        description="Write report.md, report.html, plots/ and tables/ about an experiment.",
+        epilog=_EPILOG,
+    )
+    add = report.add_argument
+    add("--storage", required=True, help=_STORAGE)
+    add("--out", type=Path, default=Path("runs", "report"), help="folder (default: %(default)s)")
+    add("--name", help="of the experiment, where the storage holds several")
+    report.set_defaults(run=_report)
+
+    fit = commands.add_parser(
+        "fit",
+        help="train once, as LightningCLI does",
+        description="Train once with the file's model, data and trainer. Everything else is handed "
+        "to LightningCLI, such as --trainer.strategy or --model.learning_rate.",
+        epilog=_EPILOG,
+    )
+    fit.add_argument("config", type=Path, help="the same YAML; its section tune is left aside")
+    fit.set_defaults(run=_fit)
+
+    listing = commands.add_parser(
+        "list", help="compressors, memories, schemes and controllers, with knobs and ranges"
+    )
+    listing.set_defaults(run=_list)
+    return parser
+
+
+_STORAGE = "path of a journal file, or a database URL such as postgresql://user@host/name"
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from lightning_gc.tuning import Method, tune
+    from lightning_gc.tuning.config import load
+    from lightning_gc.tuning.progress import Progress, hush
+    from lightning_gc.tuning.studies import best_trial, public
+
+    hush()
+    changes = {"trials": options.trials, "workers": options.workers}
+    experiment, known = load(options.config, **changes)
+    methods = {method.name: method for method in known}
+    names = options.compressor or list(methods)
+    if not names:
+        raise ValueError(
+            f"{options.config} names no methods; add them to its section tune, or name compressors "
+            f"with --compressor."
+        )
+    wanted = [methods.get(name) or Method(name) for name in names]
+    storage = options.storage or str(Path("runs", "tune", f"{experiment.name}.journal"))
+    with Progress(experiment) as progress:
+        studies = tune(experiment, wanted, storage, not options.no_finals, progress.show)
+        for study in studies.values():
+            progress.say(f"{study.study_name}: {_outcome(study)}")
+        progress.say(
+            f"Next: lightning-gc report --storage {public(storage)} --name {experiment.name}"
+        )
+        return OK if all(best_trial(study) for study in studies.values()) else FAILED
+
+
+def _outcome(study: Any) -> str:
+    from lightning_gc.tuning.studies import best_trial
+
+    best = best_trial(study)
+    if best is None:
+        return "no trial got through within the rules"
+    said = ", ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in best.params.items()
+    )
+    return f"best {best.values[0]:.5g} with {said}"
+
+
+def _report(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lightning_gc.tuning import report
+    from lightning_gc.tuning.progress import hush
+
+    hush()
+    for path in report(options.storage, options.out, options.name):
+        Console().print(str(path), highlight=False, soft_wrap=True)
+    return OK
+
+
+def _fit(options: argparse.Namespace) -> int:
+    from lightning_gc.tuning.config import read
+    from lightning_gc.tuning.lightning_cli import run
+
+    read(options.config)
+    try:
+        run(["fit", "--config", str(options.config), *options.rest])
+    except Exception:
+        traceback.print_exc()  # the user's own code: all of it is of interest
+        return FAILED
+    return OK
+
+
+def _list(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lightning_gc.tuning.catalogue import catalogue
+
+    console = Console()
+    for table in catalogue():
+        console.print(table)
+    return OK

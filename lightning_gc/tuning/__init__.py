@@ -1,0 +1,21 @@
+"""A fair comparison: every method is tuned by a study of its own, with as many trials as any."""
+
+import importlib.util as _util
+
+_NEEDED = ("optuna", "jsonargparse", "rich", "matplotlib")
+_missing = [_name for _name in _NEEDED if _util.find_spec(_name) is None]
+if _missing:
+    raise ImportError(
+        f"lightning_gc.tuning needs {', '.join(_missing)}, which {'are' if _missing[1:] else 'is'} "
+        f"not installed. Install the extra: pip install 'lightning-gc[tune]'."
+    )
+
+from lightning_gc.tuning.experiment import Experiment as Experiment  # noqa: E402
+from lightning_gc.tuning.judge import MissingMetric as MissingMetric  # noqa: E402
+from lightning_gc.tuning.method import Method as Method  # noqa: E402
+from lightning_gc.tuning.pages import report as report  # noqa: E402
+from lightning_gc.tuning.run import Event as Event  # noqa: E402
+from lightning_gc.tuning.run import tune as tune  # noqa: E402
+from lightning_gc.tuning.studies import StorageError as StorageError  # noqa: E402
+from lightning_gc.tuning.studies import open_storage as open_storage  # noqa: E402
+from lightning_gc.tuning.trial import TrialError as TrialError  # noqa: E402

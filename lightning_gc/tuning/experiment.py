@@ -1,0 +1,132 @@
+"""What is compared, under what rules: the same for all methods."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import optuna
+
+from lightning_gc.network import NetworkModel
+from lightning_gc.tuning.method import DENSE, Method
+
+Build = Callable[[optuna.trial.BaseTrial], Sequence[Any]]
+"""``(trial) -> (model, datamodule)``, or ``(model, datamodule, {Trainer argument: value})``."""
+
+OURS = ("strategy", "devices", "num_nodes", "enable_checkpointing")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A fair comparison: every method gets the same number of trials on the same task.
+
+    Args:
+        name: of the experiment; its studies are called ``name/method``.
+        build: asks the trial for hyper-parameters (``trial.suggest_float("learning_rate", 1, 50)``)
+            and returns a new model and datamodule. With ``devices`` above 1 it must be importable.
+        metric: what is selected on; logged in validation.
+        mode: whether less or more of it is better.
+        test_metric: what ``trainer.test`` logs; computed for the winner only. None: no test.
+        trials: per study, those included that were pruned or diverged.
+        sampler: ``"tpe"`` learns from the trials before, ``"random"`` does not.
+        objective: ``"metric"``: the best metric, within the budget if there is one. ``"pareto"``:
+            metric against bytes; no trial is pruned then.
+        budget: bytes that one worker may send in a run. The dense baseline has no budget.
+        pruner: ``"median"`` stops a trial that is worse than the median of the others
+            at that epoch, ``"none"`` lets all go on.
+        warmup: epochs before a trial may be pruned.
+        patience: epochs without an improvement, in a row, after which a run stops. None: never.
+        seed: of the draws, and of weights and data order in all trials.
+        seeds: of the final runs, with the best hyper-parameters.
+        workers: simulated workers of a trial that runs on one device, in this process.
+        network: turns their bytes into seconds.
+        devices: above 1, every trial is a tree of real processes.
+        timeout: seconds after which a tree of processes that says nothing is killed.
+        trainer: arguments of the Trainer, besides strategy and devices: ``max_epochs``, ...
+
+    Raises:
+        ValueError: a setting that means nothing, two that contradict each other.
+    """
+
+    name: str
+    build: Build
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    test_metric: str | None = None
+    trials: int = 60
+    sampler: Literal["tpe", "random"] = "tpe"
+    objective: Literal["metric", "pareto"] = "metric"
+    budget: float | None = None
+    pruner: Literal["median", "none"] = "median"
+    warmup: int = 3
+    patience: int | None = None
+    seed: int = 0
+    seeds: tuple[int, ...] = (0, 1, 2)
+    workers: int = 1
+    network: NetworkModel = NetworkModel()  # noqa: RUF009 - frozen
+    devices: int = 1
+    timeout: float = 3600.0
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(
+                f"An experiment cannot be called {self.name!r}: use letters and digits."
+            )
+        choices = {"mode": ("min", "max"), "sampler": ("tpe", "random")}
+        choices |= {"objective": ("metric", "pareto"), "pruner": ("median", "none")}
+        for setting, allowed in choices.items():
+            if getattr(self, setting) not in allowed:
+                raise ValueError(
+                    f"{setting}={getattr(self, setting)!r}: use {' or '.join(map(repr, allowed))}."
+                )
+        for setting in ("trials", "workers", "devices"):
+            if getattr(self, setting) < 1:
+                raise ValueError(f"{setting}={getattr(self, setting)}: must be at least 1.")
+        if self.patience is not None and self.patience < 1:
+            raise ValueError(f"patience={self.patience}: count epochs, 1 or more.")
+        if self.budget is not None and not self.budget > 0:
+            raise ValueError(f"budget={self.budget}: give bytes that one worker may send in a run.")
+        if self.budget is not None and self.objective == "pareto":
+            raise ValueError(
+                f"budget={self.budget:g} with objective='pareto': a Pareto front shows what every "
+                f"budget buys; leave the budget out, or use objective='metric'."
+            )
+        if self.workers > 1 and self.devices > 1:
+            raise ValueError(
+                f"workers={self.workers} simulates workers on one device, and "
+                f"devices={self.devices} starts real ones; give one of the two."
+            )
+        self.check_trainer(self.trainer)
+
+    def check_trainer(self, trainer: Mapping[str, Any]) -> None:
+        """Refuse arguments of the Trainer that tuning sets itself, or that clash with workers."""
+        for name in OURS:
+            if trainer.get(name) is not None:
+                raise ValueError(
+                    f"trainer.{name}={trainer[name]!r}: tuning chooses it for every trial. Remove "
+                    f"it; the experiment's workers and devices say who trains."
+                )
+        given = trainer.get("accumulate_grad_batches") or 1
+        if self.workers > 1 and given != 1 and given % self.workers:
+            raise ValueError(
+                f"accumulate_grad_batches={given} with workers={self.workers}: a step takes the "
+                f"same number of micro-batches of every simulated worker. Use 1, or a multiple of "
+                f"{self.workers}; {self.workers * given} accumulates {given} for each of them."
+            )
+
+    def budget_of(self, method: Method) -> float | None:
+        """Return how many bytes a worker may send in a run; None is any number."""
+        if method.budget is not None:
+            return method.budget
+        return None if method.name == DENSE else self.budget
+
+    def study_name(self, method: Method) -> str:
+        """Return the name of a method's study."""
+        return f"{self.name}/{method.name}"
+
+    def better(self, value: float, than: float) -> bool:
+        """Return whether one value of the metric is better than another."""
+        return value < than if self.mode == "min" else value > than

@@ -1,0 +1,32 @@
+"""LightningCLI, which leaves the section ``tune`` of a file alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_gc.tuning.flavour import pl
+
+if TYPE_CHECKING:
+    from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
+else:
+    import importlib
+
+    _cli = importlib.import_module(f"{pl.__name__}.cli")
+    LightningCLI, LightningArgumentParser = _cli.LightningCLI, _cli.LightningArgumentParser
+
+
+class FitCLI(LightningCLI):
+    """Accepts a section ``tune`` and does nothing with it."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Know the section."""
+        parser.add_argument("--tune", type=Any, help="what lightning-gc tune reads")
+
+
+def run(words: Sequence[str]) -> None:
+    """Run LightningCLI with these words of the command line."""
+    # It takes the words for a mistake, as those of the process are others.
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+    FitCLI(args=list(words), save_config_kwargs={"overwrite": True})

@@ -1,0 +1,177 @@
+"""The report: Markdown with its plots beside it, and one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import html
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import BaseStorage
+
+from lightning_gc.tuning.plots import plots
+from lightning_gc.tuning.studies import RULES, load_studies, open_storage
+from lightning_gc.tuning.tables import TOP, Studies, Table, metric_name, tables
+
+_TEXTS = {
+    "results": "Each method with hyper-parameters of its own, and the same method with those of "
+    "the dense winner: mean and standard deviation of the test metric over seeds. The winner was "
+    "chosen on the validation metric alone.",
+    "transfer": "What tuning each method by itself is worth.",
+    "winners": "The hyper-parameters of each winner, beside those of the dense winner.",
+    "metric_against_ratio": "Every trial that got through. Right and towards the better metric is "
+    "better; the line joins the trials that no other beats in both.",
+    "tuned": f"The best {TOP} trials of each study.",
+    "seconds_per_step": "Of one worker, in the best trial.",
+    "convergence": "The validation metric of the best trial, epoch by epoch.",
+    "epochs_to_converge": f"The epoch of the best validation, in the best {TOP} trials.",
+    "importance": "How much of what makes a trial good each parameter explains. Studies of fewer "
+    "than 4 complete trials are left out.",
+}
+_STYLE = """
+body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
+table { border-collapse: collapse; margin: 1em 0; display: block; overflow-x: auto; }
+th, td { border-bottom: 1px solid #ccc; padding: 0.2em 0.8em; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+img { max-width: 100%; }
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with a text, a table to be read, and a plot."""
+
+    title: str
+    text: str
+    table: Table | None = None
+    plot: str | None = None
+
+
+def report(
+    storage: str | Path | BaseStorage, out: str | Path, experiment: str | None = None
+) -> list[Path]:
+    """Write ``report.md``, ``report.html``, ``plots/*.svg`` and ``tables/*.csv``.
+
+    Args:
+        storage: as for ``tune``.
+        out: folder for the files; made where there is none.
+        experiment: which one; may be left out where the storage holds a single one.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: the storage holds no such experiment, or several and none was named.
+        StorageError: the storage cannot be used.
+    """
+    storage = open_storage(storage)
+    experiment = experiment or _only_one(storage)
+    studies = load_studies(storage, experiment)
+    if not studies:
+        raise ValueError(f"The storage holds no experiment {experiment!r}; {_held(storage)}.")
+    out = Path(out)
+    found = tables(studies)
+    drawn = plots(studies, found)
+    sections = _sections(found, drawn)
+    contents = {out / "tables" / f"{name}.csv": table for name, table in found.items()}
+    files: dict[Path, bytes] = {out / "plots" / f"{n}.svg": svg for n, svg in drawn.items()}
+    files[out / "report.md"] = _markdown(experiment, studies, sections).encode()
+    files[out / "report.html"] = _page(experiment, studies, sections, drawn).encode()
+    for path in (*contents, *files):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    for path, table in contents.items():
+        table.write(path)
+    for path, content in files.items():
+        path.write_bytes(content)
+    return [*files, *contents]
+
+
+def experiments(storage: BaseStorage) -> list[str]:
+    """Return the names of the experiments in a storage."""
+    names = optuna.get_all_study_names(storage=storage)
+    return sorted({name.partition("/")[0] for name in names if "/" in name})
+
+
+def _only_one(storage: BaseStorage) -> str:
+    found = experiments(storage)
+    if len(found) != 1:
+        raise ValueError(f"Name the experiment to report on; {_held(storage)}.")
+    return found[0]
+
+
+def _held(storage: BaseStorage) -> str:
+    return f"it holds {', '.join(experiments(storage)) or 'none'}"
+
+
+def _sections(found: dict[str, Table], drawn: dict[str, bytes]) -> list[Section]:
+    sections = [Section("Results", _TEXTS["results"], found["results"])]
+    if "transfer" in drawn:
+        sections.append(Section("Tuned or transferred", _TEXTS["transfer"], plot="transfer"))
+    sections.append(Section("Winners", _TEXTS["winners"], found["winners"]))
+    for name in drawn:
+        if name != "transfer":
+            kind = "tuned" if name.startswith("tuned_") else name
+            title = name.replace("_", " ").capitalize()
+            sections.append(Section(title, _TEXTS[kind], plot=name))
+    return sections
+
+
+def _introduction(studies: Studies) -> str:
+    rules = next(iter(studies.values())).user_attrs.get(RULES, {})
+    return (
+        f"{len(studies)} studies, one per method, selected on {metric_name(studies)} "
+        f"({rules.get('mode', 'min')}), {rules.get('workers', 1)} workers. The table behind each "
+        f"plot is in tables/."
+    )
+
+
+def _markdown(experiment: str, studies: Studies, sections: list[Section]) -> str:
+    lines = [f"# {experiment}", "", _introduction(studies), ""]
+    for section in sections:
+        lines += [f"## {section.title}", "", section.text, ""]
+        if section.table is not None:
+            heads = [column.replace("_", " ") for column in section.table.columns]
+            lines += [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
+            lines += [f"| {' | '.join(cells)} |" for cells in _cells(section.table)]
+            lines.append("")
+        if section.plot is not None:
+            lines += [f"![{section.title}](plots/{section.plot}.svg)", ""]
+    return "\n".join(lines)
+
+
+def _page(
+    experiment: str, studies: Studies, sections: list[Section], drawn: dict[str, bytes]
+) -> str:
+    name = html.escape(experiment)
+    parts = [f"<h1>{name}</h1><p>{html.escape(_introduction(studies))}</p>"]
+    for section in sections:
+        parts.append(f"<h2>{html.escape(section.title)}</h2><p>{html.escape(section.text)}</p>")
+        if section.table is not None:
+            heads = "".join(f"<th>{c.replace('_', ' ')}</th>" for c in section.table.columns)
+            body = "".join(
+                f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
+                for cells in _cells(section.table)
+            )
+            parts.append(f"<table><tr>{heads}</tr>{body}</table>")
+        if section.plot is not None:
+            data = base64.b64encode(drawn[section.plot]).decode()
+            alt = html.escape(section.title)
+            parts.append(f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">')
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _cells(table: Table) -> list[list[str]]:
+    return [[_cell(row.get(column)) for column in table.columns] for row in table.rows]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.4g}"
+    return str(value)

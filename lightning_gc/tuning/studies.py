@@ -1,0 +1,230 @@
+"""Where trials are kept, and how the next one is drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import sqlalchemy.exc
+from optuna.distributions import BaseDistribution
+from optuna.pruners import BasePruner, MedianPruner, NopPruner
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from lightning_gc.tuning.experiment import Experiment
+from lightning_gc.tuning.method import Method
+from lightning_gc.tuning.space import as_json
+
+RULES = "rules"
+_TRIES = 10
+
+
+class StorageError(RuntimeError):
+    """The storage cannot be used."""
+
+
+def open_storage(where: str | Path | BaseStorage) -> BaseStorage:
+    """Return the storage at a URL (``postgresql://...``, ``sqlite:///...``) or in a journal file.
+
+    A journal is one file that several processes may share, over NFS too; it is made where there is
+    none.
+
+    Raises:
+        StorageError: it is down, not what it should be, or of another version of Optuna.
+        ValueError: the URL is none.
+    """
+    if isinstance(where, BaseStorage):
+        return where
+    url = "://" in str(where)
+    try:
+        if url:
+            return _database(str(where))
+        return _journal(Path(where))
+    except ModuleNotFoundError as error:
+        raise StorageError(f"{public(where)} needs a driver: {error}. Install it.") from error
+    except Exception as error:  # each driver has errors of its own
+        kind = type(error).__name__
+        if url and kind in ("ArgumentError", "NoSuchModuleError"):
+            raise ValueError(
+                f"{public(where)} is not the URL of a database; write "
+                f"postgresql://user:password@host/name, or the path of a file."
+            ) from error
+        said = str(error).strip().partition("\n")[0]
+        advice = "Is the server up, and are name and password right?"
+        if not url:
+            advice = "Is it a journal of Optuna, and may you write to it?"
+        elif isinstance(error, RuntimeError):
+            advice = "Use the version of Optuna that made it, or a new database."
+        raise StorageError(f"{public(where)} cannot be used: {kind}: {said} {advice}") from error
+
+
+def _database(url: str) -> RDBStorage:
+    """Open a database; of several processes that find it empty, all try to make the tables."""
+    for _ in range(_TRIES):
+        try:
+            return RDBStorage(url)
+        except sqlalchemy.exc.DBAPIError as error:
+            if "already exists" not in str(error):
+                raise
+            time.sleep(0.5)  # for whoever was first to finish
+    return RDBStorage(url)
+
+
+def _journal(path: Path) -> JournalStorage:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = JournalFileOpenLock(str(path)) if os.name == "nt" else None  # Windows has no symlinks
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+def public(where: str | Path) -> str:
+    """Return an address without its password."""
+    scheme, separator, rest = str(where).partition("://")
+    user, at, host = rest.rpartition("@")
+    return f"{scheme}{separator}{user.partition(':')[0]}{at}{host}" if separator else scheme
+
+
+def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> optuna.Study:
+    """Return the study of a method, made where there is none.
+
+    Raises:
+        ValueError: there is one of that name under other rules.
+    """
+    name, pareto = experiment.study_name(method), experiment.objective == "pareto"
+    minimize, maximize = StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE
+    direction = {"min": minimize, "max": maximize}[experiment.mode]
+    rules = {
+        "metric": experiment.metric,
+        "mode": experiment.mode,
+        "objective": experiment.objective,
+        "compressor": f"{method.kind.__module__}.{method.kind.__qualname__}",
+        "fixed": dict(method.fixed),
+        "space": as_json(method.tuned) | _space_of(experiment.build),
+        "budget": experiment.budget_of(method),
+        "workers": max(experiment.workers, experiment.devices),
+    }
+    rules = json.loads(json.dumps(rules))  # as the storage will give them back
+    try:
+        study = optuna.create_study(
+            study_name=name,
+            storage=storage,
+            directions=[direction, minimize] if pareto else [direction],
+            sampler=PerTrial(experiment.sampler, experiment.seed, pareto),
+            pruner=make_pruner(experiment),
+            load_if_exists=True,
+        )
+    except optuna.exceptions.StorageInternalError as error:
+        raise StorageError(f"The storage has failed: {error}") from error
+    known = study.user_attrs.get(RULES)
+    if known is None and not study.get_trials(deepcopy=False):
+        study.set_user_attr(RULES, rules)
+    elif known != rules:
+        known = known or {}
+        other = next(k for k in rules if known.get(k) != rules[k])
+        raise ValueError(
+            f"The study {name!r} exists with {other}={known.get(other)!r}, and is now asked for "
+            f"{other}={rules[other]!r}. Trials of both would not compare: give the experiment "
+            f"another name, or another storage."
+        )
+    return study
+
+
+def _space_of(build: Any) -> dict[str, Any]:
+    """Return the shared space, where it is declared; functions only draw."""
+    return as_json(getattr(build, "space", ()))
+
+
+def load_studies(storage: BaseStorage, experiment: str) -> dict[str, optuna.Study]:
+    """Return the studies of an experiment, by the names of their methods."""
+    names = optuna.get_all_study_names(storage=storage)
+    return {
+        name.partition("/")[2]: optuna.load_study(study_name=name, storage=storage)
+        for name in names
+        if name.startswith(f"{experiment}/")
+    }
+
+
+def make_pruner(experiment: Experiment) -> BasePruner:
+    """Return what stops hopeless trials; it needs five others to compare with."""
+    if experiment.pruner == "none":
+        return NopPruner()
+    return MedianPruner(n_startup_trials=5, n_warmup_steps=experiment.warmup)
+
+
+class PerTrial(BaseSampler):
+    """Seeds the sampler anew for every trial, from its number and the study's name.
+
+    So processes that share a study never draw the same, and a study that was interrupted goes on
+    with the draws that it would have made.
+
+    Args:
+        kind: ``"random"`` or ``"tpe"``.
+        seed: of all draws.
+        pareto: whether there are several objectives.
+    """
+
+    def __init__(self, kind: str, seed: int, pareto: bool) -> None:
+        self._kind, self._seed, self._pareto = kind, seed, pareto
+        self._sampler = self._make(0)
+
+    def _make(self, seed: int) -> BaseSampler:
+        if self._kind == "random":
+            return RandomSampler(seed=seed)
+        return TPESampler(seed=seed, multivariate=not self._pareto, constant_liar=True)
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Start anew."""
+        text = f"{self._seed} {study.study_name} {trial.number}"
+        digest = hashlib.sha256(text.encode()).digest()
+        self._sampler = self._make(int.from_bytes(digest[:4], "big"))
+        self._sampler.before_trial(study, trial)
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        """As the sampler does."""
+        return self._sampler.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """As the sampler does."""
+        return self._sampler.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """As the sampler does."""
+        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+
+    def after_trial(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        state: TrialState,
+        values: Sequence[float] | None,
+    ) -> None:
+        """As the sampler does."""
+        self._sampler.after_trial(study, trial, state, values)
+
+
+def best_trial(study: optuna.Study) -> FrozenTrial | None:
+    """Return the winner on the validation metric among those that kept to the budget, if any."""
+    done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    done = [trial for trial in done if trial.user_attrs.get("over_budget", -1) <= 0]
+    if not done:
+        return None
+    best = min if study.directions[0] == StudyDirection.MINIMIZE else max
+    return best(done, key=lambda trial: trial.values[0])

@@ -1,0 +1,221 @@
+"""What the report shows, as tables: read from the studies alone, nothing is computed anew."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from lightning_gc.tuning.claims import counts
+from lightning_gc.tuning.finals import TRANSFERRED, TUNED, final_records
+from lightning_gc.tuning.method import DENSE
+from lightning_gc.tuning.studies import RULES, best_trial
+
+TOP = 8
+"""Trials of a study that box plots show: the best ones, as in the thesis."""
+
+Row = dict[str, Any]
+Studies = Mapping[str, optuna.Study]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one kind, in a file of their own.
+
+    Attributes:
+        columns: their names, in order.
+        rows: ``{column: value}``; what is missing is left empty.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    def write(self, path: Path) -> None:
+        """Write the table as CSV."""
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+
+def tables(studies: Studies) -> dict[str, Table]:
+    """Return all tables of an experiment's studies, by name."""
+    # Those with dense first: it is what the others are compared with.
+    ordered = dict(sorted(studies.items(), key=lambda item: item[0] != DENSE))
+    columns = {
+        "results": "method validation test test_spread seeds test_with_dense_hyper_parameters "
+        "test_with_dense_hyper_parameters_spread ratio wire_bytes epochs complete pruned failed",
+        "winners": "method parameter value dense_value",
+        "metric_against_ratio": "method trial metric ratio wire_bytes on_front",
+        "tuned_parameters": "method parameter trial value",
+        "seconds_per_step": "method computation compression communication estimated",
+        "convergence": "method epoch metric",
+        "epochs_to_converge": "method trial best_epoch epochs",
+        "importance": "method parameter importance",
+    }
+    rows = {
+        "results": _results(ordered),
+        "winners": _winners(ordered),
+        "metric_against_ratio": _scatter(ordered),
+        "tuned_parameters": _parameters(ordered),
+        "seconds_per_step": _seconds(ordered),
+        "convergence": _convergence(ordered),
+        "epochs_to_converge": _epochs(ordered),
+        "importance": _importance(ordered),
+    }
+    return {name: Table(tuple(columns[name].split()), tuple(rows[name])) for name in columns}
+
+
+def lower_is_better(studies: Studies) -> bool:
+    """Return which way the metric goes; all studies of an experiment agree."""
+    return next(iter(studies.values())).directions[0] == StudyDirection.MINIMIZE
+
+
+def metric_name(studies: Studies) -> str:
+    """Return the name of the metric that was selected on."""
+    rules = next(iter(studies.values())).user_attrs.get(RULES, {})
+    return str(rules.get("metric", "metric"))
+
+
+def log_scaled(studies: Studies, parameter: str) -> bool:
+    """Return whether a parameter was drawn on a logarithmic scale."""
+    trials = (trial for study in studies.values() for trial in study.get_trials(deepcopy=False))
+    return any(getattr(t.distributions.get(parameter), "log", False) for t in trials)
+
+
+def _complete(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the trials that have got through, best first."""
+    done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    down = study.directions[0] == StudyDirection.MINIMIZE
+    return sorted(done, key=lambda trial: trial.values[0] if down else -trial.values[0])
+
+
+def _results(studies: Studies) -> Iterator[Row]:
+    dense = studies.get(DENSE)
+    for name, study in studies.items():
+        finals = final_records(study, dense)
+        tuned = [record for record in finals if record["source"] == TUNED]
+        moved = [record for record in finals if record["source"] == TRANSFERRED]
+        best, states = best_trial(study), [t.state for t in study.get_trials() if counts(t)]
+        row: Row = {
+            "method": name,
+            "validation": None if best is None else best.values[0],
+            "seeds": len(tuned),
+            "complete": states.count(TrialState.COMPLETE),
+            "pruned": states.count(TrialState.PRUNED),
+            "failed": states.count(TrialState.FAIL),
+        }
+        if best is not None:
+            row |= {key: best.user_attrs.get(key) for key in ("ratio", "wire_bytes", "epochs")}
+        row["test"], row["test_spread"] = _mean(tuned)
+        key = "test_with_dense_hyper_parameters"
+        row[key], row[f"{key}_spread"] = _mean(moved if name != DENSE else tuned)
+        yield row
+
+
+def _mean(records: list[Row]) -> tuple[Any, float | None]:
+    """Return mean and standard deviation over seeds; a run that diverged spoils both."""
+    if any(record["diverged"] for record in records):
+        return "diverged", None
+    # Without a test metric the final runs' validation takes its place.
+    values = [r["test"] if r["test"] is not None else r["validation"] for r in records]
+    if not values:
+        return None, None
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _winners(studies: Studies) -> Iterator[Row]:
+    baseline = best_trial(studies[DENSE]) if DENSE in studies else None
+    for name, study in studies.items():
+        best = best_trial(study)
+        for parameter, value in best.params.items() if best is not None else ():
+            other = baseline.params.get(parameter) if baseline is not None else None
+            yield {"method": name, "parameter": parameter, "value": value, "dense_value": other}
+
+
+def _scatter(studies: Studies) -> list[Row]:
+    rows = [
+        {
+            "method": name,
+            "trial": trial.number,
+            "metric": trial.values[0],
+            "ratio": trial.user_attrs.get("ratio", 1.0),
+            "wire_bytes": trial.user_attrs.get("wire_bytes", 0.0),
+        }
+        for name, study in studies.items()
+        for trial in _complete(study)
+    ]
+    sign = 1 if rows and lower_is_better(studies) else -1
+    # From the highest ratio down, a point is on the front if none before it was as good.
+    best = float("inf")
+    for row in sorted(rows, key=lambda row: (-row["ratio"], sign * row["metric"])):
+        row["on_front"] = sign * row["metric"] < best
+        best = min(best, sign * row["metric"])
+    return rows
+
+
+def _parameters(studies: Studies) -> Iterator[Row]:
+    for name, study in studies.items():
+        for trial in _complete(study)[:TOP]:
+            for parameter, value in trial.params.items():
+                row = {"parameter": parameter, "trial": trial.number, "value": value}
+                yield {"method": name, **row}
+
+
+def _seconds(studies: Studies) -> Iterator[Row]:
+    for name, study in studies.items():
+        best = best_trial(study)
+        spent = {} if best is None else best.user_attrs.get("per_step", {})
+        if not spent:
+            continue
+        estimated = "communication_seconds_estimated" in spent
+        sent = "communication_seconds_estimated" if estimated else "communicate_seconds"
+        yield {
+            "method": name,
+            "computation": spent.get("compute_seconds", 0.0),
+            "compression": spent.get("compress_seconds", 0.0) + spent.get("decode_seconds", 0.0),
+            "communication": spent.get(sent, 0.0),
+            "estimated": estimated,
+        }
+
+
+def _convergence(studies: Studies) -> Iterator[Row]:
+    for name, study in studies.items():
+        best = best_trial(study)
+        curve = [] if best is None else best.user_attrs.get("curve", [])
+        for epoch, value in enumerate(curve, start=1):
+            yield {"method": name, "epoch": epoch, "metric": value}
+
+
+def _epochs(studies: Studies) -> Iterator[Row]:
+    for name, study in studies.items():
+        for trial in _complete(study)[:TOP]:
+            if "best_epoch" in trial.user_attrs:
+                epoch, epochs = trial.user_attrs["best_epoch"] + 1, trial.user_attrs["epochs"]
+                row = {"trial": trial.number, "best_epoch": epoch, "epochs": epochs}
+                yield {"method": name, **row}
+
+
+def _importance(studies: Studies) -> Iterator[Row]:
+    for name, study in studies.items():
+        done = _complete(study)
+        # Fewer say nothing, and one value everywhere leaves nothing to explain.
+        if len(done) < 4 or len({trial.values[0] for trial in done}) < 2:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            found = optuna.importance.get_param_importances(
+                study,
+                evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
+                target=(lambda t: float(t.values[0])) if len(study.directions) > 1 else None,
+            )
+        for parameter, importance in found.items():
+            yield {"method": name, "parameter": parameter, "importance": importance}

@@ -1,0 +1,211 @@
+"""The command line: what it does, what it says, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from lightning_gc import COMPRESSORS, cli
+from lightning_gc.tuning import config, open_storage
+from lightning_gc.tuning.claims import counts
+from tests.tunings import unwarned
+
+ROOT = Path(__file__).parents[1]
+CONFIG = """
+model:
+  class_path: tests.tunings.Bowl
+  init_args: {x: 0.5}
+data:
+  class_path: tests.tunings.Data
+trainer: {accelerator: cpu, max_epochs: 1, num_sanity_val_steps: 0, log_every_n_steps: 1}
+tune:
+  name: toy
+  metric: loss
+  test_metric: test
+  trials: 2
+  seeds: [0]
+  workers: 2
+  network: {bandwidth_gbps: 1.0}
+  space:
+    model.x: {low: 0, high: 1}
+  methods:
+    topk_10x: {compressor: topk, fixed: {density: 0.1}}
+    cast:
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "toy.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def run(*words: str) -> int:
+    with unwarned():
+        try:
+            return cli.main(words)
+        except SystemExit as end:  # argparse's way
+            return int(end.code or 0)
+
+
+def test_tune_then_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tune", "toy.yaml", "--workers", "4") == cli.OK
+    said = capsys.readouterr().out
+    for line in ("toy/dense: best", "toy/topk_10x: best", "cast", "lightning-gc report"):
+        assert line in said
+    journal = str(Path("runs", "tune", "toy.journal"))
+    study = optuna.load_study(study_name="toy/topk_10x", storage=open_storage(journal))
+    assert set(study.best_params) == {"model.x"}
+    assert study.user_attrs["rules"]["workers"] == 4
+    assert study.user_attrs["rules"]["space"] == {"model.x": [0.0, 1.0, "linear"]}
+    assert run("report", "--storage", journal, "--out", "out") == cli.OK
+    assert (folder / "out" / "report.html").is_file()
+
+
+def test_compressors_are_chosen_by_name_or_as_the_file_calls_them(folder: Path) -> None:
+    words = ("--compressor", "topk_10x", "qsgd", "--trials", "1", "--no-finals")
+    assert run("tune", "toy.yaml", "--storage", "j", *words) == cli.OK
+    names = optuna.get_all_study_names(storage=open_storage("j"))
+    assert sorted(names) == ["toy/dense", "toy/qsgd", "toy/topk_10x"]
+
+
+def test_fit_is_lightnings_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = ["--trainer.logger", "false", "--trainer.enable_checkpointing", "false"]
+    strategy = ["--trainer.strategy", "lightning_gc.SimulatedDDPStrategy"]
+    strategy += ["--trainer.strategy.compressor", "topk", "--trainer.strategy.workers", "2"]
+    assert run("fit", "toy.yaml", *extra, *strategy) == cli.OK
+    assert run("fit", "toy.yaml", *extra, "--model.cliff", "zero") == cli.USAGE
+
+
+def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list") == cli.OK
+    said = capsys.readouterr().out
+    for name in (*COMPRESSORS, "residual", "two_shot", "accordion"):
+        assert name[:8] in said
+    assert "density" in said
+
+
+def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["tune"], ["report"], ["fit"], ["list"]):
+        assert run(*words, "--help") == cli.OK
+    said = capsys.readouterr().out
+    assert "Exit codes: 0 done" in said
+    assert "a study of its own" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tune", "toy.yaml", "--compressor", "topkk"], "'topkk' is not a compressor"),
+        (["tune", "none.yaml"], "none.yaml cannot be read"),
+        (["tune", "toy.yaml", "--trials", "0"], "trials=0: must be at least 1"),
+        (["tune", "toy.yaml", "--storage", "x://y"], "x://y is not the URL of a database"),
+        (["report", "--storage", "fresh"], "it holds none"),
+        (["report"], "--storage"),
+        (["tune", "toy.yaml", "--metric", "x"], "unrecognized arguments: --metric x"),
+        ([], "COMMAND"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert run(*words) == cli.USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_a_storage_that_is_down_is_a_failure(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("report", "--storage", "postgresql+psycopg://me:pw@127.0.0.1:1/x") == cli.FAILED
+    assert "Is the server up" in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_model_is_a_failure(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change("x: 0.5", "x: 0.5, slope: .nan")
+    change("low: 0", "low: 0.5")
+    assert run("tune", "toy.yaml", "--storage", "j") == cli.FAILED  # every trial diverges
+    assert "no trial got through" in capsys.readouterr().out
+
+
+def change(old: str, new: str) -> None:
+    path = Path("toy.yaml")
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("model.x:", "model.y:", "'y' is not accepted"),
+        ("model.x:", "optimizer.x:", "optimizer.x: nothing to tune there"),
+        ("{low: 0, high: 1}", "7", "model.x: 7 is no range"),
+        ("trials: 2", "trials: two", "two"),
+        ("metric: loss", "metrik: loss", "metrik"),
+        ("tests.tunings.Bowl", "tests.tunings.Bwl", "Bwl"),
+        ("fixed: {density: 0.1}", "fixed: {density: 7}", "leaves the range of its knob"),
+        ("bandwidth_gbps: 1.0", "topology: star", "star"),
+        ("max_epochs: 1", "devices: auto", "trainer.devices='auto'"),
+        ("max_epochs: 1", "strategy: ddp", "trainer.strategy='ddp'"),
+        ("max_epochs: 1", "accumulate_grad_batches: 3", "accumulate_grad_batches=3"),
+        ("tune:", "tuning:", "needs sections called model and tune"),
+        ("trainer: {", "trainer: [", "is no YAML"),
+        ("trainer:", "trainr:", "a section 'trainr'"),
+    ],
+)
+def test_files_that_cannot_be_are_refused_before_the_first_trial(
+    folder: Path, old: str, new: str, said: str
+) -> None:
+    change(old, new)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - said is looked for below
+        config.load("toy.yaml")
+    assert said in str(caught.value)
+
+
+def test_places_are_found_through_init_args_and_in_the_trainer(folder: Path) -> None:
+    change("model.x: {low: 0, high: 1}", "{model.x: [0.25], trainer.max_epochs: [3]}")
+    experiment, _ = config.load("toy.yaml")
+    model, data, trainer = experiment.build(
+        optuna.trial.FixedTrial({"model.x": 0.25, "trainer.max_epochs": 3})
+    )
+    assert (model.x, trainer["max_epochs"], trainer["log_every_n_steps"]) == (0.25, 3, 1)
+    assert type(data).__name__ == "Data"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_ctrl_c_leaves_a_study_that_goes_on(folder: Path) -> None:
+    change("trials: 2", "trials: 400")
+    words: list[Any] = [sys.executable, "-m", "lightning_gc", "tune", "toy.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*words, "--storage", "j", "--compressor", "cast"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "trial 1 " in line:
+                break
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == cli.INTERRUPTED
+    assert "the same command goes on" in said
+    assert "Traceback" not in said
+    study = optuna.load_study(study_name="toy/dense", storage=open_storage("j"))
+    done = sum(map(counts, study.trials))
+    assert done >= 2
+    words = ["--storage", "j", "--compressor", "cast", "--no-finals", "--trials", str(done + 1)]
+    assert run("tune", "toy.yaml", *words) == cli.OK

@@ -1,0 +1,102 @@
+"""The thesis's experiment: its files are valid, its windows the thesis's, workers only share."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import optuna
+import pytest
+import torch
+
+from lightning_gc.tuning import Method, config
+from lightning_gc.tuning.fit import fit
+from lightning_gc.tuning.judge import Judge
+from tests.test_example import EXAMPLES, write
+from tests.tunings import unwarned
+
+CONFIGS = EXAMPLES.parent / "configs"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("tune_language_model")
+
+
+def test_the_files_describe_the_thesis_and_the_demo(example: ModuleType) -> None:
+    thesis, methods = config.load(CONFIGS / "thesis.yaml")
+    assert (thesis.trials, thesis.sampler, thesis.patience) == (60, "random", 10)
+    assert [m.name for m in methods if m.tuned] == []  # ratios are given, not searched
+    assert len(methods) == 1 + 3 * 3
+    demo, methods = config.load(CONFIGS / "demo.yaml")
+    assert [m.name for m in methods] == ["dense", "topk", "randomk", "qsgd", "hard_threshold"]
+    assert demo.workers == 2
+
+
+def test_windows_are_whole_and_dealt_in_turn(example: ModuleType) -> None:
+    text = torch.arange(4 * 23).view(4, 23)
+    whole, dealt = example.Windows(text, 7), example.Windows(text, 7, workers=2)
+    assert (len(whole), len(dealt)) == (3, 6)  # 22 words have a next one
+    batches = list(dealt)
+    for (inputs, targets), first, second in zip(whole, batches[::2], batches[1::2], strict=True):
+        assert inputs.shape == (7, 4)
+        assert torch.equal(targets, inputs + 1)
+        assert torch.equal(torch.cat([first[0], second[0]], dim=1), inputs)
+    with pytest.raises(ValueError, match=r"92 words in 4 columns has no window of 23"):
+        example.Windows(text, 23)
+
+
+def test_the_number_of_workers_changes_nothing_without_compression(
+    example: ModuleType, tmp_path: Path
+) -> None:
+    """One, two and four workers are one and the same algorithm; the thesis's are only redrawn."""
+    data = write(tmp_path / "data", [f"{piece}.txt" for piece in ("train", "valid", "test")])
+    curves = []
+    for workers in (1, 2, 4):
+        sections = config.read(CONFIGS / "thesis.yaml")
+        sections["model"]["init_args"]["hidden"] = 8
+        sections["data"]["init_args"] |= {"folder": str(data), "batch": 8, "bptt": 5}
+        sections["trainer"] |= {"accelerator": "cpu", "max_epochs": 2}
+        experiment, _ = config.load(sections, workers=workers)
+        judge = Judge(experiment, Method("dense"))
+        trial = optuna.trial.FixedTrial({"model.learning_rate": 5.0, "model.dropout": 0.0})
+        with unwarned():
+            tested = fit(experiment, Method("dense"), trial, judge.hear, 0, final=True)
+        curves.append([*judge.curve, tested])
+    assert len(curves[0]) == 3
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-4)
+
+
+@pytest.mark.timeout(120)
+def test_the_script_tunes_and_reports(
+    example: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = write(tmp_path / "data", ["train.txt", "valid.txt", "test.txt"], lines=300)
+    text = (CONFIGS / "demo.yaml").read_text()
+    for old, new in (("max_epochs: 8", "max_epochs: 1"), ("[0, 1, 2]", "[0]")):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "tiny.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    words: list[Any] = ["tiny.yaml", "--data", data, "--hidden", 8, "--trials", 1]
+    monkeypatch.setattr(sys, "argv", ["tune", *map(str, words)])
+    with unwarned():
+        example.main()
+    assert (tmp_path / "runs" / "tune" / "tiny_data_h8_w2" / "report.html").is_file()
+    assert "hard_threshold" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_text_is_refused(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tune", str(CONFIGS / "demo.yaml"), "--data", "nowhere"])
+    with pytest.raises(SystemExit) as end:
+        example.main()
+    assert end.value.code == 2
+    assert "nowhere is not a directory" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""The report of a comparison that never was: all tables and plots are there and are right."""
+
+import csv
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from lightning_gc.tuning import open_storage, report
+from lightning_gc.tuning.studies import RULES
+
+TABLES = [
+    *("results", "winners", "metric_against_ratio", "tuned_parameters"),
+    *("seconds_per_step", "convergence", "epochs_to_converge", "importance"),
+]
+PLOTS = [
+    *("metric_against_ratio", "transfer", "tuned_learning_rate", "tuned_compressor.density"),
+    *("seconds_per_step", "convergence", "epochs_to_converge", "importance"),
+]
+
+
+def add_study(storage: BaseStorage, name: str, ratio: float, best_rate: float) -> None:
+    study = optuna.create_study(study_name=f"made_up/{name}", storage=storage)
+    study.set_user_attr(RULES, {"metric": "perplexity", "mode": "min", "workers": 4})
+    trials = 10
+    for i in range(trials):
+        trial = study.ask()
+        rate = trial.suggest_float("learning_rate", 1, 50, log=True)
+        if name != "dense":
+            trial.suggest_float("compressor.density", 0.001, 0.1, log=True)
+        attrs: dict[str, Any] = {
+            "ratio": ratio + i / 100,
+            "wire_bytes": 1e9 / ratio,
+            "curve": [200.0, 150.0, 100 + abs(rate - best_rate)],
+            "best_epoch": 2,
+            "epochs": 3,
+            "per_step": {
+                "compute_seconds": 0.01,
+                "compress_seconds": 0.002,
+                "decode_seconds": 0.001,
+                "communication_seconds_estimated": 0.02 / ratio,
+            },
+        }
+        for key, value in attrs.items():
+            trial.set_user_attr(key, value)
+        study.tell(trial, 100 + abs(rate - best_rate))
+    for state, key in ((TrialState.FAIL, "error"), (TrialState.FAIL, "lost")):
+        trial = study.ask()
+        trial.set_user_attr(key, "diverged")
+        study.tell(trial, state=state)
+    winner, baseline = study.best_trial.number, _dense_winner(storage)
+    for seed, off in itertools.product((0, 1), (0, 10)):
+        source = "dense_hyper_parameters" if off else "tuned"
+        if off and name == "dense":
+            continue
+        key = f"final/{source}/{winner}{f'-{baseline}' if off else ''}/{seed}"
+        record = {"source": source, "seed": seed, "diverged": False, "params": {}}
+        study.set_user_attr(key, record | {"validation": 90.0, "test": 100.0 + off + seed})
+
+
+def _dense_winner(storage: BaseStorage) -> int:
+    return optuna.load_study(study_name="made_up/dense", storage=storage).best_trial.number
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> BaseStorage:
+    storage = open_storage(tmp_path_factory.mktemp("report") / "study.journal")
+    add_study(storage, "dense", 1.0, 20.0)
+    add_study(storage, "topk", 50.0, 10.0)
+    return storage
+
+
+def rows(folder: Path, name: str) -> list[dict[str, str]]:
+    with (folder / "tables" / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_table_and_plot_is_written_and_the_page_stands_alone(
+    storage: BaseStorage, tmp_path: Path
+) -> None:
+    files = report(storage, tmp_path)
+    assert all(path.is_file() for path in files)
+    assert sorted(p.stem for p in (tmp_path / "tables").iterdir()) == sorted(TABLES)
+    assert sorted(p.stem for p in (tmp_path / "plots").iterdir()) == sorted(PLOTS)
+    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    assert page.count('src="data:image/svg+xml;base64,') == len(PLOTS)
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    for name in PLOTS:
+        assert f"](plots/{name}.svg)" in text
+    assert "| dense |" in text
+    assert "made_up" in page
+
+
+def test_tables_say_what_the_studies_know(storage: BaseStorage, tmp_path: Path) -> None:
+    report(storage, tmp_path)
+    dense, topk = rows(tmp_path, "results")
+    assert (dense["method"], topk["method"]) == ("dense", "topk")
+    assert float(topk["test"]) == 100.5
+    assert float(topk["test_with_dense_hyper_parameters"]) == 110.5
+    assert (topk["complete"], topk["pruned"], topk["failed"]) == ("10", "0", "1")
+    winners = rows(tmp_path, "winners")
+    assert [row["parameter"] for row in winners if row["method"] == "topk"] == [
+        "learning_rate",
+        "compressor.density",
+    ]
+    scatter = rows(tmp_path, "metric_against_ratio")
+    assert len(scatter) == 20
+    # Of two trials on the front, the one that compresses more is worse.
+    front = [(float(r["ratio"]), float(r["metric"])) for r in scatter if r["on_front"] == "True"]
+    assert front
+    assert all((a[0] < b[0]) == (a[1] < b[1]) for a, b in itertools.pairwise(sorted(front)))
+    assert len(rows(tmp_path, "tuned_parameters")) == 8 + 16
+    seconds = {row["method"]: row for row in rows(tmp_path, "seconds_per_step")}
+    assert float(seconds["topk"]["communication"]) == pytest.approx(0.02 / 50)
+    assert float(seconds["dense"]["compression"]) == pytest.approx(0.003)
+    assert [row["metric"] for row in rows(tmp_path, "convergence")][:2] == ["200.0", "150.0"]
+    assert {row["parameter"] for row in rows(tmp_path, "importance")} == {
+        "learning_rate",
+        "compressor.density",
+    }
+
+
+def test_the_same_studies_make_the_same_files(storage: BaseStorage, tmp_path: Path) -> None:
+    for once in ("a", "b"):
+        report(storage, tmp_path / once)
+    for path in (tmp_path / "a").rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes()
+
+
+def test_an_experiment_without_a_finished_trial_has_a_report_too(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path / "j")
+    optuna.create_study(study_name="empty/dense", storage=storage)
+    report(storage, tmp_path / "out")
+    assert rows(tmp_path / "out", "results")[0]["complete"] == "0"
+
+
+def test_what_is_not_there_is_named_with_what_is(storage: BaseStorage, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no experiment 'other'; it holds made_up"):
+        report(storage, tmp_path, "other")
+    with pytest.raises(ValueError, match="it holds none"):
+        report(tmp_path / "fresh.journal", tmp_path)

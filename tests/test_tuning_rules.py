@@ -1,0 +1,92 @@
+"""When a run ends, and which rules cannot be."""
+
+import re
+from typing import Any
+
+import pytest
+
+from lightning_gc.tuning import Experiment, Method, MissingMetric
+from lightning_gc.tuning.judge import WIRE, Judge, Streak
+from tests.tunings import bowl, experiment
+
+nan = float("nan")
+
+
+def hear(judge: Judge, *values: float, sent: float = 1.0) -> list[bool]:
+    """Tell one value per epoch, until the judge ends the run."""
+    said = []
+    for epoch, value in enumerate(values, start=1):
+        said.append(judge.hear({"loss": value, "seconds": 0.0, WIRE: sent * epoch}))
+        if not said[-1]:
+            break
+    return said
+
+
+def test_a_streak_is_counted_and_an_improvement_begins_it_anew() -> None:
+    streak = Streak(experiment())
+    assert [streak.add(v) for v in (5, 6, 6, 4, 4, 4, 3)] == [0, 1, 2, 0, 1, 2, 0]
+    assert (streak.best, streak.best_epoch) == (3, 6)
+
+
+def test_more_may_be_better() -> None:
+    streak = Streak(experiment(mode="max"))
+    assert [streak.add(v) for v in (1, 2, 2, 3)] == [0, 0, 1, 0]
+
+
+def test_patience_is_a_streak_not_a_sum() -> None:
+    judge = Judge(experiment(patience=2), Method("topk"))
+    assert all(hear(judge, 5, 6, 4, 5, 3, 4))  # three epochs without improvement, none in a row
+    assert hear(judge, 5, 5) == [False]
+    assert judge.verdict == "complete"
+    assert judge.best == 3
+    assert "2 epochs" in judge.reason
+
+
+def test_what_is_not_finite_has_diverged() -> None:
+    judge = Judge(experiment(), Method("topk"))
+    assert hear(judge, 1.0, nan, 0.0) == [True, False]
+    assert judge.verdict == "diverged"
+    assert "loss is nan" in judge.reason
+
+
+def test_a_metric_that_was_not_logged_is_said_with_those_that_were() -> None:
+    judge = Judge(experiment(), Method("topk"))
+    with pytest.raises(MissingMetric, match=r"'loss' was not logged. Logged were los:"):
+        judge.hear({"los": 1.0, "seconds": 0.0, WIRE: 0.0})
+
+
+def test_the_dense_baseline_has_no_budget_and_methods_may_have_their_own() -> None:
+    rules = experiment(budget=100.0)
+    assert rules.budget_of(Method("dense")) is None
+    assert rules.budget_of(Method("topk")) == 100
+    assert rules.budget_of(Method("topk", budget=5.0)) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "value", "fix"),
+    [
+        ({"mode": "least"}, "'least'", "'min' or 'max'"),
+        ({"sampler": "grid"}, "'grid'", "'tpe'"),
+        ({"objective": "both"}, "'both'", "'pareto'"),
+        ({"pruner": "hyper"}, "'hyper'", "'none'"),
+        ({"trials": 0}, "trials=0", "at least 1"),
+        ({"workers": 0}, "workers=0", "at least 1"),
+        ({"devices": 0}, "devices=0", "at least 1"),
+        ({"patience": 0}, "patience=0", "1 or more"),
+        ({"budget": -1.0}, "budget=-1.0", "give bytes"),
+        ({"budget": 1.0, "objective": "pareto"}, "budget=1", "leave the budget out"),
+        ({"workers": 2, "devices": 2}, "devices=2", "one of the two"),
+        ({"trainer": {"accumulate_grad_batches": 3}}, "accumulate_grad_batches=3", "Use 1"),
+        ({"trainer": {"strategy": "ddp"}}, "'ddp'", "Remove it"),
+        ({"trainer": {"devices": 2}}, "trainer.devices=2", "Remove it"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(changes: dict[str, Any], value: str, fix: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fix)) as caught:
+        experiment(**changes)
+    assert value in str(caught.value)
+
+
+def test_names_that_would_be_lost_in_the_names_of_studies_are_refused() -> None:
+    with pytest.raises(ValueError, match="'a/b'"):
+        Experiment("a/b", bowl, metric="loss")

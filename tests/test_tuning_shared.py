@@ -1,0 +1,169 @@
+"""Several processes and one study; and trials that are trees of processes themselves."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from lightning_gc.tuning import Method, claims, open_storage
+from lightning_gc.tuning.claims import claim, counts
+from lightning_gc.tuning.tree import TreeError, fit_in_tree
+from tests.processes import free_port, spread
+from tests.tunings import compare, experiment, steep, work
+
+
+def shared(worker: int, path: str, trials: int, victim: int | None = None) -> list[int]:
+    return work(path, kill_after=1 if worker == victim else 0, trials=trials)
+
+
+def dense(path: str) -> list[FrozenTrial]:
+    storage = open_storage(path)
+    trials = optuna.load_study(study_name="toy/dense", storage=storage).trials
+    if isinstance(storage, RDBStorage):
+        storage.remove_session()
+        storage.engine.dispose()
+    return trials
+
+
+def check_shares(known: list[FrozenTrial], shares: list[list[int]], trials: int) -> None:
+    """Nothing twice, nothing lost, nobody idle."""
+    good = [t for t in known if counts(t)]
+    assert len(good) == trials
+    assert {t.state for t in good} <= {TrialState.COMPLETE, TrialState.PRUNED}
+    done = [number for share in shares for number in share]
+    assert sorted(done) == sorted(t.number for t in good)
+    assert len({t.params["x"] for t in good}) == trials
+    assert all(shares)
+    assert len({t.user_attrs["pid"] for t in good}) == len(shares)
+
+
+@pytest.mark.processes
+def test_two_processes_share_a_study_without_a_word(tmp_path: Path) -> None:
+    path = str(tmp_path / "study.journal")
+    shares = spread(shared, 2, path, 12)
+    check_shares(dense(path), shares, 12)
+
+
+@pytest.mark.processes
+def test_one_is_killed_and_the_other_makes_up_for_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "study.journal")
+    (survivor,) = spread(shared, 2, path, 10, 1, wait_for=1)
+    known = dense(path)
+    (lost,) = [t for t in known if not counts(t)]
+    assert lost.state == TrialState.FAIL
+    assert len([t for t in known if counts(t)]) == 10
+    assert len(survivor) >= 5
+    assert known[survivor[0]].user_attrs["pid"] != lost.user_attrs["pid"]
+
+
+def test_whoever_asks_too_late_gives_the_trial_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = optuna.create_study()
+    assert claim(study, 1) is not None
+    monkeypatch.setattr(claims, "has_room", lambda *_: True)  # as seen before others asked
+    assert claim(study, 1) is None
+    assert [counts(trial) for trial in study.trials] == [True, False]
+    assert claim(study, 2) is not None
+
+
+@pytest.fixture
+def postgres(tmp_path: Path) -> Iterator[str]:
+    """A server's URL: that in the environment, or one that is started for the test."""
+    given = os.environ.get("LIGHTNING_GC_POSTGRES")
+    if given:
+        yield given
+        return
+    initdb, server = shutil.which("initdb"), shutil.which("postgres")
+    if initdb is None or server is None:
+        pytest.skip("no PostgreSQL: set LIGHTNING_GC_POSTGRES to a database's URL")
+    folder, port = tmp_path / "pg", free_port()
+    user: Any = {}
+    if os.geteuid() == 0:  # it refuses to run as root
+        user = {"user": "nobody"}
+        for parent in (tmp_path, *list(tmp_path.parents)[:2]):
+            parent.chmod(0o755)
+        tmp_path.chmod(0o777)
+    run = {"capture_output": True, "text": True, "timeout": 60, "check": False, **user}
+    made = subprocess.run([initdb, "-D", folder, "-U", "me", "-A", "trust"], **run)
+    if made.returncode:
+        pytest.skip(f"initdb does not work here: {made.stderr}")
+    options: list[Any] = ["-D", folder, "-p", str(port), "-k", str(tmp_path), "-h", "127.0.0.1"]
+    with subprocess.Popen([server, *options], stderr=subprocess.PIPE, text=True, **user) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "ready to accept connections" in line:
+                break
+        try:
+            yield f"postgresql+psycopg://me@127.0.0.1:{port}/postgres"
+        finally:
+            process.send_signal(signal.SIGINT)  # a fast shutdown: it waits for no client
+            process.stderr.read()
+
+
+@pytest.mark.processes
+@pytest.mark.postgres
+def test_two_processes_share_a_study_in_postgresql(postgres: str) -> None:
+    shares = spread(shared, 2, postgres, 8)
+    check_shares(dense(postgres), shares, 8)
+
+
+REAL = {"workers": 1, "devices": 2}
+
+
+@pytest.mark.processes
+def test_trials_of_two_processes_are_judged_and_pruned_by_their_parent(tmp_path: Path) -> None:
+    endless = {**experiment().trainer, "max_epochs": 1000}
+    poor = Method("topk", fixed={"density": 0.1}, budget=1.0)
+    rules: dict[str, Any] = {
+        **REAL,
+        "trials": 1,
+        "patience": 2,
+        "trainer": endless,
+        "timeout": 90.0,
+    }
+    studies = compare(tmp_path / "journal", poor, build=steep, **rules)
+    (patient,), (pruned,) = studies["dense"].trials, studies["topk"].trials
+    assert (patient.state, pruned.state) == (TrialState.COMPLETE, TrialState.PRUNED)
+    # One epoch more than was judged would show in the curve: the workers wait for the answer.
+    x = patient.params["x"]
+    assert patient.user_attrs["curve"] == pytest.approx([(x - 0.3) ** 2 + i for i in range(3)])
+    assert patient.user_attrs["wire_bytes"] == patient.user_attrs["dense_bytes"] > 0
+    assert pruned.user_attrs["epochs"] == 1
+    assert pruned.user_attrs["ratio"] > 2
+    assert "the budget is 1" in pruned.user_attrs["reason"]
+
+
+def failing(trial: optuna.trial.BaseTrial) -> Any:
+    raise RuntimeError("no such data")
+
+
+def silent(trial: optuna.trial.BaseTrial) -> Any:
+    import time
+
+    time.sleep(600)
+
+
+def dying(trial: optuna.trial.BaseTrial) -> Any:
+    os._exit(7)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("build", "timeout", "said"),
+    [
+        (failing, 60.0, "RuntimeError: no such data"),
+        (dying, 60.0, "ended with code 7"),
+        (silent, 4.0, "silent for 4 s and was killed"),
+    ],
+)
+def test_a_tree_that_fails_dies_or_hangs_is_an_error(build: Any, timeout: float, said: str) -> None:
+    rules = experiment(build, **REAL, timeout=timeout)
+    with pytest.raises(TreeError, match=said):
+        fit_in_tree(rules, Method("dense"), {}, lambda figures: True, seed=0)

@@ -1,0 +1,166 @@
+"""What is searched is what compressors declare; what contradicts them is refused in a sentence."""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+import pytest
+
+from lightning_gc import (
+    COMPRESSORS,
+    QSGD,
+    Choice,
+    Codec,
+    HardThreshold,
+    Identity,
+    Knob,
+    Range,
+    TopK,
+)
+from lightning_gc.tuning import Method
+from lightning_gc.tuning.space import as_json, declared, parse
+
+
+@dataclass(frozen=True)
+class Plugin(Codec):
+    """A compressor of a user's own: two fields that are tuned, one that is not."""
+
+    share: float = 0.1
+    shape: str = "round"
+    silent: bool = False
+
+    kind = "sparsifier"
+    knob = Knob("share", low=0.01, high=1.0)
+    space = (Choice("shape", ("round", "square")),)
+
+    encode = decode = bound = None  # type: ignore[assignment]
+
+
+def drawn(method: Method, number: int = 0) -> dict[str, Any]:
+    sampler = optuna.samplers.RandomSampler(seed=number)
+    trial = optuna.create_study(sampler=sampler).ask()
+    method.draw(trial)
+    return trial.params
+
+
+@pytest.mark.parametrize("name", sorted(COMPRESSORS))
+def test_every_registered_compressor_can_be_drawn_from_its_declaration(name: str) -> None:
+    cls = COMPRESSORS[name]
+    method = Method(name)
+    fields = [entry.field for entry in declared(cls)]
+    assert cls.knob is None or cls.knob.field in fields
+    for number in range(5):
+        params = drawn(method, number)
+        assert list(params) == [f"compressor.{field}" for field in fields]
+        compressor = cls(**{name.partition(".")[2]: value for name, value in params.items()})
+        if cls.knob is not None:
+            assert cls.knob.clamp(compressor.level) == compressor.level  # type: ignore[arg-type]
+
+
+def test_a_plug_in_is_searched_without_a_word_about_it_elsewhere() -> None:
+    method = Method("mine", Plugin)
+    assert [entry.field for entry in method.tuned] == ["shape", "share"]
+    share = method.tuned[1]
+    assert isinstance(share, Range)
+    assert (share.low, share.high, share.scale) == (0.01, 1.0, "log")
+    assert set(drawn(method)) == {"compressor.share", "compressor.shape"}
+    assert Method("by_path", f"{__name__}.Plugin").kind is Plugin
+
+
+def test_dense_is_identity_and_has_nothing_to_search() -> None:
+    assert Method("dense").kind is Identity
+    assert Method("dense").tuned == ()
+
+
+def test_fixed_fields_are_not_drawn_and_users_narrow_ranges() -> None:
+    narrow = Method("qsgd", fixed={"block_size": 64}, space=(parse("bits", [2, 4]),))
+    assert set(drawn(narrow)) == {"compressor.bits"}
+    assert drawn(narrow)["compressor.bits"] in (2, 4)
+    trial = optuna.trial.FixedTrial({"compressor.bits": 4})
+    assert narrow.draw(trial) == QSGD(bits=4, block_size=64)
+
+
+def test_every_tensor_means_no_size_limit() -> None:
+    compressor = Method("topk", fixed={"density": 0.1}, every_tensor=True).draw(
+        optuna.trial.FixedTrial({})
+    )
+    assert compressor.compresses((3,))
+
+
+def test_spaces_are_written_down_as_plain_values() -> None:
+    assert as_json(declared(QSGD)) == {
+        "bits": [2, 8, "linear", "integer"],
+        "block_size": [64, 256, 1024, 4096],
+    }
+
+
+@pytest.mark.parametrize(
+    ("attempt", "value", "fix"),
+    [
+        (lambda: Method("topkk"), "'topkk'", "topk"),
+        (lambda: Method("x", "no.such.Module"), "'no.such.Module'", "cannot be imported"),
+        (lambda: Method("x", "lightning_gc.Residual"), "'lightning_gc.Residual'", "topk"),
+        (lambda: Method("a/b", "topk"), "'a/b'", "use letters"),
+        (lambda: Method("topk", fixed={"densty": 1}), "'densty'", "fields are density"),
+        (lambda: Method("topk", fixed={"density": 2.0}), "to 2", "1e-05 to 1"),
+        (lambda: Method("topk", fixed={"density": "x"}), "'x'", "is a number"),
+        (lambda: Method("topk", space=(Range("density", 0, 0.1),)), "from 0 ", "choose within"),
+        (lambda: Method("topk", space=(Range("density", 0.1, 3),)), "to 3", "choose within"),
+        (lambda: Method("topk", space=(Choice("density", (0.1, 7)),)), "to 7", "choose within"),
+        (lambda: Method("qsgd", space=(Range("bits", 2, 8),)), "QSGD.bits", "integer: true"),
+        (lambda: Method("qsgd", space=(Choice("norm", ("l1",)),)), "norm='l1'", "use 'max'"),
+        (lambda: Method("dense", space=(Range("bits", 2, 8),)), "'bits'", "no fields"),
+        (
+            lambda: Method("topk", fixed={"density": 0.1}, space=(Range("density", 0.1, 1),)),
+            "density",
+            "do one",
+        ),
+        (lambda: Range("a", 2, 1), "2 to 1", "holds no number"),
+        (lambda: Range("a", 0, 1, scale="log"), "from 0", "above 0"),
+        (lambda: Range("a", 0, 1, scale="cubic"), "'cubic'", "'linear'"),  # type: ignore[arg-type]
+        (lambda: Range("a", 0.5, 1, integer=True), "0.5", "whole numbers"),
+        (lambda: Choice("a", ()), "a: ", "nothing to choose"),
+        (lambda: Choice("a", ([],)), "[]", "use numbers"),  # type: ignore[arg-type]
+        (lambda: parse("a", 3), "3 is no range", "{low: 1, high: 50}"),
+        (lambda: parse("a", {"low": 1}), "'low': 1", "{low: 1, high: 50}"),
+        (lambda: parse("a", {"low": 1, "high": None}), "None", "{low: 1, high: 50}"),
+        (lambda: parse("a", {"low": 1, "high": 2, "step": 1}), "'step'", "scale: log"),
+    ],
+)
+def test_refusals_name_value_and_fix(attempt: Any, value: str, fix: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fix)) as caught:
+        attempt()
+    assert value in str(caught.value)
+
+
+def test_a_declaration_that_leaves_the_knob_is_refused() -> None:
+    class Wide(HardThreshold):
+        space = (Range("threshold", 1e-5, 1e9, scale="log"),)
+
+    with pytest.raises(ValueError, match="leaves the range of its knob"):
+        declared(Wide)
+
+
+def test_the_library_does_not_import_optuna_and_names_the_extra_where_it_is_missing() -> None:
+    code = (
+        "import sys, lightning_gc; assert 'optuna' not in sys.modules\n"
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'optuna' else find(name, *a)\n"
+        "from lightning_gc import cli; sys.exit(cli.main(['tune', 'x.yaml']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "needs optuna, which is not installed" in done.stderr
+    assert "lightning-gc[tune]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_knobs_are_narrowed_for_tuning_where_the_whole_range_is_not_sensible() -> None:
+    (density,) = declared(TopK)
+    assert isinstance(density, Range)
+    assert density.high < TopK.knob.high  # type: ignore[union-attr]

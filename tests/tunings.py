@@ -1,0 +1,134 @@
+"""Tiny models with a known optimum, and the comparisons that tests make of them."""
+
+import contextlib
+import math
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_gc.tuning import Experiment, Method, tune
+
+QUIET = {"accelerator": "cpu", "max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
+
+
+class Bowl(pl.LightningModule):
+    """Its validation is (x − 0.3)², whatever it learns; it diverges where x is above ``cliff``."""
+
+    def __init__(self, x: float = 0.5, cliff: float = 2.0, slope: float = 0.0) -> None:
+        super().__init__()
+        self.net = nn.Linear(64, 64)
+        self.x, self.cliff, self.slope = x, cliff, slope
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        value = self.value() + self.slope * self.current_epoch
+        self.log("loss", math.nan if self.x > self.cliff else value, sync_dist=True)
+        self.log("other", 1.0, sync_dist=True)
+
+    def test_step(self, batch: Tensor, index: int) -> None:
+        self.log("test", self.value() + 100)
+
+    def value(self) -> float:
+        return (self.x - 0.3) ** 2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Denser(Bowl):
+    """Its validation is least at density 0.1: half as good a decade away, on either side."""
+
+    def value(self) -> float:
+        level = getattr(self.trainer.strategy, "compressor", None)
+        level = 0.1 if level is None or level.level is None else level.level
+        return abs(math.log10(level) + 1)
+
+
+class Data(pl.LightningDataModule):
+    def rows(self) -> DataLoader[Any]:
+        return DataLoader([torch.ones(64)] * 4, batch_size=2)  # type: ignore[arg-type]
+
+    train_dataloader = val_dataloader = test_dataloader = rows
+
+
+def bowl(trial: optuna.trial.BaseTrial) -> tuple[Any, Any]:
+    return Bowl(trial.suggest_float("x", 0, 1)), Data()
+
+
+def steep(trial: optuna.trial.BaseTrial) -> tuple[Any, Any]:
+    """Gets worse from epoch to epoch."""
+    return Bowl(trial.suggest_float("x", 0, 1), slope=1.0), Data()
+
+
+def cliff(trial: optuna.trial.BaseTrial) -> tuple[Any, Any]:
+    return Bowl(trial.suggest_float("x", 0, 1), cliff=0.5), Data()
+
+
+def denser(trial: optuna.trial.BaseTrial) -> tuple[Any, Any]:
+    return Denser(), Data()
+
+
+def slow(trial: optuna.trial.BaseTrial) -> tuple[Any, Any]:
+    time.sleep(0.15)
+    return bowl(trial)
+
+
+def experiment(build: Any = bowl, **changes: Any) -> Experiment:
+    settings: dict[str, Any] = {
+        "trials": 4,
+        "sampler": "random",
+        "seeds": (0,),
+        "trainer": QUIET,
+        "workers": 2,
+    }
+    settings |= {"test_metric": "test"}
+    return Experiment("toy", build, metric="loss", **settings | changes)
+
+
+@contextlib.contextmanager
+def unwarned() -> Any:
+    """Lightning warns of much that is not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def compare(storage: Path, *methods: Any, build: Any = bowl, finals: bool = False, **changes: Any):
+    with unwarned():
+        return tune(experiment(build, **changes), methods, storage, finals)
+
+
+def work(path: str, kill_after: int, trials: int) -> list[int]:
+    """Be one of several processes that share a study; die in the middle of a trial if asked to."""
+    done: list[int] = []
+
+    def show(event: Any) -> None:
+        if event.kind == "trial":
+            done.append(int(event.text.split()[1]))
+            if len(done) == kill_after:
+                dying.append(True)
+
+    def build(trial: optuna.trial.BaseTrial) -> tuple[Any, Any]:
+        if dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return slow(trial)
+
+    dying: list[bool] = []
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with unwarned():
+        tune(experiment(build, trials=trials), [], path, finals=False, show=show)
+    return done
+
+
+SEARCHED = Method("topk")
