@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors import sparse
 from lightning_gc.compressors.ranges import Choice, Range
 from lightning_gc.flow import Flow, Limits, Mean, Payload
 
@@ -96,6 +97,8 @@ class Compressor(abc.ABC):
         elementwise: treats each element alike whatever its neighbours, so that a bucket need not
             be cut into parameters.
         exact: what it sends is the gradient itself: the error is always zero.
+        selects: it sends elements and names their positions: ``choose`` says which, and ``take``
+            moves any of them, so that a scheme may split what has been selected.
         knob: the one field that a controller turns, or None.
         space: what is worth tuning, and in which range. Without an entry of its own the knob is
             tuned over all of its range.
@@ -107,6 +110,7 @@ class Compressor(abc.ABC):
     ragged: bool = False
     elementwise: bool = False
     exact: bool = False
+    selects: bool = False
     knob: Knob | None = None
     space: tuple[Range | Choice, ...] = ()
 
@@ -158,7 +162,7 @@ class Codec(Compressor):
 
     1. It takes, and what it does not take stays: ``decode(encode(x)) + x_after == x_before``.
     2. It adds: ``decode`` accumulates ``scale`` times the payload into ``out``.
-    3. It says what it is: ``linear``, ``unbiased`` and ``bound`` are true of it.
+    3. It says what it is: ``linear``, ``unbiased``, ``selects`` and ``bound`` are true of it.
     4. It has one knob, and ``at(level)`` moves the payload's size in the knob's direction.
     5. Payload shapes follow from configuration, shapes and step, unless ``ragged``.
     6. Its randomness is private: from ``bucket.generator`` only.
@@ -194,6 +198,31 @@ class Codec(Compressor):
     def sent(self, payload: Payload, numel: int) -> int:
         """Return how many of ``numel`` elements the payload carries."""
         return numel
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        """Return the ascending positions of what ``encode`` would send, where it ``selects``.
+
+        Args:
+            buffer: as for ``encode``; it stays as it is.
+            bucket: as for ``encode``.
+
+        Returns:
+            ``(k,)`` int64.
+        """
+        raise NotImplementedError(f"{self!r} does not select elements.")
+
+    def take(self, buffer: Tensor, positions: Tensor) -> Payload:
+        """Move elements out of ``buffer`` into (values, coded positions), where it ``selects``.
+
+        Args:
+            buffer: as for ``encode``, or a part of it.
+            positions: ``(k,)`` int64, ascending, of this buffer.
+
+        Returns:
+            ``values``, ``(k,)`` of a floating dtype, and what ``positions.encode`` makes of the
+            positions. What rounding leaves of the values stays in ``buffer``.
+        """
+        return sparse.take(buffer, positions)
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
         """Hand the conversation to the scheme."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_gc import positions
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import checks, sparse
+from lightning_gc.compressors import sparse
 from lightning_gc.compressors.compressor import AbsoluteError, Codec, Knob
 from lightning_gc.compressors.ranges import Range
 from lightning_gc.flow import Limits, Payload
@@ -51,6 +51,7 @@ class HardThreshold(Codec):
 
     kind = "sparsifier"
     ragged = True
+    selects = True
     knob = Knob("threshold", low=1e-9, high=1e3, more="compression")
     space = (Range("threshold", 1e-5, 0.1, scale="log"),)
 
@@ -63,14 +64,15 @@ class HardThreshold(Codec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take what reaches the threshold."""
-        return sparse.take(buffer, sparse.reaching(buffer, self.threshold))
+        return self.take(buffer, self.choose(buffer, bucket))
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        """Find what reaches the threshold."""
+        return sparse.reaching(buffer, self.threshold)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add as many elements as came."""
-        chosen = payload[0].numel()
-        checks.lengths(payload, chosen, sparse.index_bytes(chosen, out.numel()))
-        values, packed = payload
-        sparse.add(values, packed, out, scale)
+        sparse.put(payload, out, scale)
 
     def bound(self, numel: int) -> AbsoluteError:
         """Return v = λ·√numel."""

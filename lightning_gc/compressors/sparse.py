@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_gc import positions
 from lightning_gc.compressors import checks
+from lightning_gc.flow import Payload
 
 _PIECE = 1 << 18  # elements: 1 MB
 _ALL_BELOW = 0x0101010101010101  # eight times True
@@ -61,9 +62,21 @@ def largest(buffer: Tensor, k: int) -> Tensor:
     if buffer.device.type == "cpu" and rank < sample.numel() // 4:
         found = reaching(buffer, torch.topk(sample, rank, sorted=False).values.min())
         if k <= found.numel() < buffer.numel() // 2:
-            best = torch.topk(buffer[found].abs(), k, sorted=False).indices
-            return found[best.sort().values]
+            return best(buffer, found, k)
     return torch.topk(buffer.abs(), k, sorted=False).indices.sort().values
+
+
+def best(buffer: Tensor, found: Tensor, k: int) -> Tensor:
+    """Return those k of the ascending positions ``found`` where magnitudes are greatest."""
+    if found.numel() <= k:
+        return found
+    return found[torch.topk(buffer[found].abs(), k, sorted=False).indices.sort().values]
+
+
+def smallest(buffer: Tensor) -> float:
+    """Return the smallest magnitude above zero that ``buffer`` can hold."""
+    kind = torch.finfo(buffer.dtype)
+    return kind.smallest_normal * kind.eps
 
 
 def index_bytes(chosen: int, numel: int) -> int:
@@ -71,7 +84,12 @@ def index_bytes(chosen: int, numel: int) -> int:
     return positions.coded_bytes(chosen, numel)
 
 
-def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+def most_index_bytes(most: int, numel: int) -> int:
+    """Return a length that ``most`` coded positions, or fewer, do not exceed."""
+    return positions.coded_bytes(most, numel) + 2  # each of two parts is rounded up to a byte
+
+
+def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> Payload:
     """Move elements out of ``buffer`` into (values, coded positions); the indices must ascend.
 
     With a narrower ``dtype`` for values, what rounding leaves of them stays in ``buffer``.
@@ -95,3 +113,26 @@ def add(values: Tensor, coded: Tensor, out: Tensor, scale: float) -> None:
     indices = positions.decode(coded, values.numel(), out.numel(), look)  # (k,)
     indices, values = checks.positions(indices, values.to(out.dtype), out.numel())
     out.index_add_(0, indices, values, alpha=scale)
+
+
+def put(payload: Payload, out: Tensor, scale: float, most: int | None = None) -> None:
+    """Add ``scale`` times what ``take`` has made of any number of elements to ``out``.
+
+    Args:
+        payload: (values, coded positions).
+        out: where they are added.
+        scale: by what they are multiplied.
+        most: how many elements its sender may send; as many as there are where None.
+
+    Raises:
+        ValueError: more elements, and what ``add`` raises.
+    """
+    chosen = payload[0].numel()
+    if most is not None and chosen > most:
+        raise ValueError(
+            f"The payload names {chosen:,} positions of a tensor of {out.numel():,} elements, of "
+            f"which at most {most:,} are sent; its sender has another configuration."
+        )
+    checks.lengths(payload, chosen, index_bytes(chosen, out.numel()))
+    values, coded = payload
+    add(values, coded, out, scale)

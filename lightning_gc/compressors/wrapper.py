@@ -7,6 +7,8 @@ from typing import Self
 
 from lightning_gc.compressors.compressor import Bound, Compressor
 
+_DECLARED = ("kind", "linear", "unbiased", "ragged", "elementwise", "exact", "selects", "knob")
+
 
 class Wrapper(Compressor):
     """Changes where or when the inner compressor works, never what it is.
@@ -22,7 +24,7 @@ class Wrapper(Compressor):
                 f"{type(self).__name__} wraps a compressor, such as TopK(0.01), but was given "
                 f"{self.inner!r}."
             )
-        for declared in ("kind", "linear", "unbiased", "ragged", "elementwise", "exact", "knob"):
+        for declared in _DECLARED:
             object.__setattr__(self, declared, getattr(self.inner, declared))
 
     def bound(self, numel: int) -> Bound:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -23,9 +25,11 @@ class Scheme(abc.ABC):
 
     Attributes:
         averages: payloads are averaged before they are decoded, so the codec must be linear.
+        splits: what a codec has selected is split by position, so it must be one that ``selects``.
     """
 
     averages: bool = False
+    splits: bool = False
 
     @abc.abstractmethod
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
@@ -38,24 +42,43 @@ class Scheme(abc.ABC):
                 f"{self!r} averages payloads, but those of {compressor!r} are not linear: their "
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
             )
+        if self.splits and not compressor.selects:
+            other = "AllReduce()" if compressor.linear else "TwoShot()"
+            raise ValueError(
+                f"{self!r} splits what has been selected by position, but {compressor!r} does not "
+                f"select elements and name their positions. Use {other}, or a compressor such as "
+                f"TopK(0.01)."
+            )
 
 
 def encode(codec: Codec, buffer: Tensor, bucket: Bucket) -> Payload:
     """Encode and count what the payload carries."""
     payload = codec.encode(buffer, bucket)
     if bucket.phase == 0:
-        bucket.tally.elements += buffer.numel()
-        bucket.tally.sent += codec.sent(payload, buffer.numel())
-        bucket.tally.payload_bytes += sum(t.numel() * t.element_size() for t in payload)
+        count(bucket, buffer.numel(), codec.sent(payload, buffer.numel()), payload)
     return payload
+
+
+def count(bucket: Bucket, elements: int, sent: int, payload: Payload) -> None:
+    """Add to the bucket's tally that ``sent`` of ``elements`` elements go out in this payload."""
+    bucket.tally.elements += elements
+    bucket.tally.sent += sent
+    bucket.tally.payload_bytes += sum(t.numel() * t.element_size() for t in payload)
 
 
 def decode(
     codec: Codec, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None
 ) -> None:
     """Decode what worker ``sender`` sent, or the mean of all where None; an error says which."""
-    try:
+    with naming(codec, bucket, sender):
         codec.decode(tuple(payload), out, scale, bucket)
+
+
+@contextlib.contextmanager
+def naming(codec: Codec, bucket: Bucket, sender: int | None) -> Iterator[None]:
+    """Make a ValueError of a decoder say whose payload it is. Not to be held over a ``yield``."""
+    try:
+        yield
     except ValueError as error:
         what = "the mean of all payloads" if sender is None else f"what worker {sender} sent"
         names = ", ".join(bucket.shapes)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors import Codec, Compressor
+from lightning_gc.compressors import Codec, Compressor, sparse
 from lightning_gc.flow import Payload
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.decoder import DecoderContract
@@ -100,6 +100,26 @@ class CompressorContract(DecoderContract):
         averaged = tuple(torch.stack(parts).mean(0) for parts in zip(*payloads, strict=True))
         apart = torch.stack([decoded(codec, p, xs[0]) for p in payloads]).mean(0)
         torch.testing.assert_close(decoded(codec, averaged, xs[0]), apart)
+
+    def test_3_selects_if_declared(self, codec: Codec, numel: int) -> None:
+        """``encode`` takes what ``choose`` names; parts that ``take`` makes sum to the same."""
+        if not codec.selects:
+            return
+        for kind, x in cases.tensors(numel).items():
+            bucket, before = cases.bucket_of(x), x.clone()
+            chosen = codec.choose(x, bucket)
+            assert torch.equal(x, before), kind
+            assert (chosen[1:] > chosen[:-1]).all(), kind
+            whole = x.clone()
+            sent = decoded(codec, codec.encode(whole, bucket), x)
+            parts, out = x.clone(), torch.zeros_like(x)
+            for start, stop in ((0, numel // 3), (numel // 3, numel)):
+                mine = chosen[(chosen >= start) & (chosen < stop)] - start
+                payload = codec.take(parts[start:stop], mine)
+                assert payload[0].numel() == mine.numel()
+                sparse.put(payload, out[start:stop], 1.0)
+            assert torch.equal(out, sent), kind
+            assert torch.equal(parts, whole), kind
 
     def test_4_knob_moves_bytes_in_its_direction(self, codec: Codec) -> None:
         """From ``low`` to ``high`` payloads only grow, or only shrink, as the knob says."""

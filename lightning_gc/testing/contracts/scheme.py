@@ -96,13 +96,14 @@ class SchemeContract:
         hold()
 
     def test_2_without_compression_it_is_the_mean(self, scheme: Scheme, workers: int) -> None:
-        """Around ``Identity`` any scheme is an all-reduce."""
+        """Around ``Identity``, or ``TopK`` of all elements, any scheme is an all-reduce."""
         made = cases.gradients(workers, 0)
-        result = Lockstep(workers, Identity(), None, scheme).step(made)
+        all_of_it = TopK(1.0) if scheme.splits else Identity()
+        result = Lockstep(workers, all_of_it, None, scheme).step(made)
         torch.testing.assert_close(cases.flat(result.mean), cases.mean(made), rtol=1e-6, atol=1e-6)
 
     def test_3_refuses_what_cannot_work(self, scheme: Scheme, compressor: Compressor) -> None:
-        """A codec that is not linear is refused by a scheme that averages, in a sentence."""
+        """A codec that a scheme cannot carry, as both declare, is refused in a sentence."""
         if fits(scheme, compressor):
             return
         message = refusal(scheme, compressor)
@@ -122,4 +123,6 @@ def refusal(scheme: Scheme, compressor: Compressor) -> str | None:
 
 def fits(scheme: Scheme, compressor: Compressor) -> bool:
     """Return whether the declared properties allow the combination."""
-    return compressor.linear or not scheme.averages
+    if scheme.averages and not compressor.linear:
+        return False
+    return compressor.selects or not scheme.splits

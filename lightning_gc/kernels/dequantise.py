@@ -1,0 +1,80 @@
+"""Unpack codes and add what they stand for: QSGD's decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_gc.kernels.dispatch import flat, fused
+from lightning_gc.kernels.quantise import in_blocks
+from lightning_gc.packing import unpack
+
+Check = Callable[[Tensor, int, Tensor], Tensor]
+
+
+def dequantise(
+    packed: Tensor,
+    norms: Tensor,
+    block_size: int,
+    bits: int,
+    out: Tensor,
+    scale: float,
+    check: Check,
+) -> None:
+    """Add ``scale · norm · (code − s) / s`` to ``out``, with ``s = 2^(bits−1) − 1``.
+
+    Args:
+        packed: ``(packed_bytes(numel, bits),)`` uint8.
+        norms: ``(ceil(numel / block_size),)`` float32.
+        block_size: elements that share a norm.
+        bits: 2..16, of a code.
+        out: ``(numel,)``, changed in place.
+        scale: the weight, 1/W for a mean over W workers.
+        check: is asked about a code above 2s, which no encoder makes: called with the codes, 2s
+            and the norms, it raises or returns the norms to use (``compressors.checks.codes``).
+            The kernel does not ask: such an element becomes NaN.
+
+    On CUDA one kernel reads ``4 + bits/8`` bytes and writes 4 an element.
+
+    Status:
+        Equal to the reference bit for bit in Triton's interpreter where ``scale`` is a power of
+        two, otherwise up to the rounding of the product, since there and only there it is rounded
+        before the sum. Compiled for NVIDIA GPUs; not yet run on one.
+
+    Raises:
+        ValueError: ``packed`` of another length; what ``check`` raises.
+
+    Example:
+        >>> from lightning_gc.compressors import checks
+        >>> out, codes = torch.zeros(2), torch.tensor([6], dtype=torch.uint8)
+        >>> dequantise(codes, torch.tensor([3.0]), 2, 2, out, 1.0, checks.codes)
+        >>> out
+        tensor([3., 0.])
+    """
+    if fused(out) and flat(packed) and flat(norms) and norms.dtype == torch.float32:
+        from lightning_gc.kernels.programs.dequantise import dequantise as program
+
+        program(packed, norms, block_size, bits, out, scale)
+    else:
+        reference(packed, norms, block_size, bits, out, scale, check)
+
+
+def reference(
+    packed: Tensor,
+    norms: Tensor,
+    block_size: int,
+    bits: int,
+    out: Tensor,
+    scale: float,
+    check: Check,
+) -> None:
+    """Do the same with torch's operations."""
+    numel, s = out.numel(), 2 ** (bits - 1) - 1
+    codes = unpack(packed, bits, numel, torch.uint8 if bits <= 8 else torch.int32)
+    norms = check(codes, 2 * s, norms)
+    steps = torch.full((), s, dtype=norms.dtype, device=norms.device)
+    levels = in_blocks(codes.to(norms.dtype) - s, block_size)
+    rounded = (levels / steps * norms.view(-1, 1)).view(-1)[:numel]
+    out.add_(rounded, alpha=scale)

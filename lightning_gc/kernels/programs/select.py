@@ -1,0 +1,79 @@
+"""Compensate, mark and count; then compact, by a running sum over blocks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_gc.kernels.programs import EXACT
+
+BLOCK = 2048  # elements; 16 to a thread
+
+
+@triton.jit
+def mark(gradient, error, threshold, bitmap, counts, numel, ADD: tl.constexpr, GROUPS: tl.constexpr):
+    """Leave in ``bitmap`` one bit per element, in ``counts`` the number of bits per block."""
+    block = tl.program_id(0)
+    groups = block * GROUPS + tl.arange(0, GROUPS)
+    lane = tl.arange(0, 8)[None, :]
+    at = groups[:, None] * 8 + lane  # (GROUPS, 8)
+    inside = at < numel
+    x = tl.load(error + at, mask=inside, other=0.0)
+    if ADD:
+        x += tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(error + at, x, mask=inside)
+    below = tl.abs(x) < tl.load(threshold)  # false for NaN
+    hits = tl.where(inside & (below == 0), 1, 0)
+    marks = tl.sum(hits << lane, axis=1)
+    tl.store(bitmap + groups, marks.to(tl.uint8), mask=groups * 8 < numel)
+    tl.store(counts + block, tl.sum(tl.sum(hits, axis=1), axis=0))
+
+
+@triton.jit
+def compact(error, bitmap, ends, values, positions, capacity, numel, BLOCK: tl.constexpr):
+    """Move the marked elements to their ranks; ``ends`` holds the ranks at which blocks end."""
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    marks = tl.load(bitmap + at // 8, mask=at < numel, other=0).to(tl.int32)
+    hits = (marks >> (at % 8)) & 1
+    start = tl.load(ends + block) - tl.sum(hits, axis=0)
+    rank = start + tl.cumsum(hits, axis=0) - 1
+    taken = (hits == 1) & (rank < capacity)
+    x = tl.load(error + at, mask=taken, other=0.0)
+    tl.store(values + rank, x, mask=taken)
+    tl.store(positions + rank, at.to(tl.int64), mask=taken)
+    tl.store(error + at, tl.zeros([BLOCK], tl.float32), mask=taken)
+
+
+def select(
+    gradient: Tensor | None, error: Tensor, threshold: float | Tensor, capacity: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (values, positions, count); see ``kernels.select``."""
+    numel, device = error.numel(), error.device
+    if isinstance(threshold, Tensor):
+        limit = threshold.to(device, torch.float32)
+    else:
+        limit = torch.full((), threshold, dtype=torch.float32, device=device)
+    blocks = triton.cdiv(numel, BLOCK)
+    bitmap = torch.empty(triton.cdiv(numel, 8), dtype=torch.uint8, device=device)
+    counts = torch.empty(blocks, dtype=torch.int32, device=device)
+    with torch.cuda.device_of(error):
+        mark[(blocks,)](
+            error if gradient is None else gradient,
+            *(error, limit, bitmap, counts, numel),
+            ADD=gradient is not None,
+            GROUPS=BLOCK // 8,
+            **EXACT,
+        )
+        ends = counts.cumsum(0, dtype=torch.int32)
+        count = ends[-1].long()
+        room = int(count) if capacity is None else capacity
+        values = torch.zeros(room, dtype=torch.float32, device=device)
+        positions = torch.full((room,), numel, dtype=torch.int64, device=device)
+        if room:
+            compact[(blocks,)](
+                *(error, bitmap, ends, values, positions, room, numel), BLOCK=BLOCK, **EXACT
+            )
+    return values, positions, count

@@ -1,0 +1,77 @@
+"""Round at random to the levels of a block's norm, and pack to the bit: QSGD's encoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_gc.kernels.dispatch import flat, fused
+from lightning_gc.packing import pack
+
+
+def quantise(
+    buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Tensor | torch.Generator
+) -> Tensor:
+    """Take the rounded values out of ``buffer`` and return their packed codes.
+
+    ``level_i = sign(x_i) · min(s, floor(s·|x_i| / norm + u_i))``, ``code_i = level_i + s`` and
+    ``x_i −= norm · level_i / s``, with ``s = 2^(bits−1) − 1`` and u_i uniform in [0, 1), so that
+    the expectation of what is taken is x. The code of NaN is 0; its element stays NaN.
+
+    Args:
+        buffer: x, ``(numel,)`` float32, changed in place.
+        norms: ``(ceil(numel / block_size),)``, at least the largest magnitude of each block; 0 for
+            a block of zeros.
+        block_size: elements that share a norm.
+        bits: 2..16, of a code.
+        noise: u, one number for each element of all blocks, ``(len(norms) · block_size,)``; or a
+            generator to draw them from. The kernel draws its own from the generator's
+            ``initial_seed()``: element i gets word ``i mod 4`` of Philox-4×32-10 with that seed as
+            key and counter ``(i // 4, 0, 0, 0)``, made a float as by ``tl.rand``. They are other
+            numbers than torch's, equal in distribution.
+
+    Returns:
+        ``(packed_bytes(numel, bits),)`` uint8, as by ``packing.pack``.
+
+    On CUDA one kernel reads 4 bytes and writes ``4 + bits/8`` an element.
+
+    Status:
+        Given the same u, equal to the reference bit for bit in Triton's interpreter, and compiled
+        for NVIDIA GPUs; not yet run on one.
+
+    Example:
+        >>> x = torch.tensor([1.0, -0.25])
+        >>> quantise(x, torch.tensor([1.0]), 2, 2, torch.tensor([0.5, 0.5])), x
+        (tensor([6], dtype=torch.uint8), tensor([ 0.0000, -0.2500]))
+    """
+    if fused(buffer) and flat(norms) and not (isinstance(noise, Tensor) and not flat(noise)):
+        from lightning_gc.kernels.programs.quantise import quantise as program
+
+        return program(buffer, norms, block_size, bits, noise)
+    return reference(buffer, norms, block_size, bits, noise)
+
+
+def reference(
+    buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Tensor | torch.Generator
+) -> Tensor:
+    """Do the same with torch's operations."""
+    numel, column, s = buffer.numel(), norms.view(-1, 1), 2 ** (bits - 1) - 1
+    blocks = in_blocks(buffer, block_size)  # (b, block_size), a copy where it is padded
+    # A block of zeros has norm 0: its elements are sent as level 0, not as 0/0.
+    ratio = blocks / column.where(column > 0, 1.0)
+    if isinstance(noise, torch.Generator):
+        noise = torch.rand(ratio.shape, generator=noise, device=ratio.device, dtype=ratio.dtype)
+    levels = (ratio.abs() * s + noise.view(ratio.shape)).floor_().clamp_(max=s)
+    levels.copysign_(ratio)
+    # Divided by a tensor: by a Python number CUDA would multiply with the inverse, a bit beside.
+    steps = torch.full((), s, dtype=levels.dtype, device=levels.device)
+    buffer.sub_((levels / steps * column).view(-1)[:numel])
+    codes = (levels.view(-1)[:numel] + s).to(torch.int32)  # NaN: the least int, whose bits are 0
+    return pack(codes, bits)
+
+
+def in_blocks(flat: Tensor, size: int) -> Tensor:
+    """Return ``(b, size)``, the last block padded with zeros."""
+    short = -flat.numel() % size
+    padded = torch.nn.functional.pad(flat, (0, short)) if short else flat
+    return padded.view(-1, size)

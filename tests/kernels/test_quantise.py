@@ -1,0 +1,141 @@
+"""QSGD's kernels: bit for bit where the random numbers are given, in distribution where not."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gc import QSGD
+from lightning_gc.compressors import checks
+from lightning_gc.kernels import dequantise, quantise
+from lightning_gc.kernels.dispatch import fused
+from lightning_gc.packing import packed_bytes, unpack
+
+from .device import DEVICE, INTERPRETED, needs_kernels, same, tensors
+
+pytestmark = needs_kernels
+TILE = 1024
+SIZES = [1, 7, 8, 9, TILE - 1, TILE, TILE + 1, 2 * TILE + 13]
+BITS = [2, 3, 4, 5, 7, 8, 9, 12, 16]
+SEED = (7 << 40) + 12345
+
+
+def norms_of(x: torch.Tensor, size: int) -> torch.Tensor:
+    return quantise.in_blocks(x, size).abs().amax(1)
+
+
+def philox(seed: int, numel: int) -> torch.Tensor:
+    """Philox-4x32-10 as its paper has it, and tl.rand's way from a word to a float."""
+    counters = np.arange(-(-numel // 4), dtype=np.uint64)
+    c = [counters, *(np.zeros_like(counters) for _ in range(3))]
+    key = [seed & 0xFFFFFFFF, seed >> 32]
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        k0, k1 = (np.uint64(k) for k in key)
+        c = [(b >> np.uint64(32)) ^ c[1] ^ k0, b & low, (a >> np.uint64(32)) ^ c[3] ^ k1, a & low]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    words = np.stack(c, 1).reshape(-1)[:numel].astype(np.uint32).view(np.int32)
+    folded = np.where(words < 0, -words - 1, words).astype(np.float32)
+    return torch.from_numpy(folded * np.float32(4.6566127342e-10))
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("bits", BITS)
+def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
+    for i, x in enumerate(tensors(numel).values()):
+        size = min(numel, (1, 7, 64, 512)[(i + bits) % 4])
+        norms = norms_of(x, size)
+        noise = torch.rand(norms.numel() * size, generator=torch.Generator().manual_seed(i))
+        ours, theirs = x.to(DEVICE), x.clone()
+        assert fused(ours)
+        packed = quantise.quantise(ours, norms.to(DEVICE), size, bits, noise.to(DEVICE))
+        wanted = quantise.reference(theirs, norms, size, bits, noise)
+        assert same(packed, wanted)
+        assert same(ours, theirs)
+
+        ours, theirs = x.roll(1).to(DEVICE), x.roll(1)
+        dequantise.dequantise(packed, norms.to(DEVICE), size, bits, ours, 0.25, checks.codes)
+        dequantise.reference(wanted, norms, size, bits, theirs, 0.25, checks.codes)
+        assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("numel", [5, TILE + 3])
+@pytest.mark.parametrize("bits", [2, 4, 9])
+def test_its_own_numbers_are_philox(numel: int, bits: int) -> None:
+    """So the kernel with its own numbers is the reference with these."""
+    x = tensors(numel)["normal"]
+    norms, ours, theirs = norms_of(x, 64), x.to(DEVICE), x.clone()
+    generator = torch.Generator(DEVICE).manual_seed(SEED)
+    packed = quantise.quantise(ours, norms.to(DEVICE), 64, bits, generator)
+    noise = torch.zeros(norms.numel() * 64)
+    noise[:numel] = philox(SEED, numel)
+    assert same(packed, quantise.reference(theirs, norms, 64, bits, noise))
+    assert same(ours, theirs)
+
+
+def test_codes_fall_as_often_as_they_should() -> None:
+    """Chi-square over two levels a value, and the mean within 4 σ, for kernel and reference."""
+    numel, bits, s = 40_000, 4, 7
+    values = torch.tensor([0.05, -0.31, 0.5, -0.77, 0.99])
+    x = values.repeat(numel // 5)
+    norms = torch.ones(-(-numel // 500))
+    for run in (quantise.quantise, quantise.reference):
+        device = DEVICE if run is quantise.quantise else "cpu"
+        generator = torch.Generator(device).manual_seed(SEED)
+        left = x.to(device)
+        packed = run(left, norms.to(device), 500, bits, generator)
+        levels = unpack(packed.cpu(), bits, numel).view(-1, 5) - s
+        chi_square = 0.0
+        for i, value in enumerate(values.tolist()):
+            low = math.floor(abs(value) * s)
+            up = abs(value) * s - low
+            high = int((levels[:, i].abs() == low + 1).sum())
+            assert int((levels[:, i].abs() == low).sum()) + high == len(levels)
+            chi_square += (high - len(levels) * up) ** 2 / (len(levels) * up * (1 - up))
+            spread = math.sqrt(up * (1 - up) / len(levels)) / s
+            mean = levels[:, i].double().mean().item() / s
+            assert abs(mean - value) < 4 * spread
+        assert chi_square < 20.5  # 5 degrees of freedom: exceeded once in a thousand
+        # A number per element: neighbours draw independently of each other.
+        up = levels.abs() > (values.abs() * s).floor()
+        assert torch.corrcoef(up.T.double()).fill_diagonal_(0).abs().max() < 0.05
+        sums = torch.zeros(numel, device=device).add_(left)
+        dequantise.dequantise(packed, norms.to(device), 500, bits, sums, 1.0, checks.codes)
+        assert torch.allclose(sums.cpu(), x, atol=1e-6)
+
+
+def test_steps_and_workers_draw_other_numbers() -> None:
+    from lightning_gc.testing.contracts import cases
+
+    x = tensors(1000)["normal"].to(DEVICE)
+    codec, first = QSGD(4), cases.bucket_of(x)
+    codes = [codec.encode(x.clone(), first)[0] for _ in range(2)]
+    assert torch.equal(*codes)
+    assert not torch.equal(codes[0], codec.encode(x.clone(), first.again())[0])
+
+
+def test_any_weight() -> None:
+    """On a GPU product and sum round once, as torch's do; numpy rounds both."""
+    x = tensors(3000)["normal"]
+    norms, size, numel = norms_of(x, 64), 64, x.numel()
+    noise = torch.rand(norms.numel() * size, generator=torch.Generator().manual_seed(0))
+    packed = quantise.reference(x.clone(), norms, size, 4, noise)
+    ours, theirs = x.to(DEVICE), x.to(DEVICE)
+    arrived = (packed.to(DEVICE), norms.to(DEVICE))
+    dequantise.dequantise(*arrived, size, 4, ours, 1 / 3, checks.codes)
+    dequantise.reference(*arrived, size, 4, theirs, 1 / 3, checks.codes)
+    if INTERPRETED:
+        error = (ours - theirs).abs()
+        assert bool((error <= 2.0**-22 * (x.abs() + norms.repeat_interleave(size)[:numel])).all())
+    else:
+        assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 9])
+def test_a_code_that_no_encoder_makes_becomes_nan(bits: int) -> None:
+    packed = torch.full((packed_bytes(100, bits),), 255, dtype=torch.uint8, device=DEVICE)
+    out = torch.zeros(100, device=DEVICE)
+    dequantise.dequantise(packed, torch.ones(1, device=DEVICE), 100, bits, out, 1.0, checks.codes)
+    assert out.isnan().all()
