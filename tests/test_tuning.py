@@ -1,6 +1,7 @@
 """Studies: resumed, pruned, diverged, under a budget, against bytes; and what is refused."""
 
 import dataclasses
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,22 @@ def test_a_storage_of_another_schema_or_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("Dear all,\nno journal\n")
     with pytest.raises(StorageError, match=r"letter\.txt cannot be used"):
         open_storage(tmp_path / "letter.txt")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_is_heard_after_the_trial(journal: Path) -> None:
+    class Dropping:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)  # printed and forgotten in a destructor
+
+    def build(trial: optuna.trial.BaseTrial) -> Any:
+        if trial.number == 1:
+            Dropping()
+        return bowl(trial)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        compare(journal, build=build)
+    assert signal.getsignal(signal.SIGINT) is handler
+    study = compare(journal)["dense"]
+    assert len(study.trials) == 4

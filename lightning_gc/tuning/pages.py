@@ -18,15 +18,17 @@ from lightning_gc.tuning.tables import TOP, Studies, Table, metric_name, tables
 _TEXTS = {
     "results": "Each method with hyper-parameters of its own, and the same method with those of "
     "the dense winner: mean and standard deviation of the test metric over seeds. The winner was "
-    "chosen on the validation metric alone.",
+    "chosen on the validation metric alone. Bytes are those that one worker sends in a run; trials "
+    "got through + were pruned + failed.",
     "transfer": "What tuning each method by itself is worth.",
     "winners": "The hyper-parameters of each winner, beside those of the dense winner.",
     "metric_against_ratio": "Every trial that got through. Right and towards the better metric is "
     "better; the line joins the trials that no other beats in both.",
-    "tuned": f"The best {TOP} trials of each study.",
+    "tuned": f"The best trials of each study: up to {TOP}, or a third of those that got through. "
+    "The star is the winner.",
     "seconds_per_step": "Of one worker, in the best trial.",
     "convergence": "The validation metric of the best trial, epoch by epoch.",
-    "epochs_to_converge": f"The epoch of the best validation, in the best {TOP} trials.",
+    "epochs_to_converge": "The epoch of the best validation, in the same trials.",
     "importance": "How much of what makes a trial good each parameter explains. Studies of fewer "
     "than 4 complete trials are left out.",
 }
@@ -63,9 +65,14 @@ def report(
         The files.
 
     Raises:
-        ValueError: the storage holds no such experiment, or several and none was named.
+        ValueError: there is no such journal; the storage holds no such experiment, or several and
+            none was named.
         StorageError: the storage cannot be used.
     """
+    path = None if isinstance(storage, BaseStorage) or "://" in str(storage) else Path(storage)
+    # tune makes a journal where there is none; a report of it would be of a slip of the pen.
+    if path is not None and not path.is_file():
+        raise ValueError(f"There is no journal {path}; lightning-gc tune makes one.")
     storage = open_storage(storage)
     experiment = experiment or _only_one(storage)
     studies = load_studies(storage, experiment)
@@ -106,7 +113,7 @@ def _held(storage: BaseStorage) -> str:
 
 
 def _sections(found: dict[str, Table], drawn: dict[str, bytes]) -> list[Section]:
-    sections = [Section("Results", _TEXTS["results"], found["results"])]
+    sections = [Section("Results", _TEXTS["results"], _summary(found["results"]))]
     if "transfer" in drawn:
         sections.append(Section("Tuned or transferred", _TEXTS["transfer"], plot="transfer"))
     sections.append(Section("Winners", _TEXTS["winners"], found["winners"]))
@@ -116,6 +123,32 @@ def _sections(found: dict[str, Table], drawn: dict[str, bytes]) -> list[Section]
             title = name.replace("_", " ").capitalize()
             sections.append(Section(title, _TEXTS[kind], plot=name))
     return sections
+
+
+def _summary(results: Table) -> Table:
+    """Return the results in as few columns as fit a page."""
+    other = "test_with_dense_hyper_parameters"
+    rows = tuple(
+        {
+            "method": row["method"],
+            "validation": row["validation"],
+            "test": _with_spread(row, "test"),
+            "with_dense's": _with_spread(row, other),
+            "seeds": row["seeds"],
+            "ratio": row.get("ratio"),
+            "bytes": row.get("wire_bytes"),
+            "epochs": row.get("epochs"),
+            "trials": f"{row['complete']} + {row['pruned']} + {row['failed']}",
+        }
+        for row in results.rows
+    )
+    columns = ("method", "validation", "test", "with_dense's", "seeds", "ratio", "bytes", "epochs")
+    return Table((*columns, "trials"), rows)
+
+
+def _with_spread(row: dict[str, Any], column: str) -> str:
+    value, spread = row[column], row[f"{column}_spread"]
+    return _cell(value) if spread is None else f"{_cell(value)} ± {spread:.2g}"
 
 
 def _introduction(studies: Studies) -> str:

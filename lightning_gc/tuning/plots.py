@@ -94,7 +94,12 @@ def _transfer(axes: Axes, rows: tuple[Row, ...]) -> None:
 
 def _boxes(axes: Axes, rows: Iterable[Row], column: str, label: str, log: bool) -> None:
     groups = _by_method(rows)
-    axes.boxplot([[row[column] for row in group] for group in groups.values()])
+    values = [[row[column] for row in group] for group in groups.values()]
+    axes.boxplot(values, showfliers=False)
+    for place, points in enumerate(values, start=1):
+        axes.scatter([place] * len(points), points, s=14, alpha=0.5, color="tab:blue", zorder=3)
+        # A study's rows come best first.
+        axes.scatter(place, points[0], s=110, marker="*", color="tab:red", zorder=4)
     axes.set_xticks(range(1, len(groups) + 1), list(groups))
     axes.set_ylabel(f"{label}, best trials")
     if log:

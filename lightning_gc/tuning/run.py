@@ -15,6 +15,7 @@ from optuna.trial import TrialState
 from lightning_gc.tuning import claims
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.finals import finals_under_way, run_finals
+from lightning_gc.tuning.interrupts import heard
 from lightning_gc.tuning.method import DENSE, Method
 from lightning_gc.tuning.studies import best_trial, open_storage, open_study
 from lightning_gc.tuning.trial import run_trial
@@ -66,26 +67,23 @@ def tune(
         ValueError: what cannot be compared, in a sentence.
         StorageError: the storage cannot be used.
         TrialError: a trial has failed before any has succeeded.
+        KeyboardInterrupt: Ctrl-C; the run under way is given up, what is done is kept.
     """
     wanted = _unique(methods)
     storage = open_storage(storage)
     # All of them before the first trial: a mistake in the last is not to be seen tomorrow.
     studies = {method.name: open_study(experiment, method, storage) for method in wanted}
-    for method in wanted:
-        _run_study(experiment, method, studies[method.name], show)
-    dense = studies[DENSE]
-    for method in wanted:
-        study = studies[method.name]
-        # Others may be at work on the last trials; should they die, theirs are made up here.
-        while claims.running(study):
-            time.sleep(_PAUSE)
-            _run_study(experiment, method, study, show)
-        while finals:
-            for done, record in enumerate(run_finals(experiment, method, study, dense), start=1):
-                show(Event(method.name, "final", done, _describe_final(record)))
-            if not finals_under_way(experiment, method, study, dense):
-                break
-            time.sleep(_PAUSE)
+    with heard() as check:
+        for method in wanted:
+            _run_study(experiment, method, studies[method.name], show, check)
+        for method in wanted:
+            study = studies[method.name]
+            # Others may be at work on the last trials; should they die, theirs are made up here.
+            while claims.running(study):
+                time.sleep(_PAUSE)
+                _run_study(experiment, method, study, show, check)
+            if finals:
+                _run_finals(experiment, method, study, studies[DENSE], show, check)
     return studies
 
 
@@ -108,8 +106,10 @@ def _run_study(
     method: Method,
     study: optuna.Study,
     show: Callable[[Event], None],
+    check: Callable[[], None],
 ) -> None:
     while True:
+        check()
         lost = claims.release_lost(study)
         if lost:
             numbers = ", ".join(map(str, lost))
@@ -121,6 +121,24 @@ def _run_study(
         trials = study.get_trials(deepcopy=False)
         done = sum(claims.counts(t) and t.state != TrialState.RUNNING for t in trials)
         show(Event(method.name, "trial", done, _describe(study, trial.number)))
+
+
+def _run_finals(
+    experiment: Experiment,
+    method: Method,
+    study: optuna.Study,
+    dense: optuna.Study,
+    show: Callable[[Event], None],
+    check: Callable[[], None],
+) -> None:
+    while True:
+        for done, record in enumerate(run_finals(experiment, method, study, dense), start=1):
+            show(Event(method.name, "final", done, _describe_final(record)))
+            check()
+        if not finals_under_way(experiment, method, study, dense):
+            return
+        check()
+        time.sleep(_PAUSE)
 
 
 def _describe_final(record: dict[str, Any]) -> str:

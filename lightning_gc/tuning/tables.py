@@ -20,7 +20,7 @@ from lightning_gc.tuning.method import DENSE
 from lightning_gc.tuning.studies import RULES, best_trial
 
 TOP = 8
-"""Trials of a study that box plots show: the best ones, as in the thesis."""
+"""Trials of a study that box plots show: the best ones, as in the thesis, if they are a third."""
 
 Row = dict[str, Any]
 Studies = Mapping[str, optuna.Study]
@@ -98,6 +98,11 @@ def _complete(study: optuna.Study) -> list[FrozenTrial]:
     return sorted(done, key=lambda trial: trial.values[0] if down else -trial.values[0])
 
 
+def _top(study: optuna.Study) -> list[FrozenTrial]:
+    done = _complete(study)
+    return done[: min(TOP, max(3, len(done) // 3))]
+
+
 def _results(studies: Studies) -> Iterator[Row]:
     dense = studies.get(DENSE)
     for name, study in studies.items():
@@ -164,7 +169,7 @@ def _scatter(studies: Studies) -> list[Row]:
 
 def _parameters(studies: Studies) -> Iterator[Row]:
     for name, study in studies.items():
-        for trial in _complete(study)[:TOP]:
+        for trial in _top(study):
             for parameter, value in trial.params.items():
                 row = {"parameter": parameter, "trial": trial.number, "value": value}
                 yield {"method": name, **row}
@@ -197,7 +202,7 @@ def _convergence(studies: Studies) -> Iterator[Row]:
 
 def _epochs(studies: Studies) -> Iterator[Row]:
     for name, study in studies.items():
-        for trial in _complete(study)[:TOP]:
+        for trial in _top(study):
             if "best_epoch" in trial.user_attrs:
                 epoch, epochs = trial.user_attrs["best_epoch"] + 1, trial.user_attrs["epochs"]
                 row = {"trial": trial.number, "best_epoch": epoch, "epochs": epochs}
