@@ -13,6 +13,8 @@ from lightning_gc.compressors import sparse
 from lightning_gc.compressors.compressor import AbsoluteError, Codec, Knob
 from lightning_gc.compressors.ranges import Range
 from lightning_gc.flow import Limits, Payload
+from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.select import select
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,10 @@ class HardThreshold(Codec):
             )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take what reaches the threshold."""
+        """Take what reaches the threshold. On CUDA the host waits to know how much that is."""
+        if fused(buffer):
+            values, found, _ = select(None, buffer, self.threshold)
+            return values, positions.encode(found, buffer.numel())
         return self.take(buffer, self.choose(buffer, bucket))
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:

@@ -14,7 +14,9 @@ from lightning_gc.compressors import checks
 from lightning_gc.compressors.compressor import Codec, Knob, Variance
 from lightning_gc.compressors.ranges import Choice, Range
 from lightning_gc.flow import Payload
-from lightning_gc.packing import pack, packed_bytes, unpack
+from lightning_gc.kernels.dequantise import dequantise
+from lightning_gc.kernels.quantise import in_blocks, quantise
+from lightning_gc.packing import packed_bytes
 
 
 @dataclass(frozen=True)
@@ -77,39 +79,21 @@ class QSGD(Codec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take the rounded values; the rounding errors stay."""
-        generator = bucket.generator(shared=False)
-        blocks = self._blocks(buffer)  # (b, block_size), zero-padded copy
-        norms = self._norms(blocks)  # (b, 1) float32
-        # A block of zeros has norm 0: its elements are sent as level 0, not as 0/0.
-        ratio = blocks / norms.where(norms > 0, 1.0)
-        noise = torch.rand(ratio.shape, generator=generator, device=ratio.device, dtype=ratio.dtype)
-        levels = (ratio.abs() * self.levels + noise).floor_().clamp_(max=self.levels)
-        levels.copysign_(ratio)
-        rounded = (levels / self.levels * norms).view(-1)[: buffer.numel()]
-        buffer.sub_(rounded)
-        codes = (levels.view(-1)[: buffer.numel()] + self.levels).to(torch.int32)
-        return pack(codes, self.bits), norms.view(-1)
+        size = self._block_size(buffer.numel())
+        norms = self._norms(in_blocks(buffer, size)).view(-1)  # (b,) float32
+        noise = bucket.generator(shared=False)
+        return quantise(buffer, norms, size, self.bits, noise), norms
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add ``scale · norm · level / s``."""
         numel = out.numel()
-        blocks = -(-numel // self._block_size(numel))
-        checks.lengths(payload, packed_bytes(numel, self.bits), blocks)
+        size = self._block_size(numel)
+        checks.lengths(payload, packed_bytes(numel, self.bits), -(-numel // size))
         packed, norms = payload
-        codes = unpack(packed, self.bits, numel, torch.uint8 if self.bits <= 8 else torch.int32)
-        norms = checks.codes(codes, 2 * self.levels, norms)
-        levels = self._blocks(codes.to(norms.dtype) - self.levels)
-        rounded = (levels / self.levels * norms.view(-1, 1)).view(-1)[:numel]
-        out.add_(rounded, alpha=scale)
+        dequantise(packed, norms, size, self.bits, out, scale, checks.codes)
 
     def _block_size(self, numel: int) -> int:
         return min(self.block_size, max(1, numel))
-
-    def _blocks(self, flat: Tensor) -> Tensor:
-        size = self._block_size(flat.numel())
-        short = -flat.numel() % size
-        padded = torch.nn.functional.pad(flat, (0, short)) if short else flat
-        return padded.view(-1, size)
 
     def _norms(self, blocks: Tensor) -> Tensor:
         if not blocks.numel():

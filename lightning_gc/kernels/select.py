@@ -14,15 +14,15 @@ class Selection(NamedTuple):
     """What ``select`` has moved out of the error, on the error's device.
 
     Attributes:
-        values: ``(capacity,)`` float32; zero from ``count`` on.
-        positions: ``(capacity,)`` int64, ascending; ``numel`` from ``count`` on.
-        count: 0-dim int64, how many elements reached the threshold: of more than ``capacity``
-            those of the lowest positions are taken.
+        values: ``(capacity,)`` float32; zero where there was nothing more to take.
+        positions: ``(capacity,)`` int64, ascending; ``numel`` where there was nothing more.
+        reached: 0-dim int64, how many elements reach the threshold. Of more than ``capacity`` those
+            of the lowest positions are taken.
     """
 
     values: Tensor
     positions: Tensor
-    count: Tensor
+    reached: Tensor
 
 
 def select(
@@ -85,7 +85,7 @@ def reference(
     if gradient is not None:
         error.add_(gradient)
     found = (error.abs() < threshold).logical_not_().nonzero().view(-1)
-    count = torch.full((), found.numel(), device=error.device)
+    reached = torch.full((), found.numel(), device=error.device)
     room = found.numel() if capacity is None else capacity
     found = found[:room]
     values = error.new_zeros(room)
@@ -93,4 +93,4 @@ def reference(
     positions = found.new_full((room,), error.numel())
     positions[: len(found)] = found
     error[found] = 0
-    return Selection(values, positions, count)
+    return Selection(values, positions, reached)

@@ -18,6 +18,16 @@ needs_kernels = pytest.mark.skipif(
     find_spec("triton") is None or not (INTERPRETED or DEVICE == "cuda"),
     reason="needs triton and a GPU, or TRITON_INTERPRET=1: see tests/test_kernels.py",
 )
+marks = [
+    needs_kernels,
+    # The interpreter computes with numpy, which warns of what floats do.
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
+
+
+def here(tensor: Tensor) -> Tensor:
+    """Return a copy where kernels run."""
+    return tensor.clone().to(DEVICE)
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ import torch
 from lightning_gc.kernels.accumulate import accumulate, reference
 from lightning_gc.kernels.dispatch import fused
 
-from .device import DEVICE, narrow, needs_kernels, same, tensors
+from .device import DEVICE, here, marks, narrow, same, tensors
 
-pytestmark = needs_kernels
+pytestmark = marks
 
 
-@pytest.mark.parametrize("numel", [1, 511, 512, 513, 3000])
-@pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3, -2.7])
+@pytest.mark.parametrize("numel", [1, 512, 1027])
+@pytest.mark.parametrize("scale", [1.0, -1 / 3])
 def test_any_number_anywhere(numel: int, scale: float) -> None:
     order = torch.randperm(numel, generator=torch.Generator().manual_seed(numel))
     for chosen in {0, 1, numel // 3, numel}:
@@ -20,9 +20,9 @@ def test_any_number_anywhere(numel: int, scale: float) -> None:
         for x in tensors(numel).values():
             for dtype in (torch.float32, torch.bfloat16):
                 values = narrow(x.roll(1)[:chosen], dtype)
-                ours, theirs = x.to(DEVICE), x.clone()
+                ours, theirs = here(x), x.clone()
                 assert fused(ours)
-                accumulate(ours, positions.to(DEVICE), values.to(DEVICE), scale)
+                accumulate(ours, here(positions), here(values), scale)
                 reference(theirs, positions, values, scale)
                 assert same(ours, theirs)
 

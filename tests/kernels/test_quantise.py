@@ -12,12 +12,12 @@ from lightning_gc.kernels import dequantise, quantise
 from lightning_gc.kernels.dispatch import fused
 from lightning_gc.packing import packed_bytes, unpack
 
-from .device import DEVICE, INTERPRETED, needs_kernels, same, tensors
+from .device import DEVICE, INTERPRETED, here, marks, same, tensors
 
-pytestmark = needs_kernels
+pytestmark = marks
 TILE = 1024
-SIZES = [1, 7, 8, 9, TILE - 1, TILE, TILE + 1, 2 * TILE + 13]
-BITS = [2, 3, 4, 5, 7, 8, 9, 12, 16]
+SIZES = [1, 7, 8, 9, TILE, 2 * TILE + 13]
+BITS = [2, 3, 4, 7, 8, 9, 16]
 SEED = (7 << 40) + 12345
 
 
@@ -48,15 +48,15 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
         size = min(numel, (1, 7, 64, 512)[(i + bits) % 4])
         norms = norms_of(x, size)
         noise = torch.rand(norms.numel() * size, generator=torch.Generator().manual_seed(i))
-        ours, theirs = x.to(DEVICE), x.clone()
+        ours, theirs = here(x), x.clone()
         assert fused(ours)
-        packed = quantise.quantise(ours, norms.to(DEVICE), size, bits, noise.to(DEVICE))
+        packed = quantise.quantise(ours, here(norms), size, bits, here(noise))
         wanted = quantise.reference(theirs, norms, size, bits, noise)
         assert same(packed, wanted)
         assert same(ours, theirs)
 
-        ours, theirs = x.roll(1).to(DEVICE), x.roll(1)
-        dequantise.dequantise(packed, norms.to(DEVICE), size, bits, ours, 0.25, checks.codes)
+        ours, theirs = here(x.roll(1)), x.roll(1)
+        dequantise.dequantise(packed, here(norms), size, bits, ours, 0.25, checks.codes)
         dequantise.reference(wanted, norms, size, bits, theirs, 0.25, checks.codes)
         assert same(ours, theirs)
 
@@ -66,9 +66,9 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
 def test_its_own_numbers_are_philox(numel: int, bits: int) -> None:
     """So the kernel with its own numbers is the reference with these."""
     x = tensors(numel)["normal"]
-    norms, ours, theirs = norms_of(x, 64), x.to(DEVICE), x.clone()
+    norms, ours, theirs = norms_of(x, 64), here(x), x.clone()
     generator = torch.Generator(DEVICE).manual_seed(SEED)
-    packed = quantise.quantise(ours, norms.to(DEVICE), 64, bits, generator)
+    packed = quantise.quantise(ours, here(norms), 64, bits, generator)
     noise = torch.zeros(norms.numel() * 64)
     noise[:numel] = philox(SEED, numel)
     assert same(packed, quantise.reference(theirs, norms, 64, bits, noise))
@@ -84,7 +84,7 @@ def test_codes_fall_as_often_as_they_should() -> None:
     for run in (quantise.quantise, quantise.reference):
         device = DEVICE if run is quantise.quantise else "cpu"
         generator = torch.Generator(device).manual_seed(SEED)
-        left = x.to(device)
+        left = x.clone().to(device)
         packed = run(left, norms.to(device), 500, bits, generator)
         levels = unpack(packed.cpu(), bits, numel).view(-1, 5) - s
         chi_square = 0.0
@@ -122,8 +122,8 @@ def test_any_weight() -> None:
     norms, size, numel = norms_of(x, 64), 64, x.numel()
     noise = torch.rand(norms.numel() * size, generator=torch.Generator().manual_seed(0))
     packed = quantise.reference(x.clone(), norms, size, 4, noise)
-    ours, theirs = x.to(DEVICE), x.to(DEVICE)
-    arrived = (packed.to(DEVICE), norms.to(DEVICE))
+    ours, theirs = here(x), here(x)
+    arrived = (here(packed), here(norms))
     dequantise.dequantise(*arrived, size, 4, ours, 1 / 3, checks.codes)
     dequantise.reference(*arrived, size, 4, theirs, 1 / 3, checks.codes)
     if INTERPRETED:

@@ -21,7 +21,7 @@ def uniforms(seed, groups, GROUPS: tl.constexpr):
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (GROUPS, 8))  # a b c d, twice
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def round_and_pack(
     buffer,
     norms,
@@ -74,11 +74,13 @@ def quantise(
     """Return the packed codes; see ``kernels.quantise``."""
     numel = buffer.numel()
     packed = torch.empty(packed_bytes(numel, bits), dtype=torch.uint8, device=buffer.device)
-    draw = isinstance(noise, torch.Generator)
+    if isinstance(noise, torch.Generator):
+        draw, seed, numbers = True, noise.initial_seed(), buffer
+    else:
+        draw, seed, numbers = False, 0, noise
     with torch.cuda.device_of(buffer):
         round_and_pack[(triton.cdiv(numel, 8 * GROUPS),)](
-            *(buffer, norms, buffer if draw else noise, packed),
-            *(noise.initial_seed() if draw else 0, numel, block_size),
+            *(buffer, norms, numbers, packed, seed, numel, block_size),
             DRAW=draw,
             STEPS=float(2 ** (bits - 1) - 1),
             BITS=bits,

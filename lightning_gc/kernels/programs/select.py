@@ -13,7 +13,9 @@ BLOCK = 2048  # elements; 16 to a thread
 
 
 @triton.jit
-def mark(gradient, error, threshold, bitmap, counts, numel, ADD: tl.constexpr, GROUPS: tl.constexpr):
+def mark(
+    gradient, error, threshold, bitmap, counts, numel, ADD: tl.constexpr, GROUPS: tl.constexpr
+):
     """Leave in ``bitmap`` one bit per element, in ``counts`` the number of bits per block."""
     block = tl.program_id(0)
     groups = block * GROUPS + tl.arange(0, GROUPS)
@@ -50,7 +52,7 @@ def compact(error, bitmap, ends, values, positions, capacity, numel, BLOCK: tl.c
 def select(
     gradient: Tensor | None, error: Tensor, threshold: float | Tensor, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (values, positions, count); see ``kernels.select``."""
+    """Return (values, positions, reached); see ``kernels.select``."""
     numel, device = error.numel(), error.device
     if isinstance(threshold, Tensor):
         limit = threshold.to(device, torch.float32)
@@ -68,12 +70,12 @@ def select(
             **EXACT,
         )
         ends = counts.cumsum(0, dtype=torch.int32)
-        count = ends[-1].long()
-        room = int(count) if capacity is None else capacity
+        reached = ends[-1].long()
+        room = int(reached) if capacity is None else capacity
         values = torch.zeros(room, dtype=torch.float32, device=device)
         positions = torch.full((room,), numel, dtype=torch.int64, device=device)
         if room:
             compact[(blocks,)](
                 *(error, bitmap, ends, values, positions, room, numel), BLOCK=BLOCK, **EXACT
             )
-    return values, positions, count
+    return values, positions, reached
