@@ -15,6 +15,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.flow import Exchange, Gather, Mean
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.scheme import fits
 from lightning_gc.transports import Distributed, distributed, run
 from lightning_gc.transports.distributed import broadcast_text, gather_text
 from tests.processes import spread
@@ -30,7 +31,7 @@ def combinations() -> list[tuple[Compressor, Any, Any]]:
         for compressor in cls.examples()
         for memory in MEMORIES.values()
         for scheme in SCHEMES.values()
-        if compressor.linear or not scheme.averages
+        if fits(scheme, compressor)
     ]
 
 

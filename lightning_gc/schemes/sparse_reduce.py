@@ -19,6 +19,9 @@ from lightning_gc.schemes.scheme import Scheme, count, naming
 SLACK = 1.25
 """How many times its equal share of the survivors an owner may send."""
 
+GRID = 1 << 16
+"""The most places of a tensor where it may be cut."""
+
 
 @dataclass(frozen=True)
 class SparseReduce(Scheme):
@@ -46,7 +49,7 @@ class SparseReduce(Scheme):
         32·(W−1) bytes. On an accelerator the host waits for the cuts and for lengths.
 
     Wire format:
-        ``shares     # (W,) float32``: of the tensor below each of W − 1 cuts, and k_j / numel
+        ``proposal   # (W,) float32``: W − 1 cuts, in 65,536ths of a larger tensor, and k_j
         ``values     # (m,)`` of the compressor's own dtype
         ``positions  # (coded_bytes(m, range),) uint8``, Elias-Fano coded, within the range.
 
@@ -70,8 +73,8 @@ class SparseReduce(Scheme):
         workers, numel = bucket.workers, buffer.numel()
         limits: Limits = (numel, positions.most_bytes(numel))
         chosen = codec.choose(buffer, bucket)  # (k_j,) int64, ascending
-        (shares,) = yield Mean((_shares(chosen, workers, buffer),))
-        cuts, most = _agreed(shares.tolist(), numel)
+        (means,) = yield Mean((_proposal(chosen, workers, buffer),))
+        cuts, most = _agreed(means.tolist(), numel)
 
         edges = torch.searchsorted(chosen, torch.tensor(cuts, device=chosen.device)).tolist()
         payloads = []
@@ -102,27 +105,40 @@ class SparseReduce(Scheme):
                 sparse.put(tuple(payload), out[cuts[sender] : cuts[sender + 1]], 1.0)
 
 
-def _shares(chosen: Tensor, workers: int, like: Tensor) -> Tensor:
-    """Return what workers agree on: W − 1 cuts and the number selected, as shares of the tensor.
+def _proposal(chosen: Tensor, workers: int, like: Tensor) -> Tensor:
+    """Return what is averaged, ``(W,)``: W − 1 cuts in units of the grid, and the number selected.
 
-    Shares are as good as numbers here, for what rounds them is the same for all.
+    Whole numbers, of which ``_rounded`` tells the mean whatever the order in which they are added.
     """
-    number, numel = chosen.numel(), max(like.numel(), 1)
+    number = chosen.numel()
     if number:
         marks = [number * i // workers for i in range(1, workers)]
         cuts = chosen[torch.tensor(marks, dtype=torch.int64, device=chosen.device)]
     else:
-        cuts = torch.arange(1, workers, device=chosen.device) * numel // workers
-    agreed = torch.cat([cuts, cuts.new_tensor([number])])
-    return agreed.to(torch.float64).div_(numel).to(like.dtype)
+        cuts = torch.arange(1, workers, device=chosen.device) * like.numel() // workers
+    units = cuts // _unit(like.numel())
+    return torch.cat([units, units.new_tensor([number])]).to(like.dtype)
 
 
-def _agreed(shares: Sequence[float], numel: int) -> tuple[list[int], int]:
-    """Return W + 1 ascending cuts, from 0 to ``numel``, and the most that one owner sends.
+def _agreed(means: Sequence[float], numel: int) -> tuple[list[int], int]:
+    """Return W + 1 ascending cuts, from 0 to ``numel``, and the most that one owner sends."""
+    workers = len(means)
+    *units, number = (_rounded(mean, workers, numel) for mean in means)
+    cuts = sorted(min(unit * _unit(numel), numel) for unit in units)
+    return [0, *cuts, numel], math.ceil(SLACK * max(number, 1) / workers)
 
-    Any bytes may have arrived: what is no share counts as 0 or 1.
+
+def _unit(numel: int) -> int:
+    """Return the width of the grid on which cuts lie: a tensor has at most 65,536 of them."""
+    return max(1, -(-numel // GRID))
+
+
+def _rounded(mean: float, workers: int, most: int) -> int:
+    """Return the whole number next to a mean of W whole numbers; any bytes may have arrived.
+
+    Such a mean is a multiple of 1/W, so no number is within 1/(4·W) of where rounding changes
+    sides, and float32's own rounding, which depends on the order of addition, changes nothing.
     """
-    numbers = [round(min(max(s, 0.0), 1.0) * numel) if s == s else 0 for s in shares]
-    *cuts, number = numbers
-    most = math.ceil(SLACK * max(number, 1) / len(shares))
-    return [0, *sorted(cuts), numel], most
+    if mean != mean:
+        return 0
+    return math.floor(min(max(mean, 0), most) + 0.5 + 0.25 / workers)
