@@ -1,4 +1,4 @@
-"""The command ``lightning-gc``: tune, report, fit, list."""
+"""The command ``lightning-gc``: tune, report, fit, bench, list."""
 
 from __future__ import annotations
 
@@ -98,6 +98,30 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("config", type=Path, help="the same YAML; its section tune is left aside")
     fit.set_defaults(run=_fit)
 
+    bench = commands.add_parser(
+        "bench",
+        help="seconds per step on your machines and model, beside plain DDP and torch's hooks",
+        description="Train for some steps by turns without synchronisation, with plain DDP, with "
+        "torch's fp16 and PowerSGD hooks and with ours, and compare seconds, bytes and loss. To be "
+        "started on all workers, by torchrun.",
+        epilog=_EPILOG,
+    )
+    add = bench.add_argument
+    add("config", type=Path, help="the same YAML; of section tune only the methods are looked at")
+    add(
+        "--compressor",
+        nargs="+",
+        metavar="NAME",
+        help="methods of the file, or compressors by name with fields, memory and scheme: "
+        "topk:density=0.001,scheme=two_shot (default: four of them)",
+    )
+    add("--rounds", type=int, default=3, help="turns of each method (default: %(default)s)")
+    add("--steps", type=int, default=20, help="measured steps of a turn (default: %(default)s)")
+    add("--timeout", type=float, default=120, help="of a collective, in s (default: %(default)s)")
+    add("--find-unused-parameters", action="store_true", help="as for DDP, for all methods")
+    add("--out", type=Path, default=Path("runs", "bench"), help="folder (default: %(default)s)")
+    bench.set_defaults(run=_bench)
+
     listing = commands.add_parser(
         "list", help="compressors, memories, schemes and controllers, with knobs and ranges"
     )
@@ -171,6 +195,13 @@ def _fit(options: argparse.Namespace) -> int:
     except Exception:
         traceback.print_exc()  # the user's own code: all of it is of interest
         return FAILED
+    return OK
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from lightning_gc.bench.command import bench
+
+    bench(options)
     return OK
 
 

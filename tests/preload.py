@@ -5,5 +5,6 @@ import torch
 import torch.distributed
 
 import lightning_gc
+import lightning_gc.bench.command
 
 __all__ = ["lightning_gc", "pytorch_lightning", "torch"]

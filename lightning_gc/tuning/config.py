@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -133,16 +133,26 @@ def load(given: str | Path | Mapping[str, Any], **changes: Any) -> tuple[Experim
     return experiment, methods
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """Return the sections of a file."""
+def methods_in(sections: Mapping[str, Any]) -> dict[str, Method]:
+    """Return the methods of a file by name; none where it has no section ``tune``."""
+    if not sections.get("tune"):
+        return {}
+    return {name: each.method(name) for name, each in _settings(sections, {}).methods.items()}
+
+
+def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[str, Any]:
+    """Return the sections of a file, and refuse one that lacks some."""
     try:
         sections = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
-    if not isinstance(sections, dict) or "model" not in sections or "tune" not in sections:
-        raise ValueError(f"{path} needs sections called model and tune; see docs/tune.md.")
+    if not isinstance(sections, dict) or not set(needed) <= set(sections):
+        wanted = (
+            f"sections called {' and '.join(needed)}" if needed[1:] else f"a section {needed[0]}"
+        )
+        raise ValueError(f"{path} needs {wanted}; see docs/tune.md.")
     for name in sections:
         if name not in SECTIONS:
             raise ValueError(f"{path} has a section {name!r}; known are {', '.join(SECTIONS)}.")
