@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_gc import positions
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import sparse
+from lightning_gc.compressors import selection, sparse
 from lightning_gc.compressors.compressor import AbsoluteError, Codec, Knob
 from lightning_gc.compressors.ranges import Range
 from lightning_gc.flow import Limits, Payload
@@ -73,7 +73,7 @@ class HardThreshold(Codec):
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         """Find what reaches the threshold."""
-        return sparse.reaching(buffer, self.threshold)
+        return selection.reaching(buffer, self.threshold)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add as many elements as came."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors import sparse
+from lightning_gc.compressors import selection
 
 HITS = 256
 """Elements of the sample that are expected to be among the k largest."""
@@ -44,16 +44,16 @@ def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=buffer.device)
     apart = stride(k, buffer.numel())
     sample = buffer[step % apart :: apart].abs()
-    lowest = sparse.smallest(buffer)
+    lowest = selection.smallest(buffer)
     reached = torch.topk(sample, rank(k, buffer.numel())).values[-1]
     threshold = reached.clamp_min(lowest)  # NaN stays NaN, which all elements reach
-    found = sparse.reaching(buffer, threshold)
+    found = selection.reaching(buffer, threshold)
     for _ in range(CORRECTIONS):
         if found.numel() >= FACTOR * k or threshold <= lowest:
             break
         threshold = threshold.mul(FACTOR).clamp_min(lowest)
-        found = sparse.reaching(buffer, threshold)
-    return sparse.best(buffer, found, k)
+        found = selection.reaching(buffer, threshold)
+    return selection.best(buffer, found, k)
 
 
 def stride(k: int, numel: int) -> int:

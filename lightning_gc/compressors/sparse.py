@@ -1,4 +1,4 @@
-"""What the sparsifiers share: finding positions, and a payload of values and coded positions."""
+"""What the sparsifiers share: densities, and a payload of values and coded positions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from torch import Tensor
 from lightning_gc import positions
 from lightning_gc.compressors import checks
 from lightning_gc.flow import Payload
-
-_PIECE = 1 << 18  # elements: 1 MB
-_ALL_BELOW = 0x0101010101010101  # eight times True
 
 
 def check_density(name: str, density: float) -> None:
@@ -25,58 +22,6 @@ def check_density(name: str, density: float) -> None:
 def count(density: float, numel: int) -> int:
     """Return how many of ``numel`` elements a density sends: at least one, where there is one."""
     return min(numel, max(1, round(density * numel)))
-
-
-def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
-    """Return the ascending positions of magnitudes that are not below ``threshold``.
-
-    So NaN is among them: it must be sent, or it would stay in the error unseen. On the host the
-    tensor is walked in pieces that stay in the cache, and eight comparisons are looked at as one
-    number, for most of eight neighbours are all below: a sixth of the time of ``nonzero``.
-    """
-    if buffer.device.type != "cpu":
-        return (buffer.abs() < threshold).logical_not_().nonzero().view(-1)
-    scratch = buffer.new_empty(min(_PIECE, -(-buffer.numel() // 8) * 8))
-    found = []
-    for start in range(0, buffer.numel(), _PIECE):
-        piece = buffer[start : start + _PIECE]
-        padded = -(-len(piece) // 8) * 8
-        torch.abs(piece, out=scratch[: len(piece)])
-        scratch[len(piece) : padded] = -1  # below any threshold
-        below = scratch[:padded] < threshold
-        (rows,) = (below.view(torch.int64) != _ALL_BELOW).nonzero(as_tuple=True)
-        row, column = below.view(-1, 8)[rows].logical_not_().nonzero(as_tuple=True)
-        found.append(rows[row].mul_(8).add_(column).add_(start))
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
-
-
-def largest(buffer: Tensor, k: int) -> Tensor:
-    """Return the ascending positions of the k elements of greatest magnitude.
-
-    Exactly these, but on the host without sorting them all: a sample tells a threshold that some
-    more than k elements reach, and the k largest are sought among those.
-    """
-    sample = buffer[:: max(1, buffer.numel() >> 18)].abs()
-    expected = sample.numel() * k / max(buffer.numel(), 1)
-    rank = int(1.05 * expected + 4 * expected**0.5) + 1
-    if buffer.device.type == "cpu" and rank < sample.numel() // 4:
-        found = reaching(buffer, torch.topk(sample, rank, sorted=False).values.min())
-        if k <= found.numel() < buffer.numel() // 2:
-            return best(buffer, found, k)
-    return torch.topk(buffer.abs(), k, sorted=False).indices.sort().values
-
-
-def best(buffer: Tensor, found: Tensor, k: int) -> Tensor:
-    """Return those k of the ascending positions ``found`` where magnitudes are greatest."""
-    if found.numel() <= k:
-        return found
-    return found[torch.topk(buffer[found].abs(), k, sorted=False).indices.sort().values]
-
-
-def smallest(buffer: Tensor) -> float:
-    """Return the smallest magnitude above zero that ``buffer`` can hold."""
-    kind = torch.finfo(buffer.dtype)
-    return kind.smallest_normal * kind.eps
 
 
 def index_bytes(chosen: int, numel: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import checks, sampling, sparse
+from lightning_gc.compressors import checks, sampling, selection, sparse
 from lightning_gc.compressors.compressor import Codec, Contraction, Knob
 from lightning_gc.compressors.ranges import Range
 from lightning_gc.flow import Limits, Payload
@@ -89,7 +89,7 @@ class TopK(Codec):
         k = sparse.count(self.density, buffer.numel())
         if self.selection == "sampled":
             return sampling.about_largest(buffer, k, bucket.step)
-        return sparse.largest(buffer, k)
+        return selection.largest(buffer, k)
 
     def take(self, buffer: Tensor, positions: Tensor) -> Payload:
         """Take these, rounded to ``value_dtype``."""

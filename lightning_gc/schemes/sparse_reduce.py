@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gc import positions
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import sparse
+from lightning_gc.compressors import selection, sparse
 from lightning_gc.compressors.compressor import Codec
 from lightning_gc.flow import Exchange, Flow, Gather, Limits, Mean
 from lightning_gc.schemes.scheme import Scheme, count, naming
@@ -90,8 +90,8 @@ class SparseReduce(Scheme):
             with naming(codec, bucket, sender):
                 sparse.put(tuple(payload), mean, 1 / workers)
         share = -(-sum(payload[0].numel() for payload in arrived) // workers)
-        nonzero = sparse.reaching(mean, sparse.smallest(mean))
-        survivors = codec.take(mean, sparse.best(mean, nonzero, min(share, most)))
+        nonzero = selection.reaching(mean, selection.smallest(mean))
+        survivors = codec.take(mean, selection.best(mean, nonzero, min(share, most)))
         error.add_(mean, alpha=workers)  # what has not survived
         # NaN and overflow that another worker sent are in the payload; no error must keep them.
         error.nan_to_num_(0.0, 0.0, 0.0)

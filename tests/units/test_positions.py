@@ -68,37 +68,3 @@ def test_without_waiting_for_a_device() -> None:
     assert decode(coded, 6, 1000, look=False).tolist() == positions.tolist()
     assert (decode(torch.zeros_like(coded), 6, 1000, look=False) >= 0).all()
     assert (decode(torch.full_like(coded, 255), 6, 1000, look=False) >= 0).all()
-
-
-@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 1000, 2**18 - 1, 2**18, 2**18 + 3, 600_001])
-@pytest.mark.parametrize("threshold", [0.0, 1.5, 4.0, 1e9])
-def test_reaching(numel: int, threshold: float) -> None:
-    """All positions of magnitudes not below it, across pieces, NaN among them."""
-    buffer = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
-    if numel > 5:
-        buffer[5] = float("nan")
-        buffer[-1] = -threshold
-    wanted = (buffer.abs() < threshold).logical_not().nonzero().view(-1)
-    assert torch.equal(sparse.reaching(buffer, threshold), wanted)
-
-
-@pytest.mark.parametrize("kind", ["normal", "heavy", "zeros", "constant", "few", "sorted", "tiny"])
-@pytest.mark.parametrize("k", [1, 10, 1000, 30_000, 100_000])
-def test_largest(kind: str, k: int) -> None:
-    """The same magnitudes as torch.topk's, each element once; ties may be broken otherwise."""
-    g = torch.Generator().manual_seed(0)
-    normal = torch.randn(100_000, generator=g)
-    buffer = {
-        "normal": normal,
-        "heavy": normal**5,
-        "zeros": torch.zeros(100_000),
-        "constant": torch.full((100_000,), -2.0),
-        "few": torch.zeros(100_000).index_fill_(0, torch.arange(50) * 1999, 3.0),
-        "sorted": normal.sort().values,
-        "tiny": normal * 1e-30,
-    }[kind]
-    found = sparse.largest(buffer, k)
-    assert found.shape == (k,)
-    assert bool((found[1:] > found[:-1]).all())
-    wanted = torch.topk(buffer.abs(), k).values
-    assert torch.equal(buffer[found].abs().sort(descending=True).values, wanted)

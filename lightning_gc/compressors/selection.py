@@ -1,0 +1,87 @@
+"""Which elements of a tensor are large: what every sparsifier asks.
+
+On the host NumPy answers. Its comparisons, its search for True and its partition are vectorised
+where torch's are not: together a quarter of the time for 1 % of 25 million elements.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_PIECE = 1 << 16  # elements: 256 KB, so that a piece and what is made of it stay in the cache
+_KNOWN = (torch.float32, torch.float64, torch.float16)  # to NumPy
+
+
+def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
+    """Return the ascending positions of magnitudes that are not below ``threshold``.
+
+    So NaN is among them: it must be sent, or it would stay in the error unseen.
+    """
+    if not _on_host(buffer):
+        return (buffer.abs() < threshold).logical_not_().nonzero().view(-1)
+    elements, limit = buffer.numpy(), buffer.new_tensor(float(threshold)).numpy()
+    magnitudes = np.empty(min(_PIECE, len(elements)), elements.dtype)
+    below = np.empty(len(magnitudes), bool)
+    found = []
+    for start in range(0, len(elements), _PIECE):
+        piece = elements[start : start + _PIECE]
+        size = len(piece)
+        np.abs(piece, out=magnitudes[:size])
+        np.less(magnitudes[:size], limit, out=below[:size])
+        np.logical_not(below[:size], out=below[:size])
+        positions = np.flatnonzero(below[:size])
+        positions += start
+        found.append(positions)
+    return torch.from_numpy(np.concatenate(found)) if found else buffer.new_empty(0).long()
+
+
+def largest(buffer: Tensor, k: int) -> Tensor:
+    """Return the ascending positions of the k elements of greatest magnitude.
+
+    Exactly these, but on the host without ordering them all: a sample tells a threshold that some
+    more than k elements reach, and the k largest are sought among those. Of equal ones those that
+    come first are taken, if torch's ``topk`` is not asked.
+    """
+    sample = buffer[:: max(1, buffer.numel() >> 18)].abs()
+    expected = sample.numel() * k / max(buffer.numel(), 1)
+    rank = int(1.05 * expected + 4 * expected**0.5) + 1
+    if _on_host(buffer) and rank < sample.numel() // 4:
+        found = reaching(buffer, kth_largest(sample, rank))
+        if k <= found.numel() < buffer.numel() // 2:
+            return best(buffer, found, k)
+    return torch.topk(buffer.abs(), k, sorted=False).indices.sort().values
+
+
+def best(buffer: Tensor, found: Tensor, k: int) -> Tensor:
+    """Return those k of the ascending positions ``found`` where magnitudes are greatest."""
+    if found.numel() <= k:
+        return found
+    magnitudes = buffer[found].abs()
+    if not k or not _on_host(buffer):
+        return found[torch.topk(magnitudes, k, sorted=False).indices.sort().values]
+    magnitudes.nan_to_num_(torch.inf, torch.inf)  # larger than all, as topk has it
+    limit = kth_largest(magnitudes, k)
+    keep = magnitudes > limit
+    as_large = (magnitudes == limit).nonzero().view(-1)
+    keep[as_large[: k - int(keep.count_nonzero())]] = True
+    return found[keep]
+
+
+def kth_largest(magnitudes: Tensor, k: int) -> Tensor:
+    """Return the k-th largest of ``(n,)`` magnitudes, 0-dim; NaN is larger than all, as in topk."""
+    if not _on_host(magnitudes):
+        return torch.topk(magnitudes, k, sorted=False).values.min()
+    place = magnitudes.numel() - k
+    return magnitudes.new_tensor(float(np.partition(magnitudes.numpy(), place)[place]))
+
+
+def smallest(buffer: Tensor) -> float:
+    """Return the smallest magnitude above zero that ``buffer`` can hold."""
+    kind = torch.finfo(buffer.dtype)
+    return kind.smallest_normal * kind.eps
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in _KNOWN
