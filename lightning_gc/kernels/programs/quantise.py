@@ -42,7 +42,9 @@ def round_and_pack(
     inside = at < numel
     x = tl.load(buffer + at, mask=inside, other=0.0)
     norm = tl.load(norms + at // block_size, mask=inside, other=0.0)
-    ratio = tl.div_rn(x, tl.where(norm > 0, norm, 1.0))
+    # Older versions of Triton divide as if subnormal numbers were zero: they are made larger.
+    larger = tl.where(norm < 2.0**-64, 2.0**96, 1.0)
+    ratio = tl.div_rn(x * larger, tl.where(norm > 0, norm, 1.0) * larger)
     if DRAW:
         u = uniforms(seed, groups, GROUPS)
     else:
