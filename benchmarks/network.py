@@ -18,8 +18,6 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -29,9 +27,8 @@ import torch
 import torch.distributed as dist
 from models import MODELS, build
 from namespaces import INTERFACE, Link, check_privileges, launch, network
-from pytorch_lightning import Callback, Trainer
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from lightning_gc import (
     QSGD,
@@ -43,10 +40,11 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
+from lightning_gc.bench.peers import NONE, PEERS, peer
+from lightning_gc.bench.table import COLUMNS, cells, markdown
+from lightning_gc.bench.watch import SKIPPED, Watch
 
 LIMIT = timedelta(seconds=120)
-SKIPPED = 4  # steps at the beginning of a turn: DDP lays out its buckets, PowerSGD warms up
-NONE, PLAIN = "no synchronisation", "plain DDP"
 OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
     "Identity()": (Identity(), {}),
     "Cast()": (Cast(), {}),
@@ -59,25 +57,7 @@ OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
     ),
     "HardThreshold(0.008)": (HardThreshold(0.008), {}),
 }
-HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "torch fp16 hook": lambda: (None, default_hooks.fp16_compress_hook),
-    "torch PowerSGD hook": lambda: (
-        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2),
-        powerSGD_hook.powerSGD_hook,
-    ),
-}
-METHODS = [NONE, PLAIN, *HOOKS, *OURS]
-
-
-class Hooked(DDPStrategy):
-    """DDP with a hook of torch's own; Lightning registers none on CPU."""
-
-    def __init__(self, hook: tuple[Any, Any], **settings: Any) -> None:
-        super().__init__(**settings)
-        self.hook = hook
-
-    def _register_ddp_hooks(self) -> None:
-        self.model.register_comm_hook(*self.hook)  # type: ignore[union-attr, operator]
+METHODS = [*PEERS, *OURS]
 
 
 def strategy_of(method: str) -> Any:
@@ -85,35 +65,13 @@ def strategy_of(method: str) -> Any:
     settings: dict[str, Any] = {"process_group_backend": "gloo", "timeout": LIMIT}
     if method == NONE:
         return SingleDeviceStrategy("cpu")
-    if method == PLAIN:
-        return DDPStrategy(**settings)
-    if method in HOOKS:
-        one = {"bucket_cap_mb": 10_000} if "PowerSGD" in method else {}
-        return Hooked(HOOKS[method](), **settings, **one)
+    if method in PEERS:
+        return peer(method, **settings)
     compressor, more = OURS[method]
     return CompressedDDPStrategy(compressor, **settings, **more)
 
 
-class Watch(Callback):
-    """Takes the time, loss and bytes of every step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
-        self.sent: list[int] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Start the clock."""
-        self.sent.append(counter())
-        self.started = time.perf_counter()
-
-    def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *rest: Any) -> None:
-        """Stop it."""
-        self.seconds.append(time.perf_counter() - self.started)
-        self.losses.append(float(outputs["loss"]))
-
-
-def counter() -> int:
+def counter(_: Any = None) -> int:
     """Return the bytes that this worker's interface has sent."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
@@ -126,7 +84,7 @@ def turn(method: str, model: str, steps: int) -> Watch:
     os.environ["NODE_RANK"] = "0" if alone else str(worker)
     torch.manual_seed(0)
     module, loader = build(model, worker, workers, steps)
-    watch = Watch()
+    watch = Watch(counter)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -156,7 +114,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
             watch = turn(method, options.model[0], SKIPPED + options.steps)
             row = found[method]
             row["seconds"] += watch.seconds[SKIPPED:]
-            row["bytes"].append((watch.sent[-1] - watch.sent[SKIPPED]) / (options.steps - 1))
+            row["bytes"].append(watch.bytes_per_step())
     for method in options.methods if options.quality else []:
         found[method]["loss"] = statistics.mean(turn(method, options.model[0], 200).losses[-20:])
     dist.destroy_process_group()
@@ -175,18 +133,6 @@ def summary(answers: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         if own[0]["loss"] is not None:
             rows[method]["loss"] = statistics.mean(row["loss"] for row in own)
     return rows
-
-
-def table(rows: dict[str, dict[str, float]]) -> str:
-    """Return a Markdown table."""
-    text = "| | s per step | times faster than DDP | times the limit | bytes per step | loss |\n"
-    text += "|---|---:|---:|---:|---:|---:|\n"
-    plain, limit = (rows.get(name, {}).get("seconds", float("nan")) for name in (PLAIN, NONE))
-    for method, row in rows.items():
-        loss = f"{row['loss']:.3f}" if "loss" in row else ""
-        text += f"| {method} | {row['seconds']:.4f} | {plain / row['seconds']:.2f} "
-        text += f"| {row['seconds'] / limit:.2f} | {row['bytes']:,.0f} | {loss} |\n"
-    return text
 
 
 def parse() -> argparse.Namespace:
@@ -229,7 +175,8 @@ def main() -> None:
                 with network(workers, link) as spaces:
                     rows = summary(launch(__file__, arguments, spaces, timeout=3000))
                 found.append({"workers": workers, "link": str(link), "model": model, "rows": rows})
-                part = f"## {MODELS[model]}, {workers} workers, {link}\n\n{table(rows)}\n"
+                table = markdown(COLUMNS, cells(rows))
+                part = f"## {MODELS[model]}, {workers} workers, {link}\n\n{table}\n"
                 sys.stdout.write(part)
                 sys.stdout.flush()
                 text += part

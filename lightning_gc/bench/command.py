@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
@@ -83,13 +84,15 @@ def _measure(
     same = {name: repr(getattr(options, name)) for name in _SAME}
     same["the file's sections"] = repr(dict(ground.build.sections))
     check_agreement(same, Distributed(), device)
+    before = signal.getsignal(signal.SIGTERM)
     try:
         rows = compare(ground, methods, options.rounds, device, lambda text: _say(console, text))
     except BenchError as error:
         if not error.elsewhere:
             traceback.print_exception(error.__cause__)  # the user's code, or ours: all of it
         raise
-    # Not after an error: it would wait for those that are gone.
+    # Not after an error: leaving the group would wait for those that are gone.
+    signal.signal(signal.SIGTERM, before)
     dist.destroy_process_group()
     return rows
 

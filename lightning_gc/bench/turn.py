@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_gc.bench.farewell import Farewell
 from lightning_gc.bench.methods import strategy_of
 from lightning_gc.bench.peers import NONE, peer
 from lightning_gc.bench.place import Place
@@ -132,7 +133,7 @@ def _train(ground: Ground, strategy: Any, steps: int, name: str) -> tuple[Watch,
         devices=ground.place.local_workers,
         num_nodes=ground.place.workers // ground.place.local_workers,
         strategy=strategy,
-        callbacks=[watch],
+        callbacks=[watch, Farewell(ground.place.worker, name)],
     )
     trainer.fit(module, data)
     if len(watch.seconds) < steps:
