@@ -45,7 +45,7 @@ def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:
     apart = stride(k, buffer.numel())
     sample = buffer[step % apart :: apart].abs()
     lowest = selection.smallest(buffer)
-    reached = torch.topk(sample, rank(k, buffer.numel())).values[-1]
+    reached = selection.kth_largest(sample, rank(k, buffer.numel()))
     threshold = reached.clamp_min(lowest)  # NaN stays NaN, which all elements reach
     found = selection.reaching(buffer, threshold)
     for _ in range(CORRECTIONS):
