@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test check docs tests bench-bytes bench-controllers bench-network clean
+.PHONY: help demo vision tune-demo test check docs tests bench-bytes bench-controllers bench-network bench-scaling clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 14
@@ -47,6 +47,9 @@ bench-controllers: $(VENV)/.demo ## examples/vision.py with each controller, 3 s
 
 bench-network: $(VENV)/.test ## seconds per step on slow links, against DDP and torch's hooks (needs root and iproute2)
 	$(BIN)/python benchmarks/network.py $(ARGS)
+
+bench-scaling: $(VENV)/.test ## where each scheme stops paying, to 1,024 workers (5 minutes): ARGS="--shaped 100" needs root
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
 clean: ## remove what was made
 	rm -rf $(VENV) site build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache

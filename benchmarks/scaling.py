@@ -1,0 +1,294 @@
+"""Where does each scheme stop paying? Measured kernels in an alpha-beta model, to 1,024 workers.
+
+For every compressor and scheme, simulated workers take some steps on the gradients of the medium
+LSTM (4.45 M elements), one thread. What they ask for and how long they compute, among 2, 4, 8 and
+16, follows a pattern in W. Put through the model of a network, that tells the seconds of an
+exchange for any W, and beside it those of a dense ring all-reduce. Nothing overlaps with the
+backward pass here; where it does, the limit is further out.
+
+The model is held against real processes over Gloo on loopback, 2, 4 and 8 of them: the bytes to the
+byte; the seconds as far as this machine's cores go. With --shaped also on links of a given speed
+(needs root and iproute2), where the network and not the cores is what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import namespaces
+import torch
+from alpha_beta import Link, communication, dense, exchange, last_that_pays
+from scaling_plot import draw
+from scaling_runs import SMALL, on_loopback, work
+from traces import Pattern, Shapes, Trace, pattern, trace
+
+from lightning_gc import QSGD, SCHEMES, AllReduce, Cast, Compressor, Identity, RandomK, Scheme, TopK
+from lightning_gc.bench.table import markdown
+
+FULL: Shapes = {
+    "embedding": (10_000, 300),
+    **{f"lstm{i}": (1200, 300) for i in range(4)},
+    **{f"bias{i}": (1200,) for i in range(4)},
+}
+QUICK: Shapes = {"embedding": (600, 300), "lstm": (400, 300), "bias": (1200,)}
+COMPRESSORS: dict[str, Compressor] = {
+    "Cast()": Cast(),
+    "QSGD(4)": QSGD(4),
+    "TopK(0.01), bfloat16": TopK(0.01, value_dtype="bfloat16"),
+    "RandomK(0.01)": RandomK(0.01),
+}
+DENSE = "dense"
+SEEN, CHECKED, MOST = (2, 4, 8, 16), (2, 4, 8), 1024
+SHOWN = (2, 8, 64, 1024)
+ROOT = Path(__file__).parents[1]
+Key = tuple[str, str]
+Configurations = dict[Key, tuple[Compressor, Scheme]]
+
+
+def configurations() -> Configurations:
+    """Return each compressor with every scheme that takes it; what can be averaged, is."""
+    found: Configurations = {}
+    for name, compressor in COMPRESSORS.items():
+        for scheme in (cls() for cls in SCHEMES.values()):
+            try:
+                scheme.check(compressor)
+            except ValueError:
+                continue
+            if scheme.averages == compressor.linear:
+                found[name, type(scheme).__name__] = (compressor, scheme)
+    return found
+
+
+def named(found: Configurations) -> dict[str, tuple[Compressor, Scheme]]:
+    """Return the same by one name each, and dense before them."""
+    ours = {", ".join(key): pair for key, pair in found.items()}
+    return {DENSE: (Identity(), AllReduce()), **ours}
+
+
+def nbytes(shapes: Shapes) -> int:
+    """Return the bytes of a dense gradient."""
+    return 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def kernels(patterns: dict[Key, Pattern], traces: dict[Key, list[Trace]]) -> str:
+    """Return the table of what has been measured."""
+    columns = [
+        *("", "bytes sent, W = 2", "W = 16", "foretold", "compress, ms", "then, ms"),
+        *("then at W = 16, ms", "per further worker, ms", "pattern off by at most"),
+    ]
+    lines = []
+    for key, found in patterns.items():
+        few, many = traces[key][0], traces[key][-1]
+        slope = sum(found.seconds[i][2] for i in range(1, len(found.seconds)))
+        lines.append(
+            [
+                ", ".join(key),
+                f"{few.sent:,.0f}",
+                f"{many.sent:,.0f}",
+                f"{found.volume_error:+.1%}",
+                f"{1e3 * few.seconds[0]:.1f}",
+                f"{1e3 * sum(few.seconds[1:]):.1f}",
+                f"{1e3 * sum(many.seconds[1:]):.1f}",
+                f"{1e3 * slope:.3f}",
+                f"{found.seconds_error:+.0%}",
+            ]
+        )
+    return markdown(columns, lines)
+
+
+def model(
+    patterns: dict[Key, Pattern], link: Link, size: int
+) -> tuple[str, dict[Key, list[float]]]:
+    """Return a link's table, and what is to be drawn."""
+
+    def faster(found: Pattern, workers: int) -> float:
+        return dense(size, workers, link) / exchange(found.at(workers), link)
+
+    lines = [[DENSE, *(f"{dense(size, w, link):.4f} s" for w in SHOWN), ""]]
+    drawn = {}
+    for key, found in patterns.items():
+        last = last_that_pays(lambda w, found=found: faster(found, w) > 1, MOST)  # type: ignore[misc]
+        pays = {0: "never", MOST: f"{MOST:,} and on"}.get(last, f"{last:,}")
+        lines.append([", ".join(key), *(f"{faster(found, w):.2f}" for w in SHOWN), pays])
+        drawn[key] = [faster(found, w) for w in points()]
+    columns = ("times faster than dense", *(f"W = {w:,}" for w in SHOWN), "pays up to W =")
+    return markdown(columns, lines), drawn
+
+
+def points() -> list[int]:
+    """Return the W that are drawn."""
+    return sorted({round(2 ** (i / 4)) for i in range(4, 41)})
+
+
+def check(
+    answers: list[dict[str, dict[str, float]]],
+    traces: dict[Key, list[Trace]],
+    size: int,
+    shaped: float,
+) -> list[list[str]]:
+    """Return what real workers did and what the model says of it, a line per configuration."""
+    workers = len(answers)
+    small, whole = (max(a[name]["seconds"] for a in answers) for name in (SMALL, DENSE))
+    latency = small / (2 * (workers - 1))
+    rate = 2 * (workers - 1) / workers * size * 8 / (whole - small) / 1e9
+    link = Link(shaped / 1000 if shaped else rate, 1e6 * latency)
+    crowd = max(1.0, workers / (os.cpu_count() or 1))  # workers that share a core
+    lines = [[str(workers), DENSE, "", f"{whole:.4f}", f"{dense(size, workers, link):.4f}", ""]]
+    for key, seen in traces.items():
+        name = ", ".join(key)
+        step = next(each for each in seen if each.workers == workers)
+        counted = sum(answer[name]["sent"] for answer in answers) / workers
+        took = max(answer[name]["seconds"] for answer in answers)
+        said = crowd * sum(step.seconds) + communication(step, link)
+        off = counted / step.sent - 1
+        same = "the same" if abs(off) < 1e-6 else f"{off:+.2%}"
+        lines.append([str(workers), name, same, f"{took:.4f}", f"{said:.4f}", f"{took / said:.2f}"])
+    return lines
+
+
+def real(options: argparse.Namespace, traces: dict[Key, list[Trace]], mbit: float) -> list[Any]:
+    """Run real workers, on loopback or where ``mbit`` is given on shaped links."""
+    lines = []
+    for workers in options.checked:
+        say(f"{workers} processes over Gloo, {namespaces.Link(mbit)}")
+        arguments = ["--worker", f"--repeat={options.repeat}", *["--quick"] * options.quick]
+        if mbit:
+            with namespaces.network(workers, namespaces.Link(mbit)) as spaces:
+                answers = namespaces.launch(__file__, arguments, spaces, timeout=600)
+        else:
+            answers = on_loopback(__file__, arguments, workers, timeout=600)
+        lines += check(answers, traces, nbytes(QUICK if options.quick else FULL), mbit)
+    return lines
+
+
+_MEASURED = """Bytes sent: one worker's in a step, as its transport counts them. *Foretold*: what
+the pattern of W = 2, 4, 8 says of the busiest worker's bytes at W = 16, against the truth.
+*Compress* is the time before the first request, *then* all after it: decoding, and in schemes of
+two rounds averaging and encoding again. All in one thread, the median of a few steps."""
+_LOOPBACK = """Loopback has no link speed of its own: it is taken from the dense all-reduce of the
+same run, and the latency from an all-reduce of 8 bytes. Where there are more workers than cores,
+computation is counted as many times as workers share a core. So this checks the bytes, and that the
+seconds add up; it cannot check how a network behaves that is shared, nor what W cores do at a time.
+"""
+_SHAPED = """Links of a known speed, and computation counted as on loopback. Where the link is slow
+the cores count for little, and this checks the volumes against the clock. Up to 128 KiB pass at
+once before a link slows down, so small payloads are faster than the model.
+"""
+
+
+def checked(mbit: float, lines: list[list[str]]) -> str:
+    """Return the part about real workers."""
+    columns = ("W", "", "bytes counted and simulated", "s measured", "s of the model", "ratio")
+    where = f"links of {namespaces.Link(mbit)}" if mbit else "loopback"
+    text = _SHAPED if mbit else _LOOPBACK
+    return f"## Real workers over Gloo, {where}\n\n{markdown(columns, lines)}\n{text}"
+
+
+def head(options: argparse.Namespace, shapes: Shapes) -> str:
+    """Return how all this came about."""
+    parts = ", ".join(f"{part} {version(part)}" for part in ("lightning-gc", "torch"))
+    command = " ".join(["benchmarks/scaling.py", *sys.argv[1:]])
+    return f"""# Scaling, {datetime.date.today()}
+
+`python {command}` with Python {sys.version.split()[0]}, {parts}, {os.cpu_count()} CPUs.
+
+A gradient of {nbytes(shapes) // 4:,} elements, an exchange without overlap, {options.latency_us:g}
+microseconds a message. Dense is a ring all-reduce in float32 that computes nothing; a figure above
+1 means that the exchange takes less time than that. Rings have 2·(W − 1) messages: libraries that
+change to trees among hundreds of workers make dense faster than this.
+"""
+
+
+def data(traces: Any, patterns: dict[Key, Pattern], checks: Any) -> dict[str, Any]:
+    """Return everything in figures."""
+    return {
+        "traces": {", ".join(key): [asdict(each) for each in seen] for key, seen in traces.items()},
+        "patterns": {
+            ", ".join(key): {"sizes": found.sizes, "seconds": found.seconds}
+            for key, found in patterns.items()
+        },
+        "checks": [{"mbit": mbit, "lines": lines} for mbit, lines in checks],
+    }
+
+
+def say(text: str) -> None:
+    """Write a line at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line; ``--worker`` is for workers."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a small gradient: checks the script, not the model")
+    add("--gbps", type=float, nargs="+", default=[10, 1, 0.1], help="links, in 10⁹ bits per second")
+    add("--latency-us", type=float, default=50.0, help="of one message")
+    add("--repeat", type=int, default=3, help="measured steps")
+    add("--checked", type=int, nargs="*", default=CHECKED, help="numbers of real workers")
+    add(
+        "--shaped", type=float, default=0.0, metavar="MBIT", help="check on links of this speed too"
+    )
+    add("--out", type=Path, help="folder of the dated files (default: benchmarks/results)")
+    add("--plot", type=Path, help="image (default: docs/images/scaling.svg)")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.repeat < 1 or not set(options.checked) <= set(SEEN) - {1}:
+        parser.error(f"--repeat must be at least 1, and --checked among {SEEN}.")
+    # What a quick run measures is worth nothing, so it goes where nothing is kept.
+    quick = ROOT / "runs" / "scaling"
+    if options.out is None:
+        options.out = quick if options.quick else Path(__file__).with_name("results")
+    if options.plot is None:
+        folder = quick if options.quick else ROOT / "docs" / "images"
+        options.plot = folder / "scaling.svg"
+    return options
+
+
+def main() -> None:
+    """Measure, model, check, write."""
+    options = parse()
+    shapes = QUICK if options.quick else FULL
+    ours = configurations()
+    if options.worker:
+        path = options.out
+        path = path / f"{os.environ['RANK']}.json" if path.is_dir() else path
+        path.write_text(json.dumps(work(named(ours), shapes, options.repeat)))
+        return
+    if options.shaped:
+        namespaces.check_privileges("The check on shaped links")
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    traces = {}
+    for key, pair in ours.items():
+        traces[key] = [trace(*pair, shapes, workers, options.repeat) for workers in SEEN]
+        say(f"{', '.join(key)}: {1e3 * sum(traces[key][0].seconds):.1f} ms among 2 workers")
+    patterns = {key: pattern(seen) for key, seen in traces.items()}
+    links = [Link(gbps, options.latency_us) for gbps in options.gbps]
+    modelled = {str(link): model(patterns, link, nbytes(shapes)) for link in links}
+    draw(options.plot, points(), {link: drawn for link, (_, drawn) in modelled.items()})
+    checks = [(mbit, real(options, traces, mbit)) for mbit in dict.fromkeys((0.0, options.shaped))]
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"scaling_{datetime.date.today():%Y%m%d}"
+    parts = [f"## The model: {link}\n\n{table}" for link, (table, _) in modelled.items()]
+    parts.append(f"## What was measured\n\n{kernels(patterns, traces)}\n{_MEASURED}\n")
+    parts += [checked(mbit, lines) for mbit, lines in checks if lines]
+    text = f"{head(options, shapes)}\n" + "\n".join(parts)
+    stem.with_suffix(".md").write_text(text)
+    stem.with_suffix(".json").write_text(
+        json.dumps(data(traces, patterns, checks), indent=1) + "\n"
+    )
+    say(f"{text}\n{stem}.md, {stem}.json, {options.plot}: {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

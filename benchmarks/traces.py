@@ -1,0 +1,244 @@
+"""What one worker asks for and computes in a step, taken from real flows; and how that goes on.
+
+The flows of W workers run in one thread, as in a simulation. From each request its size is taken,
+and from worker 0 the seconds before, between and after its requests. Both follow a pattern in W,
+which is found from small W and held against the largest one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gc import Compressor, Scheme
+from lightning_gc.combination import by_default
+from lightning_gc.engine import Engine
+from lightning_gc.flow import Exchange, Mean, Reply, Request
+from lightning_gc.transports.simulated import Simulated
+from lightning_gc.transports.transport import LENGTH_BYTES, Message
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request.
+
+    Attributes:
+        kind: ``"Mean"``, ``"Gather"`` or ``"Exchange"``.
+        nbytes: of the message: what is averaged, what one worker has for all, what it has for one
+            other. Of the busiest worker, for all wait for it.
+        collectives: all-reduces, one per dtype; 1 for other kinds.
+        lengths: bytes that are announced to each other worker ahead, of ragged payloads.
+    """
+
+    kind: str
+    nbytes: float
+    collectives: int = 1
+    lengths: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step of one worker among W.
+
+    Attributes:
+        workers: W.
+        asked: its requests in order.
+        seconds: of computation, before, between and after the requests.
+        sent: bytes that one worker sends, on average, as the transport counts them.
+    """
+
+    workers: int
+    asked: tuple[Asked, ...]
+    seconds: tuple[float, ...]
+    sent: float = 0.0
+
+
+def volume(asked: Asked, workers: int) -> tuple[float, float]:
+    """Return the messages and the bytes that one worker sends for a request.
+
+    A ring all-reduce takes 2·(W − 1) messages of 1/W each; a ring all-gather W − 1, and as many
+    payloads; an all-to-all W − 1. Lengths are an all-to-all of their own.
+    """
+    others = workers - 1
+    if asked.kind == "Mean":
+        return 2 * others * asked.collectives, 2 * others * asked.nbytes / workers
+    ahead = others if asked.lengths else 0
+    return others + ahead, others * (asked.nbytes + asked.lengths)
+
+
+def sent(trace: Trace) -> float:
+    """Return the bytes that the busiest worker sends in a step."""
+    return math.fsum(volume(asked, trace.workers)[1] for asked in trace.asked)
+
+
+class Listening(Simulated):
+    """Simulated workers whose requests are noted."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self.asked: list[Asked] = []
+
+    def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
+        """Note one round, and answer it."""
+        self.asked.append(_describe(requests))
+        return super().fulfil(requests)
+
+
+def _describe(requests: Sequence[Request]) -> Asked:
+    first, workers = requests[0], len(requests)
+    if isinstance(first, Mean):
+        nbytes = sum(t.numel() * t.element_size() for t in first.tensors)
+        return Asked("Mean", nbytes, len({t.dtype for t in first.tensors}))
+    if isinstance(first, Exchange):
+        exchanges = [r for r in requests if isinstance(r, Exchange)]
+        sizes = np.array([[Message(p).nbytes for p in r.payloads] for r in exchanges])
+        np.fill_diagonal(sizes, 0)  # what it keeps
+        busiest = max(sizes.sum(axis=0).max(), sizes.sum(axis=1).max())
+        lengths = LENGTH_BYTES * len(first.payloads[0]) if first.limits is not None else 0
+        return Asked("Exchange", float(busiest) / (workers - 1), lengths=lengths)
+    longest = max(Message(r.tensors).nbytes for r in requests if not isinstance(r, Exchange))
+    lengths = LENGTH_BYTES * len(first.tensors) if first.limits is not None else 0
+    return Asked("Gather", longest, lengths=lengths)
+
+
+def engines(
+    compressor: Compressor, scheme: Scheme, workers: int, mine: Sequence[int]
+) -> list[Engine]:
+    """Return engines as the strategy makes them, for the workers ``mine``."""
+    whole = by_default(compressor)
+    return [Engine(whole, scheme=scheme, worker=i, workers=workers) for i in mine]
+
+
+def gradient(shapes: Shapes, worker: int) -> Tensor:
+    """Return a worker's gradient: what is common to all, and noise of the same size."""
+    numel = sum(torch.Size(shape).numel() for shape in shapes.values())
+    common, own = (
+        torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 1 + worker)
+    )
+    return common.add_(own).mul_(2**-0.5)
+
+
+def trace(
+    compressor: Compressor, scheme: Scheme, shapes: Shapes, workers: int, repeat: int
+) -> Trace:
+    """Run some steps of W simulated workers; the first one, which makes the errors, is left out.
+
+    Returns:
+        The median seconds of worker 0, and the requests of the last step.
+    """
+    transport = Listening(workers)
+    ours = engines(compressor, scheme, workers, range(workers))
+    gradients = [gradient(shapes, worker) for worker in range(workers)]
+    found: list[list[float]] = []
+    before = 0.0
+    for _ in range(1 + repeat):
+        flats = [flat.clone() for flat in gradients]
+        flows = []
+        for engine, flat in zip(ours, flats, strict=True):
+            engine.wanted = engine.worker == 0  # the mean is the same for all
+            flows.append(engine.flow(flat, shapes))
+            engine.advance()
+        seconds: list[float] = []
+        mark = time.perf_counter()
+
+        def lap(phase: str, worker: int | None, seconds: list[float] = seconds) -> None:
+            nonlocal mark
+            now = time.perf_counter()
+            if worker == 0:
+                seconds.append(now - mark)
+            mark = time.perf_counter()
+
+        transport.asked.clear()
+        before = sum(transport.sent_bytes)
+        with torch.no_grad():
+            transport.run(flows, lap)
+        found.append(seconds)
+    medians = tuple(map(statistics.median, zip(*found[1:], strict=True)))
+    sent = (sum(transport.sent_bytes) - before) / workers
+    return Trace(workers, tuple(transport.asked), medians, sent)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How the steps of W workers look for any W.
+
+    A message has ``a + b/W + c·W`` bytes: whole payloads, shards, a number per worker. So have the
+    seconds of computation: the own gradient, a shard, something for each payload that arrives.
+
+    Attributes:
+        like: a trace; kinds of requests and lengths are those of all.
+        sizes: (a, b, c) of every request.
+        seconds: (a, b, c) of the time before, between and after the requests.
+        volume_error: of what is sent at the largest W, as found from the others, relatively.
+        seconds_error: of all seconds together, at the W where that is worst.
+    """
+
+    like: Trace
+    sizes: tuple[tuple[float, ...], ...]
+    seconds: tuple[tuple[float, ...], ...]
+    volume_error: float = 0.0
+    seconds_error: float = 0.0
+
+    def at(self, workers: int) -> Trace:
+        """Return the step of one of so many workers."""
+        terms = _terms(workers)
+        asked = tuple(
+            Asked(old.kind, float(terms @ size), old.collectives, old.lengths)
+            for old, size in zip(self.like.asked, self.sizes, strict=True)
+        )
+        return Trace(workers, asked, tuple(float(terms @ each) for each in self.seconds))
+
+
+def pattern(traces: Sequence[Trace]) -> Pattern:
+    """Find the pattern of traces in ascending order of W.
+
+    Raises:
+        ValueError: flows that ask for other things when there are more workers.
+    """
+    *_, largest = traces
+    kinds = {tuple((a.kind, a.collectives, a.lengths) for a in each.asked) for each in traces}
+    if len(kinds) > 1:
+        raise ValueError(f"The requests depend on the number of workers: {kinds}.")
+    sizes = _fit(traces, [[a.nbytes for a in each.asked] for each in traces])
+    seconds = _fit(traces, [list(each.seconds) for each in traces])
+    found = Pattern(largest, sizes, seconds)
+    wrong = [sum(found.at(t.workers).seconds) / sum(t.seconds) - 1 for t in traces]
+    fewer = [[a.nbytes for a in each.asked] for each in traces[:-1]]
+    guessed = Pattern(largest, _fit(traces[:-1], fewer), seconds).at(largest.workers)
+    volume_error = sent(guessed) / sent(largest) - 1
+    return Pattern(largest, sizes, seconds, volume_error, max(wrong, key=abs))
+
+
+def _terms(workers: int) -> Any:
+    return np.array([1.0, 1 / workers, workers])
+
+
+def _fit(traces: Sequence[Trace], rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    terms = np.array([_terms(each.workers) for each in traces])
+    return tuple(_solve(terms, column) for column in zip(*rows, strict=True))
+
+
+def _solve(terms: Any, column: Sequence[float]) -> tuple[float, ...]:
+    """Return the least squares' solution of the relative errors, without negative terms."""
+    values = np.array(column)
+    weights = 1 / np.maximum(values, values.max() * 1e-9 + 1e-12)
+    kept = list(range(terms.shape[1]))
+    while True:  # the most negative term goes first; of three, that is precise enough
+        found = np.linalg.lstsq(terms[:, kept] * weights[:, None], values * weights, rcond=None)[0]
+        if (found >= -1e-9 * values.max()).all() or len(kept) == 1:
+            break
+        kept.pop(int(found.argmin()))
+    whole = np.zeros(terms.shape[1])
+    whole[kept] = np.maximum(found, 0)
+    return tuple(whole.tolist())
