@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gc.kernels import select
+from lightning_gc.kernels.dispatch import fused
+
 _PIECE = 1 << 16  # elements: 256 KB, so that a piece and what is made of it stay in the cache
 _KNOWN = (torch.float32, torch.float64, torch.float16)  # to NumPy
 
@@ -19,8 +22,8 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
 
     So NaN is among them: it must be sent, or it would stay in the error unseen.
     """
-    if not _on_host(buffer):
-        return (buffer.abs() < threshold).logical_not_().nonzero().view(-1)
+    if not _on_host(buffer) or fused(buffer):
+        return select.reaching(buffer, threshold)
     elements, limit = buffer.numpy(), buffer.new_tensor(float(threshold)).numpy()
     magnitudes = np.empty(min(_PIECE, len(elements)), elements.dtype)
     below = np.empty(len(magnitudes), bool)

@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_gc import positions
 from lightning_gc.compressors import checks
 from lightning_gc.flow import Payload
+from lightning_gc.kernels.accumulate import accumulate
 
 
 def check_density(name: str, density: float) -> None:
@@ -57,7 +58,7 @@ def add(values: Tensor, coded: Tensor, out: Tensor, scale: float) -> None:
     look = checks.on_host(coded)
     indices = positions.decode(coded, values.numel(), out.numel(), look)  # (k,)
     indices, values = checks.positions(indices, values.to(out.dtype), out.numel())
-    out.index_add_(0, indices, values, alpha=scale)
+    accumulate(out, indices, values, scale)
 
 
 def put(payload: Payload, out: Tensor, scale: float, most: int | None = None) -> None:

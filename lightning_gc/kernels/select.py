@@ -78,13 +78,31 @@ def select(
     return reference(gradient, error, threshold, capacity)
 
 
+def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
+    """Return the ascending positions that ``select`` would take of all, ``(k,)`` int64.
+
+    ``buffer``, ``(numel,)``, stays as it is. The host waits for k. The two kernels move ``4 + 1/4``
+    bytes an element; torch's operations make an absolute value, two masks and a count of their own.
+    """
+    if fused(buffer):
+        from lightning_gc.kernels.programs.select import reaching as program
+
+        return program(buffer, threshold)
+    return reaching_reference(buffer, threshold)
+
+
+def reaching_reference(buffer: Tensor, threshold: float | Tensor) -> Tensor:
+    """Do the same with torch's operations."""
+    return (buffer.abs() < threshold).logical_not_().nonzero().view(-1)
+
+
 def reference(
     gradient: Tensor | None, error: Tensor, threshold: float | Tensor, capacity: int | None
 ) -> Selection:
     """Do the same with torch's operations. The host waits."""
     if gradient is not None:
         error.add_(gradient)
-    found = (error.abs() < threshold).logical_not_().nonzero().view(-1)
+    found = reaching_reference(error, threshold)
     reached = torch.full((), found.numel(), device=error.device)
     room = found.numel() if capacity is None else capacity
     found = found[:room]

@@ -21,7 +21,8 @@ POINTERS = {
 KERNELS = [
     ("select", "mark", {"ADD": True, "GROUPS": 256}),
     ("select", "mark", {"ADD": False, "GROUPS": 256}),
-    ("select", "compact", {"BLOCK": 2048}),
+    ("select", "compact", {"MOVE": True, "BLOCK": 2048}),
+    ("select", "compact", {"MOVE": False, "BLOCK": 2048}),
     ("accumulate", "scatter_add", {"BLOCK": 512}),
     *(
         ("quantise", "round_and_pack", {"DRAW": bits < 9, "STEPS": s, "BITS": bits, "GROUPS": 128})

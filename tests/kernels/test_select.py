@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_gc.kernels.dispatch import fused
-from lightning_gc.kernels.select import reference, select
+from lightning_gc.kernels.select import reaching, reaching_reference, reference, select
 
 from .device import DEVICE, here, marks, narrow, same, tensors
 
@@ -36,6 +36,8 @@ def test_every_kind_of_number(numel: int, name: str) -> None:
         for capacity in (None, max(1, numel // 10)):
             agree(x, torch.ones(numel), threshold, capacity)
             agree(None, x, threshold, capacity)
+        found = reaching(here(x), threshold)
+        assert same(found, reaching_reference(x, threshold))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
