@@ -31,7 +31,7 @@ def combinations() -> list[tuple[Compressor, Any, Any]]:
         for compressor in cls.examples()
         for memory in MEMORIES.values()
         for scheme in SCHEMES.values()
-        if fits(scheme, compressor)
+        if fits(scheme(), compressor)
     ]
 
 
