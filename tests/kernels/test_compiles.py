@@ -4,6 +4,7 @@ import importlib
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,11 @@ KERNELS = [
 
 @pytest.mark.parametrize(("module", "name", "constants"), KERNELS)
 def test_compiles(
-    module: str, name: str, constants: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: str,
+    name: str,
+    constants: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
