@@ -44,7 +44,8 @@ class Clock(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         """Begin the trace."""
         if self.trace is not None and index == SKIPPED:
-            self._profiler = torch.profiler.profile()
+            every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            self._profiler = torch.profiler.profile(experimental_config=every)
             self._profiler.start()
 
     def on_train_batch_end(
@@ -124,7 +125,8 @@ def tabulate(answers: list[dict[str, Any]]) -> str:
 
 
 def _median(answers: list[dict[str, Any]], method: str, part: str) -> float:
-    return statistics.mean(statistics.median(a[method][part] or [0.0]) for a in answers)
+    medians = [float(statistics.median(a[method][part] or [0.0])) for a in answers]
+    return statistics.mean(medians)
 
 
 def main() -> None:
