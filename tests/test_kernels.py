@@ -7,6 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+
+from lightning_gc.kernels import dispatch
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,3 +27,15 @@ def test_kernels_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
     assert " passed" in done.stdout
+
+
+def test_torch_runs_where_a_first_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is too old, no compiler; here, no GPU at all."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels run here")
+    trial = dispatch._works.__wrapped__
+    if find_spec("triton") is not None:
+        with pytest.warns(UserWarning, match="do not run on cuda.*torch's operations are used"):
+            assert not trial(torch.device("cuda"))
+    monkeypatch.setattr(dispatch, "_found", lambda: False)
+    assert not trial(torch.device("cuda"))

@@ -27,11 +27,11 @@ KERNELS = [
     ("accumulate", "scatter_add", {"BLOCK": 512}),
     *(
         ("quantise", "round_and_pack", {"DRAW": bits < 9, "STEPS": s, "BITS": bits, "GROUPS": 128})
-        for bits, s in ((3, 3.0), (8, 127.0), (12, 2047.0))
+        for bits, s in ((3, 3.0), (12, 2047.0))
     ),
     *(
         ("dequantise", "unpack_and_add", {"STEPS": s, "BITS": bits, "GROUPS": 128})
-        for bits, s in ((3, 3), (8, 127), (12, 2047))
+        for bits, s in ((3, 3), (12, 2047))
     ),
 ]
 

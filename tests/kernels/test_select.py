@@ -32,10 +32,9 @@ def agree(gradient, error, threshold, capacity) -> None:
 @pytest.mark.parametrize("name", tensors(1))
 def test_every_kind_of_number(numel: int, name: str) -> None:
     x = tensors(numel)[name]
-    for threshold in (0.0, 1.5, 1e30):
-        for capacity in (None, max(1, numel // 10)):
-            agree(x, torch.ones(numel), threshold, capacity)
-            agree(None, x, threshold, capacity)
+    for threshold in (0.0, 1.5):
+        agree(x, torch.ones(numel), threshold, None)
+        agree(None, x, threshold, max(1, numel // 10))
         found = reaching(here(x), threshold)
         assert same(found, reaching_reference(x, threshold))
 
