@@ -69,7 +69,7 @@ print(strategy.compressor, strategy.memory, strategy.scheme)
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with the plug-in: one file, one line."""
     root = tmp_path_factory.mktemp("project")
-    for folder in ("lightning_gc", "controllers", "tests", "docs"):
+    for folder in ("lightning_gc", "controllers", "tests", "docs", "configs"):
         shutil.copytree(ROOT / folder, root / folder, symlinks=True)
     for file in ("pyproject.toml", "mkdocs.yml", "CHANGELOG.md", "README.md"):
         shutil.copy(ROOT / file, root / file)
