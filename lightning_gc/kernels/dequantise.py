@@ -39,9 +39,9 @@ def dequantise(
     On CUDA one kernel reads ``4 + bits/8`` bytes and writes 4 an element.
 
     Status:
-        Equal to the reference bit for bit in Triton's interpreter where ``scale`` is a power of
-        two, otherwise up to the rounding of the product, since there and only there it is rounded
-        before the sum. Compiled for NVIDIA GPUs; not yet run on one.
+        Equal to the reference bit for bit in Triton's interpreter, and compiled for NVIDIA GPUs;
+        not yet run on one. (The interpreter of 3.2 rounds the product before the sum; torch and the
+        kernel do not.)
 
     Raises:
         ValueError: ``packed`` of another length; what ``check`` raises.
