@@ -24,15 +24,16 @@ from lightning_gc.tuning.method import Method
 KEPT = (
     *("precision", "plugins", "gradient_clip_val", "gradient_clip_algorithm", "deterministic"),
     *("accumulate_grad_batches", "use_distributed_sampler", "sync_batchnorm", "benchmark"),
+    *("max_epochs", "max_steps", "limit_train_batches"),
 )
-"""Arguments of the file's Trainer that a step depends on; the others are left aside."""
+"""Arguments of the file's Trainer that a step depends on; the others are left aside. How long a run
+would be is for learning rates that follow from it; it does not bound the turn."""
 
 _QUIET: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
-    "max_epochs": -1,
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }

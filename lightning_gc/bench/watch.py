@@ -23,7 +23,7 @@ class Watch(pl.Callback):
 
     Args:
         counter: what this worker has sent so far, in bytes; read where a step begins.
-        steps: after so many the run is over; None leaves that to the Trainer.
+        steps: the run is over after so many, whatever its Trainer says; None leaves it to that.
 
     Attributes:
         seconds: of each step.
@@ -41,7 +41,12 @@ class Watch(pl.Callback):
         self._step = 0
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
-        """Let no scheduler ask for a validation, which is not run here."""
+        """Let nothing end the run before its steps are done."""
+        if self.steps is None:
+            return
+        # Optimizers and schedulers have been made by now, and know how long a run would be.
+        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
+        # Such a scheduler would ask for a validation, and none is run.
         schedulers = trainer.strategy.lr_scheduler_configs
         schedulers[:] = [each for each in schedulers if not each.reduce_on_plateau]
 
