@@ -49,6 +49,18 @@ def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> P
     return values, positions.encode(indices, buffer.numel())
 
 
+def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
+    """Return positions in ``numel`` elements, ascending, and values, of what ``take`` has made.
+
+    Raises:
+        ValueError: positions outside the tensor or not ascending, or lengths that disagree.
+    """
+    values, coded = payload
+    checks.lengths(payload, values.numel(), index_bytes(values.numel(), numel))
+    found = positions.decode(coded, values.numel(), numel, checks.on_host(coded))
+    return checks.positions(found, values, numel)
+
+
 def add(values: Tensor, coded: Tensor, out: Tensor, scale: float) -> None:
     """Add ``scale * values`` to ``out`` at the coded positions; O(k), no dense intermediate.
 

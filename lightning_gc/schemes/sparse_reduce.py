@@ -30,17 +30,18 @@ class SparseReduce(Scheme):
     Worker j selects k_j elements and sends those of range i to worker i, its *owner*. The owner
     adds up the a_i elements that arrive, divides by W, and sends the
     ``min(ceil(a_i / W), ceil(1.25·k / W))`` of greatest magnitude to all, k being the mean of
-    k_j. So survivors are shared out by what arrives, and about k survive in all. What does not
-    survive is the owner's to remember: W times as much goes into its error, so that the mean over
-    workers of the errors is true. ``TwoShot`` cuts the tensor into equal shards instead and
-    selects in each; a shard that holds all large elements then sends as many as any other.
+    k_j. So survivors are shared out by what arrives, and about k survive in all. All see which have
+    survived, and what has not returns to the error of the worker that sent it.
+
+    ``TwoShot`` cuts the tensor into equal shards instead and selects in each; a shard that holds
+    all large elements then sends as many as any other.
 
     Ranges: every worker has cuts that split its own selection into W equal parts, and the common
     cuts are the mean of these. Where workers select alike, all ranges are equally busy, however
     unevenly large elements lie; where they do not, an owner may be sent more than others (at worst
     all W·k elements, while what one worker sends stays below its own k), and of what exceeds 1.25
-    times its share of the survivors the rest waits in its error. Nothing is lost, and the bytes
-    that a worker sends stay bounded, but what waits there arrives later.
+    times its share of the survivors the rest returns. Nothing is lost, and the bytes that a worker
+    sends stay bounded, but what returns arrives later.
 
     Communication pattern:
         One small all-reduce, of W numbers; one ragged all-to-all, of ``(W−1)/W`` times the
@@ -62,8 +63,8 @@ class SparseReduce(Scheme):
 
     Reference:
         Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk),
-        PPoPP 2022. There the thresholds and the ranges are kept for many steps and what an owner
-        drops returns to those who sent it; here both are found anew, and the owner books it.
+        PPoPP 2022. There the thresholds and the ranges are kept for many steps; here both are found
+        anew.
     """
 
     splits = True
@@ -77,32 +78,44 @@ class SparseReduce(Scheme):
         cuts, most = _agreed(means.tolist(), numel)
 
         edges = torch.searchsorted(chosen, torch.tensor(cuts, device=chosen.device)).tolist()
-        payloads = []
-        for i in range(workers):
-            mine = chosen[edges[i] : edges[i + 1]] - cuts[i]
-            payloads.append(codec.take(buffer[cuts[i] : cuts[i + 1]], mine))
-            count(bucket, cuts[i + 1] - cuts[i], mine.numel(), payloads[-1])
+        mine = [chosen[edges[i] : edges[i + 1]] - cuts[i] for i in range(workers)]
+        ranges = [slice(cuts[i], cuts[i + 1]) for i in range(workers)]
+        payloads = [codec.take(buffer[ranges[i]], mine[i]) for i in range(workers)]
+        for i, payload in enumerate(payloads):
+            count(bucket, cuts[i + 1] - cuts[i], mine[i].numel(), payload)
         arrived = yield Exchange(tuple(payloads), limits)
 
-        error = buffer[cuts[bucket.worker] : cuts[bucket.worker + 1]]
+        error = buffer[ranges[bucket.worker]]
         mean = torch.zeros_like(error)
         for sender, payload in enumerate(arrived):
             with naming(codec, bucket, sender):
                 sparse.put(tuple(payload), mean, 1 / workers)
         share = -(-sum(payload[0].numel() for payload in arrived) // workers)
         nonzero = selection.reaching(mean, selection.smallest(mean))
-        survivors = codec.take(mean, selection.best(mean, nonzero, min(share, most)))
-        error.add_(mean, alpha=workers)  # what has not survived
-        # NaN and overflow that another worker sent are in the payload; no error must keep them.
-        error.nan_to_num_(0.0, 0.0, 0.0)
-        gathered = yield Gather(survivors, limits)
+        survivors = selection.best(mean, nonzero, min(share, most))
+        payload = codec.take(mean, survivors)
+        # What a second rounding of values has left; it has W senders, so the owner remembers it.
+        error[survivors] += workers * mean[survivors].nan_to_num_(0.0, 0.0, 0.0)
+        gathered = yield Gather(payload, limits)
 
-        if not bucket.wanted:
-            return
-        out.zero_()
-        for sender, payload in enumerate(gathered):
-            with naming(codec, bucket, sender):
-                sparse.put(tuple(payload), out[cuts[sender] : cuts[sender + 1]], 1.0)
+        if bucket.wanted:
+            out.zero_()
+        for owner, payload in enumerate(gathered):
+            with naming(codec, bucket, owner):
+                found, values = sparse.places(tuple(payload), cuts[owner + 1] - cuts[owner])
+            if bucket.wanted:
+                out[ranges[owner]].index_add_(0, found, values.to(out.dtype))
+            _give_back(buffer[ranges[owner]], mine[owner], payloads[owner][0], found)
+
+
+def _give_back(error: Tensor, sent: Tensor, values: Tensor, survivors: Tensor) -> None:
+    """Add to ``error`` what was sent and has not survived; positions ascend in both."""
+    if survivors.numel():
+        at = torch.searchsorted(survivors, sent).clamp_(max=survivors.numel() - 1)
+        dropped = survivors[at] != sent
+        sent, values = sent[dropped], values[dropped]
+    # NaN and overflow are in what survives, or came too late; no error must keep them.
+    error[sent] += values.to(error.dtype).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _proposal(chosen: Tensor, workers: int, like: Tensor) -> Tensor:
