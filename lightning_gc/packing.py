@@ -55,11 +55,12 @@ def unpack(data: Tensor, bits: int, numel: int, dtype: torch.dtype = torch.int64
             f"has {tuple(data.shape)} of {data.dtype}; sender and receiver disagree on the format."
         )
     whole, rest = divmod(bits, 8)
-    codes = torch.zeros(numel, dtype=dtype, device=data.device)
-    for i in range(whole):
-        codes |= data[i * numel : (i + 1) * numel].to(dtype) << (8 * i)
+    planes = [data[i * numel : (i + 1) * numel] for i in range(whole)]
     if rest:
-        codes |= _unpack_narrow(data[whole * numel :], rest, numel).to(dtype) << (8 * whole)
+        planes.append(_unpack_narrow(data[whole * numel :], rest, numel))
+    codes = planes[0].to(dtype, copy=whole > 0)
+    for i, plane in enumerate(planes[1:], start=1):
+        codes |= plane.to(dtype) << (8 * i)
     return codes
 
 
@@ -103,5 +104,7 @@ def _unpack_narrow(data: Tensor, bits: int, numel: int) -> Tensor:
     if tail:
         by_byte[full, :tail] = data[full * bits :]
     words = by_byte.view(torch.int64).view(-1)
-    columns = torch.stack([(words >> (i * bits)) & mask for i in range(8)], dim=1)
-    return columns.view(-1)[:numel].to(torch.uint8)
+    columns = data.new_empty(groups, 8)
+    for i in range(8):
+        columns[:, i] = (words >> (i * bits)).bitwise_and_(mask)
+    return columns.view(-1)[:numel]

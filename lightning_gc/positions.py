@@ -12,6 +12,7 @@ Reference:
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,22 +73,29 @@ def decode(data: Tensor, chosen: int, numel: int, look: bool = True) -> Tensor:
     low = _low_bits(chosen, numel)
     cut = packed_bytes(chosen, low)
     length = _map_bits(chosen, numel, low)
-    bitmap = unpack(data[cut:], 1, length, torch.uint8)
     order = torch.arange(chosen, device=data.device)
     if look:
-        (places,) = bitmap.nonzero(as_tuple=True)
+        places = _set_bits(data[cut:], length)
         if places.numel() != chosen:
             raise ValueError(
                 f"The payload's bitmap marks {places.numel():,} positions, where there should be "
                 f"{chosen:,}; it is damaged."
             )
     else:  # a length that depends on data would make the host wait
-        sums = bitmap.cumsum(0)
+        sums = unpack(data[cut:], 1, length, torch.uint8).cumsum(0)
         places = torch.searchsorted(sums, order + 1)
     positions = (places - order) << low
     if low:
         positions |= unpack(data[:cut], low, chosen)
     return positions if look else positions.masked_fill_(sums[-1] != chosen, numel)
+
+
+def _set_bits(data: Tensor, length: int) -> Tensor:
+    """Return the ascending positions of the bits that are set among the first ``length``."""
+    if data.device.type != "cpu" or data.shape != (packed_bytes(length, 1),):
+        return unpack(data, 1, length, torch.uint8).nonzero().view(-1)
+    bits = np.unpackbits(data.numpy(), count=length, bitorder="little")
+    return torch.from_numpy(np.flatnonzero(bits.view(bool)))  # a sixth of the time of uint8
 
 
 def _low_bits(chosen: int, numel: int) -> int:

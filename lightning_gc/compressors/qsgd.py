@@ -98,7 +98,8 @@ class QSGD(Codec):
     def _norms(self, blocks: Tensor) -> Tensor:
         if not blocks.numel():
             return blocks.new_zeros(blocks.shape[0], 1, dtype=torch.float32)
-        largest = blocks.abs().amax(dim=1, keepdim=True)
+        low, high = blocks.aminmax(dim=1, keepdim=True)  # no tensor of magnitudes
+        largest = torch.maximum(low.neg_(), high)
         if self.norm == "max":
             return largest.float()
         # Squares of 1e-30 and 1e30 leave float32's range; those of x / max do not.

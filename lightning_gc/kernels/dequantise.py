@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.kernels.dispatch import flat, fused
-from lightning_gc.kernels.quantise import in_blocks
-from lightning_gc.packing import unpack
+from lightning_gc.kernels.quantise import in_blocks, pieces
+from lightning_gc.packing import packed_bytes, unpack
 
 Check = Callable[[Tensor, int, Tensor], Tensor]
 
@@ -57,8 +57,14 @@ def dequantise(
         from lightning_gc.kernels.programs.dequantise import dequantise as program
 
         program(packed, norms, block_size, bits, out, scale)
-    else:
-        reference(packed, norms, block_size, bits, out, scale, check)
+        return
+    expected = packed_bytes(out.numel(), bits)
+    if packed.shape != (expected,):
+        raise ValueError(f"The codes take {expected} bytes, but {tuple(packed.shape)} have come.")
+    for piece, blocks in pieces(out, block_size, bits):
+        whole = piece.start is None
+        coded = packed if whole else packed[piece.start * bits // 8 : piece.stop * bits // 8]
+        reference(coded, norms[blocks], block_size, bits, out[piece], scale, check)
 
 
 def reference(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from lightning_gc.kernels.dispatch import flat, fused
 from lightning_gc.packing import pack
+
+_PIECE = 1 << 16  # elements, about
 
 
 def quantise(
@@ -48,7 +52,34 @@ def quantise(
         from lightning_gc.kernels.programs.quantise import quantise as program
 
         return program(buffer, norms, block_size, bits, noise)
-    return reference(buffer, norms, block_size, bits, noise)
+    packed = [
+        reference(buffer[piece], norms[blocks], block_size, bits, _part(noise, blocks, block_size))
+        for piece, blocks in pieces(buffer, block_size, bits)
+    ]
+    return packed[0] if len(packed) == 1 else torch.cat(packed)
+
+
+def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of ``(numel,)`` and of its blocks that can be coded one after the other.
+
+    On the host they are so short that what is made on the way stays in the cache. Each has whole
+    blocks and whole bytes; codes of a byte and more lie in planes and are not cut.
+    """
+    numel, together = tensor.numel(), 8 * block_size
+    size = -(-_PIECE // together) * together
+    if tensor.device.type != "cpu" or bits >= 8 or numel <= size:
+        yield slice(numel), slice(None)
+        return
+    for start in range(0, numel, size):
+        yield slice(start, start + size), slice(start // block_size, (start + size) // block_size)
+
+
+def _part(
+    noise: Tensor | torch.Generator, blocks: slice, block_size: int
+) -> Tensor | torch.Generator:
+    if isinstance(noise, torch.Generator) or blocks.stop is None:
+        return noise
+    return noise[blocks.start * block_size : blocks.stop * block_size]
 
 
 def reference(
