@@ -36,8 +36,8 @@ check: $(VENV)/.test ## linter, formatter, types, import arrows
 docs: $(VENV)/.test ## build the site into site/, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet
 
-tests: $(VENV)/.test ## pytest; choose with ARGS="-k topk"
-	$(BIN)/python -m pytest $(ARGS)
+tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 bench-bytes: $(VENV)/.test ## monitor against network interface (needs root and iproute2)
 	$(BIN)/python benchmarks/true_bytes.py $(ARGS)

@@ -111,7 +111,7 @@ def gradients(workers: int, numel: int, kind: str, step: int) -> list[Tensor]:
         (HardThreshold(2.5), reaching(2.5)),
         (HardThreshold(1e9), reaching(1e9)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Compressor) else "",
 )
 def test_it_is_its_formula(
     compressor: Compressor, choose: Choose, workers: int, numel: int, kind: str
