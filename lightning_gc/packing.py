@@ -69,20 +69,25 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"bits={bits} is outside 1..{MAX_BITS}, the widths that can be packed.")
 
 
+# Codes of a width that divides 8 -> a word whose bytes hold those that go into one byte together.
+_WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
+
+
 def _pack_narrow(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes of 1..7 bits; widths that divide 8 stay in bytes, others go by words."""
+    """Pack uint8 codes of 1..7 bits, eight or fewer at a time, in the bytes of a word."""
     numel = codes.numel()
-    aligned = 8 % bits == 0
-    group = 8 // bits if aligned else 8  # codes that together fill whole bytes
+    group = 8 // bits if bits in _WORDS else 8  # codes that together fill whole bytes
     short = -numel % group
     if short:
         codes = torch.cat([codes, codes.new_zeros(short)])
-    columns = codes.view(-1, group)
-    if aligned:
-        packed = columns[:, 0].clone()
+    if bits in _WORDS:
+        # Code i of a word is at bit 8·i and belongs at i·bits; what else moves leaves the low byte.
+        words = _words(codes, bits)
+        packed = words.clone()
         for i in range(1, group):
-            packed |= columns[:, i] << (i * bits)
-        return packed
+            packed |= words >> (i * (8 - bits))
+        return packed.bitwise_and_(255).to(torch.uint8)
+    columns = codes.view(-1, group)
     words = torch.zeros(len(columns), dtype=torch.int64, device=codes.device)
     for i in range(group):
         words |= columns[:, i].to(torch.int64) << (i * bits)
@@ -90,13 +95,21 @@ def _pack_narrow(codes: Tensor, bits: int) -> Tensor:
     return by_byte.reshape(-1)[: -(-numel * bits // 8)]
 
 
+def _words(data: Tensor, bits: int) -> Tensor:
+    if data.storage_offset() % _WORDS[bits].itemsize or not data.is_contiguous():
+        data = data.clone()
+    return data.view(_WORDS[bits])
+
+
 def _unpack_narrow(data: Tensor, bits: int, numel: int) -> Tensor:
     """Return uint8 codes: the inverse of ``_pack_narrow``."""
     mask = (1 << bits) - 1
-    if 8 % bits == 0:
-        shifts = range(0, 8, bits)
-        columns = torch.stack([(data >> shift) & mask for shift in shifts], dim=1)
-        return columns.view(-1)[:numel]
+    if bits in _WORDS:
+        packed = data.to(_WORDS[bits])
+        words = packed & mask
+        for i in range(1, 8 // bits):
+            words |= (packed << (i * (8 - bits))) & (mask << 8 * i)
+        return words.view(torch.uint8)[:numel]
     groups = -(-numel // 8)
     by_byte = data.new_zeros(groups, 8)
     full, tail = divmod(data.numel(), bits)

@@ -15,7 +15,7 @@ from lightning_gc.compressors.compressor import Codec, Knob, Variance
 from lightning_gc.compressors.ranges import Choice, Range
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.dequantise import dequantise
-from lightning_gc.kernels.quantise import in_blocks, quantise
+from lightning_gc.kernels.quantise import in_blocks, pieces, quantise
 from lightning_gc.packing import packed_bytes
 
 
@@ -80,7 +80,7 @@ class QSGD(Codec):
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take the rounded values; the rounding errors stay."""
         size = self._block_size(buffer.numel())
-        norms = self._norms(in_blocks(buffer, size)).view(-1)  # (b,) float32
+        norms = self._norms(buffer, size)  # (b,) float32
         noise = bucket.generator(shared=False)
         return quantise(buffer, norms, size, self.bits, noise), norms
 
@@ -95,17 +95,21 @@ class QSGD(Codec):
     def _block_size(self, numel: int) -> int:
         return min(self.block_size, max(1, numel))
 
-    def _norms(self, blocks: Tensor) -> Tensor:
+    def _norms(self, buffer: Tensor, size: int) -> Tensor:
+        parts = [self._lengths(in_blocks(buffer[i], size)) for i, _ in pieces(buffer, size, 1)]
+        return torch.cat(parts).float()
+
+    def _lengths(self, blocks: Tensor) -> Tensor:
+        """Return the norm of each row."""
         if not blocks.numel():
-            return blocks.new_zeros(blocks.shape[0], 1, dtype=torch.float32)
-        low, high = blocks.aminmax(dim=1, keepdim=True)  # no tensor of magnitudes
-        largest = torch.maximum(low.neg_(), high)
+            return blocks.new_zeros(blocks.shape[0])
+        largest = _largest(blocks)
         if self.norm == "max":
-            return largest.float()
+            return largest
         # Squares of 1e-30 and 1e30 leave float32's range; those of x / max do not.
-        unit = blocks / largest.where(largest > 0, 1.0)
-        lengths: Tensor = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
-        return (largest * lengths).float()
+        unit = blocks / largest.where(largest > 0, 1.0).view(-1, 1)
+        lengths: Tensor = torch.linalg.vector_norm(unit, dim=1)
+        return largest * lengths
 
     def bound(self, numel: int) -> Variance:
         """Return ω = min(d/s², √d/s) for the L2 norm (the paper's), d/(4s²) for the max norm."""
@@ -118,3 +122,11 @@ class QSGD(Codec):
     def examples(cls) -> tuple[QSGD, ...]:
         """Widths that pack in each way, both norms, blocks that do not divide the tensor."""
         return (cls(4), cls(2, 7), cls(3, 64, "l2"), cls(9, 512, "l2"), cls(16))
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    """Return the largest magnitude of each row."""
+    if blocks.device.type == "cpu":  # magnitudes stay in the cache, where this is vectorised
+        return blocks.abs().amax(dim=1)
+    low, high = blocks.aminmax(dim=1)  # no tensor of magnitudes
+    return torch.maximum(low.neg_(), high)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from lightning_gc.kernels.dispatch import flat, fused
 from lightning_gc.packing import pack
 
 _PIECE = 1 << 16  # elements, about
+Noise = Tensor | torch.Generator | np.random.SFC64
 
 
 def quantise(
@@ -29,10 +31,10 @@ def quantise(
         block_size: elements that share a norm.
         bits: 2..16, of a code.
         noise: u, one number for each element of all blocks, ``(len(norms) · block_size,)``; or a
-            generator to draw them from. The kernel draws its own from the generator's
-            ``initial_seed()``: element i gets word ``i mod 4`` of Philox-4×32-10 with that seed as
-            key and counter ``(i // 4, 0, 0, 0)``, made a float as by ``tl.rand``. They are other
-            numbers than torch's, equal in distribution.
+            generator whose ``initial_seed()`` they follow from. On the host element i gets 24 bits
+            of an SFC64 stream, in a quarter of the time that torch would take. The kernel gives it
+            word ``i mod 4`` of Philox-4×32-10 with that seed as key and counter ``(i // 4, 0, 0,
+            0)``, made a float as by ``tl.rand``. These are other numbers, equal in distribution.
 
     Returns:
         ``(packed_bytes(numel, bits),)`` uint8, as by ``packing.pack``.
@@ -52,8 +54,9 @@ def quantise(
         from lightning_gc.kernels.programs.quantise import quantise as program
 
         return program(buffer, norms, block_size, bits, noise)
+    drawn = _stream(noise)
     packed = [
-        reference(buffer[piece], norms[blocks], block_size, bits, _part(noise, blocks, block_size))
+        reference(buffer[piece], norms[blocks], block_size, bits, _part(drawn, blocks, block_size))
         for piece, blocks in pieces(buffer, block_size, bits)
     ]
     return packed[0] if len(packed) == 1 else torch.cat(packed)
@@ -74,30 +77,43 @@ def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, 
         yield slice(start, start + size), slice(start // block_size, (start + size) // block_size)
 
 
-def _part(
-    noise: Tensor | torch.Generator, blocks: slice, block_size: int
-) -> Tensor | torch.Generator:
-    if isinstance(noise, torch.Generator) or blocks.stop is None:
+def _part(noise: Noise, blocks: slice, block_size: int) -> Noise:
+    if not isinstance(noise, Tensor) or blocks.stop is None:
         return noise
     return noise[blocks.start * block_size : blocks.stop * block_size]
 
 
-def reference(
-    buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Tensor | torch.Generator
-) -> Tensor:
+def _stream(noise: Noise) -> Noise:
+    """Return what gives piece after piece other numbers."""
+    if isinstance(noise, torch.Generator) and noise.device.type == "cpu":
+        return np.random.SFC64(noise.initial_seed())
+    return noise
+
+
+def _uniform(noise: Noise, like: Tensor) -> Tensor:
+    """Return a number in [0, 1) for every element."""
+    if isinstance(noise, Tensor):
+        return noise.view(like.shape)
+    if isinstance(noise, torch.Generator):
+        return torch.rand(like.shape, generator=noise, device=like.device, dtype=like.dtype)
+    words = np.asarray(noise.random_raw(-(-like.numel() // 2))).view(np.int32)[: like.numel()]
+    words &= 0xFFFFFF
+    drawn = torch.from_numpy(words).to(like.dtype).mul_(2.0**-24)
+    return drawn.view(like.shape)
+
+
+def reference(buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Noise) -> Tensor:
     """Do the same with torch's operations."""
     numel, column, s = buffer.numel(), norms.view(-1, 1), 2 ** (bits - 1) - 1
     blocks = in_blocks(buffer, block_size)  # (b, block_size), a copy where it is padded
     # A block of zeros has norm 0: its elements are sent as level 0, not as 0/0.
     ratio = blocks / column.where(column > 0, 1.0)
-    if isinstance(noise, torch.Generator):
-        noise = torch.rand(ratio.shape, generator=noise, device=ratio.device, dtype=ratio.dtype)
-    levels = (ratio.abs() * s + noise.view(ratio.shape)).floor_().clamp_(max=s)
+    levels = ratio.abs().mul_(s).add_(_uniform(_stream(noise), ratio)).floor_().clamp_(max=s)
     levels.copysign_(ratio)
     # Divided by a tensor: by a Python number CUDA would multiply with the inverse, a bit beside.
     steps = torch.full((), s, dtype=levels.dtype, device=levels.device)
-    buffer.sub_((levels / steps * column).view(-1)[:numel])
-    codes = (levels.view(-1)[:numel] + s).to(torch.int32)  # NaN: the least int, whose bits are 0
+    buffer.sub_((levels / steps).mul_(column).view(-1)[:numel])
+    codes = levels.add_(s).view(-1)[:numel].to(torch.int32)  # NaN: the least int, whose bits are 0
     return pack(codes, bits)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gc.flow import Exchange, Gather, Mean, Reply, Request
+from lightning_gc.transports.direct import PIECE, swap
 from lightning_gc.transports.transport import (
     LENGTH_BYTES,
     Message,
@@ -40,7 +41,9 @@ class Distributed(Transport):
 
     Communication pattern:
         ``Mean`` is one all-reduce per dtype; ``Gather`` one all-gather; ``Exchange`` one
-        all-to-all. Ragged payloads send 8 bytes per tensor ahead, with their lengths.
+        all-to-all. Ragged payloads send 8 bytes per tensor ahead, with their lengths. On the
+        host an ``Exchange``, and a large ``Gather`` of two workers, goes in pieces, straight from
+        worker to worker.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -106,10 +109,12 @@ class Distributed(Transport):
         if message.numel() < longest:
             message = torch.nn.functional.pad(message, (0, longest - message.numel()))
         gathered = message.new_empty(self.workers * longest)
-        if longest:
+        rows = gathered.split(longest) if longest else [gathered] * self.workers
+        if message.device.type == "cpu" and self.workers == 2 and longest > PIECE:
+            swap([message] * 2, rows, self.group)
+        elif longest:
             _all_gather(gathered, message, group=self.group)
         self.sent_bytes += all_gather_bytes(longest, self.workers)
-        rows = gathered.split(longest) if longest else [gathered] * self.workers
         return [layout.unpack(row) for layout, row in zip(layouts, rows, strict=True)]
 
     def _exchange(self, request: Exchange) -> Reply:
@@ -127,15 +132,19 @@ class Distributed(Transport):
         messages = [m.pack(p) for m, p in zip(outgoing, request.payloads, strict=True)]
         sizes = [m.nbytes for m in incoming]
         arrived = messages[0].new_empty(sum(sizes))
-        dist.all_to_all_single(
-            arrived,
-            torch.cat(messages),
-            output_split_sizes=sizes,
-            input_split_sizes=[m.nbytes for m in outgoing],
-            group=self.group,
-        )
+        rows = arrived.split(sizes)
+        if messages[0].device.type == "cpu":
+            swap(messages, rows, self.group)
+        else:
+            dist.all_to_all_single(
+                arrived,
+                torch.cat(messages),
+                output_split_sizes=sizes,
+                input_split_sizes=[m.nbytes for m in outgoing],
+                group=self.group,
+            )
         self.sent_bytes += sum(m.nbytes for i, m in enumerate(outgoing) if i != self.worker)
-        return [m.unpack(row) for m, row in zip(incoming, arrived.split(sizes), strict=True)]
+        return [m.unpack(row) for m, row in zip(incoming, rows, strict=True)]
 
     def _lengths(self, toward: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
         """Send ``toward[i]`` to worker i and return what every worker sent here."""
