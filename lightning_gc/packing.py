@@ -106,9 +106,10 @@ def _unpack_narrow(data: Tensor, bits: int, numel: int) -> Tensor:
     mask = (1 << bits) - 1
     if bits in _WORDS:
         packed = data.to(_WORDS[bits])
-        words = packed & mask
+        words = packed.clone()
         for i in range(1, 8 // bits):
-            words |= (packed << (i * (8 - bits))) & (mask << 8 * i)
+            words |= packed << (i * (8 - bits))
+        words &= sum(mask << 8 * i for i in range(8 // bits))
         return words.view(torch.uint8)[:numel]
     groups = -(-numel // 8)
     by_byte = data.new_zeros(groups, 8)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import checks, sparse
+from lightning_gc.compressors import checks, drawing, sparse
 from lightning_gc.compressors.compressor import Codec, Contraction, Knob
 from lightning_gc.compressors.ranges import Range
 from lightning_gc.flow import Payload
@@ -64,9 +63,8 @@ class RandomK(Codec):
         out.index_add_(0, indices, values.to(out.dtype), alpha=scale)
 
     def _draw(self, numel: int, bucket: Bucket) -> Tensor:
-        generator = bucket.generator(shared=True)
-        order = torch.randperm(numel, generator=generator, device=generator.device)
-        return order[: sparse.count(self.density, numel)]
+        k = sparse.count(self.density, numel)
+        return drawing.positions(numel, k, bucket.generator(shared=True))
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, in expectation over the draw."""
