@@ -3,8 +3,9 @@
 Each worker is a process in a network namespace; the links are shaped. For every link and model one
 run takes all methods by turns, several times over: no synchronisation at all, which is the limit;
 plain DDP; torch's fp16 hook; torch's PowerSGD hook of rank 2 (in one bucket, for with several it
-can dead-lock over Gloo); and ours. Lightning trains in all of them. Loopback knows no congestion,
-and all workers share this machine's cores: ratios within a run are what counts.
+can dead-lock over Gloo); and ours. Lightning trains in all of them, with gradients as views of
+buckets. Loopback knows no congestion, and all workers share this machine's cores: ratios within a
+run are what counts.
 
 With --quality each method also trains from the same weights, and the loss of its last steps is
 shown. Needs Linux, root and iproute2.
@@ -37,6 +38,7 @@ from lightning_gc import (
     Compressor,
     HardThreshold,
     Identity,
+    SparseReduce,
     TopK,
     TwoShot,
 )
@@ -51,9 +53,17 @@ OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
     "QSGD(4)": (QSGD(4), {}),
     "TopK(0.01)": (TopK(0.01), {}),
     "TopK(0.01), bfloat16": (TopK(0.01, value_dtype="bfloat16"), {}),
+    "TopK(0.01), bfloat16, sampled": (
+        TopK(0.01, value_dtype="bfloat16", selection="sampled"),
+        {},
+    ),
     "TopK(0.01), bfloat16, TwoShot": (
         TopK(0.01, value_dtype="bfloat16"),
         {"scheme": TwoShot()},
+    ),
+    "TopK(0.01), bfloat16, SparseReduce": (
+        TopK(0.01, value_dtype="bfloat16"),
+        {"scheme": SparseReduce()},
     ),
     "HardThreshold(0.008)": (HardThreshold(0.008), {}),
 }
@@ -62,7 +72,11 @@ METHODS = [*PEERS, *OURS]
 
 def strategy_of(method: str) -> Any:
     """Return a new strategy."""
-    settings: dict[str, Any] = {"process_group_backend": "gloo", "timeout": LIMIT}
+    settings: dict[str, Any] = {
+        "process_group_backend": "gloo",
+        "timeout": LIMIT,
+        "gradient_as_bucket_view": True,  # for all of them: no copies into buckets and back
+    }
     if method == NONE:
         return SingleDeviceStrategy("cpu")
     if method in PEERS:
