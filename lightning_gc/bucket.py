@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,12 @@ class Tally:
     elements: int = 0  # elements that codecs were given
     sent: int = 0  # of these, how many they sent (quantisers send all)
     payload_bytes: int = 0  # bytes of these payloads, before the transport multiplies them
+
+    def count(self, elements: int, sent: int, payload: Iterable[Tensor]) -> None:
+        """Add that ``sent`` of ``elements`` elements go out in this payload."""
+        self.elements += elements
+        self.sent += sent
+        self.payload_bytes += sum(t.numel() * t.element_size() for t in payload)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from lightning_gc.compressors.compressor import Variance as Variance
 from lightning_gc.compressors.hard_threshold import HardThreshold as HardThreshold
 from lightning_gc.compressors.identity import Identity as Identity
 from lightning_gc.compressors.per_parameter import PerParameter as PerParameter
+from lightning_gc.compressors.powersgd import PowerSGD as PowerSGD
 from lightning_gc.compressors.qsgd import QSGD as QSGD
 from lightning_gc.compressors.randomk import RandomK as RandomK
 from lightning_gc.compressors.ranges import Choice as Choice

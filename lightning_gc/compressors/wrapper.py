@@ -7,7 +7,10 @@ from typing import Self
 
 from lightning_gc.compressors.compressor import Bound, Compressor
 
-_DECLARED = ("kind", "linear", "unbiased", "ragged", "elementwise", "exact", "selects", "knob")
+_DECLARED = (
+    *("kind", "linear", "averages", "unbiased", "ragged"),
+    *("elementwise", "exact", "selects", "knob"),
+)
 
 
 class Wrapper(Compressor):

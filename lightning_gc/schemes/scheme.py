@@ -42,6 +42,11 @@ class Scheme(abc.ABC):
                 f"{self!r} averages payloads, but those of {compressor!r} are not linear: their "
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
             )
+        if compressor.averages and not self.averages:
+            raise ValueError(
+                f"{self!r} gathers payloads, but {compressor!r} asks for means of its own, over "
+                f"several rounds. Use AllReduce()."
+            )
         if self.splits and not compressor.selects:
             other = "AllReduce()" if compressor.linear else "TwoShot()"
             raise ValueError(
@@ -55,15 +60,8 @@ def encode(codec: Codec, buffer: Tensor, bucket: Bucket) -> Payload:
     """Encode and count what the payload carries."""
     payload = codec.encode(buffer, bucket)
     if bucket.phase == 0:
-        count(bucket, buffer.numel(), codec.sent(payload, buffer.numel()), payload)
+        bucket.tally.count(buffer.numel(), codec.sent(payload, buffer.numel()), payload)
     return payload
-
-
-def count(bucket: Bucket, elements: int, sent: int, payload: Payload) -> None:
-    """Add to the bucket's tally that ``sent`` of ``elements`` elements go out in this payload."""
-    bucket.tally.elements += elements
-    bucket.tally.sent += sent
-    bucket.tally.payload_bytes += sum(t.numel() * t.element_size() for t in payload)
 
 
 def decode(

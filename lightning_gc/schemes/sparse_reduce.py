@@ -14,7 +14,7 @@ from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import selection, sparse
 from lightning_gc.compressors.compressor import Codec
 from lightning_gc.flow import Exchange, Flow, Gather, Limits, Mean
-from lightning_gc.schemes.scheme import Scheme, count, naming
+from lightning_gc.schemes.scheme import Scheme, naming
 
 SLACK = 1.25
 """How many times its equal share of the survivors an owner may send."""
@@ -82,7 +82,7 @@ class SparseReduce(Scheme):
         ranges = [slice(cuts[i], cuts[i + 1]) for i in range(workers)]
         payloads = [codec.take(buffer[ranges[i]], mine[i]) for i in range(workers)]
         for i, payload in enumerate(payloads):
-            count(bucket, cuts[i + 1] - cuts[i], mine[i].numel(), payload)
+            bucket.tally.count(cuts[i + 1] - cuts[i], mine[i].numel(), payload)
         arrived = yield Exchange(tuple(payloads), limits)
 
         error = buffer[ranges[bucket.worker]]

@@ -1,0 +1,137 @@
+"""Send a matrix as the product of two thin ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.compressor import Compressor, Contraction, Knob, dense
+from lightning_gc.compressors.ranges import Range
+from lightning_gc.flow import Flow, Mean
+
+if TYPE_CHECKING:
+    from lightning_gc.schemes.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compressor):
+    """Approximate each gradient matrix by one of low rank: a step of subspace iteration.
+
+    A tensor of shape (n, ...) is a matrix M of n rows and m columns. With M_i of worker i and Q of
+    the step before, orthonormalised, at first random and equal on all workers:
+    ``P = orthonormal(mean M_i·Q)``, ``Q = mean M_iᵀ·P``, ``C = P·Qᵀ``. All workers apply C, and
+    worker i keeps ``M_i − C``: errors then differ by more than what a worker did not send, but
+    their mean is right. Both means are sums of matrices, so the bytes do not grow with W.
+
+    Tensors of one dimension, and those that ``rank`` columns would hardly make smaller, go dense.
+
+    Args:
+        rank: columns of P and Q, at least 1. Higher means less compression, less error.
+        min_ratio: a tensor is compressed if that makes it smaller by more than this factor:
+            ``min_ratio·rank·(n + m) < n·m``.
+        dense_steps: steps at the beginning that send everything exactly.
+
+    Communication pattern:
+        Two all-reduces one after the other: P, then Q; everything that goes dense rides on the
+        first. Per worker ``2·(W−1)/W`` times the payload.
+
+    Wire format:
+        ``p  # (n, rank) float32``
+        ``q  # (m, rank) float32``
+        ``32·rank·(1/n + 1/m)`` bits an element: 0.13 for 512 x 512 at rank 1.
+
+    State:
+        Q of every parameter, of the step before. It is in checkpoints, and survives a change of
+        ``rank``: columns are dropped, or drawn anew alike on all workers.
+
+    Raises:
+        ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or
+            ``dense_steps``; any scheme but ``AllReduce``.
+
+    Example:
+        >>> from lightning_gc import CompressedDDPStrategy, PowerSGD
+        >>> strategy = CompressedDDPStrategy(PowerSGD(rank=2))
+        >>> PowerSGD(2).compresses((512, 512)), PowerSGD(2).compresses((512,))
+        (True, False)
+
+    Reference:
+        Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+        Distributed Optimization", NeurIPS 2019. As in torch's hook errors are taken from the mean
+        approximation; the paper's box takes them from the worker's own.
+    """
+
+    rank: int = 2
+    min_ratio: float = 2.0
+    dense_steps: int = 0
+
+    kind = "low rank"
+    linear = True
+    averages = True
+    knob = Knob("rank", low=1, high=256, integer=True)
+    space = (Range("rank", 1, 8, integer=True),)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.rank != int(self.rank):
+            raise ValueError(
+                f"PowerSGD(rank={self.rank!r}): the rank is a number of columns, 1 or more; use 2."
+            )
+        if not self.min_ratio >= 0 or self.dense_steps < 0:
+            raise ValueError(f"{self!r}: min_ratio and dense_steps must be at least 0.")
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        """Return whether two factors are smaller than the matrix by more than ``min_ratio``."""
+        if len(shape) < 2:
+            return False
+        n, m = shape[0], math.prod(shape[1:])
+        return self.min_ratio * self.rank * (n + m) < n * m
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
+        """Average P, average Q, multiply."""
+        if not self.compresses(bucket.shape) or bucket.step < self.dense_steps:
+            yield from dense(buffer, out)
+            return
+        matrix = buffer.view(bucket.shape[0], -1)  # (n, m)
+        (state,) = bucket.state.values()
+        before = orthonormal(self._columns(state.get("q"), matrix, bucket))  # (m, r)
+        (p,) = yield Mean((matrix @ before,))
+        p = orthonormal(p)  # (n, r)
+        own = matrix.t() @ p  # (m, r)
+        bucket.tally.count(buffer.numel(), buffer.numel(), (p, own))
+        (q,) = yield Mean((own,))
+        # What is zero or not finite would stay so for ever.
+        good = q.isfinite().all() & q.any()
+        state["q"] = torch.where(good, q, before)
+        product = (p @ q.t()).view(-1)
+        buffer.sub_(product)
+        out.copy_(product)
+
+    def _columns(self, kept: Tensor | None, matrix: Tensor, bucket: Bucket) -> Tensor:
+        """Return ``(m, r)``: columns of the step before, and new ones where there are too few."""
+        rank = min(self.rank, *matrix.shape)
+        have = 0 if kept is None else kept.shape[1]
+        if kept is not None and have >= rank:
+            return kept[:, :rank].to(matrix)
+        draw = bucket.generator(shared=True)
+        shape = (matrix.shape[1], rank - have)
+        fresh = torch.randn(shape, generator=draw, device=matrix.device, dtype=matrix.dtype)
+        return fresh if kept is None else torch.cat([kept.to(matrix), fresh], dim=1)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 0: for one worker a projection, usually a good one, but none is promised."""
+        return Contraction(0.0)
+
+    @classmethod
+    def examples(cls) -> tuple[PowerSGD, ...]:
+        """One column; several, after a dense step; more than a small matrix has."""
+        return (cls(1), cls(2, dense_steps=1), cls(4, min_ratio=0.0))
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Return an orthonormal basis whose span holds that of ``(n, r)`` columns, zeros included."""
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
