@@ -7,8 +7,11 @@ from lightning_gc.compressors.compressor import Compressor as Compressor
 from lightning_gc.compressors.compressor import Contraction as Contraction
 from lightning_gc.compressors.compressor import Knob as Knob
 from lightning_gc.compressors.compressor import Variance as Variance
+from lightning_gc.compressors.ef_sign_sgd import EFSignSGD as EFSignSGD
 from lightning_gc.compressors.hard_threshold import HardThreshold as HardThreshold
 from lightning_gc.compressors.identity import Identity as Identity
+from lightning_gc.compressors.natural_compression import NaturalCompression as NaturalCompression
+from lightning_gc.compressors.one_bit_sgd import OneBitSGD as OneBitSGD
 from lightning_gc.compressors.per_parameter import PerParameter as PerParameter
 from lightning_gc.compressors.powersgd import PowerSGD as PowerSGD
 from lightning_gc.compressors.qsgd import QSGD as QSGD
@@ -17,6 +20,7 @@ from lightning_gc.compressors.ranges import Choice as Choice
 from lightning_gc.compressors.ranges import Range as Range
 from lightning_gc.compressors.size_switch import SizeSwitch as SizeSwitch
 from lightning_gc.compressors.topk import TopK as TopK
+from lightning_gc.compressors.unbiased_randomk import UnbiasedRandomK as UnbiasedRandomK
 from lightning_gc.compressors.wrapper import Wrapper as Wrapper
 from lightning_gc.registry import concrete as _concrete
 from lightning_gc.registry import export as _export
