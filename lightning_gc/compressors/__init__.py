@@ -8,6 +8,8 @@ from lightning_gc.compressors.compressor import Contraction as Contraction
 from lightning_gc.compressors.compressor import Knob as Knob
 from lightning_gc.compressors.compressor import Variance as Variance
 from lightning_gc.compressors.ef_sign_sgd import EFSignSGD as EFSignSGD
+from lightning_gc.compressors.estimating import Estimating as Estimating
+from lightning_gc.compressors.gaussian_k import GaussianK as GaussianK
 from lightning_gc.compressors.hard_threshold import HardThreshold as HardThreshold
 from lightning_gc.compressors.identity import Identity as Identity
 from lightning_gc.compressors.natural_compression import NaturalCompression as NaturalCompression
@@ -18,6 +20,8 @@ from lightning_gc.compressors.qsgd import QSGD as QSGD
 from lightning_gc.compressors.randomk import RandomK as RandomK
 from lightning_gc.compressors.ranges import Choice as Choice
 from lightning_gc.compressors.ranges import Range as Range
+from lightning_gc.compressors.redsync import RedSync as RedSync
+from lightning_gc.compressors.sidco import SIDCo as SIDCo
 from lightning_gc.compressors.size_switch import SizeSwitch as SizeSwitch
 from lightning_gc.compressors.topk import TopK as TopK
 from lightning_gc.compressors.unbiased_randomk import UnbiasedRandomK as UnbiasedRandomK
