@@ -38,6 +38,7 @@ from lightning_gc import (
     Compressor,
     HardThreshold,
     Identity,
+    PowerSGD,
     SparseReduce,
     TopK,
     TwoShot,
@@ -66,6 +67,7 @@ OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
         {"scheme": SparseReduce()},
     ),
     "HardThreshold(0.008)": (HardThreshold(0.008), {}),
+    "PowerSGD(2)": (PowerSGD(2), {}),
 }
 METHODS = [*PEERS, *OURS]
 
