@@ -118,9 +118,7 @@ def tabulate() -> str:
     lines += [
         "",
         "The thesis's figure is the best of 60 random draws, chosen on the test text, after up to",
-    ]
-    lines += [
-        "50 epochs in float32. Nothing is sent here: one worker, whose error feedback is what counts."
+        "50 epochs in float32. Nothing is sent: one worker, whose error feedback is what counts.",
     ]
     return "\n".join(lines) + "\n"
 
