@@ -60,12 +60,16 @@ class Words(nn.Module):
 
 
 class Chain(Dataset[tuple[Tensor, Tensor]]):
-    """Text of a Markov chain: three words may follow each, so there is something to learn."""
+    """Text of a Markov chain: three words may follow each, and few words are frequent.
+
+    So there is something to learn: at first, as in any text, which words are.
+    """
 
     def __init__(self, length: int, seed: int) -> None:
-        follow = torch.randint(WORDS, (WORDS, 3), generator=torch.Generator().manual_seed(0))
+        chance = torch.rand(WORDS, 3, generator=torch.Generator().manual_seed(0))
+        follow = (WORDS * chance**4).long()
         draw = torch.Generator().manual_seed(seed)
-        words = torch.randint(WORDS // 20, (length,), generator=draw)
+        words = (WORDS * torch.rand(length, generator=draw) ** 4).long()
         steps = [words]
         for _ in range(BPTT):
             choice = torch.randint(3, (length,), generator=draw)
@@ -99,7 +103,7 @@ def build(name: str, worker: int, workers: int, steps: int) -> tuple[Network, Da
     """Return a new model and this worker's batches for so many steps."""
     if name.startswith("lstm"):
         batch = int(name[4:])
-        module = Network(Words(), rate=10.0, clip=0.25)
+        module = Network(Words(), rate=30.0, clip=0.25)
         return module, DataLoader(Chain(batch * steps, worker + 1), batch)
     if name == "resnet18":
         net = resnet(3, 10, width=64, stages=4, blocks=2)

@@ -66,7 +66,7 @@ OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
         TopK(0.01, value_dtype="bfloat16"),
         {"scheme": SparseReduce()},
     ),
-    "HardThreshold(0.008)": (HardThreshold(0.008), {}),
+    "HardThreshold(0.004)": (HardThreshold(0.004), {}),
     "PowerSGD(2)": (PowerSGD(2), {}),
 }
 METHODS = [*PEERS, *OURS]
