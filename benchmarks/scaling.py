@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,15 @@ def model(
     def faster(found: Pattern, workers: int) -> float:
         return dense(size, workers, link) / exchange(found.at(workers), link)
 
+    def pays(found: Pattern, workers: int) -> bool:
+        return faster(found, workers) > 1
+
     lines = [[DENSE, *(f"{dense(size, w, link):.4f} s" for w in SHOWN), ""]]
     drawn = {}
     for key, found in patterns.items():
-        last = last_that_pays(lambda w, found=found: faster(found, w) > 1, MOST)  # type: ignore[misc]
-        pays = {0: "never", MOST: f"{MOST:,} and on"}.get(last, f"{last:,}")
-        lines.append([", ".join(key), *(f"{faster(found, w):.2f}" for w in SHOWN), pays])
+        last = last_that_pays(partial(pays, found), MOST)
+        until = {0: "never", MOST: f"{MOST:,} and on"}.get(last, f"{last:,}")
+        lines.append([", ".join(key), *(f"{faster(found, w):.2f}" for w in SHOWN), until])
         drawn[key] = [faster(found, w) for w in points()]
     columns = ("times faster than dense", *(f"W = {w:,}" for w in SHOWN), "pays up to W =")
     return markdown(columns, lines), drawn

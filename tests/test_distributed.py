@@ -77,8 +77,10 @@ def test_gloo_equals_the_simulator(workers: int) -> None:
                     assert torch.equal(mean, expected), what
                     assert torch.equal(error, kept), what
                 else:
-                    torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-5, msg=what)
-                    torch.testing.assert_close(error, kept, rtol=1e-5, atol=1e-5, msg=what)
+                    # What follows from a mean in a second round multiplies its rounding.
+                    near = 1e-5 if compressor.averages else 1e-6
+                    torch.testing.assert_close(mean, expected, rtol=1e-5, atol=near, msg=what)
+                    torch.testing.assert_close(error, kept, rtol=1e-5, atol=near, msg=what)
                 assert nbytes == simulated.wire_bytes[worker], what
 
 

@@ -30,7 +30,10 @@ def gradients(worker: int, step: int) -> dict[str, Tensor]:
 def by_hand(
     steps: list[list[np.ndarray]], q: np.ndarray, rank: int
 ) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Return the mean and the errors of every step, by the paper's box in float64."""
+    """Return the mean and the errors of every step, by the paper's box in float64.
+
+    But for the errors, which are taken from the mean approximation, as in torch's hook.
+    """
     errors = [np.zeros_like(grad) for grad in steps[0]]
     found = []
     for grads in steps:
@@ -43,9 +46,12 @@ def by_hand(
     return found
 
 
-@pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "rank"),
+    # A constant has one direction; what stands beside it is arbitrary.
+    [(kind, rank) for kind in KINDS for rank in (1, 3) if (kind, rank) != ("constant", 3)],
+)
 def test_the_papers_box(kind: str, workers: int, rank: int) -> None:
     """To 1e-3 of the gradient's norm: float32 against float64, over five steps of iteration."""
     whole = cases.tensors(5 * workers * 221)[kind].view(5, workers, 17, 13)
@@ -58,8 +64,6 @@ def test_the_papers_box(kind: str, workers: int, rank: int) -> None:
     steps = [[grad.double().numpy() for grad in grads] for grads in whole[1:]]
     steps[0] = [grad + error for grad, error in zip(steps[0], errors, strict=True)]
     scale = max(np.linalg.norm(grad) for grads in steps for grad in grads)
-    if kind == "constant" and rank > 1:
-        return  # a direction that is not there is arbitrary
     for (mean, left), grads in zip(by_hand(steps, q, rank), whole[1:], strict=True):
         result = lockstep.step([{"w": grad} for grad in grads])
         np.testing.assert_allclose(result.mean["w"].numpy() / scale, mean / scale, atol=1e-3)

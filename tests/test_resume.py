@@ -15,9 +15,11 @@ from tests.resumes import checkpoint, differences, fit
 
 pytestmark = pytest.mark.processes
 
-# One of a kind: instances differ in what they send, not in what they keep.
 CASES = [
-    (kind.examples()[0], memory()) for kind in COMPRESSORS.values() for memory in MEMORIES.values()
+    (compressor, memory())
+    for kind in COMPRESSORS.values()
+    for compressor in kind.examples()
+    for memory in MEMORIES.values()
 ]
 
 

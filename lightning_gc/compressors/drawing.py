@@ -1,4 +1,4 @@
-"""Positions drawn at random without replacement."""
+"""Positions drawn at random without replacement, and the payload of values at such positions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors import checks, sparse
+from lightning_gc.flow import Payload
 
 _SPARSE = 0.2  # of all elements: above that a permutation takes less time
 
@@ -28,3 +32,19 @@ def positions(numel: int, k: int, generator: torch.Generator) -> Tensor:
         found = torch.from_numpy(np.unique(drawn.numpy()))
         if found.numel() >= k:
             return found[torch.randperm(found.numel(), generator=generator)[:k]]
+
+
+def shared(density: float, numel: int, bucket: Bucket) -> Tensor:
+    """Return the positions that all workers draw for this tensor in this step, ``(k,)``."""
+    return positions(numel, sparse.count(density, numel), bucket.generator(shared=True))
+
+
+def put(payload: Payload, chosen: Tensor, out: Tensor, scale: float) -> None:
+    """Add ``scale`` times a payload of values, and nothing else, to ``out`` where they belong.
+
+    Raises:
+        ValueError: another number of values than positions.
+    """
+    checks.lengths(payload, chosen.numel())
+    (values,) = payload
+    out.index_add_(0, chosen, values.to(out.dtype), alpha=scale)

@@ -43,8 +43,9 @@ class GaussianK(Estimating):
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
         """Return a quantile, corrected."""
         wanted, spread = k / magnitudes.numel(), magnitudes.square().mean().sqrt()
-        tail = torch.special.ndtri(spread.new_tensor(1 - wanted / 2, dtype=torch.float64))
-        threshold: Tensor = spread * tail
+        # Filled on the device: a number from the host would have to be copied there.
+        below = torch.full((), 1 - wanted / 2, dtype=torch.float64, device=spread.device)
+        threshold: Tensor = spread * torch.special.ndtri(below)
         for _ in range(_CORRECTIONS):
             share = reached(magnitudes, threshold) / k
             threshold *= torch.where(share < 2 / 3, 0.5, torch.where(share > 4 / 3, 1.5, 1.0))

@@ -46,8 +46,8 @@ class PowerSGD(Compressor):
         ``32·rank·(1/n + 1/m)`` bits an element: 0.13 for 512 x 512 at rank 1.
 
     State:
-        Q of every parameter, of the step before. It is in checkpoints, and survives a change of
-        ``rank``: columns are dropped, or drawn anew alike on all workers.
+        Q of every parameter, of the step before. It is in checkpoints. When a controller moves
+        ``rank``, columns are dropped, or further ones drawn alike on all workers.
 
     Raises:
         ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or
@@ -112,14 +112,15 @@ class PowerSGD(Compressor):
 
     def _columns(self, kept: Tensor | None, matrix: Tensor, bucket: Bucket) -> Tensor:
         """Return ``(m, r)``: columns of the step before, and new ones where there are too few."""
-        rank = min(self.rank, *matrix.shape)
-        have = 0 if kept is None else kept.shape[1]
-        if kept is not None and have >= rank:
-            return kept[:, :rank].to(matrix)
-        draw = bucket.generator(shared=True)
-        shape = (matrix.shape[1], rank - have)
+        rank, rows = min(self.rank, *matrix.shape), matrix.shape[1]
+        if kept is None or kept.shape[0] != rows:  # another shape, loaded without strictness
+            kept = matrix.new_empty(rows, 0)
+        kept = kept[:, :rank].to(matrix)
+        if kept.shape[1] == rank:
+            return kept
+        draw, shape = bucket.generator(shared=True), (rows, rank - kept.shape[1])
         fresh = torch.randn(shape, generator=draw, device=matrix.device, dtype=matrix.dtype)
-        return fresh if kept is None else torch.cat([kept.to(matrix), fresh], dim=1)
+        return torch.cat([kept, fresh], dim=1)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 0: for one worker a projection, usually a good one, but none is promised."""

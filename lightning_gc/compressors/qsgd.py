@@ -96,6 +96,7 @@ class QSGD(Codec):
         return min(self.block_size, max(1, numel))
 
     def _norms(self, buffer: Tensor, size: int) -> Tensor:
+        # Norms can be cut whatever the codes' width: 1 stands for "narrower than a byte".
         parts = [self._lengths(in_blocks(buffer[i], size)) for i, _ in pieces(buffer, size, 1)]
         return torch.cat(parts).float()
 

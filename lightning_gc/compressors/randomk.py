@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import checks, drawing, sparse
+from lightning_gc.compressors import drawing, sparse
 from lightning_gc.compressors.compressor import Codec, Contraction, Knob
 from lightning_gc.compressors.ranges import Range
 from lightning_gc.flow import Payload
@@ -50,21 +50,14 @@ class RandomK(Codec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take the drawn elements."""
-        indices = self._draw(buffer.numel(), bucket)
+        indices = drawing.shared(self.density, buffer.numel(), bucket)
         values = buffer[indices]  # (k,) buffer.dtype
         buffer[indices] = 0
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Draw the same set again and add k elements."""
-        indices = self._draw(out.numel(), bucket)
-        checks.lengths(payload, indices.numel())
-        (values,) = payload
-        out.index_add_(0, indices, values.to(out.dtype), alpha=scale)
-
-    def _draw(self, numel: int, bucket: Bucket) -> Tensor:
-        k = sparse.count(self.density, numel)
-        return drawing.positions(numel, k, bucket.generator(shared=True))
+        drawing.put(payload, drawing.shared(self.density, out.numel(), bucket), out, scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, in expectation over the draw."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from lightning_gc.compressors.estimating import Estimating, reached
+from lightning_gc.compressors.estimating import MOST, Estimating, reached
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,11 @@ class RedSync(Estimating):
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
         """Return the middle of the last interval."""
         mean = magnitudes.mean()
-        low, high = torch.zeros_like(mean), torch.ones_like(mean)
-        width = 1.0
+        low, high = 0.0, 1.0
         while True:
-            middle = mean + (low + high) / 2 * (magnitudes.new_tensor(1.0) - mean)
-            width /= 2
-            number = int(reached(magnitudes, middle))
-            if k <= number <= 2 * k or width < self.tolerance:
-                return middle
-            if number < k:
-                high = (low + high) / 2
-            else:
-                low = (low + high) / 2
+            r = (low + high) / 2
+            threshold = mean + r * (1 - mean)  # the greatest magnitude is 1
+            number = int(reached(magnitudes, threshold))
+            if k <= number <= MOST * k or (high - low) / 2 < self.tolerance:
+                return threshold
+            low, high = (low, r) if number < k else (r, high)

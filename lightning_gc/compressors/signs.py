@@ -12,7 +12,7 @@ from lightning_gc.packing import pack, packed_bytes, unpack
 
 def mean(parts: Tensor, count: int | Tensor) -> Tensor:
     """Return the mean of ``count`` numbers, 0-dim float32; 0 of none."""
-    number = torch.as_tensor(count, device=parts.device).clamp(min=1)
+    number = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
     # Divided before they are added: 1e30 times a million elements would be infinite.
     return (parts / number).sum().float()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import checks, drawing, sparse
+from lightning_gc.compressors import drawing, sparse
 from lightning_gc.compressors.compressor import Codec, Knob, Variance
 from lightning_gc.compressors.ranges import Range
 from lightning_gc.flow import Payload
@@ -55,21 +55,14 @@ class UnbiasedRandomK(Codec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take the drawn elements, made larger."""
-        chosen = self._draw(buffer.numel(), bucket)
+        chosen = drawing.shared(self.density, buffer.numel(), bucket)
         values = buffer[chosen] * (buffer.numel() / max(1, chosen.numel()))  # (k,)
         buffer[chosen] -= values
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Draw the same set again and add k elements."""
-        chosen = self._draw(out.numel(), bucket)
-        checks.lengths(payload, chosen.numel())
-        (values,) = payload
-        out.index_add_(0, chosen, values.to(out.dtype), alpha=scale)
-
-    def _draw(self, numel: int, bucket: Bucket) -> Tensor:
-        k = sparse.count(self.density, numel)
-        return drawing.positions(numel, k, bucket.generator(shared=True))
+        drawing.put(payload, drawing.shared(self.density, out.numel(), bucket), out, scale)
 
     def bound(self, numel: int) -> Variance:
         """Return ω = d/k − 1."""

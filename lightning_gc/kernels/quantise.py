@@ -32,7 +32,7 @@ def quantise(
         bits: 2..16, of a code.
         noise: u, one number for each element of all blocks, ``(len(norms) · block_size,)``; or a
             generator whose ``initial_seed()`` they follow from. On the host element i gets 24 bits
-            of an SFC64 stream, in a quarter of the time that torch would take. The kernel gives it
+            of an SFC64 stream, in half the time that torch would take. The kernel gives it
             word ``i mod 4`` of Philox-4×32-10 with that seed as key and counter ``(i // 4, 0, 0,
             0)``, made a float as by ``tl.rand``. These are other numbers, equal in distribution.
 
