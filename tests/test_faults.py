@@ -32,6 +32,12 @@ class Dies(Deserts):
     dies = True
 
 
+def train_late(worker: int) -> bool:
+    time.sleep(2 * TIMEOUT.total_seconds() * worker)
+    fits.fit(worker, 2, TopK(0.1), timeout=TIMEOUT)
+    return True
+
+
 def train_with(worker: int, model: str) -> tuple[str, float]:
     fits.Deserts, fits.Dies = Deserts, Dies  # type: ignore[attr-defined]
     started = time.monotonic()
@@ -48,3 +54,8 @@ def test_the_others_end_with_an_error(model: str) -> None:
     message, seconds = spread(train_with, 2, model, timeout=40, wait_for=1)[0]
     assert "imed out" in message or "onnection" in message
     assert seconds < 30
+
+
+def test_a_worker_may_be_late() -> None:
+    """Later than the timeout of a collective: nobody counts as lost before the first one."""
+    assert spread(train_late, 2) == [True, True]

@@ -7,10 +7,12 @@ All logic is here, once; ``for_pytorch_lightning.py`` and ``for_lightning.py`` j
 
 # No "from __future__ import annotations": DDP inspects the signature of the hook.
 import hashlib
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
@@ -25,6 +27,9 @@ from lightning_gc.transports.background import Background
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.recording import Recording
 
+# Workers import and build for a while, not equally long. The seconds after which a silent peer
+# counts as lost are often fewer.
+JOINING = timedelta(minutes=1)
 _OURS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
@@ -60,7 +65,8 @@ class CompressedDDP(Compressing):
     Communication pattern:
         The hook hands each bucket to one background thread and returns a future at once; the
         thread talks over a process group of its own, so it never mixes with DDP's own traffic.
-        All of its collectives have the strategy's ``timeout``.
+        All of its collectives have the strategy's ``timeout``; before the first of them, workers
+        have at least a minute to find each other.
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, a comm hook of your own, a
@@ -78,6 +84,8 @@ class CompressedDDP(Compressing):
         engine: state and configuration, once fitting has started; kept between fits.
         recording: the byte and time account of this worker, while fitting.
     """
+
+    _timeout: timedelta | None  # of DDPStrategy
 
     def __init__(
         self,
@@ -108,6 +116,18 @@ class CompressedDDP(Compressing):
         self._round: list[tuple[str, ...]] = []  # the buckets of this round, so far
         super().__init__(**ddp_kwargs)
 
+    def setup_distributed(self) -> None:
+        """Join the other workers; only then does a short timeout begin to count."""
+        timeout = self._timeout
+        try:
+            if timeout is not None:
+                self._timeout = max(timeout, JOINING)
+            super().setup_distributed()  # type: ignore[misc]
+        finally:
+            self._timeout = timeout
+        if timeout is not None:
+            _set_pg_timeout(timeout)
+
     def _register_ddp_hooks(self) -> None:
         """Start the engine and put our hook in; Lightning's own does so on CUDA only."""
         ddp = self.model  # type: ignore[attr-defined]
@@ -120,7 +140,7 @@ class CompressedDDP(Compressing):
         ranks = dist.get_process_group_ranks(ddp.process_group)
         self._group = dist.new_group(
             ranks,
-            timeout=self._timeout,  # type: ignore[attr-defined]
+            timeout=self._timeout,
             backend=dist.get_backend(ddp.process_group),
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
