@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_gc.compressors import Compressor, PerParameter, SizeSwitch
 from lightning_gc.compressors.per_parameter import layerwise
-from lightning_gc.memories import Memory, NoMemory, Residual
+from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.schemes import AllGather, AllReduce, Scheme, TwoShot
 
 
@@ -13,15 +13,18 @@ def combine(
 ) -> tuple[Compressor, Memory, Scheme]:
     """Fill in what is left out and refuse what cannot work.
 
-    Defaults: ``Residual()`` for biased compressors, ``NoMemory()`` for unbiased ones;
-    ``AllReduce()`` where linear, ``TwoShot()`` for quantisers, ``AllGather()`` for the rest.
+    Defaults: the memory that the compressor names, else ``Residual()`` for biased compressors and
+    ``NoMemory()`` for unbiased ones; ``AllReduce()`` where linear, ``TwoShot()`` for quantisers,
+    ``AllGather()`` for the rest.
 
     Raises:
-        ValueError: a scheme that cannot carry the compressor, or a memory that corrects momentum
-            with a compressor that leaves no error to correct.
+        ValueError: a scheme that cannot carry the compressor, a memory that corrects momentum
+            with a compressor that leaves no error to correct, or one that feeds errors back with
+            a compressor whose result is no mean.
     """
     if memory is None:
-        memory = NoMemory() if compressor.unbiased else Residual()
+        name = compressor.default_memory or ("none" if compressor.unbiased else "residual")
+        memory = MEMORIES[name]()
     if scheme is None:
         if compressor.linear:
             scheme = AllReduce()
@@ -32,6 +35,11 @@ def combine(
         raise ValueError(
             f"{memory!r} corrects the momentum that waits in the error, but {compressor!r} is "
             f"unbiased and leaves none; use NoMemory(), or a biased compressor such as TopK(0.01)."
+        )
+    if memory.feeds_back and not compressor.conserves:
+        raise ValueError(
+            f"{memory!r} feeds back what was not sent, but the result of {compressor!r} is no mean "
+            f"of what was; use NoMemory(), or EFSignSGD() for signs with error feedback."
         )
     return compressor, memory, scheme
 

@@ -6,6 +6,8 @@ from lightning_gc.compressors.compressor import Codec as Codec
 from lightning_gc.compressors.compressor import Compressor as Compressor
 from lightning_gc.compressors.compressor import Contraction as Contraction
 from lightning_gc.compressors.compressor import Knob as Knob
+from lightning_gc.compressors.compressor import Multiple as Multiple
+from lightning_gc.compressors.compressor import Unbounded as Unbounded
 from lightning_gc.compressors.compressor import Variance as Variance
 from lightning_gc.compressors.ef_sign_sgd import EFSignSGD as EFSignSGD
 from lightning_gc.compressors.estimating import Estimating as Estimating

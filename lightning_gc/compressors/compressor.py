@@ -80,7 +80,30 @@ class Variance:
         return self.omega * squared_norm
 
 
-Bound = Contraction | AbsoluteError | Variance
+@dataclass(frozen=True)
+class Multiple:
+    """The bound ``E‖x − C(x)‖² ≤ omega·‖x‖²`` of a compressor that may be biased; no contraction.
+
+    With ``omega > 1`` errors may grow, so such a compressor is used without error feedback.
+    """
+
+    omega: float
+
+    def allowed(self, squared_norm: float) -> float:
+        """Return the greatest ``E‖x − C(x)‖²`` for ``‖x‖² = squared_norm``."""
+        return self.omega * squared_norm
+
+
+@dataclass(frozen=True)
+class Unbounded:
+    """No bound: what is sent is a direction, whose length says nothing about the gradient's."""
+
+    def allowed(self, squared_norm: float) -> float:
+        """Return infinity."""
+        return math.inf
+
+
+Bound = Contraction | AbsoluteError | Variance | Multiple | Unbounded
 
 
 class Compressor(abc.ABC):
@@ -100,6 +123,10 @@ class Compressor(abc.ABC):
         exact: what it sends is the gradient itself: the error is always zero.
         selects: it sends elements and names their positions: ``choose`` says which, and ``take``
             moves any of them, so that a scheme may split what has been selected.
+        conserves: the result is the mean of what workers sent, so that with error feedback nothing
+            is lost. Not so where they vote.
+        default_memory: name of the memory that goes with it if none is chosen; None stands for
+            ``"none"`` where it is unbiased and ``"residual"`` where it is not.
         knob: the one field that a controller turns, or None.
         space: what is worth tuning, and in which range. Without an entry of its own the knob is
             tuned over all of its range.
@@ -113,6 +140,8 @@ class Compressor(abc.ABC):
     elementwise: bool = False
     exact: bool = False
     selects: bool = False
+    conserves: bool = True
+    default_memory: str | None = None
     knob: Knob | None = None
     space: tuple[Range | Choice, ...] = ()
 

@@ -9,7 +9,7 @@ from lightning_gc.compressors.compressor import Bound, Compressor
 
 _DECLARED = (
     *("kind", "linear", "averages", "unbiased", "ragged"),
-    *("elementwise", "exact", "selects", "knob"),
+    *("elementwise", "exact", "selects", "knob", "conserves", "default_memory"),
 )
 
 

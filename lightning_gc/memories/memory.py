@@ -29,6 +29,8 @@ class Memory(abc.ABC):
         buffers: names of the flat buffers; the first one is what ``compensate`` returns, and
             what is left in it after the flow is the new error. Empty: nothing is remembered.
         conserves: law 1 holds.
+        feeds_back: what a step has left enters the next one, so the compressor must say by its
+            result how much it has sent.
         corrects_momentum: momentum is built up before compression, so the compressor must be
             biased (there must be an error to correct).
         lr_aware: buffers are kept in units of the update, learning rate times gradient: the
@@ -37,6 +39,7 @@ class Memory(abc.ABC):
 
     buffers: tuple[str, ...] = ()
     conserves: bool = True
+    feeds_back: bool = True
     corrects_momentum: bool = False
     lr_aware: bool = False
 

@@ -25,6 +25,7 @@ class NoMemory(Memory):
     """
 
     conserves = False
+    feeds_back = False
 
     def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
         """Return the gradient itself."""
