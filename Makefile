@@ -8,10 +8,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test check docs tests bench-bytes bench-controllers bench-network bench-scaling clean
+.PHONY: help demo vision tune-demo test check docs docs-tables tests \
+	catalogue bench-bytes bench-controllers bench-network bench-scaling clean
 
 help: ## what can be made
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 19
 
 demo: $(VENV)/.demo ## train a language model with dense and compressed gradients, compare
 	$(BIN)/python examples/language_model.py $(ARGS)
@@ -36,8 +37,17 @@ check: $(VENV)/.test ## linter, formatter, types, import arrows
 docs: $(VENV)/.test ## build the site into site/, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet
 
+TABLES := compressors memories schemes
+docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes declare
+	@mkdir -p docs/tables
+	@for table in $(TABLES); do $(BIN)/python -m lightning_gc list $$table --markdown \
+	  >docs/tables/$$table.part && mv docs/tables/$$table.part docs/tables/$$table.md || exit 1; done
+
 tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+catalogue: $(VENV)/.tune ## every compressor on the demo's model at two learning rates (25 minutes): ARGS="--methods topk"
+	$(BIN)/python benchmarks/catalogue.py $(ARGS)
 
 bench-bytes: $(VENV)/.test ## monitor against network interface (needs root and iproute2)
 	$(BIN)/python benchmarks/true_bytes.py $(ARGS)

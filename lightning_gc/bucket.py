@@ -48,6 +48,7 @@ class Bucket:
         phase: 0 for a first encoding, 1 for the second one of a two-shot scheme.
         tally: where codecs' counts of this round are added.
         wanted: whether the mean is: of simulated workers, who all get the same, one decodes it.
+        weights: parameter name -> its value, for memories that read it; else empty.
     """
 
     grad: Tensor
@@ -61,6 +62,7 @@ class Bucket:
     phase: int = 0
     tally: Tally = field(default_factory=Tally)
     wanted: bool = True
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:

@@ -123,8 +123,17 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     listing = commands.add_parser(
-        "list", help="compressors, memories, schemes and controllers, with knobs and ranges"
+        "list",
+        help="compressors, memories, schemes and controllers: what they declare, and wire bits",
+        description="Show what there is to choose from, as the classes declare it. Bounds and bits "
+        "are of the default instance and a 512 x 512 matrix; bits an element are measured.",
+        epilog=_EPILOG,
     )
+    add = listing.add_argument
+    families = "compressors, memories, schemes, controllers (default: all)"
+    add("families", nargs="*", metavar="FAMILY", help=families)
+    add("--wide", action="store_true", help="a column for everything, with ranges to tune")
+    add("--markdown", action="store_true", help="as the pages of the documentation have it")
     listing.set_defaults(run=_list)
     return parser
 
@@ -206,11 +215,14 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from rich.console import Console
+    from lightning_gc.tuning.catalogue import FAMILIES
+    from lightning_gc.tuning.listing import markdown, show
 
-    from lightning_gc.tuning.catalogue import catalogue
-
-    console = Console()
-    for table in catalogue():
-        console.print(table)
+    for family in options.families:
+        if family not in FAMILIES:
+            raise ValueError(f"{family!r} is no family; there are {', '.join(FAMILIES)}.")
+    if options.markdown:
+        sys.stdout.write("\n".join(map(markdown, options.families or FAMILIES)))
+    else:
+        show(options.families, options.wide)
     return OK

@@ -14,8 +14,8 @@ def combine(
     """Fill in what is left out and refuse what cannot work.
 
     Defaults: the memory that the compressor names, else ``Residual()`` for biased compressors and
-    ``NoMemory()`` for unbiased ones; ``AllReduce()`` where linear, ``TwoShot()`` for quantisers,
-    ``AllGather()`` for the rest.
+    ``NoMemory()`` for unbiased ones; ``AllReduce()`` where linear or with rounds of its own,
+    ``TwoShot()`` for quantisers, ``AllGather()`` for the rest.
 
     Raises:
         ValueError: a scheme that cannot carry the compressor, a memory that corrects momentum
@@ -26,7 +26,7 @@ def combine(
         name = compressor.default_memory or ("none" if compressor.unbiased else "residual")
         memory = MEMORIES[name]()
     if scheme is None:
-        if compressor.linear:
+        if compressor.linear or compressor.averages:
             scheme = AllReduce()
         else:
             scheme = TwoShot() if compressor.kind == "quantiser" else AllGather()

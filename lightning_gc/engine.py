@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,8 +11,9 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket, Tally
 from lightning_gc.combination import combine
 from lightning_gc.compressors.compressor import Compressor, dense
-from lightning_gc.flow import Flow
+from lightning_gc.flow import Flow, Mean
 from lightning_gc.guard import Guard
+from lightning_gc.levels import clamped
 from lightning_gc.memories import Memory
 from lightning_gc.observer import Observer
 from lightning_gc.schemes import Scheme
@@ -44,6 +44,7 @@ class Engine:
         observer: collects what a controller has asked for, or None.
         learning_rates: parameter name -> learning rate of this round's step; read only where the
             memory works in ``lr_aware``.
+        weights: parameter name -> its value; read only where the memory ``reads_weights``.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Engine:
         self.observe = False
         self.wanted = True
         self.learning_rates: dict[str, float] = {}
+        self.weights: dict[str, Tensor] = {}
         self.levels: dict[str, float | None] = {}
         self.uncompressed = False
         self.observer: Observer | None = None
@@ -99,7 +101,8 @@ class Engine:
             state=state,
             levels=self._bucket_levels(shapes),
             tally=self.tally,
-            wanted=self.wanted,
+            wanted=self.wanted or self.memory.looks_back,
+            weights=self.weights,
         )
         return self._converse(bucket)
 
@@ -127,33 +130,15 @@ class Engine:
         Warns:
             UserWarning: a level outside the knob's range, which is clamped.
         """
-        self.levels = {n: self._clamped(v, n) for n, v in (levels or {}).items()}
-        clamped = self._clamped(level, "all parameters")
-        self.uncompressed = clamped is None
-        if clamped is not None:
-            self.compressor = self.compressor.at(clamped)
+        self.levels = {n: clamped(self.compressor, v, n) for n, v in (levels or {}).items()}
+        level = clamped(self.compressor, level, "all parameters")
+        self.uncompressed = level is None
+        if level is not None:
+            self.compressor = self.compressor.at(level)
 
     def level_of(self, name: str) -> float | None:
         """Return the level at which a parameter is sent now; None: uncompressed, or no knob."""
         return self.levels.get(name, None if self.uncompressed else self.compressor.level)
-
-    def _clamped(self, level: float | None, whose: str) -> float | None:
-        knob = self.compressor.knob
-        if level is None:
-            return None
-        if knob is None or not 0 <= level < float("inf"):
-            raise ValueError(
-                f"Level {level!r} for {whose} makes no sense to {self.compressor!r}"
-                + (f": {knob.field} is in {knob.low:g}..{knob.high:g}." if knob else ".")
-            )
-        clamped = knob.clamp(level)
-        if clamped != level:
-            warnings.warn(
-                f"Level {level!r} for {whose} is outside {knob.field}'s {knob.low:g}..{knob.high:g}"
-                f" and has been set to {clamped!r}.",
-                stacklevel=3,
-            )
-        return clamped
 
     def _bucket_levels(self, names: Iterable[str]) -> Mapping[str, float | None]:
         if not self.levels and not self.uncompressed:
@@ -171,8 +156,12 @@ class Engine:
             grad.div_(scale)
         if self.observer is not None:
             self.observer.see_gradient(bucket)
+        if self.memory.averages(bucket.step):
+            yield from self._average(bucket)
         resting = self._resting(bucket)
+        held = guard.hold(self._own(bucket)) if guard is not None else []
         buffer = self._compensate(bucket)
+        whole = buffer.clone() if self.memory.looks_back else buffer
         before = torch.linalg.vector_norm(buffer) if self.observe else None
         out = grad if self._in_place(grad) else torch.zeros_like(grad, dtype=torch.float32)
         flow = self._exchange(bucket, buffer, out)
@@ -184,6 +173,10 @@ class Engine:
             if aside is not None:
                 buffer.add_(aside)
             guard.poison(out)
+        if self.memory.looks_back:
+            self.memory.remember(bucket, self._store.flat(bucket), whole, out)
+        if guard is not None:
+            guard.release(held)
             if guard.verdict is not None and self.revocable:
                 self._verdicts.append(guard.verdict)
         for live, copy in resting:
@@ -200,7 +193,20 @@ class Engine:
             grad.mul_(scale)
         self._ended += 1
 
+    def _own(self, bucket: Bucket) -> list[Tensor]:
+        """Return this worker's own buffers, if there are more than the one that is set aside."""
+        own = [name for name in self.memory.buffers if name not in self.memory.common]
+        return [self._store.flat(bucket)[n] for n in own] if len(self.memory.buffers) > 1 else []
+
+    def _average(self, bucket: Bucket) -> Flow:
+        """Replace errors by their mean over workers."""
+        error = self._store.flat(bucket)[self.memory.buffers[0]]
+        (average,) = yield Mean((error.clone(),))
+        error.copy_(average)
+
     def _exchange(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        if self.memory.flushes(bucket.step):
+            return dense(buffer, out)
         if self.uncompressed and self.compressor.elementwise:
             return dense(buffer, out)
         return self.compressor.flow(bucket, buffer, out, self.scheme)

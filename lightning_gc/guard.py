@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -46,11 +48,27 @@ class Guard:
         """Move the errors of idle parameters out of ``buffer`` and return them, or None."""
         if self._on_host and not self.idle.any():
             return None
-        lengths = torch.tensor([stop - start for start, stop in self._spans])
-        mask = self.idle.repeat_interleave(lengths.to(buffer.device), output_size=buffer.numel())
+        mask = self._mask(buffer)
         aside = buffer * mask
         buffer.masked_fill_(mask, 0)
         return aside
+
+    def _mask(self, like: Tensor) -> Tensor:
+        """Return True for every element of an idle parameter."""
+        lengths = torch.tensor([stop - start for start, stop in self._spans])
+        return self.idle.repeat_interleave(lengths.to(like.device), output_size=like.numel())
+
+    def hold(self, flats: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return what ``flats`` have for idle parameters, and copies of it, for ``release``."""
+        if not self._on_host:
+            return [(flat, flat.clone()) for flat in flats]
+        idle = [slice(*s) for s, i in zip(self._spans, self.idle.tolist(), strict=True) if i]
+        return [(flat[part], flat[part].clone()) for flat in flats for part in idle]
+
+    def release(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Make what was held as it was."""
+        for live, copy in held:
+            live.copy_(copy if self._on_host else torch.where(self._mask(live), copy, live))
 
     def watch(self, flow: Flow) -> Flow:
         """Run ``flow`` with this worker's flag on its first request that is no exchange."""

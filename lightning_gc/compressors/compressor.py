@@ -115,7 +115,7 @@ class Compressor(abc.ABC):
     Attributes:
         kind: the family, which picks the default scheme.
         linear: payloads of several workers may be averaged before they are decoded.
-        averages: it asks for means itself, over several rounds, so it goes with ``AllReduce`` only.
+        averages: it reaches the mean by rounds of its own, so it goes with ``AllReduce`` only.
         unbiased: the expectation of what is sent is the gradient; error feedback is not needed.
         ragged: payload lengths depend on values.
         elementwise: treats each element alike whatever its neighbours, so that a bucket need not

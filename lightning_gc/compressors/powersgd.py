@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.compressor import Compressor, Contraction, Knob, dense
-from lightning_gc.compressors.ranges import Range
-from lightning_gc.flow import Flow, Mean
-
-if TYPE_CHECKING:
-    from lightning_gc.schemes.scheme import Scheme
+from lightning_gc.compressors.low_rank import LowRank, orthonormal
 
 
 @dataclass(frozen=True)
-class PowerSGD(Compressor):
+class PowerSGD(LowRank):
     """Approximate each gradient matrix by one of low rank: a step of subspace iteration.
 
     A tensor of shape (n, ...) is a matrix M of n rows and m columns. With M_i of worker i and Q of
@@ -65,74 +56,6 @@ class PowerSGD(Compressor):
         approximation; the paper's box takes them from the worker's own.
     """
 
-    rank: int = 2
-    min_ratio: float = 2.0
-    dense_steps: int = 0
-
-    kind = "low rank"
-    linear = True
-    averages = True
-    knob = Knob("rank", low=1, high=256, integer=True)
-    space = (Range("rank", 1, 8, integer=True),)
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.rank != int(self.rank):
-            raise ValueError(
-                f"PowerSGD(rank={self.rank!r}): the rank is a number of columns, 1 or more; use 2."
-            )
-        if not self.min_ratio >= 0 or self.dense_steps < 0:
-            raise ValueError(f"{self!r}: min_ratio and dense_steps must be at least 0.")
-
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        """Return whether two factors are smaller than the matrix by more than ``min_ratio``."""
-        if len(shape) < 2:
-            return False
-        n, m = shape[0], math.prod(shape[1:])
-        return self.min_ratio * self.rank * (n + m) < n * m
-
-    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
-        """Average P, average Q, multiply."""
-        if not self.compresses(bucket.shape) or bucket.step < self.dense_steps:
-            yield from dense(buffer, out)
-            return
-        matrix = buffer.view(bucket.shape[0], -1)  # (n, m)
-        (state,) = bucket.state.values()
-        before = orthonormal(self._columns(state.get("q"), matrix, bucket))  # (m, r)
-        (p,) = yield Mean((matrix @ before,))
-        p = orthonormal(p)  # (n, r)
-        own = matrix.t() @ p  # (m, r)
-        bucket.tally.count(buffer.numel(), buffer.numel(), (p, own))
-        (q,) = yield Mean((own,))
-        # What is zero or not finite would stay so for ever.
-        good = q.isfinite().all() & q.any()
-        state["q"] = torch.where(good, q, before)
-        product = (p @ q.t()).view(-1)
-        buffer.sub_(product)
-        out.copy_(product)
-
-    def _columns(self, kept: Tensor | None, matrix: Tensor, bucket: Bucket) -> Tensor:
-        """Return ``(m, r)``: columns of the step before, and new ones where there are too few."""
-        rank, rows = min(self.rank, *matrix.shape), matrix.shape[1]
-        if kept is None or kept.shape[0] != rows:  # another shape, loaded without strictness
-            kept = matrix.new_empty(rows, 0)
-        kept = kept[:, :rank].to(matrix)
-        if kept.shape[1] == rank:
-            return kept
-        draw, shape = bucket.generator(shared=True), (rows, rank - kept.shape[1])
-        fresh = torch.randn(shape, generator=draw, device=matrix.device, dtype=matrix.dtype)
-        return torch.cat([kept, fresh], dim=1)
-
-    def bound(self, numel: int) -> Contraction:
-        """Return δ = 0: for one worker a projection, usually a good one, but none is promised."""
-        return Contraction(0.0)
-
-    @classmethod
-    def examples(cls) -> tuple[PowerSGD, ...]:
-        """One column; several, after a dense step; more than a small matrix has."""
-        return (cls(1), cls(2, dense_steps=1), cls(4, min_ratio=0.0))
-
-
-def orthonormal(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis whose span holds that of ``(n, r)`` columns, zeros included."""
-    basis: Tensor = torch.linalg.qr(columns).Q
-    return basis
+    def basis(self, p: Tensor) -> Tensor:
+        """Orthonormalise, so that the mean of M_iᵀ·P is the best Q as it is."""
+        return orthonormal(p)

@@ -67,15 +67,16 @@ class TopK(Codec):
     space = (Range("density", 1e-4, 0.1, scale="log"),)
 
     def __post_init__(self) -> None:
-        sparse.check_density("TopK", self.density)
+        name = type(self).__name__
+        sparse.check_density(name, self.density)
         if self.value_dtype not in _DTYPES:
             raise ValueError(
-                f"TopK(value_dtype={self.value_dtype!r}): use 'float32' or 'bfloat16'. float16 "
+                f"{name}(value_dtype={self.value_dtype!r}): use 'float32' or 'bfloat16'. float16 "
                 f"would lose gradients below 6e-8 for good."
             )
         if self.selection not in ("exact", "sampled"):
             raise ValueError(
-                f"TopK(selection={self.selection!r}): use 'exact' for the k largest elements, or "
+                f"{name}(selection={self.selection!r}): use 'exact' for the k largest elements, or "
                 f"'sampled' for about as many in less time."
             )
         object.__setattr__(self, "ragged", self.selection == "sampled")

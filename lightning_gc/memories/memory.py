@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -35,6 +35,11 @@ class Memory(abc.ABC):
             biased (there must be an error to correct).
         lr_aware: buffers are kept in units of the update, learning rate times gradient: the
             engine multiplies them by γ_{t−1}/γ_t when a parameter's learning rate changes.
+        common: those of ``buffers`` that hold the same on all workers.
+        looks_back: ``remember`` wants to be called when a round is over.
+        reads_weights: ``bucket.weights`` is wanted.
+        ahead: the share of its own error by which a worker moves its weights, for the time of its
+            forward and backward pass.
     """
 
     buffers: tuple[str, ...] = ()
@@ -42,6 +47,10 @@ class Memory(abc.ABC):
     feeds_back: bool = True
     corrects_momentum: bool = False
     lr_aware: bool = False
+    common: tuple[str, ...] = ()
+    looks_back: bool = False
+    reads_weights: bool = False
+    ahead: float = 0.0
 
     @abc.abstractmethod
     def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
@@ -52,7 +61,50 @@ class Memory(abc.ABC):
             state: ``{buffer name: flat tensor}``, to be updated in place.
         """
 
+    def remember(
+        self, bucket: Bucket, state: Mapping[str, Tensor], before: Tensor, mean: Tensor
+    ) -> None:
+        """Learn from a round that is over, if ``looks_back``.
+
+        Args:
+            bucket: as for ``compensate``; its ``grad`` may have been overwritten.
+            state: to be updated in place; the first buffer holds the new error.
+            before: what that buffer held before the flow, ``(numel,)``.
+            mean: what all workers apply, ``(numel,)``, in true units.
+        """
+        raise NotImplementedError(f"{self!r} looks back, but has not said what it remembers.")
+
+    def averages(self, step: int) -> bool:
+        """Return whether errors are replaced by their mean over workers before this round."""
+        return False
+
+    def flushes(self, step: int) -> bool:
+        """Return whether this round sends everything uncompressed, errors included."""
+        return False
+
+    def check_optimizer(self, group: Mapping[str, Any]) -> None:
+        """Refuse what an optimizer must not do beside this memory, at fit start.
+
+        Args:
+            group: one of its ``param_groups``.
+
+        Raises:
+            ValueError: naming the value and what to set instead.
+        """
+        return
+
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
         """Return the instances on which the contract suite is run; the default one if not given."""
         return (cls(),)
+
+
+def refuse_momentum(memory: Memory, group: Mapping[str, Any]) -> None:
+    """Raise ValueError where an optimizer has momentum of its own, which would come on top."""
+    for field in ("momentum", "betas"):
+        value = group.get(field)
+        if value:
+            raise ValueError(
+                f"{memory!r} has the momentum, so the optimizer must have none, but its {field} is "
+                f"{value!r}; use torch.optim.SGD with momentum=0, or memory=Residual()."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,15 +16,17 @@ from lightning_gc.memories.memory import Memory
 class Residual(Memory):
     """Add the stored error to the gradient before it is compressed.
 
-    ``x_t = decay·e_{t−1} + g_t``, ``e_t = x_t − C(x_t)``. In place and without a copy: the error
-    buffer becomes x, and what the compressor does not take out of it is the next error.
+    ``x_t = decay·e_{t−1} + gain·g_t``, ``e_t = x_t − C(x_t)``. In place and without a copy: the
+    error buffer becomes x, and what the compressor does not take out of it is the next error.
 
     Costs one float32 per parameter and worker. Errors are kept in float32 whatever the gradient's
     dtype, and in true units whatever the loss scale.
 
     Args:
         decay: weight of the old error, in (0, 1]. 1 loses nothing; less forgets slowly, which
-            some use against stale errors at the price of a biased sum.
+            some use against stale errors at the price of a biased sum. Elsewhere called β.
+        gain: weight of the new gradient, above 0. Elsewhere called γ. Other than 1 it scales all
+            that is sent, as a learning rate would, which is what some tune it for.
         lr_aware: keep ``γ_t·e_t`` when the learning rate γ changes, not ``e_t``: the error is
             multiplied by γ_{t−1}/γ_t (a step at γ = 0 leaves it as it is). An old error then
             enters the weights with the learning rate at which it arose, as in the total-error
@@ -31,7 +34,7 @@ class Residual(Memory):
             included.
 
     Raises:
-        ValueError: ``decay`` outside (0, 1].
+        ValueError: ``decay`` outside (0, 1], a ``gain`` that is not positive.
 
     Example:
         >>> from lightning_gc import Residual
@@ -46,6 +49,7 @@ class Residual(Memory):
 
     decay: float = 1.0
     lr_aware: bool = False
+    gain: float = 1.0
 
     buffers = ("error",)
 
@@ -55,16 +59,22 @@ class Residual(Memory):
                 f"Residual(decay={self.decay!r}): the weight of the old error must be in (0, 1]; "
                 f"use 1.0 to lose nothing, or NoMemory() to remember nothing."
             )
-        object.__setattr__(self, "conserves", self.decay == 1 and not self.lr_aware)
+        if not 0 < self.gain < math.inf:
+            raise ValueError(
+                f"Residual(gain={self.gain!r}): the weight of the new gradient must be above 0; "
+                f"use 1.0."
+            )
+        plain = self.decay == 1 and self.gain == 1
+        object.__setattr__(self, "conserves", plain and not self.lr_aware)
 
     def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
         """Return the error with the gradient added, in the error's own storage."""
         error = state["error"]
         if self.decay != 1:
             error.mul_(self.decay)
-        return error.add_(bucket.grad)
+        return error.add_(bucket.grad, alpha=self.gain)
 
     @classmethod
     def examples(cls) -> tuple[Residual, ...]:
-        """One that loses nothing, one that forgets, one that follows the learning rate."""
-        return (cls(), cls(decay=0.9), cls(lr_aware=True))
+        """One that loses nothing, one that weighs both parts, one that follows the rate."""
+        return (cls(), cls(decay=0.9, gain=0.5), cls(lr_aware=True))

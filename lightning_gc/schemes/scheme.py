@@ -24,7 +24,8 @@ class Scheme(abc.ABC):
     3. A codec that cannot work is refused at construction.
 
     Attributes:
-        averages: payloads are averaged before they are decoded, so the codec must be linear.
+        averages: payloads are averaged before they are decoded, so the codec must be linear, or
+            average by itself.
         splits: what a codec has selected is split by position, so it must be one that ``selects``.
     """
 
@@ -37,15 +38,15 @@ class Scheme(abc.ABC):
 
     def check(self, compressor: Compressor) -> None:
         """Raise ValueError if the compressor cannot be used with this scheme."""
-        if self.averages and not compressor.linear:
+        if self.averages and not (compressor.linear or compressor.averages):
             raise ValueError(
                 f"{self!r} averages payloads, but those of {compressor!r} are not linear: their "
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
             )
         if compressor.averages and not self.averages:
             raise ValueError(
-                f"{self!r} gathers payloads, but {compressor!r} asks for means of its own, over "
-                f"several rounds. Use AllReduce()."
+                f"{self!r} gathers payloads, but {compressor!r} reaches the mean by rounds of its "
+                f"own. Use AllReduce()."
             )
         if self.splits and not compressor.selects:
             other = "AllReduce()" if compressor.linear else "TwoShot()"

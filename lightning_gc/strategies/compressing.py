@@ -14,6 +14,7 @@ from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.network import NetworkModel
 from lightning_gc.registry import make
 from lightning_gc.schemes import SCHEMES, Scheme
+from lightning_gc.strategies.ahead import Ahead
 from lightning_gc.strategies.checks import check_controller
 from lightning_gc.strategies.claim import Claimed
 from lightning_gc.strategies.resuming import Resuming
@@ -34,6 +35,7 @@ class Compressing(Resuming, Claimed):
 
     recordings: Sequence[Recording | Page] = ()
     network: NetworkModel | None = None
+    _ahead: Ahead | None = None
 
     def _configure(
         self,
@@ -110,6 +112,9 @@ class Compressing(Resuming, Claimed):
             ]
         for engine in self.engines:
             engine.revocable = self._scaler() is not None
+            if self.memory.reads_weights:
+                engine.weights = {name: param.detach() for param, name in self.names.items()}
+        self._set_ahead()
         if self.controller is not None and self.turn is None:
             shapes = {name: tuple(param.shape) for param, name in self.names.items()}
             self.turn = Turn(self.controller, self.engines, shapes)
@@ -127,6 +132,54 @@ class Compressing(Resuming, Claimed):
                 engine.loss_scale = scaler._scale
             if rates is not None:
                 engine.learning_rates = rates
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers, and refuse what they must not do beside this memory."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        for optimizer in self.optimizers:  # type: ignore[attr-defined]
+            for group in optimizer.param_groups:
+                self.memory.check_optimizer(group)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass, a step ahead where the memory says so."""
+        if self._ahead is None:
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        engine = self._active_engine()
+        engine.settle()
+        self._ahead.go(engine.errors(), self._learning_rates())
+        try:
+            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._ahead.back()
+            raise
+        if output is None:  # there will be no backward pass
+            self._ahead.back()
+        return output
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Put the weights back where they belong."""
+        super().post_backward(closure_loss)  # type: ignore[misc]
+        if self._ahead is not None:
+            self._ahead.back()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights, where they belong, whatever has been interrupted."""
+        if self._ahead is not None:
+            self._ahead.back()
+        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+        return state
+
+    def _active_engine(self) -> Engine:
+        """Return the engine of the worker whose batch is being run."""
+        return self.engines[0]
+
+    def _set_ahead(self) -> None:
+        self._ahead = Ahead(self.memory.ahead, self.names) if self.memory.ahead else None
+        if self._ahead and not self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{self.memory!r} moves the weights around each forward and backward pass, which "
+                f"only automatic optimization tells apart; use that, or memory=Residual()."
+            )
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]

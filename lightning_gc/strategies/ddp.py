@@ -192,7 +192,7 @@ class CompressedDDP(Compressing):
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Raise here, in the training thread, what went wrong in the background."""
-        super().post_backward(closure_loss)  # type: ignore[misc]
+        super().post_backward(closure_loss)
         if self._background is not None:
             self._background.check()
 

@@ -6,6 +6,7 @@ import torch
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
+from lightning_gc.engine import Engine
 from lightning_gc.memories import Memory
 from lightning_gc.network import NetworkModel
 from lightning_gc.schemes import Scheme
@@ -108,6 +109,9 @@ class SimulatedDDP(Compressing):
             return 0
         return int(max(trainer.fit_loop.batch_idx, 0) % self.workers)
 
+    def _active_engine(self) -> Engine:
+        return self.engines[self.worker]
+
     def setup_environment(self) -> None:
         """Use the Trainer's device."""
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
@@ -167,7 +171,7 @@ class SimulatedDDP(Compressing):
             self._buffers.begin()
         self._buffers.enter(worker)
         self._ledger.compute.start(self.root_device)  # type: ignore[attr-defined]
-        output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        output = super().training_step(*args, **kwargs)
         self._ledger.compute.lap(COMPUTE)
         if output is None:
             raise RuntimeError(
@@ -202,7 +206,7 @@ class SimulatedDDP(Compressing):
         if not module.trainer.fit_loop._should_accumulate():
             self._exchange(worker)
         detached: torch.Tensor = precision.post_backward(loss, module)
-        self.post_backward(detached)  # type: ignore[attr-defined]
+        self.post_backward(detached)
         return detached
 
     def _exchange(self, worker: int) -> None:

@@ -123,6 +123,8 @@ def refusal(scheme: Scheme, compressor: Compressor) -> str | None:
 
 def fits(scheme: Scheme, compressor: Compressor) -> bool:
     """Return whether the declared properties allow the combination."""
-    if scheme.averages != compressor.linear and (scheme.averages or compressor.averages):
+    if scheme.averages and not (compressor.linear or compressor.averages):
+        return False
+    if compressor.averages and not scheme.averages:
         return False
     return compressor.selects or not scheme.splits

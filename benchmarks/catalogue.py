@@ -1,0 +1,234 @@
+"""Train the demo's language model with every compressor, at two learning rates each.
+
+    python benchmarks/catalogue.py                            # the whole table
+    python benchmarks/catalogue.py --methods topk sign_sgd    # the dense baseline is always there
+    python benchmarks/catalogue.py --keep                     # go on after an interruption
+
+Simulated workers, each method with its default memory and scheme and, where the demo has settings
+for it, with these. Writes a dated table, its figures, and a plot of perplexity against bytes. A run
+whose loss is no number, or ends above its start, has diverged and is marked so. Exits with 1 if a
+method has diverged at both rates, or failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import language_model  # noqa: E402
+import pytorch_lightning as pl  # noqa: E402
+import torch  # noqa: E402
+from catalogue_page import draw, lost, outcome, page, pairs  # noqa: E402
+from pytorch_lightning.utilities.types import STEP_OUTPUT  # noqa: E402
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn  # noqa: E402
+from shared import hush  # noqa: E402
+from tune_language_model import LanguageModel, Text  # noqa: E402
+
+from lightning_gc import (  # noqa: E402
+    COMPRESSORS,
+    CompressionMonitor,
+    Compressor,
+    SimulatedDDPStrategy,
+    Unbounded,
+)
+from lightning_gc.tuning.catalogue import written  # noqa: E402
+
+RATES = (20.0, 8.0)
+CLIP = 0.25
+# Of methods whose result is a direction: a rate is what one step moves each weight by.
+DIRECTION_RATES = (0.01, 0.003)
+DENSE = "identity"  # bit-equal to plain DDP
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run.
+
+    Attributes:
+        name: of the compressor, in the registry.
+        rate: the learning rate at the start; it falls in a straight line to zero.
+        epochs: passes through the text.
+        steps: of an epoch, at most; 0: all.
+        hidden: width of the model.
+        workers: simulated ones.
+        seed: of weights, dropout and compressors.
+    """
+
+    name: str
+    rate: float
+    epochs: int
+    steps: int
+    hidden: int
+    workers: int
+    seed: int
+
+
+def compressor(name: str) -> Compressor:
+    """Return the demo's instance where it has one, else the default instance."""
+    chosen = language_model.methods(language_model.Settings())
+    of_demo = {type(c): c for c, controller in chosen.values() if controller is None}
+    return of_demo.get(COMPRESSORS[name], COMPRESSORS[name]())
+
+
+def is_direction(compressor: Compressor) -> bool:
+    """Return whether the result has another length than a gradient, as it declares."""
+    return not compressor.conserves or isinstance(compressor.bound(1), Unbounded)
+
+
+class Losses(pl.Callback):
+    """Keeps every step's loss, and stops a run that is lost."""
+
+    def __init__(self) -> None:
+        self.kept: list[float] = []
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Look at the loss of one worker's batch."""
+        assert isinstance(outputs, dict)
+        # Lightning has divided it by the number of accumulated batches.
+        self.kept.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
+        trainer.should_stop |= not math.isfinite(self.kept[-1])
+
+    def diverged(self) -> bool:
+        """Return whether the last twentieth is no better than the first step, or no number."""
+        last = self.kept[-max(1, len(self.kept) // 20) :]
+        return not last or not sum(last) / len(last) < self.kept[0]  # true of nan
+
+
+def train(task: Task) -> dict[str, Any]:
+    """Train once; return figures, or what went wrong."""
+    torch.set_num_threads(1)  # the model is too small to share among threads
+    hush()
+    started = time.perf_counter()
+    method = compressor(task.name)
+    try:
+        found = _fit(task, method)
+    except Exception as error:  # one method's failure does not take the table away
+        found = {"failed": f"{type(error).__name__}: {error}"}
+    seconds = round(time.perf_counter() - started, 1)
+    return {**asdict(task), "compressor": written(method), "seconds": seconds, **found}
+
+
+def _fit(task: Task, method: Compressor) -> dict[str, Any]:
+    pl.seed_everything(task.seed, verbose=False)
+    model = LanguageModel(task.hidden, task.rate, dropout=0.3, decay=True)
+    data, losses = Text(None, batch=5 * task.workers, bptt=35), Losses()
+    strategy = SimulatedDDPStrategy(method, workers=task.workers, seed=task.seed)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        callbacks=[CompressionMonitor(), losses],
+        max_epochs=task.epochs,
+        limit_train_batches=task.steps or None,
+        limit_val_batches=task.steps or None,
+        gradient_clip_val=None if is_direction(method) else CLIP,
+        num_sanity_val_steps=0,
+        logger=pl.loggers.logger.DummyLogger(),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(model, data)
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    perplexity = figures.get("validation_perplexity", math.inf)
+    return {
+        "perplexity": perplexity,
+        "diverged": losses.diverged() or not math.isfinite(perplexity),
+        "losses": [losses.kept[0], losses.kept[-1]],
+        "steps_done": trainer.global_step,
+        "bytes": figures["compression/total_wire_bytes"] / trainer.global_step,
+        "ratio": figures["compression/total_ratio"],
+        "kind": method.kind,
+        "direction": is_direction(method),
+        "memory": written(strategy.memory),
+        "scheme": written(strategy.scheme),
+    }
+
+
+def run(tasks: list[Task], jobs: int, runs: Path, keep: bool) -> list[dict[str, Any]]:
+    """Run what has to be, several at a time; a file each, so that an interruption costs little."""
+    runs.mkdir(parents=True, exist_ok=True)
+    rows: dict[Task, dict[str, Any]] = {}
+    if keep:
+        for path in runs.glob("*.json"):
+            row = json.loads(path.read_text())
+            rows |= {task: row for task in tasks if asdict(task).items() <= row.items()}
+    columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeElapsedColumn())
+    spawn = multiprocessing.get_context("spawn")
+    with Progress(*columns) as progress, ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        bar = progress.add_task("runs", total=len(tasks), completed=len(rows))
+        futures = {pool.submit(train, task): task for task in tasks if task not in rows}
+        for future in as_completed(futures):
+            task, row = futures[future], future.result()
+            rows[task] = row
+            (runs / f"{task.name}_{task.rate:g}.json").write_text(json.dumps(row))
+            progress.console.print(
+                f"{task.name:24} {task.rate:7g} {outcome(row):>9} {row['seconds']:5.0f} s",
+                highlight=False,
+                markup=False,
+            )
+            progress.advance(bar)
+    return [rows[task] for task in tasks]
+
+
+def main() -> int:
+    """Run everything, print, write; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--methods", nargs="+", choices=list(COMPRESSORS), default=list(COMPRESSORS), metavar="M")
+    add("--epochs", type=int, default=3, help="of a run (default: %(default)s)")
+    add("--steps", type=int, default=0, help="of an epoch, at most (default: all)")
+    add("--hidden", type=int, default=128, help="width of the model (default: %(default)s)")
+    add("--workers", type=int, default=2, help="simulated ones (default: %(default)s)")
+    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: %(default)s)")
+    add("--seed", type=int, default=0, help="(default: %(default)s)")
+    add("--keep", action="store_true", help="take finished runs of these settings as they are")
+    add("--runs", type=Path, default=Path("runs", "catalogue"), help="(default: %(default)s)")
+    results = Path(__file__).with_name("results")
+    add("--out", type=Path, default=results, help="folder of the dated files")
+    options = parser.parse_args()
+    names = sorted({DENSE, *options.methods}, key=lambda name: (name != DENSE, name))
+    settings = [getattr(options, name) for name in ("epochs", "steps", "hidden", "workers", "seed")]
+    tasks = [
+        Task(name, rate, *settings)
+        for name in names
+        for rate in (DIRECTION_RATES if is_direction(compressor(name)) else RATES)
+    ]
+    rows = run(tasks, options.jobs, options.runs, options.keep)
+    versions = [f"{part} {version(part)}" for part in ("lightning-gc", "torch")]
+    machine = ", ".join([f"Python {sys.version.split()[0]}", *versions, f"{os.cpu_count()} CPUs"])
+    stem = options.out / f"catalogue_{datetime.date.today():%Y%m%d}"
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    text = page(rows, machine, stem.with_suffix(".svg").name)
+    stem.with_suffix(".md").write_text(text)
+    stem.with_suffix(".json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    draw(rows, stem.with_suffix(".svg"))
+    sys.stdout.write(f"{text}\nWrote {stem}.md, .json and .svg.\n")
+    return int(any(all(map(lost, runs)) for runs in pairs(rows).values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Momentum of what all workers have applied, added before compression."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.memories.memory import Memory, refuse_momentum
+
+
+@dataclass(frozen=True)
+class GlobalMomentum(Memory):
+    """Add the last common step to the gradient, as momentum would, and feed errors back.
+
+    ``x_t = e_{t−1} + g_t + β·a_{t−1}``, ``e_t = x_t − C(x_t)``, with a_t the mean that all workers
+    applied in step t. The paper writes ``−(w_t − w_{t−1})/η`` for a: under plain SGD with a
+    constant learning rate these are the same. Every worker's momentum then points where the model
+    has gone, not where its own gradients did. If everything is sent it is SGD with momentum β.
+
+    Nothing is lost of ``g_t + β·a_{t−1}``. Costs two float32 per parameter and worker. Use plain
+    SGD: momentum in the optimizer would come on top.
+
+    Args:
+        momentum: β, in [0, 1). Higher means a longer memory of the direction.
+
+    Raises:
+        ValueError: ``momentum`` outside [0, 1); at fit start, an optimizer with momentum.
+
+    Example:
+        >>> from lightning_gc import CompressedDDPStrategy, GlobalMomentum, TopK
+        >>> strategy = CompressedDDPStrategy(TopK(0.01), memory=GlobalMomentum(0.9))
+
+    Reference:
+        Zhao, Xie and Li, "Global Momentum Compression for Sparse Communication in Distributed
+        Learning", 2019.
+    """
+
+    momentum: float = 0.9
+
+    buffers = ("error", "applied")
+    common = ("applied",)
+    conserves = False
+    looks_back = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"GlobalMomentum(momentum={self.momentum!r}): it must be in [0, 1); use 0.9."
+            )
+
+    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
+        """Return error, gradient and momentum, in the error's own storage."""
+        return state["error"].add_(bucket.grad).add_(state["applied"], alpha=self.momentum)
+
+    def remember(
+        self, bucket: Bucket, state: Mapping[str, Tensor], before: Tensor, mean: Tensor
+    ) -> None:
+        """Keep the mean; what is not finite would stay for ever."""
+        state["applied"].copy_(mean).nan_to_num_(0.0, 0.0, 0.0)
+
+    def check_optimizer(self, group: Mapping[str, Any]) -> None:
+        """Refuse momentum."""
+        refuse_momentum(self, group)

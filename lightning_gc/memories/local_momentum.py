@@ -1,0 +1,60 @@
+"""Compress the momentum instead of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.memories.memory import Memory, refuse_momentum
+
+
+@dataclass(frozen=True)
+class LocalMomentum(Memory):
+    """Send what is made of each worker's own moving average of gradients; feed no error back.
+
+    ``m_t = β·m_{t−1} + (1 − β)·g_t``, and ``m_t`` is compressed. For ``Signum``: the sign of an
+    average over steps is less noisy than that of one gradient.
+
+    Costs two float32 per parameter and worker. The optimizer must have no momentum of its own.
+
+    Args:
+        momentum: β, in [0, 1). Higher means a longer average.
+
+    Raises:
+        ValueError: ``momentum`` outside [0, 1); at fit start, an optimizer with momentum.
+
+    Example:
+        >>> from lightning_gc import CompressedDDPStrategy, LocalMomentum, SignSGD
+        >>> strategy = CompressedDDPStrategy(SignSGD(), memory=LocalMomentum(0.9))
+
+    Reference:
+        Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed Optimisation for
+        Non-Convex Problems", ICML 2018.
+    """
+
+    momentum: float = 0.9
+
+    # The first is only where the compressor may work: it must not change the average itself.
+    buffers = ("error", "momentum")
+    conserves = False
+    feeds_back = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"LocalMomentum(momentum={self.momentum!r}): it must be in [0, 1); use 0.9."
+            )
+
+    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
+        """Return a copy of the average with the gradient in it."""
+        average = state["momentum"]
+        average.mul_(self.momentum).add_(bucket.grad, alpha=1 - self.momentum)
+        return state["error"].copy_(average)
+
+    def check_optimizer(self, group: Mapping[str, Any]) -> None:
+        """Refuse momentum."""
+        refuse_momentum(self, group)

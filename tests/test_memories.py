@@ -1,0 +1,197 @@
+"""Memories inside a Trainer: what they ask of strategy and optimizer."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import OnExceptionCheckpoint
+from torch import Tensor
+
+from lightning_gc import (
+    DGC,
+    GlobalMomentum,
+    LocalMomentum,
+    MomentumCorrection,
+    NoMemory,
+    PerParameter,
+    Signum,
+    StepAhead,
+    TopK,
+)
+from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from tests.processes import spread
+from tests.simulations import Plain, loader, real, simulated
+
+pytestmark = pytest.mark.processes
+EVERYWHERE = PerParameter(TopK(0.05))
+
+
+class Still(Plain):
+    """Plain SGD, with whatever else is asked for."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.rate, **self.arguments)
+
+
+class Watching(Still):
+    """Notes the weights that its forward passes see, and those that its optimizer steps from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_at: list[Tensor] = []
+        self.step_from: list[Tensor] = []
+
+    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.forward_at.append(self.head.weight.detach().clone())
+        return super().loss(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.step_from.append(self.head.weight.detach().clone())
+
+
+def train(
+    memory: Any, module: pl.LightningModule, compressor: Any = EVERYWHERE, **more: Any
+) -> None:
+    strategy = SimulatedDDPStrategy(compressor, memory, workers=2)
+    settings = {"max_epochs": 1, "limit_train_batches": 6, "logger": False, **more}
+    settings.setdefault("enable_checkpointing", "callbacks" in more)
+    with warnings.catch_warnings():  # Lightning warns of much that is not ours
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **settings,
+        )
+        trainer.fit(module, loader())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"nesterov": True}, {"weight_decay": 0.01}])
+def test_momentum_correction_of_everything_is_sgd_with_momentum(arguments: dict[str, Any]) -> None:
+    """Trained by Lightning: density 1 with the memory's momentum, and torch's own without it."""
+    torch.manual_seed(0)
+    ours, theirs = Still(), Still(momentum=0.9, **arguments)
+    theirs.load_state_dict(ours.state_dict())
+    torch.manual_seed(1)
+    train(MomentumCorrection(0.9, **arguments), ours, PerParameter(TopK(1.0)))
+    torch.manual_seed(1)
+    train(NoMemory(), theirs, PerParameter(TopK(1.0)))
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+def test_a_step_ahead_and_back(alpha: float) -> None:
+    """Each worker's forward pass is at w − α·γ·e of its own; the optimizer steps from w."""
+    torch.manual_seed(0)
+    module, errors = Watching(), []
+
+    class Note(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if engines := module.trainer.strategy.engines:  # type: ignore[attr-defined]
+                known = engines[len(errors) % 2].errors()
+                zero = torch.zeros_like(module.head.weight)
+                errors.append(known.get("head.weight", zero).clone())
+
+    train(StepAhead(alpha), module, callbacks=[Note()], enable_checkpointing=False)
+    assert len(errors) == len(module.forward_at) == 12
+    assert len(module.step_from) == 6
+    for number, seen in enumerate(module.forward_at):
+        expected = module.step_from[number // 2] - alpha * module.rate * errors[number]
+        assert torch.equal(seen, expected) or torch.allclose(seen, expected, rtol=1e-6, atol=1e-8)
+    assert any(error.any() for error in errors)
+    moved = [not torch.equal(s, module.step_from[n // 2]) for n, s in enumerate(module.forward_at)]
+    assert any(moved) == (alpha > 0)
+
+
+def test_what_is_saved_after_an_exception_has_not_moved(tmp_path: Any) -> None:
+    """In the middle of a forward pass, of a backward pass, and between them."""
+
+    class Breaks(Watching):
+        where = ""
+
+        def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().loss(batch, batch_idx)
+            if len(self.forward_at) == 8:
+                if self.where == "forward":
+                    raise RuntimeError(self.where)
+                if self.where == "backward":
+                    loss.register_hook(self.breaks)
+            return loss
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            if len(self.forward_at) == 8 and self.where == "between":
+                raise RuntimeError(self.where)
+
+        def breaks(self, *_: Any) -> None:
+            raise RuntimeError(self.where)
+
+    for where in ("forward", "between", "backward"):
+        torch.manual_seed(0)
+        module = Breaks()
+        module.where = where
+        saving = OnExceptionCheckpoint(tmp_path, where)
+        with pytest.raises(RuntimeError, match=where):
+            train(StepAhead(), module, callbacks=[saving], default_root_dir=str(tmp_path))
+        saved = torch.load(tmp_path / f"{where}.ckpt", weights_only=True)
+        # Steps 0 to 2 were made from what was noted; the fourth was to begin where the third led.
+        assert not torch.equal(saved["state_dict"]["head.weight"], module.forward_at[-1])
+        assert len(module.step_from) == 3
+        torch.manual_seed(0)
+        clean = Watching()
+        train(StepAhead(), clean, limit_train_batches=4)
+        assert torch.equal(saved["state_dict"]["head.weight"], clean.step_from[3])
+
+
+def test_real_workers_do_the_same() -> None:
+    memories = [
+        MomentumCorrection(0.9, clip=1.0, weight_decay=0.01),
+        GlobalMomentum(0.5),
+        StepAhead(average_every=4),
+    ]
+    cases = [
+        {"compressor": EVERYWHERE, "module": Still, "options": {"memory": memory}}
+        for memory in memories
+    ]
+    cases.append({"compressor": PerParameter(Signum()), "module": Still})
+    cases.append({"compressor": PerParameter(DGC(0.05)), "module": Still})
+    runs = zip(*spread(real, 2, 2, cases, timeout=110), strict=True)
+    for case, them in zip(cases, runs, strict=True):
+        us = simulated(2, case)
+        assert us["digest"] == them[0]["digest"], case
+        assert us["errors"] == [run["errors"][0] for run in them], case
+        assert all(np.isfinite(p).all() for p in us["parameters"])
+
+
+@pytest.mark.parametrize(
+    ("memory", "arguments", "word"),
+    [
+        (MomentumCorrection(), {"momentum": 0.9}, "momentum=0,"),
+        (MomentumCorrection(), {"weight_decay": 1e-4}, "weight_decay=0.0001"),
+        (GlobalMomentum(), {"momentum": 0.9}, "momentum=0,"),
+        (LocalMomentum(), {"momentum": 0.9}, "momentum=0,"),
+    ],
+)
+def test_optimizers_that_do_it_too_are_refused(
+    memory: Any, arguments: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ValueError, match=word):
+        train(memory, Still(**arguments))
+
+
+def test_adam_has_momentum() -> None:
+    class WithAdam(Still):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    with pytest.raises(ValueError, match="betas"):
+        train(MomentumCorrection(), WithAdam())
