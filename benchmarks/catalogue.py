@@ -50,7 +50,7 @@ from lightning_gc.tuning.catalogue import written  # noqa: E402
 RATES = (20.0, 8.0)
 CLIP = 0.25
 # Of methods whose result is a direction: a rate is what one step moves each weight by.
-DIRECTION_RATES = (0.01, 0.003)
+DIRECTION_RATES = (0.003, 0.0003)
 DENSE = "identity"  # bit-equal to plain DDP
 
 
@@ -153,9 +153,9 @@ def _fit(task: Task, method: Compressor) -> dict[str, Any]:
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
     perplexity = figures.get("validation_perplexity", math.inf)
     return {
-        "perplexity": perplexity,
-        "diverged": losses.diverged() or not math.isfinite(perplexity),
-        "losses": [losses.kept[0], losses.kept[-1]],
+        "perplexity": _finite(perplexity),
+        "diverged": losses.diverged() or not perplexity < math.exp(losses.kept[0]),
+        "losses": [_finite(losses.kept[0]), _finite(losses.kept[-1])],
         "steps_done": trainer.global_step,
         "bytes": figures["compression/total_wire_bytes"] / trainer.global_step,
         "ratio": figures["compression/total_ratio"],
@@ -164,6 +164,10 @@ def _fit(task: Task, method: Compressor) -> dict[str, Any]:
         "memory": written(strategy.memory),
         "scheme": written(strategy.scheme),
     }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None  # JSON knows no others
 
 
 def run(tasks: list[Task], jobs: int, runs: Path, keep: bool) -> list[dict[str, Any]]:

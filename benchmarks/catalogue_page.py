@@ -106,7 +106,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.set(xscale="log", yscale="log", title="Better of two learning rates")
     axes.set(xlabel="bytes per step and worker", ylabel="validation perplexity")
     axes.minorticks_off()
-    axes.yaxis.set_major_locator(mpl.ticker.LogLocator(base=10, subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_locator(
+        mpl.ticker.LogLocator(base=10, subs=(1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8, 9))
+    )
     axes.yaxis.set_major_formatter(mpl.ticker.ScalarFormatter())
     axes.margins(0.12)
     axes.grid(color="0.85", lw=0.6)
@@ -117,25 +119,22 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _label(figure: Any, axes: Any, found: Sequence[Row]) -> None:
-    """Write names beside points, each moved up until it lies on no other."""
+    """Write names beside points, each moved up until it lies on no other name or point."""
     figure.draw_without_rendering()
-    placed: list[tuple[float, float, float]] = []  # left, right, bottom, in points
-    for run in sorted(found, key=lambda run: (run["perplexity"], run["bytes"])):
-        x, y = axes.transData.transform((run["bytes"], run["perplexity"])) * 72 / figure.dpi
-        left, right, bottom = x + 6, x + 6 + 4.6 * len(run["name"]), y - 3
-        while any(_meet(left, right, bottom, *other) for other in placed):
+    ordered = sorted(found, key=lambda run: (run["perplexity"], run["bytes"]))
+    at = [(run["bytes"], run["perplexity"]) for run in ordered]
+    places = [axes.transData.transform(point) * 72 / figure.dpi for point in at]  # in points
+    taken = [(x - 4, x + 4, y - 4) for x, y in places]  # left, right, bottom
+    for run, point, (x, y) in zip(ordered, at, places, strict=True):
+        left, right, bottom = x + 5, x + 5 + 5 * len(run["name"]), y - 3
+        while any(a < right and left < b and abs(c - bottom) < 9 for a, b, c in taken):
             bottom += 1
-        placed.append((left, right, bottom))
+        taken.append((left, right, bottom))
         axes.annotate(
             run["name"],
-            (run["bytes"], run["perplexity"]),
+            point,
             xytext=(left - x, bottom - y),
             textcoords="offset points",
             fontsize=8,
             arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "0.5"} if bottom > y else None,
         )
-
-
-def _meet(left: float, right: float, bottom: float, l2: float, r2: float, b2: float) -> bool:
-    """Return whether two lines of 9 points' height lie on each other."""
-    return l2 < right and left < r2 and abs(b2 - bottom) < 9

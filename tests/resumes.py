@@ -15,7 +15,7 @@ from tests.fits import Books, data, digest, numbers
 
 
 class Logged(Books):
-    """Adam, whose state must come back as well, a rate that falls, and two metrics."""
+    """Adam, if that may be, whose state must come back as well, a rate that falls, two metrics."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -26,8 +26,12 @@ class Logged(Books):
         self.log("val_loss", self.loss(batch, batch_idx), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        adam = torch.optim.Adam(self.parameters(), lr=0.01)
-        return [adam], [torch.optim.lr_scheduler.StepLR(adam, 1, 0.7)]
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        try:
+            self.trainer.strategy.memory.check_optimizer(optimizer.param_groups[0])  # type: ignore[attr-defined]
+        except ValueError:  # the memory has the momentum
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
 class Stateful(DataLoader[Tensor]):
@@ -126,7 +130,11 @@ def fit(
     engine.settle()
     return {
         "parameters": digest(model),
-        "errors": {n: e.numpy().tobytes() for n, e in engine.errors().items()},
+        "errors": {
+            f"{name} {buffer}": kept.numpy().tobytes()
+            for name, buffers in engine.state_dict()["memory"].items()
+            for buffer, kept in buffers.items()
+        },
         "levels": strategy.levels(),
         "controller": strategy.turn.state if strategy.turn else None,
         "totals": {n: float(v) for n, v in trainer.callback_metrics.items() if "compr" in n},

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import math
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,6 +29,7 @@ from lightning_gc import (
     Multiple,
     PowerSGD,
     Residual,
+    SizeSwitch,
     TopK,
     Unbounded,
     Variance,
@@ -158,6 +158,7 @@ def test_every_reference_is_understood() -> None:
 def test_configurations_are_written_without_defaults() -> None:
     assert written(Residual()) == "Residual()"
     assert written(Residual(decay=0.9)) == "Residual(decay=0.9)"
+    assert written(SizeSwitch(Identity(), min_dims=1)) == "SizeSwitch(inner=Identity(), min_dims=1)"
     assert written(TopK(0.5, selection="sampled")) == "TopK(density=0.5, selection='sampled')"
 
 
@@ -178,7 +179,7 @@ def test_there_are_tables() -> None:
 
 
 def test_bars_do_not_break_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(listing.FAMILIES, "own", lambda: [compressor_row("mine", Mine)])  # type: ignore[arg-type]
+    monkeypatch.setitem(FAMILIES, "own", lambda: [compressor_row("mine", Mine)])
     *_, line = listing.markdown("own").splitlines()
     assert line.startswith("| [`Mine`][tests.Mine] | `mine` | Send all, or &#124;nothing&#124;. |")
 
@@ -211,7 +212,6 @@ def test_families_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for folder in ("examples", "benchmarks"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
-    sys.modules.pop("text", None)
     return importlib.import_module("catalogue")
 
 

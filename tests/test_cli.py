@@ -11,7 +11,7 @@ from typing import Any
 import optuna
 import pytest
 
-from lightning_gc import COMPRESSORS, cli
+from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
 from lightning_gc.tuning import config, open_storage
 from lightning_gc.tuning.claims import counts
 from tests.tunings import unwarned
@@ -88,9 +88,13 @@ def test_fit_is_lightnings_own(folder: Path, capsys: pytest.CaptureFixture[str])
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list") == cli.OK
     said = capsys.readouterr().out
-    for name in (*COMPRESSORS, "residual", "two_shot", "accordion"):
-        assert name[:8] in said
+    for name in (*COMPRESSORS, *MEMORIES, *SCHEMES, "accordion"):
+        assert name in said
     assert "density" in said
+    assert run("list", "schemes", "memories") == cli.OK
+    said = capsys.readouterr().out
+    assert said.index("Schemes") < said.index("Memories")
+    assert "topk" not in said
 
 
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,8 @@ from lightning_gc.compressors.one_bit_sgd import OneBitSGD as OneBitSGD
 from lightning_gc.compressors.per_parameter import PerParameter as PerParameter
 from lightning_gc.compressors.powersgd import PowerSGD as PowerSGD
 from lightning_gc.compressors.qsgd import QSGD as QSGD
-from lightning_gc.compressors.random_mask import RandomMask as RandomMask
 from lightning_gc.compressors.quantised import Quantised as Quantised
+from lightning_gc.compressors.random_mask import RandomMask as RandomMask
 from lightning_gc.compressors.randomk import RandomK as RandomK
 from lightning_gc.compressors.ranges import Choice as Choice
 from lightning_gc.compressors.ranges import Range as Range

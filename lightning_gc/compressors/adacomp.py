@@ -42,7 +42,7 @@ class AdaComp(Codec):
         ``2 + log2(numel/c)`` bits each and a byte or two
         ``signs      # (floor(c / 8),) uint8``, eight elements a byte
         ``last       # (c mod 8,) uint8``, the last signs, one a byte, whose number tells c
-        At one element in a hundred that makes 9.6 bits a sent element; the paper spends 8 or 16.
+        At one element in a hundred that makes 9.6 bits a sent element.
 
     Raises:
         ValueError: ``bin_size`` below 1 or not whole.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ def positions(numel: int, k: int, generator: torch.Generator) -> Tensor:
     differ: no position is preferred in any part of this, so neither is any set.
     """
     device = generator.device
+    if not k:
+        return torch.empty(0, dtype=torch.int64, device=device)
     if device.type != "cpu" or k > _SPARSE * numel:
         return torch.randperm(numel, generator=generator, device=device)[:k]
     expected = -numel * math.log1p(-k / numel)  # draws until k differ, on average
@@ -37,6 +40,18 @@ def positions(numel: int, k: int, generator: torch.Generator) -> Tensor:
 def shared(density: float, numel: int, bucket: Bucket) -> Tensor:
     """Return the positions that all workers draw for this tensor in this step, ``(k,)``."""
     return positions(numel, sparse.count(density, numel), bucket.generator(shared=True))
+
+
+def how_many(density: float, numel: int, bucket: Bucket) -> int:
+    """Return how many of ``numel`` elements a mask of independent draws keeps in this step.
+
+    Binomial, drawn on the host, which must know it: it is a shape. So it depends on the tensor's
+    size and on nothing else of it, and the shards of a two-shot scheme are equally long.
+    """
+    draw = replace(bucket, shapes={f"{numel} elements": (numel,)}).generator(shared=True)
+    host = torch.Generator().manual_seed(draw.initial_seed())
+    trials = torch.tensor(numel, dtype=torch.float64)
+    return int(torch.binomial(trials, torch.full_like(trials, density), generator=host))
 
 
 def put(payload: Payload, chosen: Tensor, out: Tensor, scale: float) -> None:

@@ -21,9 +21,8 @@ class FixedProportion(Codec):
     """Send a fixed share of the positive and of the negative elements, each as its side's mean.
 
     ``C(x)_i = mean{x_j : j in P}`` for i in P, the ``density·n₊`` greatest of n₊ positive elements;
-    likewise for the least of the negative ones; else 0. The paper looks for the two thresholds in
-    a sample; here they are exact, as everything that follows from them. It is ``OneBitSGD`` of the
-    elements that matter.
+    likewise for the least of the negative ones; else 0. The two thresholds that
+    this means are found exactly, not by a sample. It is ``OneBitSGD`` of the elements that matter.
 
     Args:
         density: share of either side sent, in (0, 1]; at least one element of a side that is not

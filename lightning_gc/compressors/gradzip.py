@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.low_rank import LowRank
 
-_LEAST = 1e-12  # of float64's 2e-16, so that the smallest eigenvalue is above what is rounded
+_LEAST = 1e-12  # below, float32's rounding of both factors would be seen in their product
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class GradZip(LowRank):
     others. They stay in the error.
 
     Our reading of the paper: one alternation a step, with errors taken from the mean approximation.
-    Columns of P get length 1 before the fit, so that λ means the same for gradients of any size,
-    and Q is orthonormalised before it is used again: a direction that one step's gradient lacks
-    would be lost for ever. QᵀQ is I then, and what is left of the first inverse, ``1 / (1 + λ)``,
-    goes when the columns are scaled.
+    P is scaled before the fit so that its longest column has length 1 and λ means the same for
+    gradients of any size; and Q is orthonormalised before it is used again: a direction that one
+    step's gradient lacks would be lost for ever. QᵀQ is I then, and what is left of the first
+    inverse, ``1 / (1 + λ)``, goes when P is scaled.
 
     Tensors of one dimension, and those that ``rank`` columns would hardly make smaller, go dense.
 
@@ -42,9 +42,10 @@ class GradZip(LowRank):
         min_ratio: a tensor is compressed if that makes it smaller by more than this factor:
             ``min_ratio·rank·(n + m) < n·m``.
         dense_steps: steps at the beginning that send everything exactly.
-        regulariser: λ, at least 1e-12, relative to the squared length of a column of P. Higher
-            means a smaller C, less disturbed by rounding: a direction is sent ``1 + λ/e`` times too
-            small, e being its eigenvalue of PᵀP, of which the mean is 1.
+        regulariser: λ, at least 1e-12, relative to the squared length of the longest column of P.
+            Higher means a smaller C: what is ``√λ`` of that long is sent at half its size. Lower
+            means more of what rounding leaves where P has fewer directions than columns: its share
+            of C is about ``1e-14/λ``.
 
     Communication pattern:
         Two all-reduces one after the other: M·Q, then Mᵀ·P; everything that goes dense rides on
@@ -86,9 +87,9 @@ class GradZip(LowRank):
             )
 
     def basis(self, p: Tensor) -> Tensor:
-        """Scale the columns to length 1. Zeros stay; squares of 1e30 are numbers in float64."""
-        lengths = torch.linalg.vector_norm(p.double(), dim=0)
-        scaled: Tensor = (p / lengths.where(lengths > 0, 1.0)).to(p.dtype)
+        """Scale the longest column to length 1. In float64 squares of 1e30 are numbers."""
+        longest = torch.linalg.vector_norm(p.double(), dim=0).amax()
+        scaled: Tensor = (p / longest.where(longest > 0, 1.0)).to(p.dtype)
         return scaled
 
     def fit(self, q: Tensor, p: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
@@ -68,18 +67,11 @@ class RandomMask(Codec):
         """Return the positions under this step's mask, ``(c,)`` int64.
 
         Of a mask that is drawn element by element the number is binomial, and of masks with that
-        number all are equally likely. So it is enough to draw c, and c positions.
+        number all are equally likely. So it is enough to draw c, and c positions. Tensors of equal
+        size have masks of their own with the same c.
         """
-        draw = bucket.generator(shared=True)
-        # Drawn on the host, which must know it: it is a shape.
-        host = draw
-        if draw.device.type != "cpu":
-            host = torch.Generator().manual_seed(draw.initial_seed())
-        trials = torch.tensor(numel, dtype=torch.float64)
-        c = int(torch.binomial(trials, torch.full_like(trials, self.density), generator=host))
-        if not c:
-            return torch.zeros(0, dtype=torch.int64, device=draw.device)
-        return drawing.positions(numel, c, draw)
+        c = drawing.how_many(self.density, numel, bucket)
+        return drawing.positions(numel, c, bucket.generator(shared=True))
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = density, in expectation over the draw."""

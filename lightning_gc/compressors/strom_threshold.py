@@ -19,8 +19,8 @@ class StromThreshold(Codec):
     """Send the sign of all elements of magnitude τ or more; each moves by τ, the rest is kept.
 
     ``C(x)_i = τ·sign(x_i)`` if ``|x_i| ≥ τ``, else 0. So an element of 3.5·τ needs three steps. An
-    element that grows by more than τ a step is sent at every one and never caught up with: τ
-    should be above the magnitude of most elements, and is to the whole model what a step is.
+    element that grows by more than τ a step is sent at every step, and its error still grows: τ
+    should be above the magnitude of most elements of one gradient.
 
     Args:
         threshold: τ, in units of the (unscaled) gradient, above 0. Higher means more compression.

@@ -124,12 +124,18 @@ def bound(compressor: Compressor, numel: int) -> str:
 
 def written(instance: Any) -> str:
     """Return how to write a frozen configuration, without what is at its default anyway."""
-    said = ", ".join(
-        f"{field.name}={getattr(instance, field.name)!r}"
-        for field in dataclasses.fields(instance)
-        if getattr(instance, field.name) != field.default
-    )
-    return f"{type(instance).__name__}({said})"
+    cls, fields = type(instance), dataclasses.fields(instance)
+    given = {field.name: getattr(instance, field.name) for field in fields}
+    # Of fields without a default, whatever they hold.
+    missing = dataclasses.MISSING
+    needed = {f.name for f in fields if f.default is missing and f.default_factory is missing}
+    plain = cls(**{name: given[name] for name in needed})
+    said = [
+        f"{name}={value!r}"
+        for name, value in given.items()
+        if name in needed or value != getattr(plain, name)
+    ]
+    return f"{cls.__name__}({', '.join(said)})"
 
 
 def memory_row(name: str, cls: type[Memory]) -> Row:
@@ -191,7 +197,7 @@ def _field(field: dataclasses.Field[Any]) -> str:
     return field.name if missing else f"{field.name} = {field.default!r}"
 
 
-FAMILIES: Mapping[str, Callable[[], list[Row]]] = {
+FAMILIES: dict[str, Callable[[], list[Row]]] = {
     "compressors": lambda: [compressor_row(*item) for item in sorted(COMPRESSORS.items())],
     "memories": lambda: [memory_row(*item) for item in sorted(MEMORIES.items())],
     "schemes": lambda: [scheme_row(*item) for item in sorted(SCHEMES.items())],

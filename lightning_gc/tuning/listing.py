@@ -68,7 +68,7 @@ def _wide(family: str, rows: Sequence[Row]) -> Table:
     """Return a table with a column for everything."""
     table = _table(family)
     for heading in ("class", "name", *rows[0].cells, "what"):
-        table.add_column(heading, no_wrap=heading in ("class", "name"))
+        table.add_column(heading, no_wrap=heading in ("class", "name"), overflow="fold")
     for row in rows:
         cells = [row.cls.__name__, row.name, *map(escape, row.cells.values())]
         table.add_row(*cells, _in_terminal(row.what))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc import (
-    AllGather,
     AllReduce,
     Compressor,
     IntegerQSGD,
@@ -67,16 +66,12 @@ def check_levels(x: np.ndarray, sent: np.ndarray, mean: np.ndarray, scale: float
     np.testing.assert_allclose(mean, wanted, rtol=1e-6, atol=1e-7 * scale)
 
 
-def workers_of(kind: str, count: int) -> list[Tensor]:
-    """Return a tensor for each worker, of which the last has the greatest elements."""
-    return [KINDS[kind].roll(i) * ((i + 1) / count) for i in range(count)]
-
-
 @each_kind
 @pytest.mark.parametrize("bits", [2, 4, 7, 9, 16])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_integer_qsgd(kind: str, bits: int, workers: int) -> None:
-    x, sent, mean = synchronised(IntegerQSGD(bits), workers_of(kind, workers))
+    xs = [KINDS[kind].roll(i) * ((i + 1) / workers) for i in range(workers)]
+    x, sent, mean = synchronised(IntegerQSGD(bits), xs)
     check_levels(x, sent, mean, np.abs(x).max(), 2 ** (bits - 1) - 1)
 
 
@@ -84,7 +79,8 @@ def test_integer_qsgd(kind: str, bits: int, workers: int) -> None:
 @pytest.mark.parametrize("clip", [0.5, 2.5, None])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_terngrad(kind: str, clip: float | None, workers: int) -> None:
-    x, sent, mean = synchronised(TernGrad(clip), workers_of(kind, workers))
+    xs = [KINDS[kind].roll(i) * ((i + 1) / workers) for i in range(workers)]
+    x, sent, mean = synchronised(TernGrad(clip), xs)
     limits = [math.inf if clip is None else clip * np.sqrt((row**2).mean()) for row in x]
     clipped = np.stack([row.clip(-limit, limit) for row, limit in zip(x, limits, strict=True)])
     check_levels(clipped, sent, mean, np.abs(clipped).max(), 1)
@@ -300,6 +296,5 @@ def test_bad_arguments() -> None:
         with pytest.raises(ValueError, match=r"above 0; use the paper's 2\.5"):
             TernGrad(clip)
     assert IntegerQSGD().at(99).bits == 16
-    for scheme in (TwoShot(), AllGather()):
-        with pytest.raises(ValueError, match="AllReduce"):
-            Lockstep(2, TernGrad(), scheme=scheme)
+    with pytest.raises(ValueError, match="AllReduce"):
+        Lockstep(2, TernGrad(), scheme=TwoShot())

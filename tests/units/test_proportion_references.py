@@ -139,7 +139,7 @@ def test_fixed_proportion_keeps_its_bound_where_it_is_hard(density: float) -> No
     codec = FixedProportion(density)
     one = torch.full((100,), 1e-6)
     one[5] = 1.0
-    few = torch.where(torch.arange(100) < round(1.49 / density), 1.0, 0.0)
+    few = torch.where(torch.arange(100) < int(1.49 / density), 1.0, 0.0)
     shares = []
     for x in (one, torch.ones(100), -few, torch.cat([few, -few])):
         left = apply(codec, x)[1].astype(np.float64)

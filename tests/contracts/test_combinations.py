@@ -1,0 +1,74 @@
+"""Every compressor with every memory and scheme that goes with it, for 1 to 4 workers."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES
+from lightning_gc.combination import combine
+from lightning_gc.compressors import Compressor
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
+from lightning_gc.testing import Lockstep
+from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.memory import refused
+from lightning_gc.testing.contracts.scheme import fits
+
+STEPS = 2
+SMALL = ("matrix", "smaller_than_workers")
+INSTANCES = [c for cls in COMPRESSORS.values() for c in cls.examples()]
+MEMORY_INSTANCES = [m for cls in MEMORIES.values() for m in cls.examples()]
+
+
+def small(workers: int, step: int) -> list[cases.Named]:
+    return [{n: g[n] for n in g if n in SMALL} for g in cases.gradients(workers, step)]
+
+
+def hold(compressor: Compressor, memory: Memory, scheme: Scheme, workers: int, steps: int) -> None:
+    """Replicas are the same (``Lockstep`` says where not), numbers finite, and nothing is lost."""
+    what = f"{memory} {scheme} {workers}"
+    lockstep = Lockstep(workers, compressor, memory, scheme)
+    applied = {n: torch.zeros(cases.SHAPES[n], dtype=torch.float64) for n in SMALL}
+    given = {n: torch.zeros_like(applied[n]) for n in SMALL}
+    for step in range(steps):
+        made = small(workers, step)
+        result = lockstep.step(made)
+        for n in SMALL:
+            assert result.mean[n].isfinite().all(), what
+            applied[n] += result.mean[n].double()
+            given[n] += torch.stack([g[n].double() for g in made]).mean(0)
+    if memory.conserves and memory.buffers:
+        for n in SMALL:
+            left = torch.stack([error[n].double() for error in result.errors]).mean(0)
+            slack = 1e-4 * float(given[n].abs().max() + left.abs().max())
+            torch.testing.assert_close(applied[n] + left, given[n], rtol=0, atol=slack, msg=what)
+
+
+@pytest.mark.parametrize("compressor", INSTANCES, ids=cases.label)
+def test_all_that_go_together(compressor: Compressor) -> None:
+    """With the first example of each memory."""
+    hold_all(compressor, [cls.examples()[0] for cls in MEMORIES.values()])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("compressor", INSTANCES, ids=cases.label)
+def test_all_that_go_together_at_length(compressor: Compressor) -> None:
+    hold_all(compressor, MEMORY_INSTANCES, steps=6)
+
+
+def hold_all(compressor: Compressor, memories: Sequence[Memory], steps: int = STEPS) -> None:
+    for memory in memories:
+        if refused(memory, compressor):
+            continue
+        for kind in SCHEMES.values():
+            if not fits(kind(), compressor):
+                continue
+            for workers in cases.WORKERS:
+                hold(compressor, memory, kind(), workers, steps)
+
+
+def test_every_memory_goes_with_something() -> None:
+    for memory in MEMORY_INSTANCES:
+        assert any(not refused(memory, compressor) for compressor in INSTANCES), memory
+    assert len({combine(c)[1] for c in INSTANCES}) > 3
