@@ -118,6 +118,7 @@ class Losses(pl.Callback):
 def train(task: Task) -> dict[str, Any]:
     """Train once; return figures, or what went wrong."""
     torch.set_num_threads(1)  # the model is too small to share among threads
+    torch.set_flush_denormal(True)  # saturated activations have gradients that take long
     hush()
     started = time.perf_counter()
     method = compressor(task.name)

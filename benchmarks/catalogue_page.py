@@ -86,7 +86,7 @@ norm of 0.25, but not where the result is a direction, whose rates are much smal
 is that of the validation text after the last epoch, and *best* is the better of the two, so none
 is an unbiased estimate; nothing else was tuned, and one seed tells no difference of a few percent.
 Bytes are one worker's, means over all steps of the better run. *Diverged* is a run whose loss was
-no number, or at the end no lower than at the start.
+no number, or at the end no lower than at the start, on the training or the validation text.
 
 {table}
 

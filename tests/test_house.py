@@ -22,10 +22,11 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
-AbsoluteError AllGather AllReduce Cast Choice Codec CompressedDDPStrategy CompressionMonitor
-Compressor Contraction Estimating HardThreshold Identity Knob Memory NetworkModel NoMemory
-PerParameter QSGD RandomK Range Residual Scheme SimulatedDDPStrategy SizeSwitch SparseReduce TopK
-TwoShot Variance Wrapper
+AbsoluteError AllGather AllReduce ByteCodes Cast Choice Codec CompressedDDPStrategy
+CompressionMonitor Compressor Contraction ErrorReset Estimating GlobalMomentum HardThreshold
+Identity Knob LocalMomentum LowRank Memory MomentumCorrection Multiple NetworkModel NoMemory
+PerParameter QSGD RandomK Range Residual Scheme SimulatedDDPStrategy SizeSwitch SparseReduce
+StepAhead TopK TwoShot Unbounded Variance WeightedError Wrapper
 """.split()  # noqa: SIM905 - a list of thirty lines says no more
 
 

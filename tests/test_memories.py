@@ -93,7 +93,8 @@ def test_momentum_correction_of_everything_is_sgd_with_momentum(arguments: dict[
 def test_a_step_ahead_and_back(alpha: float) -> None:
     """Each worker's forward pass is at w − α·γ·e of its own; the optimizer steps from w."""
     torch.manual_seed(0)
-    module, errors = Watching(), []
+    module = Watching()
+    errors: list[Tensor] = []
 
     class Note(pl.Callback):
         def on_train_batch_start(self, *_: Any) -> None:

@@ -29,7 +29,9 @@ def test_the_files_describe_the_thesis_and_the_demo(example: ModuleType) -> None
     thesis, methods = config.load(CONFIGS / "thesis.yaml")
     assert (thesis.trials, thesis.sampler, thesis.patience) == (60, "random", 10)
     assert [m.name for m in methods if m.tuned] == []  # ratios are given, not searched
-    assert len(methods) == 1 + 3 * 3
+    assert len(methods) == 1 + 4 * 3
+    momenta = [m.name for m in methods if m.tuned_memory]
+    assert momenta == ["dgc_50x", "dgc_500x", "dgc_5000x"]
     demo, methods = config.load(CONFIGS / "demo.yaml")
     assert [m.name for m in methods] == ["dense", "topk", "randomk", "qsgd", "hard_threshold"]
     assert demo.workers == 2

@@ -17,7 +17,9 @@ from lightning_gc import (
     HardThreshold,
     Identity,
     Knob,
+    MomentumCorrection,
     Range,
+    Residual,
     TopK,
 )
 from lightning_gc.tuning import Method
@@ -43,6 +45,7 @@ def drawn(method: Method, number: int = 0) -> dict[str, Any]:
     sampler = optuna.samplers.RandomSampler(seed=number)
     trial = optuna.create_study(sampler=sampler).ask()
     method.draw(trial)
+    method.draw_memory(trial)
     return trial.params
 
 
@@ -54,8 +57,9 @@ def test_every_registered_compressor_can_be_drawn_from_its_declaration(name: str
     assert cls.knob is None or cls.knob.field in fields
     for number in range(5):
         params = drawn(method, number)
-        assert list(params) == [f"compressor.{field}" for field in fields]
-        compressor = cls(**{name.partition(".")[2]: value for name, value in params.items()})
+        own = {n.partition(".")[2]: v for n, v in params.items() if n.startswith("compressor.")}
+        assert list(own) == fields
+        compressor = cls(**own)
         if cls.knob is not None:
             assert cls.knob.clamp(compressor.level) == compressor.level  # type: ignore[arg-type]
 
@@ -81,6 +85,19 @@ def test_fixed_fields_are_not_drawn_and_users_narrow_ranges() -> None:
     assert drawn(narrow)["compressor.bits"] in (2, 4)
     trial = optuna.trial.FixedTrial({"compressor.bits": 4})
     assert narrow.draw(trial) == QSGD(bits=4, block_size=64)
+
+
+def test_memories_are_searched_too() -> None:
+    """The momentum belongs to what is tuned; an instance is what its user wants."""
+    assert "memory.momentum" in drawn(Method("dgc"))
+    assert 0.5 <= drawn(Method("sign_sgd", memory="local_momentum"))["memory.momentum"] <= 0.99
+    assert set(drawn(Method("dgc", memory=MomentumCorrection(0.7)))) == {"compressor.density"}
+    narrow = Method("dgc", memory_space=(parse("momentum", {"low": 0.2, "high": 0.3}),))
+    assert 0.2 <= drawn(narrow)["memory.momentum"] <= 0.3
+    mine = Method("dgc", memory=MomentumCorrection(clip=1.0), memory_space=narrow.memory_space)
+    trial = optuna.trial.FixedTrial({"memory.momentum": 0.25})
+    assert mine.draw_memory(trial) == MomentumCorrection(0.25, clip=1.0)
+    assert Method("topk").draw_memory(trial) == Residual()
 
 
 def test_every_tensor_means_no_size_limit() -> None:
@@ -118,6 +135,9 @@ def test_spaces_are_written_down_as_plain_values() -> None:
             "density",
             "do one",
         ),
+        (lambda: Method("dgc", memory="residul"), "'residul'", "'residual'"),
+        (lambda: Method("topk", memory_space=(Range("m", 0, 1),)), "'m'", "fields are decay"),
+        (lambda: Method("dgc", memory_space=(Range("momentum", 0, 1),)), "=1", "use 0.9"),
         (lambda: Range("a", 2, 1), "2 to 1", "holds no number"),
         (lambda: Range("a", 0, 1, scale="log"), "from 0", "above 0"),
         (lambda: Range("a", 0, 1, scale="cubic"), "'cubic'", "'linear'"),  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from lightning_gc.compressors.adacomp import AdaComp as AdaComp
 from lightning_gc.compressors.atomo_svd import AtomoSVD as AtomoSVD
+from lightning_gc.compressors.byte_codes import ByteCodes as ByteCodes
 from lightning_gc.compressors.cast import Cast as Cast
 from lightning_gc.compressors.compressor import AbsoluteError as AbsoluteError
 from lightning_gc.compressors.compressor import Codec as Codec
@@ -24,6 +25,7 @@ from lightning_gc.compressors.hard_threshold import HardThreshold as HardThresho
 from lightning_gc.compressors.identity import Identity as Identity
 from lightning_gc.compressors.int8 import Int8 as Int8
 from lightning_gc.compressors.integer_qsgd import IntegerQSGD as IntegerQSGD
+from lightning_gc.compressors.low_rank import LowRank as LowRank
 from lightning_gc.compressors.natural_compression import NaturalCompression as NaturalCompression
 from lightning_gc.compressors.one_bit_sgd import OneBitSGD as OneBitSGD
 from lightning_gc.compressors.per_parameter import PerParameter as PerParameter

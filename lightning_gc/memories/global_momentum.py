@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.ranges import Range
 from lightning_gc.memories.memory import Memory, refuse_momentum
 
 
@@ -42,6 +43,7 @@ class GlobalMomentum(Memory):
     momentum: float = 0.9
 
     buffers = ("error", "applied")
+    space = (Range("momentum", 0.1, 0.9),)
     common = ("applied",)
     conserves = False
     looks_back = True

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.ranges import Range
 from lightning_gc.memories.memory import Memory, refuse_momentum
 
 
@@ -40,6 +41,7 @@ class LocalMomentum(Memory):
 
     # The first is only where the compressor may work: it must not change the average itself.
     buffers = ("error", "momentum")
+    space = (Range("momentum", 0.5, 0.99),)
     conserves = False
     feeds_back = False
 

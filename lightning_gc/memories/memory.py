@@ -9,6 +9,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.ranges import Choice, Range
 
 
 class Memory(abc.ABC):
@@ -37,6 +38,7 @@ class Memory(abc.ABC):
             engine multiplies them by γ_{t−1}/γ_t when a parameter's learning rate changes.
         common: those of ``buffers`` that hold the same on all workers.
         looks_back: ``remember`` wants to be called when a round is over.
+        space: what is worth tuning, and in which range.
         reads_weights: ``bucket.weights`` is wanted.
         ahead: the share of its own error by which a worker moves its weights, for the time of its
             forward and backward pass.
@@ -49,6 +51,7 @@ class Memory(abc.ABC):
     lr_aware: bool = False
     common: tuple[str, ...] = ()
     looks_back: bool = False
+    space: tuple[Range | Choice, ...] = ()
     reads_weights: bool = False
     ahead: float = 0.0
 

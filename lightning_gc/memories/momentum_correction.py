@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.ranges import Range
 from lightning_gc.memories.memory import Memory, refuse_momentum
 
 
@@ -58,6 +59,7 @@ class MomentumCorrection(Memory):
     weight_decay: float = 0.0
 
     buffers = ("error", "momentum")
+    space = (Range("momentum", 0.1, 0.9),)
     conserves = False
     corrects_momentum = True
     looks_back = True

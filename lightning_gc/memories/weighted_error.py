@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.ranges import Range
 from lightning_gc.memories.memory import Memory
 
 
@@ -44,6 +45,7 @@ class WeightedError(Memory):
     beta: float = 0.9
 
     buffers = ("error", "history")
+    space = (Range("alpha", 0.02, 1.0, scale="log"), Range("beta", 0.5, 1.0))
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1 or not 0 <= self.beta <= 1:

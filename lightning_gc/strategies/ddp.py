@@ -78,7 +78,7 @@ class CompressedDDP(Compressing):
         >>> from lightning_gc import CompressedDDPStrategy, TopK
         >>> strategy = CompressedDDPStrategy(TopK(density=0.01), start_method="spawn")
         >>> strategy.memory, strategy.scheme
-        (Residual(decay=1.0, lr_aware=False), AllGather())
+        (Residual(decay=1.0, lr_aware=False, gain=1.0), AllGather())
 
     Attributes:
         engine: state and configuration, once fitting has started; kept between fits.

@@ -37,10 +37,12 @@ class MethodSettings:
     controller: Controller | None = None
     every_tensor: bool = False
     budget: float | None = None
+    memory_space: dict[str, Any] = field(default_factory=dict)
 
     def method(self, name: str) -> Method:
         """Return the method that is meant."""
-        return Method(name, **(vars(self) | {"space": parse_all(self.space)}))
+        spaces = {"space": parse_all(self.space), "memory_space": parse_all(self.memory_space)}
+        return Method(name, **(vars(self) | spaces))
 
 
 @dataclass

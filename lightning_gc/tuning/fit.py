@@ -48,7 +48,7 @@ def fit(
     arguments = {**experiment.trainer, **(more[0] if more else {})}
     experiment.check_trainer(arguments)
     parts: dict[str, Any] = {
-        "memory": method.memory,
+        "memory": method.draw_memory(trial),
         "scheme": method.scheme,
         "controller": method.controller,
         "seed": seed,

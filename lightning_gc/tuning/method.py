@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,11 +10,22 @@ from typing import Any
 
 import optuna
 
+from lightning_gc.combination import combine
 from lightning_gc.compressors import COMPRESSORS, Choice, Compressor, Identity, PerParameter
 from lightning_gc.controllers import Controller
-from lightning_gc.memories import Memory
+from lightning_gc.memories import MEMORIES, Memory
+from lightning_gc.registry import make
 from lightning_gc.schemes import Scheme
-from lightning_gc.tuning.space import PREFIX, Space, check, declared, draw, ends
+from lightning_gc.tuning.space import (
+    MEMORY_PREFIX,
+    PREFIX,
+    Space,
+    check,
+    check_field,
+    declared,
+    draw,
+    ends,
+)
 
 DENSE = "dense"
 
@@ -29,7 +41,9 @@ class Method:
         fixed: fields that keep one value. Fields that are neither fixed nor searched keep their
             default.
         space: replaces what the compressor declares, field by field.
-        memory: as for ``CompressedDDPStrategy``; so are ``scheme`` and ``controller``.
+        memory: as for ``CompressedDDPStrategy``; so are ``scheme`` and ``controller``. What it
+            declares as worth tuning is searched, unless an instance is given.
+        memory_space: replaces what the memory declares, field by field.
         every_tensor: compress biases and small tensors too, as the early papers do.
         budget: bytes that one worker may send in a run, in place of the experiment's.
 
@@ -53,6 +67,7 @@ class Method:
     controller: Controller | None = None
     every_tensor: bool = False
     budget: float | None = None
+    memory_space: Space = ()
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -64,9 +79,12 @@ class Method:
             check(cls, Choice(name, (self.fixed[name],)))
             if name in searched:
                 raise ValueError(f"{self.name}: {name} is both fixed and searched; do one.")
-        # What the compressor refuses is to be known before the first trial.
+        for entry in self.memory_space:
+            check_field(type(self._memory()), entry)
+        # What compressor or memory refuse is to be known before the first trial.
         for end in (0, -1):
             self._make({e.field: ends(e)[end] for e in self.tuned})
+            self._remember({e.field: ends(e)[end] for e in self.tuned_memory})
 
     @property
     def kind(self) -> type[Compressor]:
@@ -80,9 +98,30 @@ class Method:
         space |= {entry.field: entry for entry in self.space}
         return tuple(entry for name, entry in space.items() if name not in self.fixed)
 
+    @property
+    def tuned_memory(self) -> Space:
+        """What each trial draws of the memory's fields."""
+        given = isinstance(self.memory, Memory)
+        space = {} if given else {entry.field: entry for entry in self._memory().space}
+        space |= {entry.field: entry for entry in self.memory_space}
+        return tuple(space.values())
+
     def draw(self, trial: optuna.trial.BaseTrial) -> Compressor:
         """Return the compressor of a trial."""
         return self._make(draw(trial, self.tuned, PREFIX))
+
+    def draw_memory(self, trial: optuna.trial.BaseTrial) -> Memory:
+        """Return the memory of a trial."""
+        return self._remember(draw(trial, self.tuned_memory, MEMORY_PREFIX))
+
+    def _memory(self) -> Memory:
+        memory = self.memory
+        if isinstance(memory, str):
+            memory = make("memory", memory, MEMORIES, Memory)
+        return combine(self._make({e.field: ends(e)[0] for e in self.tuned}), memory)[1]
+
+    def _remember(self, drawn: Mapping[str, Any]) -> Memory:
+        return dataclasses.replace(self._memory(), **drawn)  # type: ignore[type-var]
 
     def _make(self, drawn: Mapping[str, Any]) -> Compressor:
         compressor: Compressor = self.kind(**self.fixed, **drawn)

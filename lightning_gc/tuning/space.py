@@ -11,7 +11,7 @@ import optuna
 from lightning_gc.compressors import Choice, Compressor, Range
 
 Space = tuple[Range | Choice, ...]
-PREFIX = "compressor."
+PREFIX, MEMORY_PREFIX = "compressor.", "memory."
 
 
 def declared(compressor: type[Compressor]) -> Space:
@@ -35,11 +35,8 @@ def declared(compressor: type[Compressor]) -> Space:
 
 def check(compressor: type[Compressor], entry: Range | Choice) -> None:
     """Refuse an entry that the compressor has no field for, or that contradicts its knob."""
+    check_field(compressor, entry)
     name, knob = compressor.__name__, compressor.knob
-    fields = [f.name for f in dataclasses.fields(compressor)]  # type: ignore[arg-type]
-    if entry.field not in fields:
-        has = f"its fields are {', '.join(fields)}" if fields else "it has no fields"
-        raise ValueError(f"{name} has no field {entry.field!r} to tune; {has}.")
     if knob is None or entry.field != knob.field:
         return
     if isinstance(entry, Choice):
@@ -58,6 +55,14 @@ def check(compressor: type[Compressor], entry: Range | Choice) -> None:
             f"{name}.{entry.field} from {low:g} to {high:g} leaves the range of its knob, "
             f"{knob.low:g} to {knob.high:g}; choose within it."
         )
+
+
+def check_field(owner: type, entry: Range | Choice) -> None:
+    """Refuse an entry for which a compressor or memory has no field."""
+    fields = [f.name for f in dataclasses.fields(owner)]
+    if entry.field not in fields:
+        has = f"its fields are {', '.join(fields)}" if fields else "it has no fields"
+        raise ValueError(f"{owner.__name__} has no field {entry.field!r} to tune; {has}.")
 
 
 def parse(name: str, given: Any) -> Range | Choice:

@@ -13,7 +13,7 @@ from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.fit import fit
 from lightning_gc.tuning.judge import Judge, MissingMetric
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.space import PREFIX, draw
+from lightning_gc.tuning.space import MEMORY_PREFIX, PREFIX, draw
 from lightning_gc.tuning.tree import fit_in_tree
 
 
@@ -73,6 +73,7 @@ def train(
         return fit(experiment, method, trial, judge.hear, seed, final)
     # The study is not for other processes to talk to: every value is drawn here.
     draw(trial, method.tuned, PREFIX)
+    draw(trial, method.tuned_memory, MEMORY_PREFIX)
     getattr(experiment.build, "draw", experiment.build)(trial)
     return fit_in_tree(experiment, method, trial.params, judge.hear, seed, final)
 
