@@ -100,7 +100,7 @@ def run(tree: Path, *command: str) -> str:
 def test_names_and_registries(tree: Path) -> None:
     printed = run(tree, "-c", NAMES.format(root=str(tree)))
     assert "PerParameter(inner=SizeSwitch(inner=ScaledSign()" in printed
-    assert "Residual(decay=1.0, lr_aware=False) TwoShot()" in printed
+    assert "Residual(decay=1.0, lr_aware=False, gain=1.0) TwoShot()" in printed
 
 
 def test_contracts_cover_it(tree: Path) -> None:

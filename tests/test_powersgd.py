@@ -18,7 +18,7 @@ from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Distributed, run
 from tests.processes import spread
 
-SHAPES = {"a": (40, 30), "b": (16, 3, 5, 5)}
+SHAPES = {"a": (40, 30), "b": (16, 3, 5, 5), "c": (40, 30)}  # two are alike
 KINDS = ("normal", "heavy tails", "all negative", "constant", "tiny", "huge")
 
 
@@ -192,8 +192,12 @@ def against_the_hook(worker: int, rank: int) -> float:
 
 
 def order() -> dict[str, tuple[int, ...]]:
-    """Parameters as they lie in DDP's bucket after its first step."""
-    return dict(reversed(SHAPES.items()))
+    """Parameters in the order in which the hook draws, which takes those of one shape together.
+
+    In DDP's bucket they lie in reverse after its first step.
+    """
+    shapes = list(dict.fromkeys(reversed(SHAPES.values())))
+    return {n: s for shape in shapes for n, s in reversed(SHAPES.items()) if s == shape}
 
 
 @pytest.mark.processes

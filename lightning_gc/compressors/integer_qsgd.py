@@ -27,9 +27,9 @@ class IntegerQSGD(Compressor):
     in two shots rounds the mean once more, this does not. The price is one norm for the whole
     tensor, of all workers: where one of them has much larger elements, the others send few.
 
-    The paper shares the greatest L2 norm and adds levels by an all-reduce. This one shares the
-    greatest magnitude, which is less and so makes less error, and adds shard by shard: an
-    all-reduce of narrow integers would overflow, one of wide ones would send more.
+    The paper, in our reading, shares the greatest L2 norm and adds levels by an all-reduce. This
+    one shares the greatest magnitude, which is less and so makes less error, and adds shard by
+    shard: an all-reduce of narrow integers would overflow, one of wide ones would send more.
 
     Args:
         bits: 2..16 bits an element, the sign included. Lower means more compression, more error.

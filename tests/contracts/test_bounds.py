@@ -12,7 +12,7 @@ from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 
 INSTANCES = [c for cls in COMPRESSORS.values() for c in cls.examples()]
-RANDOM, DRAWS = 1000, 64
+RANDOM, DRAWS = 1000, 32
 SIZES = (1, 2, 3, 7, 16, 33, 64, 100, 257)
 
 
@@ -126,7 +126,7 @@ def test_random_tensors(compressor: Compressor) -> None:
 
 @pytest.mark.parametrize("compressor", INSTANCES, ids=cases.label)
 def test_adversarial_tensors(compressor: Compressor) -> None:
-    """The mean of 64 draws of each, up to 4 sigma; what is not drawn must keep it outright."""
+    """The mean of 32 draws of each, up to 4 sigma; what is not drawn must keep it outright."""
     error = errors_of(compressor)
     ramp = torch.linspace(-1, 1, 100)
     most = DRAWS if isinstance(compressor, Codec) else 16  # conversations take longer
