@@ -39,7 +39,6 @@ class CompressorContract(DecoderContract):
             codec=[c for c in self.instances if isinstance(c, Codec)],
             numel=[1, 2, 19, 101, 221],
             workers=cases.WORKERS,
-            dtype=cases.DTYPES,
         )
 
     # Laws of the codec's arithmetic.
@@ -68,15 +67,16 @@ class CompressorContract(DecoderContract):
 
     def test_3_keeps_its_bound(self, codec: Codec, numel: int) -> None:
         """The mean squared error over draws is within what ``bound`` allows, up to 4 sigma."""
+        draws = 64 if draws_at_all(codec) else 1
         for kind, x in cases.tensors(numel).items():
             allowed = codec.bound(numel).allowed(float(x.double().square().sum()))
             errors = []
-            for step in range(64):
+            for step in range(draws):
                 buffer = x.clone()
                 codec.encode(buffer, cases.bucket_of(x, step=step))
                 errors.append(buffer.double().square().sum())
             measured = torch.stack(errors)
-            slack = 4 * float(measured.std()) / 8
+            slack = 4 * float(measured.std(correction=0)) / draws**0.5
             assert float(measured.mean()) <= allowed * (1 + 1e-5) + slack, kind
 
     def test_3_unbiased_if_declared(self, codec: Codec) -> None:
@@ -166,21 +166,17 @@ class CompressorContract(DecoderContract):
 
     # Laws of the whole conversation.
 
-    def test_nothing_is_lost(
-        self, compressor: Compressor, workers: int, dtype: torch.dtype
-    ) -> None:
-        """Conservation over 20 steps, while the order of the bucket changes at every step.
+    def test_nothing_is_lost(self, compressor: Compressor, workers: int) -> None:
+        """Conservation over 12 steps, while the order of the bucket changes at every step.
 
         With the compressor's own memory; where that loses something by design, with ``Residual``
         if it is biased and with none if it is not.
         """
-        if not compressor.conserves:
-            return
-        _, memory, _ = combine(compressor)
-        if memory.buffers and not memory.conserves:
-            memory = NoMemory() if compressor.unbiased else Residual()
-        lockstep = Lockstep(workers, compressor, memory)
-        assert cases.lost(lockstep, 20, dtype) < cases.TOLERANCE[dtype]
+        lose_nothing(compressor, workers, torch.float32)
+
+    def test_nothing_is_lost_of_bfloat16(self, compressor: Compressor) -> None:
+        """The same for gradients of 16 bits, of two workers."""
+        lose_nothing(compressor, 2, torch.bfloat16)
 
     def test_zeros_stay_zeros(self, compressor: Compressor, workers: int) -> None:
         """No gradient, no result, no error."""
@@ -228,6 +224,26 @@ class CompressorContract(DecoderContract):
         assert copy == compressor
         assert hash(copy) == hash(compressor)
         assert type(compressor).__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def lose_nothing(compressor: Compressor, workers: int, dtype: torch.dtype) -> None:
+    """Hold a compressor to conservation, if it promises any."""
+    if not compressor.conserves:
+        return
+    _, memory, _ = combine(compressor)
+    if memory.buffers and not memory.conserves:
+        memory = NoMemory() if compressor.unbiased else Residual()
+    lockstep = Lockstep(workers, compressor, memory)
+    assert cases.lost(lockstep, 12, dtype) < cases.TOLERANCE[dtype]
+
+
+def draws_at_all(codec: Codec) -> bool:
+    """Return whether equal tensors of different steps leave different errors."""
+    x, left = cases.tensors(221)["normal"], []
+    for step in range(4):
+        left.append(x.clone())
+        codec.encode(left[-1], cases.bucket_of(x, step=step))
+    return not all(torch.equal(left[0], other) for other in left)
 
 
 def decoded(codec: Codec, payload: Payload, like: Tensor, step: int = 0) -> Tensor:
