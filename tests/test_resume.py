@@ -12,13 +12,13 @@ from lightning_gc import (
     MEMORIES,
     QSGD,
     HardThreshold,
-    NoMemory,
     PerParameter,
     PowerSGD,
     Residual,
     SignSGD,
     TopK,
 )
+from lightning_gc.combination import combine
 from lightning_gc.compressors import COMPRESSORS
 from lightning_gc.controllers import Accordion, Chain, DynamicBitWidth, Fixed, Schedule, TotalError
 from lightning_gc.testing.contracts.memory import refused
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.processes
 INSTANCES = [compressor for kind in COMPRESSORS.values() for compressor in kind.examples()]
 EVERY_MEMORY = [memory for kind in MEMORIES.values() for memory in kind.examples()]
 PAIRS = [
-    *itertools.product(INSTANCES, (NoMemory(), Residual())),
+    *((compressor, combine(compressor)[1]) for compressor in INSTANCES),
     *itertools.product((TopK(0.1), SignSGD(), PowerSGD(1)), EVERY_MEMORY),
 ]
 CASES = [(c, memory) for c, memory in dict.fromkeys(PAIRS) if not refused(memory, c)]

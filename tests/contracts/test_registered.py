@@ -14,6 +14,7 @@ from lightning_gc.testing.contracts import (
 
 class TestCompressors(CompressorContract):
     instances = tuple(c for cls in COMPRESSORS.values() for c in cls.examples())
+    workers = (1, 3)  # 1 to 4, with every memory and scheme: test_combinations.py
 
 
 @pytest.mark.nightly
