@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, TopK
+from lightning_gc import SCHEMES, TopK
 from lightning_gc.combination import combine
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.per_parameter import layerwise
@@ -20,6 +20,7 @@ from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.scheme import fits
 from lightning_gc.transports import Distributed, distributed, run
 from lightning_gc.transports.distributed import broadcast_text, gather_text
+from tests.instances import ALL_MEMORIES, ONE_EACH
 from tests.processes import spread
 
 pytestmark = pytest.mark.processes
@@ -28,9 +29,8 @@ STEPS = 4
 
 def combinations() -> list[tuple[Compressor, Memory, Any]]:
     """Every compressor with the memory that is its own, and every memory; in all schemes."""
-    instances = [compressor for cls in COMPRESSORS.values() for compressor in cls.examples()]
-    pairs = [(compressor, combine(compressor)[1]) for compressor in instances]
-    pairs += [(TopK(0.1), memory) for cls in MEMORIES.values() for memory in cls.examples()]
+    pairs = [(compressor, combine(compressor)[1]) for compressor in ONE_EACH]
+    pairs += [(TopK(0.1), memory) for memory in ALL_MEMORIES]
     return [
         (compressor, memory, scheme())
         for compressor, memory in pairs

@@ -9,7 +9,6 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch.amp import GradScaler
 
 from lightning_gc import (
-    MEMORIES,
     QSGD,
     HardThreshold,
     PerParameter,
@@ -19,19 +18,17 @@ from lightning_gc import (
     TopK,
 )
 from lightning_gc.combination import combine
-from lightning_gc.compressors import COMPRESSORS
 from lightning_gc.controllers import Accordion, Chain, DynamicBitWidth, Fixed, Schedule, TotalError
 from lightning_gc.testing.contracts.memory import refused
+from tests.instances import ALL_MEMORIES, ONE_EACH
 from tests.processes import spread
 from tests.resumes import checkpoint, differences, fit
 
 pytestmark = pytest.mark.processes
 
-INSTANCES = [compressor for kind in COMPRESSORS.values() for compressor in kind.examples()]
-EVERY_MEMORY = [memory for kind in MEMORIES.values() for memory in kind.examples()]
 PAIRS = [
-    *((compressor, combine(compressor)[1]) for compressor in INSTANCES),
-    *itertools.product((TopK(0.1), SignSGD(), PowerSGD(1)), EVERY_MEMORY),
+    *((compressor, combine(compressor)[1]) for compressor in ONE_EACH),
+    *itertools.product((TopK(0.1), SignSGD(), PowerSGD(1)), ALL_MEMORIES),
 ]
 CASES = [(c, memory) for c, memory in dict.fromkeys(PAIRS) if not refused(memory, c)]
 SLICES = 4  # that several processes may share them

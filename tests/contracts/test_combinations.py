@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES
+from lightning_gc import MEMORIES, SCHEMES
 from lightning_gc.combination import combine
 from lightning_gc.compressors import Compressor
 from lightning_gc.memories import Memory
@@ -14,11 +14,10 @@ from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import refused
 from lightning_gc.testing.contracts.scheme import fits
+from tests.instances import ALL, ALL_MEMORIES, ONE_EACH
 
 STEPS = 2
 SMALL = ("matrix", "smaller_than_workers")
-INSTANCES = [c for cls in COMPRESSORS.values() for c in cls.examples()]
-MEMORY_INSTANCES = [m for cls in MEMORIES.values() for m in cls.examples()]
 
 
 def small(workers: int, step: int) -> list[cases.Named]:
@@ -45,16 +44,16 @@ def hold(compressor: Compressor, memory: Memory, scheme: Scheme, workers: int, s
             torch.testing.assert_close(applied[n] + left, given[n], rtol=0, atol=slack, msg=what)
 
 
-@pytest.mark.parametrize("compressor", INSTANCES, ids=cases.label)
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=cases.label)
 def test_all_that_go_together(compressor: Compressor) -> None:
     """With the first example of each memory."""
     hold_all(compressor, [cls.examples()[0] for cls in MEMORIES.values()])
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("compressor", INSTANCES, ids=cases.label)
+@pytest.mark.parametrize("compressor", ALL, ids=cases.label)
 def test_all_that_go_together_at_length(compressor: Compressor) -> None:
-    hold_all(compressor, MEMORY_INSTANCES, steps=6)
+    hold_all(compressor, ALL_MEMORIES, steps=6)
 
 
 def hold_all(compressor: Compressor, memories: Sequence[Memory], steps: int = STEPS) -> None:
@@ -69,6 +68,6 @@ def hold_all(compressor: Compressor, memories: Sequence[Memory], steps: int = ST
 
 
 def test_every_memory_goes_with_something() -> None:
-    for memory in MEMORY_INSTANCES:
-        assert any(not refused(memory, compressor) for compressor in INSTANCES), memory
-    assert len({combine(c)[1] for c in INSTANCES}) > 3
+    for memory in ALL_MEMORIES:
+        assert any(not refused(memory, compressor) for compressor in ALL), memory
+    assert len({combine(c)[1] for c in ALL}) > 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES
+from lightning_gc import SCHEMES
 from lightning_gc.compressors import PerParameter, SizeSwitch, TopK
 from lightning_gc.testing.contracts import (
     CompressorContract,
@@ -10,17 +10,22 @@ from lightning_gc.testing.contracts import (
     MemoryContract,
     SchemeContract,
 )
+from tests.instances import ALL, ALL_MEMORIES, ONE_EACH
 
 
 class TestCompressors(CompressorContract):
-    instances = tuple(c for cls in COMPRESSORS.values() for c in cls.examples())
-    workers = (1, 3)  # 1 to 4, with every memory and scheme: test_combinations.py
+    instances = ONE_EACH
+
+
+@pytest.mark.nightly
+class TestAllCompressors(CompressorContract):
+    instances = tuple(c for c in ALL if c not in ONE_EACH)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 class TestDecodersAtLength(DecoderContract):
-    instances = TestCompressors.instances
+    instances = ALL
     examples = 10_000
     repeatable = False
 
@@ -34,7 +39,7 @@ class TestWrappers(CompressorContract):
 
 
 class TestMemories(MemoryContract):
-    instances = tuple(m for cls in MEMORIES.values() for m in cls.examples())
+    instances = ALL_MEMORIES
 
 
 class TestSchemes(SchemeContract):
