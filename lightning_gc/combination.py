@@ -49,7 +49,10 @@ def by_default(compressor: Compressor) -> Compressor:
 
     Compressors that treat every element alike stay as they are, and so does what a user has
     wrapped: ``PerParameter(c)`` compresses every tensor, ``SizeSwitch(c, ...)`` sets other limits.
+    Where workers vote, all tensors do.
     """
     if compressor.elementwise or isinstance(compressor, (PerParameter, SizeSwitch)):
         return layerwise(compressor)
+    if not compressor.conserves:  # one learning rate for votes and for gradients suits neither
+        return PerParameter(compressor)
     return PerParameter(SizeSwitch(compressor))

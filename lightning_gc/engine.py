@@ -101,7 +101,7 @@ class Engine:
             state=state,
             levels=self._bucket_levels(shapes),
             tally=self.tally,
-            wanted=self.wanted or self.memory.looks_back,
+            wanted=self.wanted or bool(self.memory.common),
             weights=self.weights,
         )
         return self._converse(bucket)
@@ -161,7 +161,7 @@ class Engine:
         resting = self._resting(bucket)
         held = guard.hold(self._own(bucket)) if guard is not None else []
         buffer = self._compensate(bucket)
-        whole = buffer.clone() if self.memory.looks_back else buffer
+        whole = buffer.clone() if self.memory.compares else buffer
         before = torch.linalg.vector_norm(buffer) if self.observe else None
         out = grad if self._in_place(grad) else torch.zeros_like(grad, dtype=torch.float32)
         flow = self._exchange(bucket, buffer, out)

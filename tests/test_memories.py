@@ -196,3 +196,31 @@ def test_adam_has_momentum() -> None:
 
     with pytest.raises(ValueError, match="betas"):
         train(MomentumCorrection(), WithAdam())
+
+
+def test_where_workers_vote_all_tensors_do() -> None:
+    """A learning rate for signs would leave what goes dense next to where it was."""
+    module = Still()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    train(None, module, "sign_sgd", limit_train_batches=1)
+    for now, was in zip(module.parameters(), before, strict=True):
+        moved = (now.detach() - was).abs() / module.rate
+        assert ((moved - 1).abs().lt(1e-3) | (moved == 0)).all()
+        assert moved.any()
+
+
+@pytest.mark.parametrize(("memory", "decoded"), [(MomentumCorrection(), 1), (GlobalMomentum(), 2)])
+def test_simulated_workers_decode_what_somebody_looks_at(
+    memory: Any, decoded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One decodes for all, unless each remembers the mean."""
+    calls: list[Any] = []
+    plain = TopK.decode
+
+    def counted(*arguments: Any) -> None:
+        calls.append(arguments)
+        plain(*arguments)
+
+    monkeypatch.setattr(TopK, "decode", counted)
+    train(memory, Still(), limit_train_batches=1)
+    assert len(calls) == decoded * 2 * len(list(Still().parameters()))

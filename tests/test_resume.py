@@ -1,6 +1,7 @@
 """A run that is interrupted and goes on, in new processes, is the run that was not interrupted."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from lightning_gc import (
     TopK,
 )
 from lightning_gc.combination import combine
+from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Accordion, Chain, DynamicBitWidth, Fixed, Schedule, TotalError
+from lightning_gc.memories import Memory
 from lightning_gc.testing.contracts.memory import refused
-from tests.instances import ALL_MEMORIES, ONE_EACH
+from tests.instances import ALL, ALL_MEMORIES, ONE_EACH
 from tests.processes import spread
 from tests.resumes import checkpoint, differences, fit
 
@@ -31,13 +34,16 @@ PAIRS = [
     *itertools.product((TopK(0.1), SignSGD(), PowerSGD(1)), ALL_MEMORIES),
 ]
 CASES = [(c, memory) for c, memory in dict.fromkeys(PAIRS) if not refused(memory, c)]
+EVERYTHING = [(c, m) for c, m in itertools.product(ALL, ALL_MEMORIES) if not refused(m, c)]
 SLICES = 4  # that several processes may share them
 
 
-def combinations(worker: int, folder: str, part: str, first: int) -> list[dict[str, Any]]:
-    """Fit with a share of what goes together, one after the other; return what they left."""
+def combinations(
+    worker: int, folder: str, part: str, chosen: Sequence[tuple[Compressor, Memory]]
+) -> list[dict[str, Any]]:
+    """Fit with what goes together, one after the other; return what they left."""
     runs = []
-    for number, (compressor, memory) in enumerate(CASES[first::SLICES]):
+    for number, (compressor, memory) in enumerate(chosen):
         resume = None
         if part == "second":
             resume = checkpoint(Path(folder, "first", str(number)), 0, 5)
@@ -47,15 +53,28 @@ def combinations(worker: int, folder: str, part: str, first: int) -> list[dict[s
     return runs
 
 
-@pytest.mark.parametrize("first", range(SLICES))
-def test_every_compressor_and_every_memory(tmp_path: Path, first: int) -> None:
+def assert_resumed(
+    folder: Path, chosen: Sequence[tuple[Compressor, Memory]], timeout: float
+) -> None:
     whole, _, resumed = (
-        spread(combinations, 2, str(tmp_path), part, first, timeout=110)
+        spread(combinations, 2, str(folder), part, chosen, timeout=timeout)
         for part in ("whole", "first", "second")
     )
-    for number, case in enumerate(CASES[first::SLICES]):
+    for number, case in enumerate(chosen):
         found = differences([w[number] for w in whole], [r[number] for r in resumed])
         assert found == [], case
+
+
+@pytest.mark.parametrize("first", range(SLICES))
+def test_every_compressor_and_every_memory(tmp_path: Path, first: int) -> None:
+    assert_resumed(tmp_path, CASES[first::SLICES], 110)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(8))
+def test_every_instance_with_every_memory(tmp_path: Path, first: int) -> None:
+    assert_resumed(tmp_path, EVERYTHING[first::8], 280)
 
 
 def interrupted(

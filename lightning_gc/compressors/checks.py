@@ -8,11 +8,37 @@ arise in honest training too, and have the same effect.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
+from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Payload
 
+if TYPE_CHECKING:
+    from lightning_gc.compressors.compressor import Compressor
+
 _NAN = float("nan")
+
+
+@contextlib.contextmanager
+def naming(compressor: Compressor, bucket: Bucket, sender: int | None) -> Iterator[None]:
+    """Make a ValueError of a decoder say whose payload it is. Not to be held over a ``yield``.
+
+    Args:
+        compressor: whose payload it should be.
+        bucket: the tensor's.
+        sender: the worker who sent it; None for the mean of all.
+    """
+    try:
+        yield
+    except ValueError as error:
+        what = "the mean of all payloads" if sender is None else f"what worker {sender} sent"
+        names = ", ".join(bucket.shapes)
+        names = names if len(names) <= 80 else f"{names[:80]}..."
+        raise ValueError(f"{compressor!r} cannot decode {what} for {names}. {error}") from error
 
 
 def on_host(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gc import positions
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import selection, sparse
+from lightning_gc.compressors import checks, selection, sparse
 from lightning_gc.compressors.compressor import Compressor, Contraction, Knob
 from lightning_gc.compressors.ranges import Range
 from lightning_gc.flow import Exchange, Flow, Payload
@@ -125,13 +125,8 @@ class GTopK(Compressor):
         return values, positions.encode(where, buffer.numel())
 
     def _read(self, payload: Payload, bucket: Bucket, buffer: Tensor, sender: int) -> Sparse:
-        try:
+        with checks.naming(self, bucket, sender):
             return sparse.places(tuple(payload), buffer.numel())
-        except ValueError as error:
-            raise ValueError(
-                f"{self!r} cannot decode what worker {sender} sent for "
-                f"{', '.join(bucket.shapes)}. {error}"
-            ) from error
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, as ``TopK``'s, for one worker; of several, what survives."""

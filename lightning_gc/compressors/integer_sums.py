@@ -151,16 +151,11 @@ def _read(
     scale: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the codes of a payload, ``(size,)``, and ``scale``, NaN where they cannot be right."""
-    try:
+    with checks.naming(compressor, bucket, sender):
         checks.lengths(tuple(payload), packed_bytes(size, bits))
         dtype = torch.uint8 if bits <= 8 else torch.int32 if bits <= 31 else torch.int64
         codes = unpack(payload[0], bits, size, dtype)
         return codes, checks.codes(codes, highest, scale)
-    except ValueError as error:
-        names = ", ".join(bucket.shapes)
-        raise ValueError(
-            f"{compressor!r} cannot add up what worker {sender} sent for {names}. {error}"
-        ) from error
 
 
 def _shard_size(flat: Tensor, bucket: Bucket) -> int:

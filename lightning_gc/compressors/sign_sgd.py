@@ -28,6 +28,9 @@ class SignSGD(Codec):
     ``TwoShot``, whose answer has one bit too, a sign drawn at random. Elements that are zero vote
     at random; a tensor of zeros does not vote.
 
+    All tensors vote, small ones and those of one dimension too: a mean gradient would need another
+    learning rate. ``SizeSwitch(SignSGD())`` leaves them dense all the same.
+
     No error is fed back, for the result does not tell how much has been sent; see ``EFSignSGD``.
     ``Signum`` votes with the signs of a momentum.
 

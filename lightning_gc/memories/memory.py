@@ -36,8 +36,9 @@ class Memory(abc.ABC):
             biased (there must be an error to correct).
         lr_aware: buffers are kept in units of the update, learning rate times gradient: the
             engine multiplies them by γ_{t−1}/γ_t when a parameter's learning rate changes.
-        common: those of ``buffers`` that hold the same on all workers.
+        common: those of ``buffers`` that hold the same on all workers, made of the mean.
         looks_back: ``remember`` wants to be called when a round is over.
+        compares: it wants to know what was in the first buffer before the flow: a copy is kept.
         space: what is worth tuning, and in which range.
         reads_weights: ``bucket.weights`` is wanted.
         ahead: the share of its own error by which a worker moves its weights, for the time of its
@@ -51,6 +52,7 @@ class Memory(abc.ABC):
     lr_aware: bool = False
     common: tuple[str, ...] = ()
     looks_back: bool = False
+    compares: bool = False
     space: tuple[Range | Choice, ...] = ()
     reads_weights: bool = False
     ahead: float = 0.0
@@ -72,8 +74,10 @@ class Memory(abc.ABC):
         Args:
             bucket: as for ``compensate``; its ``grad`` may have been overwritten.
             state: to be updated in place; the first buffer holds the new error.
-            before: what that buffer held before the flow, ``(numel,)``.
-            mean: what all workers apply, ``(numel,)``, in true units.
+            before: what that buffer held before the flow, ``(numel,)``, if ``compares``; else
+                that buffer.
+            mean: what all workers apply, ``(numel,)``, in true units; simulated workers have it
+                where a buffer is ``common``.
         """
         raise NotImplementedError(f"{self!r} looks back, but has not said what it remembers.")
 

@@ -63,6 +63,7 @@ class MomentumCorrection(Memory):
     conserves = False
     corrects_momentum = True
     looks_back = True
+    compares = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-from collections.abc import Iterator
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.checks import naming
 from lightning_gc.compressors.compressor import Codec, Compressor
 from lightning_gc.flow import Flow, Payload
 
@@ -71,15 +70,3 @@ def decode(
     """Decode what worker ``sender`` sent, or the mean of all where None; an error says which."""
     with naming(codec, bucket, sender):
         codec.decode(tuple(payload), out, scale, bucket)
-
-
-@contextlib.contextmanager
-def naming(codec: Codec, bucket: Bucket, sender: int | None) -> Iterator[None]:
-    """Make a ValueError of a decoder say whose payload it is. Not to be held over a ``yield``."""
-    try:
-        yield
-    except ValueError as error:
-        what = "the mean of all payloads" if sender is None else f"what worker {sender} sent"
-        names = ", ".join(bucket.shapes)
-        names = names if len(names) <= 80 else f"{names[:80]}..."
-        raise ValueError(f"{codec!r} cannot decode {what} for {names}. {error}") from error

@@ -12,9 +12,10 @@ from torch import Tensor
 from lightning_gc import positions
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import selection, sparse
+from lightning_gc.compressors.checks import naming
 from lightning_gc.compressors.compressor import Codec
 from lightning_gc.flow import Exchange, Flow, Gather, Limits, Mean
-from lightning_gc.schemes.scheme import Scheme, naming
+from lightning_gc.schemes.scheme import Scheme
 
 SLACK = 1.25
 """How many times its equal share of the survivors an owner may send."""

@@ -43,7 +43,8 @@ class CompressedDDP(Compressing):
 
     A bare compressor works layer by layer and leaves 1-D tensors and tensors under 1,024 elements
     dense: ``PerParameter(SizeSwitch(compressor))``. Wrap it yourself to choose otherwise:
-    ``PerParameter(compressor)`` compresses every tensor.
+    ``PerParameter(compressor)`` compresses every tensor. Where workers vote, as with ``SignSGD``,
+    all tensors do.
 
     Args:
         compressor: what is sent of a gradient; an instance, or a name from the registry.
@@ -119,14 +120,15 @@ class CompressedDDP(Compressing):
     def setup_distributed(self) -> None:
         """Join the other workers; only then does a short timeout begin to count."""
         timeout = self._timeout
+        if timeout is None or timeout >= JOINING:
+            super().setup_distributed()  # type: ignore[misc]
+            return
         try:
-            if timeout is not None:
-                self._timeout = max(timeout, JOINING)
+            self._timeout = JOINING
             super().setup_distributed()  # type: ignore[misc]
         finally:
             self._timeout = timeout
-        if timeout is not None:
-            _set_pg_timeout(timeout)
+        _set_pg_timeout(timeout)
 
     def _register_ddp_hooks(self) -> None:
         """Start the engine and put our hook in; Lightning's own does so on CUDA only."""

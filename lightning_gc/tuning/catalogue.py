@@ -80,6 +80,7 @@ def traits(compressor: Compressor) -> list[str]:
     """Return what a compressor says of itself, in words."""
     said = {
         "linear": compressor.linear,
+        "own rounds": compressor.averages,
         "unbiased": compressor.unbiased,
         "ragged": compressor.ragged,
         "selects": compressor.selects,
@@ -155,7 +156,7 @@ def scheme_row(name: str, cls: type[Scheme]) -> Row:
     takes = [
         text
         for text, holds in (
-            ("linear compressors", cls.averages),
+            ("linear compressors, and those with rounds of their own", cls.averages),
             ("those that select elements", cls.splits),
         )
         if holds

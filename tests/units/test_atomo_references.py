@@ -13,16 +13,9 @@ from lightning_gc.compressors.atomo_svd import probabilities
 from lightning_gc.flow import Payload
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
+from tests.units.codecs import KINDS, each_kind
 
 ROWS, COLUMNS = 15, 20
-DRAW = torch.Generator().manual_seed(7)
-STUDENT = torch.randn(300, generator=DRAW) / torch.randn(2, 300, generator=DRAW).norm(dim=0)
-KINDS = {
-    **cases.tensors(300),
-    "Student t, 2 degrees": STUDENT,
-    "bfloat16": STUDENT.bfloat16().float(),
-}
-each_kind = pytest.mark.parametrize("kind", KINDS)
 SIGMA = 4
 
 

@@ -8,29 +8,18 @@ import torch
 from torch import Tensor
 
 from lightning_gc import Codec, Float8, Int8
-from lightning_gc.flow import Payload
 from lightning_gc.testing.contracts import cases
+from tests.units import codecs
+from tests.units.codecs import STUDENT, apply
 
-DRAW = torch.Generator().manual_seed(7)
-STUDENT = torch.randn(300, generator=DRAW) / torch.randn(2, 300, generator=DRAW).norm(dim=0)
 KINDS = {
-    **cases.tensors(300),
-    "Student t, 2 degrees": STUDENT,
-    "bfloat16": STUDENT.bfloat16().float(),
+    **codecs.KINDS,
     "far from zero": 1e6 + STUDENT,
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 FORMATS = {"e4m3": (4, 3, 448.0), "e5m2": (5, 2, 57344.0), "1-3-4": (3, 4, 31.0)}
 TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = torch.finfo(torch.float32).max
-
-
-def apply(codec: Codec, x: Tensor) -> tuple[np.ndarray, np.ndarray, Payload]:
-    """Return what was sent, what is left, and the payload."""
-    buffer, out = x.clone(), torch.zeros_like(x)
-    payload = codec.encode(buffer, cases.bucket_of(x))
-    codec.decode(payload, out, 1.0, cases.bucket_of(x))
-    return out.numpy(), buffer.numpy(), payload
 
 
 def representable(form: str) -> np.ndarray:

@@ -28,15 +28,8 @@ from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.damage import Lying
 from lightning_gc.transports.simulated import Simulated
+from tests.units.codecs import KINDS, each_kind
 
-DRAW = torch.Generator().manual_seed(7)
-STUDENT = torch.randn(300, generator=DRAW) / torch.randn(2, 300, generator=DRAW).norm(dim=0)
-KINDS = {
-    **cases.tensors(300),
-    "Student t, 2 degrees": STUDENT,
-    "bfloat16": STUDENT.bfloat16().float(),
-}
-each_kind = pytest.mark.parametrize("kind", KINDS)
 LARGEST = torch.finfo(torch.float32).max
 
 

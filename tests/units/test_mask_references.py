@@ -5,32 +5,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_gc import Codec, RandomMask, VarianceSparsifier
-from lightning_gc.flow import Payload
+from lightning_gc import RandomMask, VarianceSparsifier
 from lightning_gc.positions import coded_bytes
-from lightning_gc.testing.contracts import cases
+from tests.units import codecs
+from tests.units.codecs import STUDENT, apply
 
-DRAW = torch.Generator().manual_seed(7)
-STUDENT = torch.randn(300, generator=DRAW) / torch.randn(2, 300, generator=DRAW).norm(dim=0)
 KINDS = {
-    **cases.tensors(300),
-    "Student t, 2 degrees": STUDENT,
-    "bfloat16": STUDENT.bfloat16().float(),
+    **codecs.KINDS,
     "halves": 0.5 ** torch.arange(300).clamp(max=100).float(),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def apply(
-    codec: Codec, x: Tensor, step: int = 0, worker: int = 0
-) -> tuple[np.ndarray, np.ndarray, Payload]:
-    """Return what was sent, what is left, and the payload."""
-    buffer, out = x.clone(), torch.zeros_like(x)
-    payload = codec.encode(buffer, cases.bucket_of(x, step=step, worker=worker))
-    codec.decode(payload, out, 1.0, cases.bucket_of(x, step=step))
-    return out.numpy(), buffer.numpy(), payload
 
 
 def likely(squares: float, freedom: int) -> bool:

@@ -6,34 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_gc import AdaComp, Codec, FixedProportion, StromThreshold
-from lightning_gc.bucket import Bucket
+from lightning_gc import AdaComp, FixedProportion, StromThreshold
 from lightning_gc.compressors import signed
-from lightning_gc.flow import Payload
 from lightning_gc.positions import coded_bytes
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-
-DRAW = torch.Generator().manual_seed(7)
-STUDENT = torch.randn(300, generator=DRAW) / torch.randn(2, 300, generator=DRAW).norm(dim=0)
-KINDS = {
-    **cases.tensors(300),
-    "Student t, 2 degrees": STUDENT,
-    "bfloat16": STUDENT.bfloat16().float(),
-}
-each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def apply(
-    codec: Codec, x: Tensor, bucket: Bucket | None = None
-) -> tuple[np.ndarray, np.ndarray, Payload]:
-    """Return what was sent, what is left, and the payload."""
-    buffer, out = x.clone(), torch.zeros_like(x)
-    payload = codec.encode(buffer, bucket or cases.bucket_of(x))
-    codec.decode(payload, out, 1.0, bucket or cases.bucket_of(x))
-    return out.numpy(), buffer.numpy(), payload
+from tests.units.codecs import KINDS, STUDENT, apply, each_kind
 
 
 def sizes(c: int, numel: int = 300) -> list[int]:
@@ -186,7 +165,7 @@ def test_adacomp(kind: str, size: int, old: float) -> None:
     newest = KINDS[kind]
     total = newest + old * newest.roll(17).flip(0)
     wanted = adacomp(total.numpy(), newest.numpy(), size)
-    sent, left, payload = apply(AdaComp(size), total, cases.bucket_of(newest))
+    sent, left, payload = apply(AdaComp(size), total, bucket=cases.bucket_of(newest))
     np.testing.assert_allclose(sent, wanted, rtol=1e-5)
     most = np.abs(wanted).max()
     np.testing.assert_allclose(left, total.double().numpy() - sent, rtol=1e-5, atol=1e-6 * most)
@@ -197,7 +176,7 @@ def test_adacomp_sends_one_of_a_bin_or_none_where_nothing_is_new() -> None:
     """The greatest of a bin is sent if the gradient still has its sign."""
     total = torch.tensor([8.0, 1.0, 2.0, -4.0, 3.0, 1.0])
     newest = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.2, 0.3])
-    sent = apply(AdaComp(3), total, cases.bucket_of(newest))[0]
+    sent = apply(AdaComp(3), total, bucket=cases.bucket_of(newest))[0]
     assert sent.tolist() == [6, 0, 0, 0, 0, 0]
 
 
@@ -206,12 +185,12 @@ def test_adacomp_where_the_gradient_is_not_what_is_encoded() -> None:
     x, other = KINDS["normal"], KINDS["bfloat16"]
     again = replace(cases.bucket_of(other), phase=1)
     wanted = adacomp(x.numpy(), x.numpy(), 20)
-    np.testing.assert_allclose(apply(AdaComp(20), x, again)[0], wanted, rtol=1e-5)
+    np.testing.assert_allclose(apply(AdaComp(20), x, bucket=again)[0], wanted, rtol=1e-5)
     short = np.concatenate([other.numpy()[:200], np.zeros(100, np.float32)])
     wanted = adacomp(x.numpy(), short, 20)
-    sent = apply(AdaComp(20), x, cases.bucket_of(other[:200]))[0]
+    sent = apply(AdaComp(20), x, bucket=cases.bucket_of(other[:200]))[0]
     np.testing.assert_allclose(sent, wanted, rtol=1e-5)
-    sent = apply(AdaComp(20), x, cases.bucket_of(other.bfloat16()))[0]
+    sent = apply(AdaComp(20), x, bucket=cases.bucket_of(other.bfloat16()))[0]
     np.testing.assert_allclose(sent, adacomp(x.numpy(), other.numpy(), 20), rtol=1e-5)
 
 
@@ -221,7 +200,7 @@ def test_adacomp_keeps_its_bound_where_it_is_hard(bins: int) -> None:
     total, newest = torch.full((bins, 50), 1e-6), torch.ones(bins, 50)
     total[:, 0], newest[:, 0] = 1.0, -0.5
     x = total.view(-1)
-    left = apply(AdaComp(50), x, cases.bucket_of(newest.view(-1)))[1].astype(np.float64)
+    left = apply(AdaComp(50), x, bucket=cases.bucket_of(newest.view(-1)))[1].astype(np.float64)
     share = (left**2).sum() / (x.double().numpy() ** 2).sum()
     assert 49.9 < share <= AdaComp(50).bound(x.numel()).omega
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_gc import (
     QSGD,
@@ -36,27 +35,11 @@ from lightning_gc import (
 )
 from lightning_gc.compressors.compressor import Bound
 from lightning_gc.compressors.quantised import _coded_bytes, _count
-from lightning_gc.flow import Payload
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
+from tests.units.codecs import KINDS, apply, each_kind
 
-DRAW = torch.Generator().manual_seed(7)
-STUDENT = torch.randn(300, generator=DRAW) / torch.randn(2, 300, generator=DRAW).norm(dim=0)
-KINDS = {
-    **cases.tensors(300),
-    "Student t, 2 degrees": STUDENT,
-    "bfloat16": STUDENT.bfloat16().float(),
-}
-each_kind = pytest.mark.parametrize("kind", KINDS)
 SIGMA = 4
-
-
-def apply(codec: Codec, x: Tensor, step: int = 0) -> tuple[np.ndarray, np.ndarray, Payload]:
-    """Return what was sent, what is left, and the payload."""
-    buffer, out = x.clone(), torch.zeros_like(x)
-    payload = codec.encode(buffer, cases.bucket_of(x, step=step))
-    codec.decode(payload, out, 1.0, cases.bucket_of(x, step=step, worker=1, workers=2))
-    return out.double().numpy(), buffer.double().numpy(), payload
 
 
 def largest(x: np.ndarray, k: int) -> np.ndarray:
@@ -117,7 +100,8 @@ def test_the_mean_of_what_is_sent_is_what_was_selected() -> None:
     x = KINDS["Student t, 2 degrees"]
     chosen = largest(x.numpy(), 30)
     for quantiser in (QSGD(2, 8), NaturalCompression()):
-        draws = np.stack([apply(Quantised(TopK(0.1), quantiser), x, i)[0] for i in range(1000)])
+        codec = Quantised(TopK(0.1), quantiser)
+        draws = np.stack([apply(codec, x, i)[0].astype(np.float64) for i in range(1000)])
         gap = np.abs(draws.mean(0)[chosen] - x.double().numpy()[chosen])
         # 30 at once: 4.5 sigma of one; those that are a level are always sent alike.
         assert (gap <= 4.5 * draws.std(0)[chosen] / 1000**0.5 + 1e-5).all()
@@ -183,7 +167,7 @@ def test_bounds(codec: Codec, bound: Bound) -> None:
 def test_the_bound_of_levels_holds(kind: str) -> None:
     """A contraction that is one, for 300 elements in blocks of 64 at 3 bits: ω = 0.75 of 30."""
     codec, x = Quantised(TopK(0.1), QSGD(3, 64)), KINDS[kind]
-    errors = [(apply(codec, x, step)[1] ** 2).sum() for step in range(64)]
+    errors = [(apply(codec, x, step)[1].astype(np.float64) ** 2).sum() for step in range(64)]
     allowed = codec.bound(300).allowed(float((x.double() ** 2).sum()))
     assert codec.bound(300).allowed(1.0) < 1
     assert np.mean(errors) <= allowed * (1 + 1e-5) + SIGMA * np.std(errors) / 8

@@ -5,21 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_gc import QSGD, Cast, Codec, HardThreshold, RandomK, TopK
-from lightning_gc.flow import Payload
+from lightning_gc import QSGD, Cast, HardThreshold, RandomK, TopK
 from lightning_gc.testing.contracts import cases
+from tests.units.codecs import apply
 
 KINDS = ["normal", "heavy tails", "all negative", "one element", "zeros", "tiny", "huge"]
-
-
-def apply(codec: Codec, x: Tensor, step: int = 0) -> tuple[np.ndarray, np.ndarray, Payload]:
-    """Return what was sent, what is left, and the payload."""
-    buffer, out = x.clone(), torch.zeros_like(x)
-    payload = codec.encode(buffer, cases.bucket_of(x, step=step))
-    codec.decode(payload, out, 1.0, cases.bucket_of(x, step=step))
-    return out.numpy(), buffer.numpy(), payload
 
 
 @pytest.mark.parametrize("kind", KINDS)

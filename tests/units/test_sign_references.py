@@ -5,28 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_gc import Codec, EFSignSGD, NaturalCompression, OneBitSGD, UnbiasedRandomK
-from lightning_gc.flow import Payload
-from lightning_gc.testing.contracts import cases
-
-DRAW = torch.Generator().manual_seed(7)
-STUDENT = torch.randn(300, generator=DRAW) / torch.randn(2, 300, generator=DRAW).norm(dim=0)
-KINDS = {
-    **cases.tensors(300),
-    "Student t, 2 degrees": STUDENT,
-    "bfloat16": STUDENT.bfloat16().float(),
-}
-each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def apply(codec: Codec, x: Tensor, step: int = 0) -> tuple[np.ndarray, np.ndarray, Payload]:
-    """Return what was sent, what is left, and the payload."""
-    buffer, out = x.clone(), torch.zeros_like(x)
-    payload = codec.encode(buffer, cases.bucket_of(x, step=step))
-    codec.decode(payload, out, 1.0, cases.bucket_of(x, step=step))
-    return out.numpy(), buffer.numpy(), payload
+from lightning_gc import EFSignSGD, NaturalCompression, OneBitSGD, UnbiasedRandomK
+from tests.units.codecs import KINDS, apply, each_kind
 
 
 @each_kind

@@ -12,7 +12,7 @@ from lightning_gc.compressors.gtopk import merged
 from lightning_gc.flow import Exchange
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from tests.units.test_sign_references import KINDS, each_kind
+from tests.units.codecs import KINDS, each_kind
 
 
 def drawn(workers: int, numel: int, seed: int = 0) -> list[np.ndarray]:
