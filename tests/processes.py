@@ -1,5 +1,6 @@
 """Run a function in W real processes: quick to start, killed in time, errors brought home."""
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -7,8 +8,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 TIMEOUT = 90.0
 
 
@@ -29,7 +33,10 @@ def spread(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
-    port = free_port()
+    with contextlib.chdir(ROOT):  # from elsewhere it would not find what to import, and not say so
+        forkserver.ensure_running()
+    held = hold_port()
+    port = held.getsockname()[1]
     pipes, processes = [], []
     for worker in range(workers):
         ours, theirs = context.Pipe(duplex=False)
@@ -54,13 +61,16 @@ def spread(
         for process in processes:
             process.kill()
             process.join()
+        held.close()
     return results
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def hold_port() -> socket.socket:
+    """Bind a free port: torch can still listen there, but the system gives it to nobody else."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _run(pipe: Any, function: Any, worker: int, workers: int, port: int, args: Any) -> None:

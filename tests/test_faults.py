@@ -50,8 +50,9 @@ def train_with(worker: int, model: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("model", ["Deserts", "Dies"])
 def test_the_others_end_with_an_error(model: str) -> None:
-    """Worker 1 is killed by the test when worker 0 has reported."""
+    """It names worker 1, which is killed by the test when worker 0 has reported."""
     message, seconds = spread(train_with, 2, model, timeout=40, wait_for=1)[0]
+    assert "Worker 0: all-reduce with worker 1 failed" in message
     assert "imed out" in message or "onnection" in message
     assert seconds < 30
 

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from lightning_gc.tuning import Method, claims, open_storage
 from lightning_gc.tuning.claims import claim, counts
 from lightning_gc.tuning.tree import TreeError, fit_in_tree
-from tests.processes import free_port, spread
+from tests.processes import hold_port, spread
 from tests.tunings import compare, experiment, steep, work
 
 
@@ -83,7 +83,8 @@ def postgres(tmp_path: Path) -> Iterator[str]:
     initdb, server = shutil.which("initdb"), shutil.which("postgres")
     if initdb is None or server is None:
         pytest.skip("no PostgreSQL: set LIGHTNING_GC_POSTGRES to a database's URL")
-    folder, port = tmp_path / "pg", free_port()
+    folder, held = tmp_path / "pg", hold_port()
+    port = held.getsockname()[1]
     user: Any = {}
     if os.geteuid() == 0:  # it refuses to run as root
         user = {"user": "nobody"}
@@ -106,6 +107,7 @@ def postgres(tmp_path: Path) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGINT)  # a fast shutdown: it waits for no client
             process.stderr.read()
+            held.close()
 
 
 @pytest.mark.processes
