@@ -20,5 +20,5 @@ def undisturbed() -> dict[str, str]:
 
 @pytest.mark.parametrize("seed", [0, 2, 11])
 def test_killed_and_stopped_workers_cost_nothing(tmp_path: Path, seed: int) -> None:
-    """SIGKILL to worker 1, to worker 0; SIGSTOP to worker 1.."""
+    """SIGKILL to worker 1, to worker 0; SIGSTOP to worker 1."""
     one_round(seed, undisturbed(), tmp_path)
