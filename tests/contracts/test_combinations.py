@@ -14,7 +14,7 @@ from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import refused
 from lightning_gc.testing.contracts.scheme import fits
-from tests.instances import ALL, ALL_MEMORIES, ONE_EACH
+from tests.instances import ALL, ALL_MEMORIES
 
 STEPS = 2
 SMALL = ("matrix", "smaller_than_workers")
@@ -44,7 +44,7 @@ def hold(compressor: Compressor, memory: Memory, scheme: Scheme, workers: int, s
             torch.testing.assert_close(applied[n] + left, given[n], rtol=0, atol=slack, msg=what)
 
 
-@pytest.mark.parametrize("compressor", ONE_EACH, ids=cases.label)
+@pytest.mark.parametrize("compressor", ALL, ids=cases.label)
 def test_all_that_go_together(compressor: Compressor) -> None:
     """With the first example of each memory."""
     hold_all(compressor, [cls.examples()[0] for cls in MEMORIES.values()])

@@ -21,6 +21,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "smaller_than_workers": (2,),
 }
 WORKERS = (1, 2, 3, 4)
+DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative. For bfloat16 the mean itself is rounded, as plain DDP's would be."""
 

@@ -31,7 +31,7 @@ class DecoderContract:
     """
 
     instances: tuple[Compressor, ...] = ()
-    examples: int = 100
+    examples: int = 200
     repeatable: bool = True
 
     def pytest_generate_tests(self, metafunc: Any) -> None:

@@ -50,11 +50,11 @@ class SchemeContract:
     def test_1_what_a_scheme_rounds_away_is_booked(
         self, scheme: Scheme, compressor: Compressor, workers: int
     ) -> None:
-        """Conservation over 12 steps with error feedback."""
+        """Conservation over 20 steps with error feedback."""
         if not fits(scheme, compressor):
             return
         lockstep = Lockstep(workers, compressor, Residual(), scheme)
-        assert cases.lost(lockstep, 12) < cases.TOLERANCE[torch.float32]
+        assert cases.lost(lockstep, 20) < cases.TOLERANCE[torch.float32]
 
     def test_2_replicas_get_the_same_bits(
         self, scheme: Scheme, compressor: Compressor, workers: int
