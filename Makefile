@@ -46,7 +46,7 @@ docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes dec
 tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-catalogue: $(VENV)/.tune ## every compressor on the demo's model at two learning rates (25 minutes): ARGS="--methods topk"
+catalogue: $(VENV)/.tune ## every compressor on the demo's model at two learning rates (20 minutes): ARGS="--methods topk"
 	$(BIN)/python benchmarks/catalogue.py $(ARGS)
 
 bench-bytes: $(VENV)/.test ## monitor against network interface (needs root and iproute2)
