@@ -1,5 +1,6 @@
 """Real processes over Gloo against the simulator: the same bits, the same bytes."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -20,16 +21,16 @@ from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.scheme import fits
 from lightning_gc.transports import Distributed, distributed, run
 from lightning_gc.transports.distributed import broadcast_text, gather_text
-from tests.instances import ALL_MEMORIES, ONE_EACH
+from tests.instances import ALL, ALL_MEMORIES, ONE_EACH
 from tests.processes import spread
 
 pytestmark = pytest.mark.processes
 STEPS = 4
 
 
-def combinations() -> list[tuple[Compressor, Memory, Any]]:
-    """Every compressor with the memory that is its own, and every memory; in all schemes."""
-    pairs = [(compressor, combine(compressor)[1]) for compressor in ONE_EACH]
+def combinations(compressors: Sequence[Compressor]) -> list[tuple[Compressor, Memory, Any]]:
+    """Each compressor with the memory that is its own, and every memory; in all schemes."""
+    pairs = [(compressor, combine(compressor)[1]) for compressor in compressors]
     pairs += [(TopK(0.1), memory) for memory in ALL_MEMORIES]
     return [
         (compressor, memory, scheme())
@@ -39,11 +40,11 @@ def combinations() -> list[tuple[Compressor, Memory, Any]]:
     ]
 
 
-def real(worker: int, workers: int) -> list[list[Any]]:
+def real(worker: int, workers: int, compressors: Sequence[Compressor]) -> list[list[Any]]:
     """Return, per combination and step: the mean, this worker's error, the bytes it sent."""
     dist.init_process_group("gloo", rank=worker, world_size=workers, timeout=timedelta(seconds=30))
     results = []
-    for compressor, memory, scheme in combinations():
+    for compressor, memory, scheme in combinations(compressors):
         transport = Distributed()
         engine = Engine(layerwise(compressor), memory, scheme, worker=worker, workers=workers)
         rows: list[Any] = []
@@ -62,11 +63,22 @@ def real(worker: int, workers: int) -> list[list[Any]]:
     return results
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [1, 2, 3])
 def test_gloo_equals_the_simulator(workers: int) -> None:
     """Bit for bit where payloads are gathered; to rounding where three or more are all-reduced."""
-    measured = spread(real, workers, workers)
-    for index, (compressor, memory, scheme) in enumerate(combinations()):
+    assert_equal(workers, ONE_EACH, 90)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_gloo_equals_the_simulator_for_all(workers: int) -> None:
+    assert_equal(workers, ALL, 250)
+
+
+def assert_equal(workers: int, compressors: Sequence[Compressor], timeout: float) -> None:
+    measured = spread(real, workers, workers, compressors, timeout=timeout)
+    for index, (compressor, memory, scheme) in enumerate(combinations(compressors)):
         lockstep = Lockstep(workers, compressor, memory, scheme)
         what = f"{compressor} {memory} {scheme}"
         dense = any(memory.averages(step) or memory.flushes(step) for step in range(STEPS))

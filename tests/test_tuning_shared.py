@@ -83,8 +83,7 @@ def postgres(tmp_path: Path) -> Iterator[str]:
     initdb, server = shutil.which("initdb"), shutil.which("postgres")
     if initdb is None or server is None:
         pytest.skip("no PostgreSQL: set LIGHTNING_GC_POSTGRES to a database's URL")
-    folder, held = tmp_path / "pg", hold_port()
-    port = held.getsockname()[1]
+    folder = tmp_path / "pg"
     user: Any = {}
     if os.geteuid() == 0:  # it refuses to run as root
         user = {"user": "nobody"}
@@ -96,6 +95,8 @@ def postgres(tmp_path: Path) -> Iterator[str]:
     made = subprocess.run([initdb, "-D", folder, "-U", "me", "-A", "trust"], **run)
     if made.returncode:
         pytest.skip(f"initdb does not work here: {made.stderr}")
+    held = hold_port()
+    port = held.getsockname()[1]
     options: list[Any] = ["-D", folder, "-p", str(port), "-k", str(tmp_path), "-h", "127.0.0.1"]
     with subprocess.Popen([server, *options], stderr=subprocess.PIPE, text=True, **user) as process:
         assert process.stderr is not None

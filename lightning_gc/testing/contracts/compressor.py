@@ -23,7 +23,6 @@ class CompressorContract(DecoderContract):
     Attributes:
         instances: what to test; several configurations find more than one.
         examples: how many damaged payloads each decoder gets.
-        workers: how many workers converse.
 
     Example:
         >>> from lightning_gc import TopK
@@ -32,8 +31,6 @@ class CompressorContract(DecoderContract):
         ...     instances = (TopK(0.05),)
     """
 
-    workers: tuple[int, ...] = cases.WORKERS
-
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Parametrise over instances, shapes and numbers of workers."""
         cases.parametrize(
@@ -41,7 +38,7 @@ class CompressorContract(DecoderContract):
             compressor=self.instances,
             codec=[c for c in self.instances if isinstance(c, Codec)],
             numel=[1, 2, 19, 101, 221],
-            workers=self.workers,
+            workers=cases.WORKERS,
             dtype=cases.DTYPES,
         )
 
