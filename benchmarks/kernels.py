@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors import checks
+from lightning_gc.coding import payload_validation
 from lightning_gc.kernels import accumulate, dequantise, dispatch, quantise, select
 
 BITS, BLOCK_SIZE = 4, 512
@@ -85,7 +85,9 @@ def rows(numel: int, density: float, device: torch.device) -> list[Row]:
         return Row(f"quantise to {BITS} bits, {name}", (8 + BITS / 8) * numel, task)
 
     def decode(name: str, run: Callable[..., object]) -> Row:
-        task = functools.partial(run, packed, norms, BLOCK_SIZE, BITS, out, 0.5, checks.codes)
+        task = functools.partial(
+            run, packed, norms, BLOCK_SIZE, BITS, out, 0.5, payload_validation.codes
+        )
         return Row(f"dequantise, {name}", (8 + BITS / 8) * numel, task)
 
     def add(name: str, run: Callable[..., object]) -> Row:

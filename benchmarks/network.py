@@ -43,9 +43,9 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.bench.peers import NONE, PEERS, peer
+from lightning_gc.bench.baselines import NONE, PEERS, peer
+from lightning_gc.bench.step_timing import SKIPPED, Watch
 from lightning_gc.bench.table import COLUMNS, cells, markdown
-from lightning_gc.bench.watch import SKIPPED, Watch
 
 LIMIT = timedelta(seconds=120)
 OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {

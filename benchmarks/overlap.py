@@ -24,9 +24,9 @@ from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network
 from pytorch_lightning import Callback, Trainer
 
-from lightning_gc.bench.peers import NONE, PLAIN
+from lightning_gc.bench.baselines import NONE, PLAIN
+from lightning_gc.bench.step_timing import SKIPPED, Watch
 from lightning_gc.bench.table import markdown
-from lightning_gc.bench.watch import SKIPPED, Watch
 
 PHASES = ("compress", "communicate", "decode")
 COLUMNS = ("", "step", "computation", *PHASES, "sum of the parts", "hidden")

@@ -28,10 +28,10 @@ import optuna  # noqa: E402
 import torch  # noqa: E402
 from tune_language_model import LanguageModel  # noqa: E402, F401 - configs/thesis.yaml names it
 
-from lightning_gc.tuning import config  # noqa: E402
-from lightning_gc.tuning.fit import fit  # noqa: E402
-from lightning_gc.tuning.judge import Judge  # noqa: E402
-from lightning_gc.tuning.progress import hush  # noqa: E402
+from lightning_gc.tuning import yaml_config  # noqa: E402
+from lightning_gc.tuning.early_stopping import Judge  # noqa: E402
+from lightning_gc.tuning.terminal_progress import hush  # noqa: E402
+from lightning_gc.tuning.training_run import fit  # noqa: E402
 
 # Medians of the thesis's eight best runs, read off its figures 5.9 and 5.10.
 RATES = {"dense": (28.0, 0.31), "topk_50x": (25.0, 0.31)}
@@ -42,10 +42,10 @@ RUNS = ROOT / "runs" / "penn_treebank"
 
 def train(options: argparse.Namespace) -> None:
     """Train with one method and write its curve."""
-    sections = config.read(ROOT / "configs" / "thesis.yaml")
+    sections = yaml_config.read(ROOT / "configs" / "thesis.yaml")
     sections["data"]["init_args"]["folder"] = str(options.data.resolve())
     sections["trainer"] |= {"max_epochs": options.epochs, "precision": options.precision}
-    experiment, methods = config.load(sections)
+    experiment, methods = yaml_config.load(sections)
     method = next(method for method in methods if method.name == options.method)
     rate, dropout = RATES[options.method]
     trial = optuna.trial.FixedTrial({"model.learning_rate": rate, "model.dropout": dropout})

@@ -26,7 +26,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import CompressedDDPStrategy, PerParameter, SizeSwitch, TopK
 from lightning_gc.engine import Engine
-from lightning_gc.strategies.checkpoint import Checkpoints
+from lightning_gc.strategies.checkpoint.save_restore import Checkpoints
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from images import Photos, load

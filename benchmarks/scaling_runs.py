@@ -19,8 +19,8 @@ import torch.distributed as dist
 from traces import Shapes, engines, gradient
 
 from lightning_gc import Compressor, Scheme
+from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.distributed import Distributed
-from lightning_gc.transports.recording import Recording
 
 LIMIT = timedelta(seconds=120)
 SMALL = "8 bytes"

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from lightning_gc import Compressor, Scheme
-from lightning_gc.combination import by_default
 from lightning_gc.engine import Engine
+from lightning_gc.engine.compatibility import by_default
 from lightning_gc.flow import Exchange, Mean, Reply, Request
+from lightning_gc.transports.base import LENGTH_BYTES, Message
 from lightning_gc.transports.simulated import Simulated
-from lightning_gc.transports.transport import LENGTH_BYTES, Message
 
 Shapes = dict[str, tuple[int, ...]]
 

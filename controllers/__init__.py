@@ -7,10 +7,10 @@ if __name__ == "controllers":
     )
 
 from .accordion import Accordion as Accordion
+from .base import Controller as Controller
+from .base import Decision as Decision
+from .base import Observation as Observation
 from .chain import Chain as Chain
-from .controller import Controller as Controller
-from .controller import Decision as Decision
-from .controller import Observation as Observation
 from .dynamic_bit_width import DynamicBitWidth as DynamicBitWidth
 from .fixed import Fixed as Fixed
 from .schedule import Schedule as Schedule

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .controller import (
+from .base import (
     Controller,
     Decision,
     KnobLike,

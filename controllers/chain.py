@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .controller import Controller, Decision, KnobLike, Observation, State
+from .base import Controller, Decision, KnobLike, Observation, State
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .controller import (
+from .base import (
     Controller,
     Decision,
     KnobLike,

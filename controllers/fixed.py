@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .controller import Controller, Decision, Level, Observation, State, check_level
+from .base import Controller, Decision, Level, Observation, State, check_level
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .controller import Controller, Decision, Level, Observation, State, check_level
+from .base import Controller, Decision, Level, Observation, State, check_level
 
 _DGC = (0.25, 0.063, 0.015, 0.004, 0.001)
 

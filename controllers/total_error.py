@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .controller import Controller, Decision, KnobLike, Observation, State
-from .spending import Stretch, next_threshold, within
+from .base import Controller, Decision, KnobLike, Observation, State
+from .budget import Stretch, next_threshold, within
 
 _TURNS = 80  # in a run, where there is a budget; fewer find the threshold too late in short runs
 

@@ -25,8 +25,8 @@ from text import Corpus, columns, load
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_gc.tuning import config, report, tune
-from lightning_gc.tuning.progress import Progress, hush
+from lightning_gc.tuning import report, tune, yaml_config
+from lightning_gc.tuning.terminal_progress import Progress, hush
 
 read_once = functools.cache(load)
 
@@ -199,7 +199,7 @@ def main() -> None:
     add("--out", type=Path, help="folder for the report (default: runs/tune/<name>)")
     options = parser.parse_args()
     try:
-        sections = config.read(options.config)
+        sections = yaml_config.read(options.config)
         if options.hidden is not None:
             sections["model"]["init_args"]["hidden"] = options.hidden
         if options.data is not None:
@@ -210,7 +210,7 @@ def main() -> None:
             f"{options.config.stem}_{text}_h{sections['model']['init_args']['hidden']}_w{workers}"
         )
         changes = {"name": name, "workers": workers, "trials": options.trials}
-        experiment, methods = config.load(sections, **changes)
+        experiment, methods = yaml_config.load(sections, **changes)
         Text(options.data)  # a folder that lacks something is refused here
     except ValueError as error:
         parser.error(str(error))

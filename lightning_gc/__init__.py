@@ -10,7 +10,7 @@ from typing import Any as _Any
 
 from lightning_gc.compressors import *
 from lightning_gc.memories import *
-from lightning_gc.network import NetworkModel as NetworkModel
+from lightning_gc.network_model import NetworkModel as NetworkModel
 from lightning_gc.registry import export as _export
 from lightning_gc.schemes import *
 

@@ -143,9 +143,9 @@ _STORAGE = "path of a journal file, or a database URL such as postgresql://user@
 
 def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.tuning import Method, tune
-    from lightning_gc.tuning.config import load
-    from lightning_gc.tuning.progress import Progress, hush
     from lightning_gc.tuning.studies import best_trial, public
+    from lightning_gc.tuning.terminal_progress import Progress, hush
+    from lightning_gc.tuning.yaml_config import load
 
     hush()
     changes = {"trials": options.trials, "workers": options.workers}
@@ -186,7 +186,7 @@ def _report(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_gc.tuning import report
-    from lightning_gc.tuning.progress import hush
+    from lightning_gc.tuning.terminal_progress import hush
 
     hush()
     for path in report(options.storage, options.out, options.name):
@@ -195,8 +195,8 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _fit(options: argparse.Namespace) -> int:
-    from lightning_gc.tuning.config import read
     from lightning_gc.tuning.lightning_cli import run
+    from lightning_gc.tuning.yaml_config import read
 
     read(options.config)
     try:
@@ -215,8 +215,8 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from lightning_gc.tuning.catalogue import FAMILIES
-    from lightning_gc.tuning.listing import markdown, show
+    from lightning_gc.catalogue.rendering import markdown, show
+    from lightning_gc.catalogue.rows import FAMILIES
 
     for family in options.families:
         if family not in FAMILIES:

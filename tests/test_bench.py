@@ -17,9 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gc import cli
-from lightning_gc.bench.peers import FP16, NONE, PEERS, PLAIN, POWER_SGD
+from lightning_gc.bench.baseline_bytes import computed_bytes, low_rank_numel
+from lightning_gc.bench.baselines import FP16, NONE, PEERS, PLAIN, POWER_SGD
 from lightning_gc.bench.table import COLUMNS, cells, markdown
-from lightning_gc.bench.volumes import computed_bytes, low_rank_numel
 from tests.processes import spread
 from tests.tunings import unwarned
 

@@ -35,9 +35,9 @@ from lightning_gc import (
     Variance,
     cli,
 )
-from lightning_gc.tuning import listing
-from lightning_gc.tuning.catalogue import FAMILIES, bound, compressor_row, wire_bits, written
-from lightning_gc.tuning.references import cited
+from lightning_gc.catalogue import rendering
+from lightning_gc.catalogue.citations import cited
+from lightning_gc.catalogue.rows import FAMILIES, bound, compressor_row, wire_bits, written
 
 ROOT = Path(__file__).parents[1]
 TABLES = sorted((ROOT / "docs" / "tables").glob("*.md"))
@@ -166,7 +166,7 @@ def test_configurations_are_written_without_defaults() -> None:
 def test_the_tables_of_the_documentation_are_current(path: Path) -> None:
     command = f"python -m lightning_gc list {path.stem} --markdown > docs/tables/{path.name}"
     stale = f"docs/tables/{path.name} is stale. Run `make docs-tables`, or: {command}"
-    assert path.read_text() == listing.markdown(path.stem), stale
+    assert path.read_text() == rendering.markdown(path.stem), stale
     pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
     assert any(f'"docs/tables/{path.name}"' in page for page in pages)
 
@@ -180,7 +180,7 @@ def test_there_are_tables() -> None:
 
 def test_bars_do_not_break_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "own", lambda: [compressor_row("mine", Mine)])
-    *_, line = listing.markdown("own").splitlines()
+    *_, line = rendering.markdown("own").splitlines()
     assert line.startswith("| [`Mine`][tests.Mine] | `mine` | Send all, or &#124;nothing&#124;. |")
 
 
@@ -203,7 +203,7 @@ def test_a_terminal_shows_all_of_it(
 
 def test_families_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "memories", "--markdown"]) == cli.OK
-    assert capsys.readouterr().out == listing.markdown("memories")
+    assert capsys.readouterr().out == rendering.markdown("memories")
     assert cli.main(["list", "recollections"]) == cli.USAGE
     assert "'recollections' is no family; there are compressors" in capsys.readouterr().err
 

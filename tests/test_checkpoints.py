@@ -12,8 +12,8 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO
 
 from lightning_gc import QSGD, NoMemory, PerParameter, Residual, TopK
 from lightning_gc.controllers import Fixed, Schedule
+from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy
-from lightning_gc.strategies.state_files import FOLDER
 from tests.processes import spread
 from tests.resumes import checkpoint, differences, fit
 

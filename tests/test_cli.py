@@ -12,8 +12,8 @@ import optuna
 import pytest
 
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
-from lightning_gc.tuning import config, open_storage
-from lightning_gc.tuning.claims import counts
+from lightning_gc.tuning import open_storage, yaml_config
+from lightning_gc.tuning.trial_leases import counts
 from tests.tunings import unwarned
 
 ROOT = Path(__file__).parents[1]
@@ -171,13 +171,13 @@ def test_files_that_cannot_be_are_refused_before_the_first_trial(
 ) -> None:
     change(old, new)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - said is looked for below
-        config.load("toy.yaml")
+        yaml_config.load("toy.yaml")
     assert said in str(caught.value)
 
 
 def test_places_are_found_through_init_args_and_in_the_trainer(folder: Path) -> None:
     change("model.x: {low: 0, high: 1}", "{model.x: [0.25], trainer.max_epochs: [3]}")
-    experiment, _ = config.load("toy.yaml")
+    experiment, _ = yaml_config.load("toy.yaml")
     model, data, trainer = experiment.build(
         optuna.trial.FixedTrial({"model.x": 0.25, "trainer.max_epochs": 3})
     )

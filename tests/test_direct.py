@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_gc.flow import Exchange, Gather
 from lightning_gc.transports import Distributed
-from lightning_gc.transports.direct import PIECE
+from lightning_gc.transports.p2p import PIECE
 from tests.processes import spread
 
 pytestmark = pytest.mark.processes

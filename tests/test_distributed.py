@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_gc import SCHEMES, TopK
-from lightning_gc.combination import combine
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.per_parameter import layerwise
+from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
+from lightning_gc.engine.compatibility import combine
 from lightning_gc.flow import Exchange, Gather, Mean
 from lightning_gc.memories import Memory
 from lightning_gc.testing import Lockstep

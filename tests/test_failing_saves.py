@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.callbacks import OnExceptionCheckpoint
 
 from lightning_gc import PerParameter, TopK
-from lightning_gc.strategies.state_files import FOLDER
+from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from tests.processes import spread
 from tests.resumes import Crash, Crashed, differences, fit
 

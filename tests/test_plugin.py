@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.compressor import Codec, Contraction
+from lightning_gc.compressors.base import Codec, Contraction
 from lightning_gc.flow import Payload
-from lightning_gc.packing import pack, unpack
+from lightning_gc.coding.bit_packing import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (package / "scaled_sign.py").write_text(PLUGIN.lstrip())
     init = package / "__init__.py"
     line = "from lightning_gc.compressors.scaled_sign import ScaledSign as ScaledSign\n"
-    before, after = init.read_text().split("from lightning_gc.compressors.size_switch")
-    init.write_text(before + line + "from lightning_gc.compressors.size_switch" + after)
+    before, after = init.read_text().split("from lightning_gc.compressors.wrappers.size_switch")
+    init.write_text(before + line + "from lightning_gc.compressors.wrappers.size_switch" + after)
     return root
 
 

@@ -26,9 +26,9 @@ from lightning_gc import (
     TopK,
 )
 from lightning_gc.bucket import Bucket
-from lightning_gc.packing import pack, unpack
-from lightning_gc.positions import encode
-from lightning_gc.strategies.checks import refuse_sparse_gradients
+from lightning_gc.coding.bit_packing import pack, unpack
+from lightning_gc.coding.elias_fano import encode
+from lightning_gc.strategies.validation import refuse_sparse_gradients
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated

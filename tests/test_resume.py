@@ -18,9 +18,9 @@ from lightning_gc import (
     SignSGD,
     TopK,
 )
-from lightning_gc.combination import combine
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Accordion, Chain, DynamicBitWidth, Fixed, Schedule, TotalError
+from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import Memory
 from lightning_gc.testing.contracts.memory import refused
 from tests.instances import ALL, ALL_MEMORIES, ONE_EACH

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_gc import HardThreshold, PerParameter, TopK
 from lightning_gc.controllers import Accordion, TotalError
+from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
-from lightning_gc.strategies.state_files import FOLDER
 from tests.processes import spread
 from tests.resumes import Crash, checkpoint
 from tests.simulations import Plain, fit, loader, real, rows, simulated

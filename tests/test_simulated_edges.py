@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gc import Identity, NetworkModel, NoMemory, PerParameter, TopK
 from lightning_gc.controllers import TotalError
-from lightning_gc.strategies.dealing import Dealt
 from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
-from lightning_gc.strategies.micro_batches import to_batches, to_micro_batches
+from lightning_gc.strategies.simulation.micro_batches import to_batches, to_micro_batches
+from lightning_gc.strategies.simulation.sharded_loader import Dealt
 from tests.simulations import Plain, fit, loader, rows, simulated
 
 TOPK = PerParameter(TopK(0.1))

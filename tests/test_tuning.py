@@ -12,10 +12,10 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_gc import Range
 from lightning_gc.tuning import Method, MissingMetric, StorageError, TrialError, open_storage, tune
-from lightning_gc.tuning.claims import counts
-from lightning_gc.tuning.finals import TRANSFERRED, TUNED, final_records
-from lightning_gc.tuning.run import Event
+from lightning_gc.tuning.comparison import Event
+from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
 from lightning_gc.tuning.studies import PerTrial, best_trial
+from lightning_gc.tuning.trial_leases import counts
 from tests.tunings import Bowl, Data, bowl, cliff, compare, denser, experiment, steep, unwarned
 
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL

@@ -10,9 +10,9 @@ import optuna
 import pytest
 import torch
 
-from lightning_gc.tuning import Method, config
-from lightning_gc.tuning.fit import fit
-from lightning_gc.tuning.judge import Judge
+from lightning_gc.tuning import Method, yaml_config
+from lightning_gc.tuning.early_stopping import Judge
+from lightning_gc.tuning.training_run import fit
 from tests.test_example import EXAMPLES, write
 from tests.tunings import unwarned
 
@@ -26,13 +26,13 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_files_describe_the_thesis_and_the_demo(example: ModuleType) -> None:
-    thesis, methods = config.load(CONFIGS / "thesis.yaml")
+    thesis, methods = yaml_config.load(CONFIGS / "thesis.yaml")
     assert (thesis.trials, thesis.sampler, thesis.patience) == (60, "random", 10)
     assert [m.name for m in methods if m.tuned] == []  # ratios are given, not searched
     assert len(methods) == 1 + 4 * 3
     momenta = [m.name for m in methods if m.tuned_memory]
     assert momenta == ["dgc_50x", "dgc_500x", "dgc_5000x"]
-    demo, methods = config.load(CONFIGS / "demo.yaml")
+    demo, methods = yaml_config.load(CONFIGS / "demo.yaml")
     assert [m.name for m in methods] == ["dense", "topk", "randomk", "qsgd", "hard_threshold"]
     assert demo.workers == 2
 
@@ -57,11 +57,11 @@ def test_the_number_of_workers_changes_nothing_without_compression(
     data = write(tmp_path / "data", [f"{piece}.txt" for piece in ("train", "valid", "test")])
     curves = []
     for workers in (1, 2, 4):
-        sections = config.read(CONFIGS / "thesis.yaml")
+        sections = yaml_config.read(CONFIGS / "thesis.yaml")
         sections["model"]["init_args"]["hidden"] = 8
         sections["data"]["init_args"] |= {"folder": str(data), "batch": 8, "bptt": 5}
         sections["trainer"] |= {"accelerator": "cpu", "max_epochs": 2}
-        experiment, _ = config.load(sections, workers=workers)
+        experiment, _ = yaml_config.load(sections, workers=workers)
         judge = Judge(experiment, Method("dense"))
         trial = optuna.trial.FixedTrial({"model.learning_rate": 5.0, "model.dropout": 0.0})
         with unwarned():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_gc.tuning import Experiment, Method, MissingMetric
-from lightning_gc.tuning.judge import WIRE, Judge, Streak
+from lightning_gc.tuning.early_stopping import WIRE, Judge, Streak
 from tests.tunings import bowl, experiment
 
 nan = float("nan")

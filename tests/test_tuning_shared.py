@@ -13,9 +13,9 @@ import pytest
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from lightning_gc.tuning import Method, claims, open_storage
-from lightning_gc.tuning.claims import claim, counts
-from lightning_gc.tuning.tree import TreeError, fit_in_tree
+from lightning_gc.tuning import Method, open_storage, trial_leases
+from lightning_gc.tuning.subprocess_trial import TreeError, fit_in_tree
+from lightning_gc.tuning.trial_leases import claim, counts
 from tests.processes import hold_port, spread
 from tests.tunings import compare, experiment, steep, work
 
@@ -67,7 +67,7 @@ def test_one_is_killed_and_the_other_makes_up_for_it(tmp_path: Path) -> None:
 def test_whoever_asks_too_late_gives_the_trial_back(monkeypatch: pytest.MonkeyPatch) -> None:
     study = optuna.create_study()
     assert claim(study, 1) is not None
-    monkeypatch.setattr(claims, "has_room", lambda *_: True)  # as seen before others asked
+    monkeypatch.setattr(trial_leases, "has_room", lambda *_: True)  # as seen before others asked
     assert claim(study, 1) is None
     assert [counts(trial) for trial in study.trials] == [True, False]
     assert claim(study, 2) is not None

@@ -23,7 +23,7 @@ from lightning_gc import (
     TopK,
 )
 from lightning_gc.tuning import Method
-from lightning_gc.tuning.space import as_json, declared, parse
+from lightning_gc.tuning.parameter_space import as_json, declared, parse
 
 
 @dataclass(frozen=True)

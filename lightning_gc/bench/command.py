@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from lightning_gc.bench.comparison import compare
+from lightning_gc.bench.method_run import KEPT, BenchError, Ground
 from lightning_gc.bench.methods import DEFAULT, methods_of
-from lightning_gc.bench.page import write
-from lightning_gc.bench.place import Place
-from lightning_gc.bench.run import compare
+from lightning_gc.bench.result_files import write
 from lightning_gc.bench.table import COLUMNS, cells, terminal
-from lightning_gc.bench.turn import KEPT, BenchError, Ground
-from lightning_gc.strategies import leaving
-from lightning_gc.strategies.checks import check_agreement
+from lightning_gc.bench.worker_device import Place
+from lightning_gc.strategies import process_shutdown
+from lightning_gc.strategies.validation import check_agreement
 from lightning_gc.transports.distributed import Distributed
-from lightning_gc.tuning.config import FromFile, methods_in, read
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.progress import hush
+from lightning_gc.tuning.terminal_progress import hush
+from lightning_gc.tuning.yaml_config import FromFile, methods_in, read
 
 
 def bench(options: argparse.Namespace) -> None:
@@ -80,7 +80,7 @@ def _measure(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(ground.backend, timeout=ground.timeout)
-    leaving.register()
+    process_shutdown.register()
     same = {name: repr(getattr(options, name)) for name in _SAME}
     same["the file's sections"] = repr(dict(ground.build.sections))
     check_agreement(same, Distributed(), device)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_gc.bench.peers import NONE, PLAIN
+from lightning_gc.bench.baselines import NONE, PLAIN
 
 Rows = Mapping[str, Mapping[str, Any]]
 COLUMNS = (

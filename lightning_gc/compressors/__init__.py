@@ -1,54 +1,58 @@
 """The methods, one file each. A new one is a new file and one import line."""
 
-from lightning_gc.compressors.adacomp import AdaComp as AdaComp
-from lightning_gc.compressors.atomo_svd import AtomoSVD as AtomoSVD
-from lightning_gc.compressors.byte_codes import ByteCodes as ByteCodes
-from lightning_gc.compressors.cast import Cast as Cast
-from lightning_gc.compressors.compressor import AbsoluteError as AbsoluteError
-from lightning_gc.compressors.compressor import Codec as Codec
-from lightning_gc.compressors.compressor import Compressor as Compressor
-from lightning_gc.compressors.compressor import Contraction as Contraction
-from lightning_gc.compressors.compressor import Knob as Knob
-from lightning_gc.compressors.compressor import Multiple as Multiple
-from lightning_gc.compressors.compressor import Unbounded as Unbounded
-from lightning_gc.compressors.compressor import Variance as Variance
-from lightning_gc.compressors.dgc import DGC as DGC
-from lightning_gc.compressors.ecqsgd import ECQSGD as ECQSGD
-from lightning_gc.compressors.ef_sign_sgd import EFSignSGD as EFSignSGD
-from lightning_gc.compressors.estimating import Estimating as Estimating
-from lightning_gc.compressors.fixed_proportion import FixedProportion as FixedProportion
-from lightning_gc.compressors.float8 import Float8 as Float8
-from lightning_gc.compressors.gaussian_k import GaussianK as GaussianK
-from lightning_gc.compressors.gradzip import GradZip as GradZip
-from lightning_gc.compressors.gtopk import GTopK as GTopK
-from lightning_gc.compressors.hard_threshold import HardThreshold as HardThreshold
+from lightning_gc.compressors.base import AbsoluteError as AbsoluteError
+from lightning_gc.compressors.base import Codec as Codec
+from lightning_gc.compressors.base import Compressor as Compressor
+from lightning_gc.compressors.base import Contraction as Contraction
+from lightning_gc.compressors.base import Knob as Knob
+from lightning_gc.compressors.base import Multiple as Multiple
+from lightning_gc.compressors.base import Unbounded as Unbounded
+from lightning_gc.compressors.base import Variance as Variance
 from lightning_gc.compressors.identity import Identity as Identity
-from lightning_gc.compressors.int8 import Int8 as Int8
-from lightning_gc.compressors.integer_qsgd import IntegerQSGD as IntegerQSGD
-from lightning_gc.compressors.low_rank import LowRank as LowRank
-from lightning_gc.compressors.natural_compression import NaturalCompression as NaturalCompression
-from lightning_gc.compressors.one_bit_sgd import OneBitSGD as OneBitSGD
-from lightning_gc.compressors.per_parameter import PerParameter as PerParameter
-from lightning_gc.compressors.powersgd import PowerSGD as PowerSGD
-from lightning_gc.compressors.qsgd import QSGD as QSGD
-from lightning_gc.compressors.quantised import Quantised as Quantised
-from lightning_gc.compressors.random_mask import RandomMask as RandomMask
-from lightning_gc.compressors.randomk import RandomK as RandomK
-from lightning_gc.compressors.ranges import Choice as Choice
-from lightning_gc.compressors.ranges import Range as Range
-from lightning_gc.compressors.redsync import RedSync as RedSync
-from lightning_gc.compressors.sidco import SIDCo as SIDCo
-from lightning_gc.compressors.sign_sgd import SignSGD as SignSGD
-from lightning_gc.compressors.signum import Signum as Signum
-from lightning_gc.compressors.size_switch import SizeSwitch as SizeSwitch
-from lightning_gc.compressors.strom_threshold import StromThreshold as StromThreshold
-from lightning_gc.compressors.terngrad import TernGrad as TernGrad
-from lightning_gc.compressors.topk import TopK as TopK
-from lightning_gc.compressors.unbiased_randomk import UnbiasedRandomK as UnbiasedRandomK
-from lightning_gc.compressors.variance_sparsifier import VarianceSparsifier as VarianceSparsifier
-from lightning_gc.compressors.wrapper import Wrapper as Wrapper
+from lightning_gc.compressors.low_rank.atomo_svd import AtomoSVD as AtomoSVD
+from lightning_gc.compressors.low_rank.factorisation import LowRank as LowRank
+from lightning_gc.compressors.low_rank.gradzip import GradZip as GradZip
+from lightning_gc.compressors.low_rank.powersgd import PowerSGD as PowerSGD
+from lightning_gc.compressors.quantisers.blockwise_8bit import ByteCodes as ByteCodes
+from lightning_gc.compressors.quantisers.cast import Cast as Cast
+from lightning_gc.compressors.quantisers.ecqsgd import ECQSGD as ECQSGD
+from lightning_gc.compressors.quantisers.float8 import Float8 as Float8
+from lightning_gc.compressors.quantisers.int8 import Int8 as Int8
+from lightning_gc.compressors.quantisers.integer_qsgd import IntegerQSGD as IntegerQSGD
+from lightning_gc.compressors.quantisers.natural_compression import (
+    NaturalCompression as NaturalCompression,
+)
+from lightning_gc.compressors.quantisers.qsgd import QSGD as QSGD
+from lightning_gc.compressors.quantisers.terngrad import TernGrad as TernGrad
+from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD as EFSignSGD
+from lightning_gc.compressors.signs.one_bit_sgd import OneBitSGD as OneBitSGD
+from lightning_gc.compressors.signs.sign_sgd import SignSGD as SignSGD
+from lightning_gc.compressors.signs.signum import Signum as Signum
+from lightning_gc.compressors.sparsifiers.adacomp import AdaComp as AdaComp
+from lightning_gc.compressors.sparsifiers.dgc import DGC as DGC
+from lightning_gc.compressors.sparsifiers.fixed_proportion import FixedProportion as FixedProportion
+from lightning_gc.compressors.sparsifiers.gaussian_k import GaussianK as GaussianK
+from lightning_gc.compressors.sparsifiers.gtopk import GTopK as GTopK
+from lightning_gc.compressors.sparsifiers.hard_threshold import HardThreshold as HardThreshold
+from lightning_gc.compressors.sparsifiers.random_mask import RandomMask as RandomMask
+from lightning_gc.compressors.sparsifiers.randomk import RandomK as RandomK
+from lightning_gc.compressors.sparsifiers.redsync import RedSync as RedSync
+from lightning_gc.compressors.sparsifiers.sidco import SIDCo as SIDCo
+from lightning_gc.compressors.sparsifiers.strom_threshold import StromThreshold as StromThreshold
+from lightning_gc.compressors.sparsifiers.threshold_estimator import Estimating as Estimating
+from lightning_gc.compressors.sparsifiers.topk import TopK as TopK
+from lightning_gc.compressors.sparsifiers.unbiased_randomk import UnbiasedRandomK as UnbiasedRandomK
+from lightning_gc.compressors.sparsifiers.variance_sparsifier import (
+    VarianceSparsifier as VarianceSparsifier,
+)
+from lightning_gc.compressors.wrappers.per_parameter import PerParameter as PerParameter
+from lightning_gc.compressors.wrappers.quantised import Quantised as Quantised
+from lightning_gc.compressors.wrappers.size_switch import SizeSwitch as SizeSwitch
+from lightning_gc.compressors.wrappers.wrapper import Wrapper as Wrapper
 from lightning_gc.registry import concrete as _concrete
 from lightning_gc.registry import export as _export
+from lightning_gc.search_space import Choice as Choice
+from lightning_gc.search_space import Range as Range
 
 COMPRESSORS = _concrete(globals(), Compressor, Wrapper)
 """``{name: class}`` of all compressors that have a name; wrappers need an inner one."""

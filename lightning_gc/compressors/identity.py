@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import checks
-from lightning_gc.compressors.compressor import Codec, Contraction, dense
+from lightning_gc.coding import payload_validation
+from lightning_gc.compressors.base import Codec, Contraction, dense
 from lightning_gc.flow import Flow, Payload
 
 if TYPE_CHECKING:
-    from lightning_gc.schemes.scheme import Scheme
+    from lightning_gc.schemes.base import Scheme
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Identity(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add everything."""
-        checks.lengths(payload, out.numel())
+        payload_validation.lengths(payload, out.numel())
         (values,) = payload
         out.add_(values, alpha=scale)
 

@@ -14,8 +14,9 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
 
     Args:
         out: ``(numel,)``, changed in place.
-        positions: ``(k,)`` int64, distinct and below ``numel``, as ``checks.positions`` returns
-            them. Of positions that are not distinct, whose values it has made NaN, one is added.
+        positions: ``(k,)`` int64, distinct and below ``numel``, as returned by
+            ``payload_validation.positions``. Of positions that are not distinct, whose values it
+            has made NaN, one is added.
         values: ``(k,)``, of a floating dtype no wider than that of ``out``.
         scale: the weight, 1/W for a mean over W workers.
 
@@ -33,7 +34,7 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
         tensor([ 0.5000,  0.0000, -1.0000])
     """
     if fused(out) and flat(positions) and flat(values):
-        from lightning_gc.kernels.programs.accumulate import accumulate as program
+        from lightning_gc.kernels.triton_kernels.accumulate import accumulate as program
 
         program(out, positions, values, scale)
     else:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_gc.coding.bit_packing import packed_bytes, unpack
 from lightning_gc.kernels.dispatch import flat, fused
 from lightning_gc.kernels.quantise import in_blocks, pieces
-from lightning_gc.packing import packed_bytes, unpack
 
 Check = Callable[[Tensor, int, Tensor], Tensor]
 
@@ -33,7 +33,7 @@ def dequantise(
         out: ``(numel,)``, changed in place.
         scale: the weight, 1/W for a mean over W workers.
         check: is asked about a code above 2s, which no encoder makes: called with the codes, 2s
-            and the norms, it raises or returns the norms to use (``compressors.checks.codes``).
+            and the norms, it raises or returns the norms to use (``payload_validation.codes``).
             The kernel does not ask: such an element becomes NaN.
 
     On CUDA one kernel reads ``4 + bits/8`` bytes and writes 4 an element.
@@ -47,14 +47,14 @@ def dequantise(
         ValueError: ``packed`` of another length; what ``check`` raises.
 
     Example:
-        >>> from lightning_gc.compressors import checks
+        >>> from lightning_gc.coding import payload_validation
         >>> out, codes = torch.zeros(2), torch.tensor([6], dtype=torch.uint8)
-        >>> dequantise(codes, torch.tensor([3.0]), 2, 2, out, 1.0, checks.codes)
+        >>> dequantise(codes, torch.tensor([3.0]), 2, 2, out, 1.0, payload_validation.codes)
         >>> out
         tensor([3., 0.])
     """
     if fused(out) and flat(packed) and flat(norms) and norms.dtype == torch.float32:
-        from lightning_gc.kernels.programs.dequantise import dequantise as program
+        from lightning_gc.kernels.triton_kernels.dequantise import dequantise as program
 
         program(packed, norms, block_size, bits, out, scale)
         return

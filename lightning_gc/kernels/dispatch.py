@@ -47,7 +47,7 @@ def _works(device: torch.device) -> bool:
     if not _found():
         return False
     try:
-        from lightning_gc.kernels.programs.accumulate import accumulate
+        from lightning_gc.kernels.triton_kernels.accumulate import accumulate
 
         out = torch.ones(3, device=device)
         accumulate(out, torch.tensor([0, 2], device=device), torch.ones(2, device=device), 0.5)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gc.coding.bit_packing import pack
 from lightning_gc.kernels.dispatch import flat, fused
-from lightning_gc.packing import pack
 
 _PIECE = 1 << 16  # elements, about
 Noise = Tensor | torch.Generator | np.random.SFC64
@@ -51,7 +51,7 @@ def quantise(
         (tensor([6], dtype=torch.uint8), tensor([ 0.0000, -0.2500]))
     """
     if fused(buffer) and flat(norms) and not (isinstance(noise, Tensor) and not flat(noise)):
-        from lightning_gc.kernels.programs.quantise import quantise as program
+        from lightning_gc.kernels.triton_kernels.quantise import quantise as program
 
         return program(buffer, norms, block_size, bits, noise)
     drawn = _stream(noise)

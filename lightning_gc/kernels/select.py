@@ -72,7 +72,7 @@ def select(
     if capacity is not None and capacity < 0:
         raise ValueError(f"select(capacity={capacity}): give a number of elements, 0 or more.")
     if fused(error) and (gradient is None or flat(gradient, numel)):
-        from lightning_gc.kernels.programs.select import select as program
+        from lightning_gc.kernels.triton_kernels.select import select as program
 
         return Selection(*program(gradient, error, threshold, capacity))
     return reference(gradient, error, threshold, capacity)
@@ -85,7 +85,7 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     bytes an element; torch's operations make an absolute value, two masks and a count of their own.
     """
     if fused(buffer):
-        from lightning_gc.kernels.programs.select import reaching as program
+        from lightning_gc.kernels.triton_kernels.select import reaching as program
 
         return program(buffer, threshold)
     return reaching_reference(buffer, threshold)

@@ -1,9 +1,9 @@
 """What is remembered between steps, one file per rule."""
 
+from lightning_gc.memories.base import Memory as Memory
 from lightning_gc.memories.error_reset import ErrorReset as ErrorReset
 from lightning_gc.memories.global_momentum import GlobalMomentum as GlobalMomentum
 from lightning_gc.memories.local_momentum import LocalMomentum as LocalMomentum
-from lightning_gc.memories.memory import Memory as Memory
 from lightning_gc.memories.momentum_correction import MomentumCorrection as MomentumCorrection
 from lightning_gc.memories.none import NoMemory as NoMemory
 from lightning_gc.memories.residual import Residual as Residual

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.ranges import Range
-from lightning_gc.memories.memory import Memory, refuse_momentum
+from lightning_gc.memories.base import Memory, refuse_momentum
+from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)

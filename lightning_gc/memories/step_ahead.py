@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.memories.memory import Memory
+from lightning_gc.memories.base import Memory
 
 
 @dataclass(frozen=True)

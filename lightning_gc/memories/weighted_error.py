@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.ranges import Range
-from lightning_gc.memories.memory import Memory
+from lightning_gc.memories.base import Memory
+from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)

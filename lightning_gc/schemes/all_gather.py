@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.compressor import Codec
+from lightning_gc.compressors.base import Codec
 from lightning_gc.flow import Flow, Gather
-from lightning_gc.schemes.scheme import Scheme, decode, encode
+from lightning_gc.schemes.base import Scheme, decode, encode
 
 
 @dataclass(frozen=True)

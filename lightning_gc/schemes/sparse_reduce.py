@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc import positions
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import selection, sparse
-from lightning_gc.compressors.checks import naming
-from lightning_gc.compressors.compressor import Codec
+from lightning_gc.coding import elias_fano
+from lightning_gc.coding.payload_validation import naming
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.sparsifiers import sparse_payload, topk_selection
 from lightning_gc.flow import Exchange, Flow, Gather, Limits, Mean
-from lightning_gc.schemes.scheme import Scheme
+from lightning_gc.schemes.base import Scheme
 
 SLACK = 1.25
 """How many times its equal share of the survivors an owner may send."""
@@ -73,7 +73,7 @@ class SparseReduce(Scheme):
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Select, agree on ranges, exchange, average one, select in it, gather W, decode."""
         workers, numel = bucket.workers, buffer.numel()
-        limits: Limits = (numel, positions.most_bytes(numel))
+        limits: Limits = (numel, elias_fano.most_bytes(numel))
         chosen = codec.choose(buffer, bucket)  # (k_j,) int64, ascending
         (means,) = yield Mean((_proposal(chosen, workers, buffer),))
         cuts, most = _agreed(means.tolist(), numel)
@@ -90,10 +90,10 @@ class SparseReduce(Scheme):
         mean = torch.zeros_like(error)
         for sender, payload in enumerate(arrived):
             with naming(codec, bucket, sender):
-                sparse.put(tuple(payload), mean, 1 / workers)
+                sparse_payload.put(tuple(payload), mean, 1 / workers)
         share = -(-sum(payload[0].numel() for payload in arrived) // workers)
-        nonzero = selection.reaching(mean, selection.smallest(mean))
-        survivors = selection.best(mean, nonzero, min(share, most))
+        nonzero = topk_selection.reaching(mean, topk_selection.smallest(mean))
+        survivors = topk_selection.best(mean, nonzero, min(share, most))
         payload = codec.take(mean, survivors)
         # What a second rounding of values has left; it has W senders, so the owner remembers it.
         error[survivors] += workers * mean[survivors].nan_to_num_(0.0, 0.0, 0.0)
@@ -103,7 +103,7 @@ class SparseReduce(Scheme):
             out.zero_()
         for owner, payload in enumerate(gathered):
             with naming(codec, bucket, owner):
-                found, values = sparse.places(tuple(payload), cuts[owner + 1] - cuts[owner])
+                found, values = sparse_payload.places(tuple(payload), cuts[owner + 1] - cuts[owner])
             if bucket.wanted:
                 out[ranges[owner]].index_add_(0, found, values.to(out.dtype))
             _give_back(buffer[ranges[owner]], mine[owner], payloads[owner][0], found)

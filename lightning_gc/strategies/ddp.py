@@ -19,13 +19,12 @@ from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.strategies import leaving
-from lightning_gc.strategies.checks import check_agreement, refuse_sparse_gradients
-from lightning_gc.strategies.children import end_children
-from lightning_gc.strategies.compressing import Compressing
+from lightning_gc.strategies import process_shutdown
+from lightning_gc.strategies.base import Compressing
+from lightning_gc.strategies.validation import check_agreement, refuse_sparse_gradients
+from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.distributed import Distributed
-from lightning_gc.transports.recording import Recording
 
 # Workers import and build for a while, not equally long. The seconds after which a silent peer
 # counts as lost are often fewer.
@@ -152,7 +151,7 @@ class CompressedDDP(Compressing):
         recording = Recording(transport)
         self._start([recording])
         self._background = Background(recording, device)
-        leaving.register()
+        process_shutdown.register()
         ddp.register_comm_hook(None, self._compress_bucket)
 
     def _compress_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
@@ -201,7 +200,7 @@ class CompressedDDP(Compressing):
     def on_exception(self, exception: BaseException) -> None:
         """Leave no worker behind."""
         super().on_exception(exception)  # type: ignore[misc]
-        end_children(self._launcher)  # type: ignore[attr-defined]
+        process_shutdown.end_children(self._launcher)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
         """Stop the background thread and leave the process group."""

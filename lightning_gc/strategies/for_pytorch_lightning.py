@@ -8,7 +8,7 @@ from pytorch_lightning.utilities.data import _update_dataloader
 
 from lightning_gc.monitor import Monitor
 from lightning_gc.strategies.ddp import CompressedDDP, register
-from lightning_gc.strategies.simulated import SimulatedDDP
+from lightning_gc.strategies.simulation.strategy import SimulatedDDP
 
 
 class CompressedDDPStrategy(CompressedDDP, DDPStrategy):

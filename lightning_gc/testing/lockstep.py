@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.per_parameter import layerwise
+from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme

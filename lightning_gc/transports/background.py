@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.flow import Flow
-from lightning_gc.transports.recording import Recording
+from lightning_gc.transports.accounting import Recording
 
 
 class Background:

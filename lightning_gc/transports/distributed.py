@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gc.flow import Exchange, Gather, Mean, Reply, Request
-from lightning_gc.transports.direct import PIECE, swap
-from lightning_gc.transports.transport import (
+from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Message,
     Transport,
@@ -18,6 +17,7 @@ from lightning_gc.transports.transport import (
     all_reduce_bytes,
     check_lengths,
 )
+from lightning_gc.transports.p2p import PIECE, swap
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from lightning_gc.flow import Exchange, Flow, Gather, Mean, Payload, Reply, Request
-from lightning_gc.transports.stopwatch import COMMUNICATE, COMPRESS, DECODE
-from lightning_gc.transports.transport import (
+from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Message,
     all_gather_bytes,
     all_reduce_bytes,
     check_lengths,
 )
+from lightning_gc.transports.timer import COMMUNICATE, COMPRESS, DECODE
 
 
 class Simulated:

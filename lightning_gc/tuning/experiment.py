@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import optuna
 
-from lightning_gc.network import NetworkModel
+from lightning_gc.network_model import NetworkModel
 from lightning_gc.tuning.method import DENSE, Method
 
 Build = Callable[[optuna.trial.BaseTrial], Sequence[Any]]

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_gc.tuning.flavour import pl
+from lightning_gc.tuning.lightning_flavour import pl
 
 if TYPE_CHECKING:
     from pytorch_lightning.cli import LightningArgumentParser, LightningCLI

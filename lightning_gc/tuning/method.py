@@ -10,13 +10,13 @@ from typing import Any
 
 import optuna
 
-from lightning_gc.combination import combine
 from lightning_gc.compressors import COMPRESSORS, Choice, Compressor, Identity, PerParameter
 from lightning_gc.controllers import Controller
+from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.registry import make
 from lightning_gc.schemes import Scheme
-from lightning_gc.tuning.space import (
+from lightning_gc.tuning.parameter_space import (
     MEMORY_PREFIX,
     PREFIX,
     Space,

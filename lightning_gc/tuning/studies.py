@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.space import as_json
+from lightning_gc.tuning.parameter_space import as_json
 
 RULES = "rules"
 _TRIES = 10

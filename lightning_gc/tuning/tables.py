@@ -14,10 +14,10 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from lightning_gc.tuning.claims import counts
-from lightning_gc.tuning.finals import TRANSFERRED, TUNED, final_records
+from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
 from lightning_gc.tuning.method import DENSE
 from lightning_gc.tuning.studies import RULES, best_trial
+from lightning_gc.tuning.trial_leases import counts
 
 TOP = 8
 """Trials of a study that box plots show: the best ones, as in the thesis, if they are a third."""

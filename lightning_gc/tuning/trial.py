@@ -8,13 +8,13 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from lightning_gc.tuning import claims
+from lightning_gc.tuning import trial_leases
+from lightning_gc.tuning.early_stopping import Judge, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
-from lightning_gc.tuning.fit import fit
-from lightning_gc.tuning.judge import Judge, MissingMetric
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.space import MEMORY_PREFIX, PREFIX, draw
-from lightning_gc.tuning.tree import fit_in_tree
+from lightning_gc.tuning.parameter_space import MEMORY_PREFIX, PREFIX, draw
+from lightning_gc.tuning.subprocess_trial import fit_in_tree
+from lightning_gc.tuning.training_run import fit
 
 
 class TrialError(RuntimeError):
@@ -36,7 +36,7 @@ def run_trial(
     """
     judge = Judge(experiment, method, trial)
     try:
-        with claims.beating(lambda now: trial.set_user_attr("beat", now)):
+        with trial_leases.beating(lambda now: trial.set_user_attr("beat", now)):
             train(experiment, method, trial, judge, experiment.seed)
         if not judge.curve:
             raise MissingMetric(

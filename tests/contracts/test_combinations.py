@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_gc import MEMORIES, SCHEMES
-from lightning_gc.combination import combine
 from lightning_gc.compressors import Compressor
+from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep

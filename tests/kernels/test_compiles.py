@@ -49,7 +49,7 @@ def test_compiles(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module(f"lightning_gc.kernels.programs.{module}"), name)
+    kernel = getattr(importlib.import_module(f"lightning_gc.kernels.triton_kernels.{module}"), name)
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
     source = ASTSource(kernel, signature, constants)

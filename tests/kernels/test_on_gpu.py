@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gc.compressors import checks
+from lightning_gc.coding import payload_validation
 from lightning_gc.kernels import accumulate, dequantise, quantise, select
 
 from .device import same
@@ -20,7 +20,7 @@ def passes(x: torch.Tensor, noise: torch.Tensor, fused: bool) -> list[torch.Tens
     found = getattr(select, pick[0])(x.bfloat16(), error, threshold, 600_000)
     norms = quantise.in_blocks(buffer, 512).abs().amax(1)
     packed = getattr(quantise, pick[1])(buffer, norms, 512, 5, noise)
-    getattr(dequantise, pick[2])(packed, norms, 512, 5, out, 1 / 3, checks.codes)
+    getattr(dequantise, pick[2])(packed, norms, 512, 5, out, 1 / 3, payload_validation.codes)
     positions, values = torch.arange(0, NUMEL, 7, device=x.device), buffer[::7].contiguous()
     getattr(accumulate, pick[3])(out, positions, values, 1 / 3)
     return [*found, error, packed, buffer, out]

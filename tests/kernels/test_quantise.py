@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_gc import QSGD
-from lightning_gc.compressors import checks
+from lightning_gc.coding import payload_validation
+from lightning_gc.coding.bit_packing import packed_bytes, unpack
 from lightning_gc.kernels import dequantise, quantise
 from lightning_gc.kernels.dispatch import fused
-from lightning_gc.packing import packed_bytes, unpack
 
 from .device import DEVICE, INTERPRETED, here, marks, same, tensors
 
@@ -59,8 +59,10 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
         # The interpreter of older versions rounds a product before it is added: one without loss.
         scale = 1.0 if name in ("tiny", "huge") else 0.25
         ours, theirs = here(x.roll(1)), x.roll(1)
-        dequantise.dequantise(packed, here(norms), size, bits, ours, scale, checks.codes)
-        dequantise.reference(wanted, norms, size, bits, theirs, scale, checks.codes)
+        dequantise.dequantise(
+            packed, here(norms), size, bits, ours, scale, payload_validation.codes
+        )
+        dequantise.reference(wanted, norms, size, bits, theirs, scale, payload_validation.codes)
         assert same(ours, theirs)
 
 
@@ -105,7 +107,9 @@ def test_codes_fall_as_often_as_they_should() -> None:
         up = levels.abs() > (values.abs() * s).floor()
         assert torch.corrcoef(up.T.double()).fill_diagonal_(0).abs().max() < 0.05
         sums = torch.zeros(numel, device=device).add_(left)
-        dequantise.dequantise(packed, norms.to(device), 500, bits, sums, 1.0, checks.codes)
+        dequantise.dequantise(
+            packed, norms.to(device), 500, bits, sums, 1.0, payload_validation.codes
+        )
         assert torch.allclose(sums.cpu(), x, atol=1e-6)
 
 
@@ -128,8 +132,8 @@ def test_any_weight(scale: float) -> None:
     packed = quantise.reference(x.clone(), norms, size, 4, noise)
     ours, theirs = here(x), here(x)
     arrived = (here(packed), here(norms))
-    dequantise.dequantise(*arrived, size, 4, ours, scale, checks.codes)
-    dequantise.reference(*arrived, size, 4, theirs, scale, checks.codes)
+    dequantise.dequantise(*arrived, size, 4, ours, scale, payload_validation.codes)
+    dequantise.reference(*arrived, size, 4, theirs, scale, payload_validation.codes)
     if INTERPRETED and not rounds_once():
         assert torch.allclose(ours, theirs, rtol=2.0**-22, atol=2.0**-22)
     else:
@@ -146,5 +150,7 @@ def rounds_once() -> bool:
 def test_a_code_that_no_encoder_makes_becomes_nan(bits: int) -> None:
     packed = torch.full((packed_bytes(100, bits),), 255, dtype=torch.uint8, device=DEVICE)
     out = torch.zeros(100, device=DEVICE)
-    dequantise.dequantise(packed, torch.ones(1, device=DEVICE), 100, bits, out, 1.0, checks.codes)
+    dequantise.dequantise(
+        packed, torch.ones(1, device=DEVICE), 100, bits, out, 1.0, payload_validation.codes
+    )
     assert out.isnan().all()

@@ -17,11 +17,11 @@ from lightning_gc import (
     UnbiasedRandomK,
 )
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import checks
+from lightning_gc.coding import payload_validation
+from lightning_gc.coding.bit_packing import unpack
+from lightning_gc.coding.elias_fano import encode
 from lightning_gc.flow import Payload
-from lightning_gc.packing import unpack
-from lightning_gc.positions import encode
-from lightning_gc.schemes import scheme
+from lightning_gc.schemes import base
 from lightning_gc.testing.contracts import cases
 
 CODECS = [c for cls in COMPRESSORS.values() for c in cls.examples() if isinstance(c, Codec)]
@@ -113,7 +113,7 @@ def test_hard_threshold_sends_what_is_not_a_number() -> None:
 
 def test_on_a_device_the_result_is_spoilt_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """There nothing can be raised without waiting: indices are moved, values become NaN."""
-    monkeypatch.setattr(checks, "on_host", lambda tensor: False)
+    monkeypatch.setattr(payload_validation, "on_host", lambda tensor: False)
     for places in ([3, 50, 127], [3, 3, 50], [3, 2, 60], [50, 3, 60]):
         out = decode(TopK(0.03), (torch.ones(3), encode(torch.tensor(places), 100)))
         assert out.isnan().any()
@@ -139,8 +139,8 @@ def test_an_error_names_codec_sender_and_parameter(codec: Codec) -> None:
     with pytest.raises(
         ValueError, match=r"cannot decode what worker 3 sent for body.weight.*"
     ) as e:
-        scheme.decode(codec, (torch.ones(7),), X.clone(), 1.0, bucket, 3)
+        base.decode(codec, (torch.ones(7),), X.clone(), 1.0, bucket, 3)
     assert str(e.value).startswith(repr(codec))
     assert "..." in str(e.value)
     with pytest.raises(ValueError, match="the mean of all payloads"):
-        scheme.decode(codec, (torch.ones(7),), X.clone(), 1.0, bucket, None)
+        base.decode(codec, (torch.ones(7),), X.clone(), 1.0, bucket, None)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_gc import Cast, HardThreshold, Identity, NoMemory, PerParameter, Residual, TopK
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.per_parameter import layerwise
+from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.flow import Exchange, Gather, Mean, join, split, together
 from lightning_gc.testing import Lockstep

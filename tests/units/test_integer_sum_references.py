@@ -21,12 +21,13 @@ from lightning_gc import (
     TernGrad,
     TwoShot,
 )
-from lightning_gc.compressors import checks, integer_sums
+from lightning_gc.coding import payload_validation
+from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.flow import Exchange, Gather, Reply, Request
-from lightning_gc.packing import pack, packed_bytes, unpack
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.damage import Lying
+from lightning_gc.testing.contracts.damaged_payloads import Lying
 from lightning_gc.transports.simulated import Simulated
 from tests.units.codecs import KINDS, each_kind
 
@@ -234,7 +235,7 @@ def test_codes_that_no_worker_makes(kind: type, bits: int) -> None:
     for look in (True, False):
         lockstep = Lockstep(3, IntegerQSGD(4), Residual())
         lockstep.transport = Damaging(kind, bits, 40)
-        with mock.patch.object(checks, "on_host", return_value=look):
+        with mock.patch.object(payload_validation, "on_host", return_value=look):
             if look:
                 with pytest.raises(ValueError, match=r"worker 1 sent for w\. .*codes are 0"):
                     lockstep.step([{"w": torch.randn(120)}] * 3)
@@ -258,7 +259,7 @@ def test_replicas_get_the_same_bits_of_a_liar(compressor: Compressor, look: bool
         lockstep.transport = Lying(3, liar, data)
         small = [{n: g[n] for n in ("bias", "smaller_than_workers")} for g in cases.gradients(3, 0)]
         said = ""
-        with mock.patch.object(checks, "on_host", return_value=look):
+        with mock.patch.object(payload_validation, "on_host", return_value=look):
             try:
                 lockstep.step(small)
             except ValueError as error:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_gc import RandomMask, VarianceSparsifier
-from lightning_gc.positions import coded_bytes
+from lightning_gc.coding.elias_fano import coded_bytes
 from tests.units import codecs
 from tests.units.codecs import STUDENT, apply
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_gc import TopK
-from lightning_gc.compressors.per_parameter import layerwise
+from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
-from lightning_gc.observer import Observer
+from lightning_gc.engine.statistics import Observer
 from lightning_gc.testing.contracts import cases
 from tests.units.test_engine import alone
 

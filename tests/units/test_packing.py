@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.packing import pack, packed_bytes, unpack
+from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
 
 
 def planes_by_hand(codes: list[int], bits: int) -> bytes:

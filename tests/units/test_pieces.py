@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gc.compressors import checks
+from lightning_gc.coding import payload_validation
 from lightning_gc.kernels import dequantise as dequantising
 from lightning_gc.kernels import quantise as quantising
 
@@ -30,6 +30,6 @@ def test_pieces_are_the_whole(bits: int, block_size: int, numel: int) -> None:
         torch.testing.assert_close(taken, expected, rtol=0, atol=0, equal_nan=True)
     found, wanted = torch.ones(numel), torch.ones(numel)
     rest = (norms, block_size, bits)
-    dequantising.dequantise(codes[0], *rest, found, 0.5, checks.codes)
-    dequantising.reference(codes[0], *rest, wanted, 0.5, checks.codes)
+    dequantising.dequantise(codes[0], *rest, found, 0.5, payload_validation.codes)
+    dequantising.reference(codes[0], *rest, wanted, 0.5, payload_validation.codes)
     assert torch.equal(found, wanted)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gc.strategies.progress import epochs_of, progress_of, steps_of
+from lightning_gc.strategies.training_progress import epochs_of, progress_of, steps_of
 
 INF = float("inf")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_gc import AdaComp, FixedProportion, StromThreshold
-from lightning_gc.compressors import signed
-from lightning_gc.positions import coded_bytes
+from lightning_gc.coding.elias_fano import coded_bytes
+from lightning_gc.compressors.sparsifiers import sparse_sign_payload
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.units.codecs import KINDS, STUDENT, apply, each_kind
@@ -29,13 +29,13 @@ def test_lengths_tell_the_number(chosen: int) -> None:
     x = torch.randn(100, generator=draw)
     places = torch.randperm(100, generator=draw)[:chosen].sort().values
     buffer, levels = x.clone(), torch.tensor([-2.0, 3.0])
-    payload = signed.take(buffer, places, levels)
+    payload = sparse_sign_payload.take(buffer, places, levels)
     assert [t.numel() for t in payload] == sizes(chosen, 100)
-    assert signed.count(payload) == chosen
+    assert sparse_sign_payload.count(payload) == chosen
     wanted = np.zeros(100, np.float32)
     wanted[places] = np.where(x.numpy()[places] < 0, -2.0, 3.0)
     out = torch.zeros(100)
-    signed.add(payload, levels, out, 1.0)
+    sparse_sign_payload.add(payload, levels, out, 1.0)
     np.testing.assert_array_equal(out.numpy(), wanted)
     np.testing.assert_array_equal(buffer.numpy(), x.numpy() - wanted)
 

@@ -33,8 +33,8 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.compressors.compressor import Bound
-from lightning_gc.compressors.quantised import _coded_bytes, _count
+from lightning_gc.compressors.base import Bound
+from lightning_gc.compressors.wrappers.quantised import _coded_bytes, _count
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.units.codecs import KINDS, apply, each_kind

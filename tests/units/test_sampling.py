@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_gc import AllGather, Compressor, Residual, Scheme, SparseReduce, TopK, TwoShot
-from lightning_gc.compressors import sampling, sparse
+from lightning_gc.compressors.sparsifiers import sampled_threshold, sparse_payload
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 
@@ -87,7 +87,7 @@ def test_zeros_are_not_sent(kind: str) -> None:
     codec = TopK(0.1, selection="sampled")
     values, positions = codec.encode(x.clone(), cases.bucket_of(x))
     assert values.numel() == x.count_nonzero()
-    assert positions.numel() == sparse.index_bytes(values.numel(), 20_000)
+    assert positions.numel() == sparse_payload.index_bytes(values.numel(), 20_000)
     assert values.all()
 
 
@@ -95,12 +95,12 @@ def test_a_sample_that_misleads_costs_elements_and_is_mended_at_the_next_step() 
     """All that is large lies in the sample of step 0: r elements are sent, as ``bound`` says."""
     numel, k = 60_000, 6000
     x = draw("normal", numel, 0) * 1e-3
-    stride = sampling.stride(k, numel)
+    stride = sampled_threshold.stride(k, numel)
     assert stride > 2
     x[::stride] += torch.sign(x[::stride]) * 10
     codec = TopK(0.1, selection="sampled")
     sent = [len(codec.choose(x, cases.bucket_of(x, step=step))) for step in (0, 1)]
-    assert sampling.rank(k, numel) <= sent[0] <= k
+    assert sampled_threshold.rank(k, numel) <= sent[0] <= k
     assert sent[1] == k
 
 
@@ -135,13 +135,13 @@ def test_of_any_tensor(kind: str, numel: int, density: float, step: int, value_d
     payload = codec.encode(left, bucket)
     codec.decode(payload, out, 1.0, bucket)
     torch.testing.assert_close(out + left, x, rtol=1e-6, atol=0)
-    k = sparse.count(density, numel)
+    k = sparse_payload.count(density, numel)
     sent = payload[0].numel()
     limits = codec.limits(numel)
     assert limits is not None
     for tensor, limit in zip(payload, limits, strict=True):
         assert tensor.numel() <= (limit or 0)
-    assert min(sampling.rank(k, numel), int(x.count_nonzero())) <= sent <= k
+    assert min(sampled_threshold.rank(k, numel), int(x.count_nonzero())) <= sent <= k
     if value_dtype == "float32" and 0 < sent < numel:
         assert x.abs()[out != 0].min() >= left.abs().max()
     lost = float(left.double().square().sum())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gc.compressors import selection
+from lightning_gc.compressors.sparsifiers import topk_selection
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 1000, 2**16 - 1, 2**16, 2**16 + 3, 600_001])
@@ -15,7 +15,7 @@ def test_reaching(numel: int, threshold: float) -> None:
         buffer[5] = float("nan")
         buffer[-1] = -threshold
     wanted = (buffer.abs() < threshold).logical_not().nonzero().view(-1)
-    assert torch.equal(selection.reaching(buffer, threshold), wanted)
+    assert torch.equal(topk_selection.reaching(buffer, threshold), wanted)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_largest(kind: str, k: int) -> None:
         "tiny": normal * 1e-30,
         "nan": normal.masked_fill(normal > 2, float("nan")),
     }[kind]
-    found = selection.largest(buffer, k)
+    found = topk_selection.largest(buffer, k)
     assert found.shape == (k,)
     assert bool((found[1:] > found[:-1]).all())
     wanted = torch.topk(buffer.abs(), k).values
@@ -47,8 +47,10 @@ def test_largest(kind: str, k: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     buffer = torch.randn(70_000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert torch.equal(selection.reaching(buffer, 1.5), (buffer.abs() >= 1.5).nonzero().view(-1))
-    found = selection.largest(buffer, 700)
+    assert torch.equal(
+        topk_selection.reaching(buffer, 1.5), (buffer.abs() >= 1.5).nonzero().view(-1)
+    )
+    found = topk_selection.largest(buffer, 700)
     least = torch.topk(buffer.abs(), 700).values[-1]
     assert (buffer[found].abs() >= least).all()
     assert len(found.unique()) == 700
@@ -58,7 +60,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 def test_best_takes_nan_first_and_equal_ones_up_to_k(k: int) -> None:
     nan = float("nan")
     buffer = torch.tensor([0.0, nan, 2.0, -2.0, nan, 1.0, 2.0, float("-inf"), 9.0])
-    found = selection.best(buffer, torch.arange(9), k)
+    found = topk_selection.best(buffer, torch.arange(9), k)
     assert len(found) == k
     order = [{1, 4, 7}, {8}, {2, 3, 6}, {5}, {0}]  # NaN and infinity, then by magnitude
     assert set(found.tolist()) >= set().union(*[g for g in order if _before(order, g) <= k])

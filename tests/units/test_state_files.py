@@ -8,8 +8,15 @@ import pytest
 import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_gc.strategies import state_files
-from lightning_gc.strategies.state_files import FOLDER, exists, path_of, read, remove, stem_of
+from lightning_gc.strategies.checkpoint import side_files
+from lightning_gc.strategies.checkpoint.side_files import (
+    FOLDER,
+    exists,
+    path_of,
+    read,
+    remove,
+    stem_of,
+)
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -60,7 +67,7 @@ def test_removed_are_those_of_the_checkpoint_only(root: str) -> None:
     assert left() == {"b.ckpt-step1", "aa.ckpt-step1"}
     remove(f"{root}/b.ckpt")
     remove(f"{root}/aa.ckpt")
-    state_files.tidy(f"{root}/aa.ckpt")
+    side_files.tidy(f"{root}/aa.ckpt")
     assert not fs.exists(inner) or not fs.ls(inner, False)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gc import AllGather, GTopK, SignSGD, Signum, TwoShot
-from lightning_gc.compressors.gtopk import merged
+from lightning_gc.compressors.sparsifiers.gtopk import merged
 from lightning_gc.flow import Exchange
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases

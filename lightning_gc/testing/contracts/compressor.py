@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gc.combination import combine
-from lightning_gc.compressors import Codec, Compressor, sparse
+from lightning_gc.compressors import Codec, Compressor
+from lightning_gc.compressors.sparsifiers import sparse_payload
+from lightning_gc.engine.compatibility import combine
 from lightning_gc.flow import Payload
 from lightning_gc.memories import NoMemory, Residual
 from lightning_gc.testing.contracts import cases
@@ -120,7 +121,7 @@ class CompressorContract(DecoderContract):
                 mine = chosen[(chosen >= start) & (chosen < stop)] - start
                 payload = codec.take(parts[start:stop], mine)
                 assert payload[0].numel() == mine.numel()
-                sparse.put(payload, out[start:stop], 1.0)
+                sparse_payload.put(payload, out[start:stop], 1.0)
             assert torch.equal(out, sent), kind
             assert torch.equal(parts, whole), kind
 

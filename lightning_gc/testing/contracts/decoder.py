@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import Codec, Compressor, checks
+from lightning_gc.coding import payload_validation
+from lightning_gc.compressors import Codec, Compressor
 from lightning_gc.flow import Payload
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.damage import damaged
-from lightning_gc.transports.transport import as_bytes
+from lightning_gc.testing.contracts.damaged_payloads import damaged
+from lightning_gc.transports.base import as_bytes
 
 FENCE = 64
 """Elements on either side of the output that must stay as they are."""
@@ -60,7 +61,7 @@ class DecoderContract:
             payload = damaged(data, payload, codec.limits(numel))
             first = decoded(codec, payload, x, cases.bucket_of(x, workers=2))
             assert same(first, decoded(codec, payload, x, cases.bucket_of(x, worker=1, workers=2)))
-            with mock.patch.object(checks, "on_host", return_value=False):
+            with mock.patch.object(payload_validation, "on_host", return_value=False):
                 unread = decoded(codec, payload, x, cases.bucket_of(x))
             if isinstance(first, Tensor):
                 assert same(first, unread)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_gc.combination import combine
 from lightning_gc.compressors import QSGD, Compressor, HardThreshold, RandomK, TopK
+from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import Memory
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.lockstep import Lockstep

@@ -12,7 +12,7 @@ from lightning_gc.compressors import QSGD, Compressor, HardThreshold, Identity, 
 from lightning_gc.memories import Residual
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.damage import Lying
+from lightning_gc.testing.contracts.damaged_payloads import Lying
 from lightning_gc.testing.lockstep import Lockstep
 
 

@@ -1,0 +1,66 @@
+"""What others offer, and the limit: no synchronisation, plain DDP, and torch's own hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from lightning_gc.tuning.lightning_flavour import pl
+
+NONE, PLAIN = "no synchronisation", "plain DDP"
+FP16, POWER_SGD = "torch fp16 hook", "torch PowerSGD hook"
+RANK = 2  # of PowerSGD's matrices
+ONE_BUCKET = {"bucket_cap_mb": 10_000}
+"""For PowerSGD over Gloo: it chains callbacks on Gloo's futures, and with several buckets these
+can wait for each other for ever."""
+
+HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    FP16: lambda: (None, default_hooks.fp16_compress_hook),
+    POWER_SGD: lambda: (
+        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2),
+        powerSGD_hook.powerSGD_hook,
+    ),
+}
+PEERS = (NONE, PLAIN, *HOOKS)
+
+
+class Hooked(pl.strategies.DDPStrategy):
+    """DDP with a hook of torch's own; Lightning registers none on CPU."""
+
+    def __init__(self, hook: tuple[Any, Any], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.hook = hook
+
+    def _register_ddp_hooks(self) -> None:
+        self.model.register_comm_hook(*self.hook)  # type: ignore[union-attr, operator]
+
+
+class Alone(pl.strategies.DDPStrategy):
+    """Each worker trains by itself, on its own share of the data: nothing is synchronised."""
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is."""
+
+    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        """Return this worker's own, where ``self.log(..., sync_dist=True)`` asks for the mean."""
+        return tensor
+
+
+def peer(method: str, process_group_backend: str, **settings: Any) -> Any:
+    """Return a new strategy.
+
+    Args:
+        method: one of ``PEERS``.
+        process_group_backend: ``"gloo"`` or ``"nccl"``.
+        settings: further ones of ``DDPStrategy``.
+    """
+    settings["process_group_backend"] = process_group_backend
+    if method == NONE:
+        return Alone(**settings)
+    if method == PLAIN:
+        return pl.strategies.DDPStrategy(**settings)
+    if method == POWER_SGD and process_group_backend == "gloo":
+        settings |= ONE_BUCKET
+    return Hooked(HOOKS[method](), **settings)

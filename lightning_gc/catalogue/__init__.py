@@ -1,0 +1,1 @@
+"""Every compressor, memory and scheme as table rows, read from the declarations of the classes."""

@@ -1,0 +1,129 @@
+"""What a decoder asks of bytes that have arrived, before it uses them.
+
+On the host a check looks at the numbers and raises. On an accelerator looking would make the host
+wait; there, what is out of range is moved into it and its values become NaN, which reach the result
+of every worker, so that no step is made on them. NaN and infinity among values are no error: they
+arise in honest training too, and have the same effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.flow import Payload
+
+if TYPE_CHECKING:
+    from lightning_gc.compressors.base import Compressor
+
+_NAN = float("nan")
+
+
+@contextlib.contextmanager
+def naming(compressor: Compressor, bucket: Bucket, sender: int | None) -> Iterator[None]:
+    """Make a ValueError of a decoder say whose payload it is. Not to be held over a ``yield``.
+
+    Args:
+        compressor: whose payload it should be.
+        bucket: the tensor's.
+        sender: the worker who sent it; None for the mean of all.
+    """
+    try:
+        yield
+    except ValueError as error:
+        what = "the mean of all payloads" if sender is None else f"what worker {sender} sent"
+        names = ", ".join(bucket.shapes)
+        names = names if len(names) <= 80 else f"{names[:80]}..."
+        raise ValueError(f"{compressor!r} cannot decode {what} for {names}. {error}") from error
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Return whether the numbers of ``tensor`` can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def lengths(payload: Payload, *expected: int) -> None:
+    """Refuse tensors that are not flat or have other lengths than ``expected``.
+
+    Torch would take one element for as many as are needed.
+    """
+    found = tuple(tuple(tensor.shape) for tensor in payload)
+    if found != tuple((length,) for length in expected):
+        raise ValueError(
+            f"The payload's tensors have shapes {found}, where their lengths should be {expected}; "
+            f"its sender has another configuration or another model."
+        )
+
+
+def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Return indices and values that can be added to a tensor of ``numel`` elements.
+
+    Positions must be below ``numel`` and ascend. So each is named once: a GPU adds in any order,
+    and of two values for one element every worker could make another sum.
+
+    Args:
+        indices: ``(k,)``, non-negative, as ``unpack`` returns them.
+        values: ``(k,)``, a floating dtype.
+        numel: how many elements there are.
+
+    Raises:
+        ValueError: more positions than elements, or on the host: positions that are out of range
+            or do not ascend.
+    """
+    count = indices.numel()
+    if count > numel:
+        raise ValueError(
+            f"The payload names {count:,} positions of a tensor of {numel:,} elements."
+        )
+    if not count:
+        return indices, values
+    before, after = indices[:-1], indices[1:]
+    if on_host(indices):
+        # One pass over differences, which takes a quarter of the time of a comparison.
+        if int(indices[-1]) >= numel or (count > 1 and int((after - before).amin()) <= 0):
+            raise ValueError(_wrong_position(indices, numel))
+        return indices, values
+    wrong = (indices[-1] >= numel) | (after <= before).any()
+    return indices.clamp(max=numel - 1), values.masked_fill(wrong, _NAN)
+
+
+def codes(found: Tensor, highest: int, scales: Tensor) -> Tensor:
+    """Return the scales by which codes of ``0..highest`` are multiplied.
+
+    Args:
+        found: ``(n,)``, non-negative integers, as ``unpack`` returns them.
+        highest: the highest code that the encoder makes.
+        scales: what the codes are multiplied by, a floating dtype.
+
+    Raises:
+        ValueError: on the host, a higher code.
+    """
+    if not found.numel():
+        return scales
+    if not on_host(found):
+        return scales.masked_fill(found.amax() > highest, _NAN)
+    worst = int(found.max())
+    if worst > highest:
+        raise ValueError(
+            f"The payload has code {worst:,}, but codes are 0..{highest:,}; it is damaged, or its "
+            f"sender has another configuration."
+        )
+    return scales
+
+
+def _wrong_position(indices: Tensor, numel: int) -> str:
+    highest = int(indices.max())
+    if highest >= numel:
+        return (
+            f"The payload names position {highest:,} of a tensor of {numel:,} elements, where "
+            f"positions are 0..{numel - 1:,}; it is damaged, or its sender has another model."
+        )
+    at = int((indices[1:] <= indices[:-1]).nonzero()[0, 0])
+    return (
+        f"The payload names position {int(indices[at + 1]):,} after {int(indices[at]):,}, but "
+        f"positions ascend; it is damaged."
+    )

@@ -1,0 +1,1 @@
+"""Low-rank methods: send a matrix as thin factors."""

@@ -1,0 +1,61 @@
+"""Send a matrix as the product of two thin ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_gc.compressors.low_rank.factorisation import LowRank, orthonormal
+
+
+@dataclass(frozen=True)
+class PowerSGD(LowRank):
+    """Approximate each gradient matrix by one of low rank: a step of subspace iteration.
+
+    A tensor of shape (n, ...) is a matrix M of n rows and m columns. With M_i of worker i and Q of
+    the step before, orthonormalised, at first random and equal on all workers:
+    ``P = orthonormal(mean M_i·Q)``, ``Q = mean M_iᵀ·P``, ``C = P·Qᵀ``. All workers apply C, and
+    worker i keeps ``M_i − C``: errors then differ by more than what a worker did not send, but
+    their mean is right. Both means are sums of matrices, so the bytes do not grow with W.
+
+    Tensors of one dimension, and those that ``rank`` columns would hardly make smaller, go dense.
+
+    Args:
+        rank: columns of P and Q, at least 1. Higher means less compression, less error.
+        min_ratio: a tensor is compressed if that makes it smaller by more than this factor:
+            ``min_ratio·rank·(n + m) < n·m``.
+        dense_steps: steps at the beginning that send everything exactly.
+
+    Communication pattern:
+        Two all-reduces one after the other: P, then Q; everything that goes dense rides on the
+        first. Per worker ``2·(W−1)/W`` times the payload.
+
+    Wire format:
+        ``p  # (n, rank) float32``
+        ``q  # (m, rank) float32``
+        ``32·rank·(1/n + 1/m)`` bits an element: 0.13 for 512 x 512 at rank 1.
+
+    State:
+        Q of every parameter, of the step before. It is in checkpoints. When a controller moves
+        ``rank``, columns are dropped, or further ones drawn alike on all workers.
+
+    Raises:
+        ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or
+            ``dense_steps``; any scheme but ``AllReduce``.
+
+    Example:
+        >>> from lightning_gc import CompressedDDPStrategy, PowerSGD
+        >>> strategy = CompressedDDPStrategy(PowerSGD(rank=2))
+        >>> PowerSGD(2).compresses((512, 512)), PowerSGD(2).compresses((512,))
+        (True, False)
+
+    Reference:
+        Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+        Distributed Optimization", NeurIPS 2019. As in torch's hook errors are taken from the mean
+        approximation; the paper's box takes them from the worker's own.
+    """
+
+    def basis(self, p: Tensor) -> Tensor:
+        """Orthonormalise, so that the mean of M_iᵀ·P is the best Q as it is."""
+        return orthonormal(p)

@@ -1,0 +1,1 @@
+"""Quantisers: send every element in fewer bits."""

@@ -1,0 +1,83 @@
+"""Halve the bytes by halving the floats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.coding import payload_validation
+from lightning_gc.compressors.base import Codec, Contraction
+from lightning_gc.flow import Payload
+from lightning_gc.search_space import Choice
+
+_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Round each element to the nearest 16-bit float: ``C(x) = float16(x)``.
+
+    ``bfloat16`` keeps float32's range with 8 bits of precision: relative error at most 2⁻⁸.
+    ``float16`` has 11 bits of precision between 6e-5 and 65,504; larger magnitudes are sent as
+    65,504 and tiny ones as less precise, and the difference stays in the error.
+
+    It is not declared linear: averaging 16-bit numbers rounds at every addition, and nobody could
+    book what is lost. Its default scheme, ``TwoShot``, adds in float32 and has the same volume as
+    a ring all-reduce of 16-bit numbers; it also works on backends that cannot reduce bfloat16.
+
+    Args:
+        dtype: ``"bfloat16"`` or ``"float16"``.
+
+    Wire format:
+        ``values  # (numel,)`` in ``dtype``: 16 bits an element.
+
+    Raises:
+        ValueError: another ``dtype``.
+
+    Example:
+        >>> from lightning_gc import Cast
+        >>> Cast("float16")
+        Cast(dtype='float16')
+    """
+
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+
+    kind = "quantiser"
+    elementwise = True
+    space = (Choice("dtype", ("bfloat16", "float16")),)
+
+    def __post_init__(self) -> None:
+        # A torch.dtype is what many will pass; a string is what YAML, hparams and repr can hold.
+        name = str(self.dtype).removeprefix("torch.")
+        if name not in _TYPES:
+            raise ValueError(f"Cast(dtype={self.dtype!r}): use 'bfloat16' or 'float16'.")
+        object.__setattr__(self, "dtype", name)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        """Take the rounded values; the rounding errors stay."""
+        if self.dtype == "float16":
+            largest = torch.finfo(torch.float16).max
+            values = buffer.clamp(-largest, largest).to(torch.float16)
+        else:
+            values = buffer.to(torch.bfloat16)
+        buffer.sub_(values)
+        return (values,)
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        """Add the values, in ``out``'s precision."""
+        payload_validation.lengths(payload, out.numel())
+        (values,) = payload
+        out.add_(values, alpha=scale)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 1 − 2⁻¹⁶ for bfloat16; float16 only promises to be no worse than silence."""
+        return Contraction(1 - 2**-16 if self.dtype == "bfloat16" else 0.0)
+
+    @classmethod
+    def examples(cls) -> tuple[Cast, ...]:
+        """Both types."""
+        return (cls("bfloat16"), cls("float16"))

@@ -1,0 +1,162 @@
+"""Add up the integer codes of all workers exactly: what quantisers with one common scale share.
+
+Code c of ``bits`` bits stands for level ``c − s``, a whole number in −s..s with
+``s = 2^(bits−1) − 1``, and level l for ``scale·l / s``. Where all workers have the same scale, the
+mean of what they send follows from the sum of their codes, an integer: nothing is rounded a second
+time, and sent at the width that it needs it cannot overflow, however many workers there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.coding import payload_validation
+from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.flow import Exchange, Flow, Gather, Payload, Reply, Request
+from lightning_gc.kernels.quantise import quantise
+
+if TYPE_CHECKING:
+    from lightning_gc.compressors.base import Compressor
+
+_BLOCK = 512  # elements that ``quantise`` takes at a time; the scale is the same for all of them
+
+
+def levels(bits: int) -> int:
+    """Return s, the number of levels above zero."""
+    return int(2 ** (bits - 1) - 1)
+
+
+def largest(buffer: Tensor) -> Tensor:
+    """Return the largest magnitude, ``(1,)`` float32."""
+    if not buffer.numel():
+        return buffer.new_zeros(1, dtype=torch.float32)
+    low, high = buffer.aminmax()
+    return torch.maximum(-low, high).float().view(1)
+
+
+def agreed(own: Tensor) -> Generator[Request, Reply, Tensor]:
+    """Return the greatest of all workers' numbers, ``(1,)``; not finite if one of them is not."""
+    gathered = yield Gather((own,))
+    return torch.cat([number for (number,) in gathered]).amax(0, keepdim=True)
+
+
+def take(buffer: Tensor, scale: Tensor, bits: int, bucket: Bucket) -> tuple[Payload, ...]:
+    """Round to a level at random, take what that stands for out of ``buffer``, return the codes.
+
+    ``level = sign(x)·⌊s·|x| / scale + u⌋`` with u uniform in [0, 1): its expectation is
+    ``s·x / scale``.
+
+    Args:
+        buffer: x, ``(numel,)``, changed in place.
+        scale: ``(1,)``, at least the largest magnitude. If it is not finite, nothing is taken.
+        bits: 2..16, of a code.
+        bucket: whose private random numbers are used.
+
+    Returns:
+        A payload per worker: packed codes of its shard, all of one length. The last shards, which
+        may be shorter or empty, are filled up with level 0.
+    """
+    size = _shard_size(buffer, bucket)
+    block = min(_BLOCK, max(1, size))
+    scales = scale.where(scale.isfinite(), 0.0).expand(-(-size // block)).contiguous()
+    payloads = []
+    for i in range(bucket.workers):
+        shard = buffer[i * size : (i + 1) * size]
+        short = size - shard.numel()
+        whole = torch.nn.functional.pad(shard, (0, short)) if short else shard
+        draw = bucket.shard(i, size).generator(shared=False)
+        payloads.append((quantise(whole, scales, block, bits, draw),))
+        if short:
+            shard.copy_(whole[: shard.numel()])
+    return tuple(payloads)
+
+
+def add(
+    compressor: Compressor,
+    payloads: tuple[Payload, ...],
+    scale: Tensor,
+    bits: int,
+    bucket: Bucket,
+    out: Tensor,
+) -> Flow:
+    """Send the codes of shard i to worker i, who sends their sum to all; leave the mean in ``out``.
+
+    Args:
+        compressor: for messages.
+        payloads: what ``take`` has returned.
+        scale: ``(1,)``, the same on all workers.
+        bits: of a code.
+        bucket: the tensor's.
+        out: ``(numel,)``: becomes ``scale·(sum of levels) / (s·W)``.
+
+    Communication pattern:
+        One all-to-all of b bits an element, and one all-gather of ``⌈log2(2·s·W + 1)⌉`` bits an
+        element, about ``b + log2 W``, both times ``(W−1)/W``.
+
+    Raises:
+        ValueError: codes or sums that no worker makes. Where looking would mean waiting for a
+            device, the mean becomes NaN instead.
+    """
+    workers, s, size = bucket.workers, levels(bits), _shard_size(out, bucket)
+    highest = 2 * s * workers
+    wide = highest.bit_length()
+
+    arrived = yield Exchange(payloads)
+    whole = torch.int32 if wide <= 31 else torch.int64
+    sums = torch.zeros(size, dtype=whole, device=out.device)
+    sound = torch.zeros(1, device=out.device)
+    for sender, payload in enumerate(arrived):
+        codes, sound = _read(compressor, bucket, sender, payload, bits, size, 2 * s, sound)
+        sums += codes
+    if not payload_validation.on_host(sums):
+        # An even number has a greater one of as many bits, which is no sum: it says so to all.
+        sums.masked_fill_(sound.isnan(), (1 << wide) - 1)
+    gathered = yield Gather((pack(sums, wide),))
+
+    if not bucket.wanted:
+        return
+    for owner, payload in enumerate(gathered):
+        codes, factor = _read(compressor, bucket, owner, payload, wide, size, highest, scale)
+        shard = out[owner * size : (owner + 1) * size]
+        total = codes[: shard.numel()].to(whole) - s * workers  # the sum of levels
+        # Divided first: the quotient is 1 at most, and so the product as large as the scale.
+        shard.copy_((total.to(out.dtype) / (s * workers)).mul_(factor))
+
+
+def variance(numel: int, bits: int) -> float:
+    """Return the least ω for which ``E‖x − C(x)‖² ≤ ω·‖x‖²`` with the largest magnitude as scale.
+
+    In units of ``scale / s`` the largest element is s and sent as it is, and one with fractional
+    part p adds ``p·(1 − p)`` to the error. The ratio to ``‖x‖²`` is greatest if all the others are
+    between levels 0 and 1, and alike: ``(d−1)·p·(1−p) / (s² + (d−1)·p²)``, whose maximum is at
+    ``p = s / (s + √(s² + d − 1))`` and amounts to ``(√(1 + (d−1)/s²) − 1) / 2``.
+    """
+    return (math.sqrt(1 + max(0, numel - 1) / levels(bits) ** 2) - 1) / 2
+
+
+def _read(
+    compressor: Compressor,
+    bucket: Bucket,
+    sender: int,
+    payload: Payload,
+    bits: int,
+    size: int,
+    highest: int,
+    scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the codes of a payload, ``(size,)``, and ``scale``, NaN where they cannot be right."""
+    with payload_validation.naming(compressor, bucket, sender):
+        payload_validation.lengths(tuple(payload), packed_bytes(size, bits))
+        dtype = torch.uint8 if bits <= 8 else torch.int32 if bits <= 31 else torch.int64
+        codes = unpack(payload[0], bits, size, dtype)
+        return codes, payload_validation.codes(codes, highest, scale)
+
+
+def _shard_size(flat: Tensor, bucket: Bucket) -> int:
+    return -(-flat.numel() // bucket.workers)

@@ -1,0 +1,130 @@
+"""Send −1, 0 or 1 for each element, drawn so that the mean stays true, and one common scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.base import Compressor, Multiple, Variance
+from lightning_gc.compressors.quantisers import integer_sums
+from lightning_gc.flow import Flow
+from lightning_gc.search_space import Choice
+
+if TYPE_CHECKING:
+    from lightning_gc.schemes.base import Scheme
+
+_BITS = 2  # of a ternary code
+
+
+@dataclass(frozen=True)
+class TernGrad(Compressor):
+    """Send the sign of an element with a probability proportional to its magnitude, else zero.
+
+    With ``y = min(max(x, −c·σ), c·σ)`` on each worker, ``σ = √(mean x²)`` and the scale
+    ``S = max_w ‖y_w‖_∞`` of all workers: ``C(x)_i = S·sign(y_i)·b_i`` where ``P(b_i = 1) =
+    |y_i| / S``, so that ``E C(x) = y``. What is clipped away is dropped, as is all of the error:
+    the paper has no error feedback. Without clipping this is ``IntegerQSGD(bits=2)``.
+
+    σ is taken about zero, as the paper's analysis of clipping has it, which assumes a mean of zero;
+    its code takes the standard deviation about the mean, of which σ² is the square plus that of the
+    mean. About the mean a constant tensor, or one of a single element, would be clipped to nothing.
+
+    Args:
+        clip: c, at how many standard deviations elements are clipped. Lower means a smaller scale:
+            less variance, more bias. None does not clip, and then it is unbiased.
+
+    Communication pattern:
+        Three rounds, as of ``IntegerQSGD``: an all-gather of scales, 4 bytes a tensor ("scaler
+        sharing"); an all-to-all of codes; an all-gather of their sums. Per worker
+        ``(2 + ⌈log2(2·W + 1)⌉)·(W−1)/W`` bits an element: 2 + 5 for 8 workers.
+
+    Wire format:
+        ``scale  # (1,) float32``
+        ``codes  # (ceil(shard / 4),) uint8`` to each worker: 1 + sign, of 2 bits
+        ``sums   # (packed_bytes(shard, width),) uint8``: the sum of W codes, 0..2·W
+
+    Raises:
+        ValueError: ``clip`` not above 0; any scheme but ``AllReduce``, which stands for a
+            compressor's own rounds.
+
+    Example:
+        >>> from lightning_gc import TernGrad
+        >>> TernGrad().unbiased, TernGrad(clip=None).unbiased
+        (False, True)
+
+    Reference:
+        Wen, Xu, Yan, Wu, Wang, Chen and Li, "TernGrad: Ternary Gradients to Reduce Communication
+        in Distributed Deep Learning", NeurIPS 2017.
+    """
+
+    clip: float | None = 2.5
+
+    kind = "quantiser"
+    averages = True
+    default_memory = "none"
+    space = (Choice("clip", (1.5, 2.0, 2.5, 3.0, 4.0, None)),)
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(
+                f"TernGrad(clip={self.clip!r}): clip is a number of standard deviations, above 0; "
+                f"use the paper's 2.5, or None not to clip."
+            )
+        object.__setattr__(self, "unbiased", self.clip is None)
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
+        """Clip, agree on the scale, draw, add up."""
+        own = integer_sums.largest(buffer)
+        excess = None
+        if self.clip is not None:
+            own = torch.minimum(own, self.clip * _deviation(buffer, own))
+            clipped = buffer.clamp(-own, own)
+            excess = buffer - clipped
+            buffer.copy_(clipped)
+        scale = yield from integer_sums.agreed(own)
+        payloads = integer_sums.take(buffer, scale, _BITS, bucket)
+        if excess is not None:
+            buffer.add_(excess)
+        sent = (own, *(codes for (codes,) in payloads))
+        bucket.tally.count(buffer.numel(), buffer.numel(), sent)
+        yield from integer_sums.add(self, payloads, scale, _BITS, bucket, out)
+
+    def bound(self, numel: int) -> Variance | Multiple:
+        """Return ω = (√d − 1)/2 unclipped, and 1 + c²/8 (c − 1 from c = 4 on) where it clips.
+
+        Both for one worker, with a scale of its own. A common scale is at least that, and makes
+        errors greater where it is more; for the gradients of all W workers, taken as one tensor of
+        W·d elements, the first is true again.
+
+        Where it clips: with S = 1 the error is ``Σ x² + Σ |y|·(1 − 2·|x|)``. If an element is
+        clipped, then S = c·σ and ``‖x‖² = d/c²``. A term of the second sum is 1/8 at most, at
+        |x| = 1/4, which makes ``1 + c²/8``; and as it is at most a concave function of x², which is
+        ``|x| − 2·x²`` up to there and 1/8 beyond, the sum is for c ≥ 4 at most that of d elements
+        |x| = 1/c, which makes ``c − 1``. If no element is clipped, the error is ``Σ|x| − Σx²`` with
+        ``mean x² ≥ 1/c²``: again c − 1 at most, which is never above ``1 + c²/8``. And c ≥ √d
+        clips nothing, since no element is above ``√d·σ``.
+        """
+        unclipped = integer_sums.variance(numel, _BITS)
+        if self.clip is None:
+            return Variance(unclipped)
+        if self.clip**2 >= numel:
+            return Multiple(unclipped)
+        return Multiple(1 + self.clip**2 / 8 if self.clip < 4 else self.clip - 1)
+
+    @classmethod
+    def examples(cls) -> tuple[TernGrad, ...]:
+        """The paper's, one that clips much, one that does not."""
+        return (cls(), cls(clip=0.5), cls(clip=None))
+
+
+def _deviation(buffer: Tensor, largest: Tensor) -> Tensor:
+    """Return the standard deviation about zero, ``(1,)``, of elements up to ``largest``."""
+    # Squares of 1e-30 and 1e30 leave float32's range; those of x / max do not.
+    unit = buffer / largest.where(largest > 0, 1.0)
+    length: Tensor = torch.linalg.vector_norm(unit) / math.sqrt(max(1, buffer.numel()))
+    return (largest * length).float()

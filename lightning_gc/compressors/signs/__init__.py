@@ -1,0 +1,1 @@
+"""Sign methods: send one bit per element."""

@@ -1,0 +1,54 @@
+"""Send signs, and one magnitude for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.base import Codec, Contraction
+from lightning_gc.compressors.signs import sign_payload
+from lightning_gc.flow import Payload
+
+
+@dataclass(frozen=True)
+class EFSignSGD(Codec):
+    """Send each element's sign times the mean magnitude of the tensor; keep the rest as the error.
+
+    ``C(x) = ‖x‖₁/d · sign(x)``, with ``sign(0) = +1``. Signs alone need not converge; with the
+    magnitude and the error they do as SGD does.
+
+    Wire format:
+        ``signs  # (ceil(numel / 8),) uint8``: one bit an element, set where it is not negative
+        ``scale  # (1,) float32``
+        1 bit an element and 4 bytes.
+
+    Example:
+        >>> import torch
+        >>> from lightning_gc import EFSignSGD
+        >>> from lightning_gc.testing import Lockstep
+        >>> Lockstep(1, EFSignSGD()).step([{"w": torch.tensor([3.0, -1.0])}]).mean["w"]
+        tensor([ 2., -2.])
+
+    Reference:
+        Karimireddy, Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other Gradient
+        Compression Schemes", ICML 2019.
+    """
+
+    kind = "quantiser"
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        """Take sign times scale."""
+        scale = sign_payload.mean(buffer.abs(), buffer.numel())
+        return sign_payload.take(buffer, torch.stack([-scale, scale])), scale.view(1)
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        """Add sign times scale."""
+        bits, magnitude = sign_payload.checked(payload, out.numel(), 1)
+        sign_payload.add(bits, torch.cat([-magnitude, magnitude]), out, scale)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 1/d: ``‖x‖₁² / (d·‖x‖₂²)`` of a single large element; mostly it is more."""
+        return Contraction(1 / max(1, numel))

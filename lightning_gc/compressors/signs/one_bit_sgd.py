@@ -1,0 +1,58 @@
+"""Send signs, and a magnitude for either of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.base import Codec, Contraction
+from lightning_gc.compressors.signs import sign_payload
+from lightning_gc.flow import Payload
+
+
+@dataclass(frozen=True)
+class OneBitSGD(Codec):
+    """Send one bit an element, and the means of the negative and of the other elements.
+
+    ``C(x)_i = mean{x_j : x_j ≥ 0}`` if ``x_i ≥ 0``, else ``mean{x_j : x_j < 0}``: of all ways to
+    stand for either side by one number, that of least squared error. The paper has two means for
+    each column of a matrix; here, as in most code, it is two for each tensor.
+
+    Wire format:
+        ``signs  # (ceil(numel / 8),) uint8``: one bit an element, set where it is not negative
+        ``means  # (2,) float32``: of the negative elements, of the others
+        1 bit an element and 8 bytes.
+
+    Example:
+        >>> import torch
+        >>> from lightning_gc import OneBitSGD
+        >>> from lightning_gc.testing import Lockstep
+        >>> Lockstep(1, OneBitSGD()).step([{"w": torch.tensor([3.0, 1.0, -4.0])}]).mean["w"]
+        tensor([ 2.,  2., -4.])
+
+    Reference:
+        Seide, Fu, Droppo, Li and Yu, "1-Bit Stochastic Gradient Descent and its Application to
+        Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
+    """
+
+    kind = "quantiser"
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        """Take the mean of each element's side."""
+        negative = (buffer < 0).sum()
+        below = sign_payload.mean(buffer.clamp(max=0), negative)
+        above = sign_payload.mean(buffer.clamp(min=0), buffer.numel() - negative)
+        means = torch.stack([below, above])
+        return sign_payload.take(buffer, means), means
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        """Add the mean of each element's side."""
+        bits, means = sign_payload.checked(payload, out.numel(), 2)
+        sign_payload.add(bits, means, out, scale)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 1/d: at least the share of the greatest element is taken; usually far more."""
+        return Contraction(1 / max(1, numel))

@@ -1,0 +1,1 @@
+"""Sparsifiers: send a share of the elements, and their positions."""

@@ -1,0 +1,159 @@
+"""Send the largest elements of a sum that is made pair by pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.coding import elias_fano, payload_validation
+from lightning_gc.compressors.base import Compressor, Contraction, Knob
+from lightning_gc.compressors.sparsifiers import sparse_payload, topk_selection
+from lightning_gc.flow import Exchange, Flow, Payload
+from lightning_gc.search_space import Range
+
+if TYPE_CHECKING:
+    from lightning_gc.schemes.base import Scheme
+
+Sparse = tuple[Tensor, Tensor]  # ascending positions, values
+
+
+@dataclass(frozen=True)
+class GTopK(Compressor):
+    """Select k elements on each worker, add up two selections at a time, keep k of every sum.
+
+    The tree has ⌈log2 W⌉ levels and takes any W: at level l worker i·2^(l+1) adds what comes from
+    worker i·2^(l+1) + 2^l, where there is one, to its own and keeps the k elements of greatest
+    magnitude. What worker 0 ends with goes back down the tree, and all apply it, divided by W. So
+    k elements are applied however many workers there are, and no worker receives more than k in a
+    round.
+
+    An element that is applied nowhere returns to the error of each worker that had selected it. One
+    that is applied may still have lost, at some merge, what a part of the workers had sent of it:
+    that goes into the error of the worker who merged. Nothing is lost; the paper, which clears
+    errors at all that is applied, loses the latter.
+
+    Args:
+        density: share of elements applied, in (0, 1]. Lower means more compression, more error.
+
+    Communication pattern:
+        2·⌈log2 W⌉ rounds, one after the other, each a ragged all-to-all in which a worker sends
+        k elements to one other at most. Worker 0 sends ⌈log2 W⌉ payloads in all, the others fewer:
+        where bandwidth is scarce ``AllGather``, with W − 1 each, is overtaken from 4 workers on.
+
+    Wire format:
+        ``values     # (m,) float32``, m ≤ k
+        ``positions  # (coded_bytes(m, numel),) uint8``, Elias-Fano coded, ascending.
+
+    Raises:
+        ValueError: ``density`` outside (0, 1]; any scheme but ``AllReduce``, which stands for a
+            compressor's own rounds.
+
+    Example:
+        >>> import torch
+        >>> from lightning_gc import GTopK
+        >>> from lightning_gc.testing import Lockstep
+        >>> two = [{"w": torch.tensor([9.0, 0.0, 4.0])}, {"w": torch.tensor([0.0, 8.0, 6.0])}]
+        >>> result = Lockstep(2, GTopK(density=0.3)).step(two)
+        >>> result.mean["w"], result.errors[1]["w"]
+        (tensor([4.5000, 0.0000, 0.0000]), tensor([0., 8., 6.]))
+
+    Reference:
+        Shi, Wang, Zhao, Tang, Wang, Huang and Chu, "A Distributed Synchronous SGD Algorithm with
+        Global Top-k Sparsification for Low Bandwidth Networks", ICDCS 2019.
+    """
+
+    density: float = 0.01
+
+    kind = "sparsifier"
+    averages = True
+    knob = Knob("density", low=1e-5, high=1.0)
+    space = (Range("density", 1e-4, 0.1, scale="log"),)
+
+    def __post_init__(self) -> None:
+        sparse_payload.check_density("GTopK", self.density)
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
+        """Select, merge up the tree, hand the outcome down, take back what has not survived."""
+        k, me, workers = (
+            sparse_payload.count(self.density, buffer.numel()),
+            bucket.worker,
+            bucket.workers,
+        )
+        chosen = topk_selection.largest(buffer, k)
+        own = (chosen, buffer[chosen])
+        buffer[chosen] = 0
+        bucket.tally.count(buffer.numel(), k, self._packed(own, buffer))
+        # One level at least: a worker by itself asks too, or nobody would hear of a bad gradient.
+        spans = [1 << level for level in range(max(1, (workers - 1).bit_length()))]
+
+        partial, lost = own, []
+        for span in spans:
+            sends = me % (2 * span) == span
+            arrived = yield self._towards(me - span if sends else None, partial, bucket, buffer)
+            if me % (2 * span) == 0 and me + span < workers:
+                other = self._read(arrived[me + span], bucket, buffer, me + span)
+                partial, dropped = merged(partial, other, k)
+                lost.append(dropped)
+        for span in reversed(spans):
+            sends = me % (2 * span) == 0 and me + span < workers
+            arrived = yield self._towards(me + span if sends else None, partial, bucket, buffer)
+            if me % (2 * span) == span:
+                partial = self._read(arrived[me - span], bucket, buffer, me - span)
+
+        applied, values = partial
+        _give_back(buffer, own, ~torch.isin(own[0], applied))
+        for dropped in lost:
+            _give_back(buffer, dropped, torch.isin(dropped[0], applied))
+        if bucket.wanted:
+            out.zero_()
+            out[applied] = (values / workers).to(out.dtype)
+
+    def _towards(
+        self, receiver: int | None, selected: Sparse, bucket: Bucket, buffer: Tensor
+    ) -> Exchange:
+        """Ask for an exchange in which only ``receiver`` is sent something, if anybody."""
+        nothing = (buffer.new_empty(0), buffer.new_empty(0, dtype=torch.uint8))
+        payloads = [
+            self._packed(selected, buffer) if i == receiver else nothing
+            for i in range(bucket.workers)
+        ]
+        k = sparse_payload.count(self.density, buffer.numel())
+        return Exchange(tuple(payloads), (k, sparse_payload.most_index_bytes(k, buffer.numel())))
+
+    def _packed(self, selected: Sparse, buffer: Tensor) -> Payload:
+        where, values = selected
+        return values, elias_fano.encode(where, buffer.numel())
+
+    def _read(self, payload: Payload, bucket: Bucket, buffer: Tensor, sender: int) -> Sparse:
+        with payload_validation.naming(self, bucket, sender):
+            return sparse_payload.places(tuple(payload), buffer.numel())
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = k / numel, as ``TopK``'s, for one worker; of several, what survives."""
+        return Contraction(sparse_payload.count(self.density, numel) / numel if numel else 1.0)
+
+    @classmethod
+    def examples(cls) -> tuple[GTopK, ...]:
+        """A sparse one, and one that sends all."""
+        return (cls(0.1), cls(1.0))
+
+
+def merged(one: Sparse, other: Sparse, k: int) -> tuple[Sparse, Sparse]:
+    """Return the k elements of greatest magnitude of the sum of two, and the others of it."""
+    union, at = torch.unique(torch.cat([one[0], other[0]]), return_inverse=True)
+    # At most two values for a position: a sum that does not depend on their order.
+    sums = one[1].new_zeros(union.numel())
+    sums.index_add_(0, at, torch.cat([one[1], other[1].to(one[1].dtype)]))
+    keep = torch.zeros_like(union, dtype=torch.bool)
+    keep[topk_selection.largest(sums, min(k, sums.numel()))] = True
+    return (union[keep], sums[keep]), (union[~keep], sums[~keep])
+
+
+def _give_back(error: Tensor, selected: Sparse, which: Tensor) -> None:
+    where, values = selected[0][which], selected[1][which]
+    # NaN and overflow that another worker sent; no error must keep them.
+    error[where] += values.to(error.dtype).nan_to_num(0.0, 0.0, 0.0)

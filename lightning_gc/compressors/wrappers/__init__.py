@@ -1,0 +1,1 @@
+"""Compressors around compressors: granularity, size limits, quantised values."""

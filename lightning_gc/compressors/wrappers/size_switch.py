@@ -1,0 +1,62 @@
+"""Leave small tensors alone: compressing them saves little and costs accuracy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.base import Compressor, dense
+from lightning_gc.compressors.wrappers.wrapper import Wrapper
+from lightning_gc.flow import Flow
+
+if TYPE_CHECKING:
+    from lightning_gc.schemes.base import Scheme
+
+
+@dataclass(frozen=True)
+class SizeSwitch(Wrapper):
+    """Send 1-D tensors and small tensors dense, compress the others with the inner compressor.
+
+    Biases and normalisation weights are few, and sensitive; most papers leave them dense.
+
+    Args:
+        inner: what compresses the large tensors.
+        min_numel: tensors with fewer elements go dense. 0 turns this off.
+        min_dims: tensors with fewer dimensions go dense. 0 turns this off.
+
+    Communication pattern:
+        What goes dense is averaged in one all-reduce per bucket, beside the inner one's messages.
+
+    Raises:
+        ValueError: a negative limit.
+
+    Example:
+        >>> from lightning_gc import SizeSwitch, TopK
+        >>> SizeSwitch(TopK(0.01)).min_numel
+        1024
+    """
+
+    inner: Compressor
+    min_numel: int = 1024
+    min_dims: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_numel < 0 or self.min_dims < 0:
+            raise ValueError(f"{self!r}: limits must be at least 0; 0 turns a limit off.")
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
+        """Choose by the tensor's shape, which is the same on all workers."""
+        if self.compresses(bucket.shape):
+            yield from self.inner.flow(bucket, buffer, out, scheme)
+        else:
+            yield from dense(buffer, out)
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of this shape is large enough, and the inner one takes it."""
+        large = math.prod(shape) >= self.min_numel and len(shape) >= self.min_dims
+        return large and self.inner.compresses(shape)

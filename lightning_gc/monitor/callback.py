@@ -1,0 +1,244 @@
+"""What was saved and what it cost, for any Lightning logger."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_gc.controllers import Decision
+from lightning_gc.engine import Engine
+from lightning_gc.monitor.decisions import as_markdown, decision_figures, level_figures
+from lightning_gc.monitor.totals import Sums, Totals, ratio
+from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.simulated_accounting import Page
+
+_log = logging.getLogger(__name__)
+PREFIX = "compression/"
+EPOCH = "compression_epoch/"
+
+
+class Monitor:
+    """Logs what compression saves and costs, per logging step and per epoch.
+
+    At each logging step, under ``compression/``, for this worker (worker 0 writes): ``wire_bytes``
+    and ``dense_bytes`` per step, ``ratio``, ``density`` (share of elements sent, of the tensors
+    that are compressed), ``bits_per_element`` (payload bits over all elements of these, sent or
+    not), ``level``, ``relative_error`` ``‖x − C(x)‖/‖x‖``, ``error_norm``, and the seconds of
+    ``compress``, ``communicate`` and ``decode``. Per epoch, under ``compression_epoch/``, the same
+    as means over steps and workers; the two errors over the logging steps among them.
+    ``compression/total_wire_bytes``, ``total_dense_bytes`` and ``total_ratio`` of the whole fit,
+    and the epoch's figures, end in ``trainer.callback_metrics``, for Optuna and for the parent of
+    spawned processes.
+
+    With simulated workers, communication is not measured but estimated by the strategy's
+    ``NetworkModel``: ``communication_seconds_estimated`` takes the place of
+    ``communicate_seconds``. Beside it stands ``compute_seconds``: forward and backward passes of
+    all workers' micro-batches, divided by their number.
+
+    With a controller also ``level_min`` and ``level_max`` (``level`` is the median over
+    parameters), ``uncompressed_share``, per epoch what the controller wants shown
+    (``critical_share``, ``budget_spent``, ``step``, ``total_error``), and in TensorBoard's text
+    page its reason with a table of all levels.
+
+    Norms are measured on logging steps only, on the device, and read when they are logged. On CUDA
+    so are the times.
+
+    TensorBoard also gets a custom-scalars layout and the configuration as hparams.
+
+    Raises:
+        ValueError: at fit start, when the strategy does not compress.
+
+    Example:
+        >>> from lightning_gc import CompressionMonitor
+        >>> monitor = CompressionMonitor()
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums = [Sums()]  # one per worker of this process
+        self._rounds = 0
+        self._index = 0
+        self._logged = -1
+        self._decision: Decision | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check the strategy and write what is known beforehand."""
+        engines, _ = parts(trainer)
+        engine, first = engines[0], self._sums[0]
+        # Lightning hands a checkpoint's totals out before it is known how many workers there are.
+        self._sums += [Sums(replace(first.total)) for _ in engines[len(self._sums) :]]
+        trainer.strategy.kept["monitor"] = self._sums
+        if not trainer.loggers:
+            warnings.warn(
+                "CompressionMonitor has no logger to write to; its totals are in "
+                "trainer.callback_metrics only. Use Trainer(logger=True) to see more.",
+                stacklevel=2,
+            )
+        if trainer.is_global_zero:
+            config = {
+                "gc/compressor": repr(engine.compressor),
+                "gc/memory": repr(engine.memory),
+                "gc/scheme": repr(engine.scheme),
+                "gc/controller": repr(trainer.strategy.controller),
+                "gc/seed": engine.seed,
+                "gc/workers": engine.workers,
+            }
+            if trainer.strategy.network is not None:
+                config["gc/network"] = repr(trainer.strategy.network)
+            for logger in trainer.loggers:
+                experiment = getattr(logger, "experiment", None)  # not every logger has one
+                if experiment is not None and hasattr(experiment, "add_custom_scalars"):
+                    experiment.add_custom_scalars(LAYOUT)
+                    logger.log_hyperparams(config, grand_totals(first.total))
+                else:
+                    logger.log_hyperparams(config)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count from here; what a checkpoint holds has been restored by now."""
+        engines, recordings = parts(trainer)
+        self._rounds = engines[0].step
+        self._decision = trainer.strategy.turn.decision if trainer.strategy.turn else None
+        for sums, engine, recording in zip(self._sums, engines, recordings, strict=True):
+            sums.begin(engine, recording)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Have norms measured in the steps that will be logged."""
+        # Lightning's x axis for logging: optimizer steps, whatever the number of optimizers.
+        self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
+        logs = bool(trainer.loggers) and (self._index + 1) % trainer.log_every_n_steps == 0
+        for engine, recording in zip(*parts(trainer), strict=True):
+            engine.observe = recording.timing = logs
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take the account of the step, if gradients were synchronised in it."""
+        engine = parts(trainer)[0][0]
+        if engine.step == self._rounds:
+            return  # an accumulating micro-batch
+        self._rounds = engine.step
+        step, *_ = [sums.take() for sums in self._sums]  # worker 0's is shown
+        self._write_decision(trainer)
+        if engine.observe and self._index != self._logged:
+            self._logged = self._index
+            figures = step.averages(engine.workers, trainer.strategy.network)
+            figures |= self._levels(trainer)
+            figures = {PREFIX + name: value for name, value in figures.items()}
+            self._write(trainer, figures, self._index)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Average the epoch over workers in one message, log it, start anew."""
+        engines, _ = parts(trainer)
+        numbers = torch.tensor([s.packed() for s in self._sums], dtype=torch.float64).mean(0)
+        epoch, total = self._mean(trainer, numbers).tolist()
+        averages = Totals(*epoch).averages(engines[0].workers, trainer.strategy.network)
+        figures = {EPOCH + name: value for name, value in averages.items()}
+        figures |= {EPOCH + name: value for name, value in self._levels(trainer).items()}
+        figures |= grand_totals(Totals(*total))
+        observers = [e.observer for e in engines if e.observer is not None and e.observer.errors]
+        if observers:
+            own = torch.tensor([observer.total_error for observer in observers]).mean()
+            figures[PREFIX + "total_error"] = float(self._mean(trainer, own))
+        self._write(trainer, figures, self._index)
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+        )
+        for sums in self._sums:
+            sums.epoch = Totals()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals, so that they go on after a resume.
+
+        Worker 0's, as Lightning keeps only these; the strategy keeps those of all.
+        """
+        return {"total": vars(self._sums[0].total).copy()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's totals."""
+        for sums in self._sums:
+            sums.total = Totals(**state_dict["total"])
+
+    def _levels(self, trainer: Any) -> dict[str, float]:
+        engine, strategy = trainer.strategy.engine, trainer.strategy
+        if strategy.turn is not None:
+            return level_figures(strategy.levels())
+        return {} if engine.compressor.level is None else {"level": engine.compressor.level}
+
+    def _write_decision(self, trainer: Any) -> None:
+        """Log a new decision: its figures for all loggers, reason and levels for TensorBoard."""
+        turn = trainer.strategy.turn
+        if turn is None or turn.decision is self._decision:
+            return
+        self._decision = turn.decision
+        figures = {PREFIX + n: v for n, v in decision_figures(turn.decision).items()}
+        if figures:
+            self._write(trainer, figures, self._index)
+        if trainer.is_global_zero and turn.ended:  # 80 tables of a run are no reading
+            _log.info("Epoch %d: %s", trainer.current_epoch, turn.decision.reason)
+            text = as_markdown(turn.decision, trainer.strategy.levels())
+            for logger in trainer.loggers:
+                experiment = getattr(logger, "experiment", None)
+                if experiment is not None and hasattr(experiment, "add_text"):
+                    experiment.add_text(PREFIX + "decision", text, self._index)
+
+    @staticmethod
+    def _mean(trainer: Any, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the mean over processes."""
+        there = numbers.to(trainer.strategy.root_device)
+        mean: torch.Tensor = trainer.strategy.reduce(there, reduce_op="mean")
+        return mean
+
+    def _write(self, trainer: Any, figures: dict[str, float], step: int) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=step)
+
+
+def grand_totals(total: Totals) -> dict[str, float]:
+    """Return the figures of the whole fit."""
+    return {
+        PREFIX + "total_wire_bytes": total.wire_bytes,
+        PREFIX + "total_dense_bytes": total.dense_bytes,
+        PREFIX + "total_ratio": ratio(total.dense_bytes, total.wire_bytes),
+    }
+
+
+def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recording | Page]]:
+    """Return the engines and the accounts of the workers in this process.
+
+    Raises:
+        ValueError: the strategy does not compress.
+    """
+    engines = getattr(trainer.strategy, "engines", ())
+    recordings = getattr(trainer.strategy, "recordings", ())
+    if not engines or not recordings:
+        raise ValueError(
+            f"CompressionMonitor watches CompressedDDPStrategy and SimulatedDDPStrategy, but the "
+            f"Trainer has {type(trainer.strategy).__name__}. Use "
+            f"Trainer(strategy=CompressedDDPStrategy(...)); CompressedDDPStrategy(Identity()) "
+            f"equals plain DDP."
+        )
+    return engines, recordings
+
+
+LAYOUT = {
+    "gradient compression": {
+        "bytes per step and worker": ["Multiline", [PREFIX + "(wire|dense)_bytes"]],
+        "compression ratio": ["Multiline", [PREFIX + "ratio"]],
+        "density and level": ["Multiline", [PREFIX + "(density|level|level_min|level_max)"]],
+        "relative error": ["Multiline", [PREFIX + "relative_error"]],
+        "seconds": [
+            "Multiline",
+            [
+                PREFIX + "(compute|compress|communicate|decode)_seconds",
+                PREFIX + "communication_seconds_estimated",
+            ],
+        ],
+    }
+}

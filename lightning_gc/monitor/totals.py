@@ -1,0 +1,137 @@
+"""Sums over steps of what one worker saved and spent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from lightning_gc.engine import Engine
+from lightning_gc.network_model import NetworkModel
+from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.base import all_reduce_bytes
+from lightning_gc.transports.simulated_accounting import Page
+from lightning_gc.transports.timer import COMMUNICATE, COMPRESS, COMPUTE, DECODE
+
+
+@dataclass
+class Totals:
+    """Sums over steps, as plain numbers; seconds over the steps that were timed."""
+
+    steps: float = 0
+    wire_bytes: float = 0
+    dense_bytes: float = 0
+    elements: float = 0
+    sent: float = 0
+    payload_bytes: float = 0
+    compress_seconds: float = 0
+    communicate_seconds: float = 0
+    decode_seconds: float = 0
+    timed_steps: float = 0
+    relative_error: float = 0
+    error_norm: float = 0
+    observed_steps: float = 0
+    message_bytes: float = 0
+    compute_seconds: float = 0
+
+    def add(self, other: Totals) -> None:
+        """Add another sum to this one."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def averages(self, workers: int, network: NetworkModel | None = None) -> dict[str, float]:
+        """Return the figures per step and worker; those that were not measured are left out.
+
+        Args:
+            workers: how many there are.
+            network: of simulated workers, whose communication is estimated, not measured.
+        """
+        steps = max(self.steps, 1)
+        figures = {
+            "wire_bytes": self.wire_bytes / steps,
+            "dense_bytes": self.dense_bytes / steps,
+            "ratio": ratio(self.dense_bytes, self.wire_bytes),
+        }
+        if self.elements:
+            figures["density"] = self.sent / self.elements
+            figures["bits_per_element"] = 8 * self.payload_bytes / self.elements
+        if self.timed_steps:
+            measured = (COMPRESS, COMMUNICATE, DECODE)
+            for phase in measured if network is None else (COMPUTE, COMPRESS, DECODE):
+                name = f"{phase}_seconds"
+                figures[name] = getattr(self, name) / self.timed_steps
+        if network is not None:
+            estimated = network.seconds(
+                workers, self.message_bytes / steps, self.wire_bytes / steps
+            )
+            figures["communication_seconds_estimated"] = estimated
+        if self.observed_steps:
+            figures["relative_error"] = self.relative_error / self.observed_steps
+            figures["error_norm"] = self.error_norm / self.observed_steps
+        return figures
+
+
+class Sums:
+    """One worker's totals, of the fit and of the epoch that is under way.
+
+    Args:
+        total: to go on from.
+    """
+
+    def __init__(self, total: Totals | None = None) -> None:
+        self.total = total or Totals()
+        self.epoch = Totals()
+
+    def begin(self, engine: Engine, recording: Recording | Page) -> None:
+        """Count from here."""
+        self._engine, self._recording = engine, recording
+        self._tally = replace(engine.tally)
+        recording.take()
+
+    def take(self) -> Totals:
+        """Add the step that has just been done, and return it alone."""
+        engine, account = self._engine, self._recording.take()
+        now, before = engine.tally, self._tally
+        step = Totals(
+            steps=1,
+            wire_bytes=account.wire_bytes,
+            dense_bytes=all_reduce_bytes(now.grad_bytes - before.grad_bytes, engine.workers),
+            elements=now.elements - before.elements,
+            sent=now.sent - before.sent,
+            payload_bytes=now.payload_bytes - before.payload_bytes,
+            message_bytes=account.message_bytes,
+        )
+        self._tally = replace(now)
+        if any(account.seconds.values()):
+            step.timed_steps = 1
+            for phase, spent in account.seconds.items():
+                setattr(step, f"{phase}_seconds", spent)
+        if engine.observe and engine.norms:
+            norm, error = torch.tensor(engine.norms).double().norm(dim=0).tolist()
+            step.observed_steps = 1
+            step.error_norm = error
+            step.relative_error = error / norm if norm else 0.0
+        self.epoch.add(step)
+        self.total.add(step)
+        return step
+
+    def packed(self) -> list[list[float]]:
+        """Return the epoch's numbers and the fit's."""
+        return [[getattr(t, f.name) for f in fields(t)] for t in (self.epoch, self.total)]
+
+    def own_state(self) -> dict[str, Any]:
+        """Return both sums as plain numbers."""
+        return {"total": vars(self.total).copy(), "epoch": vars(self.epoch).copy()}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on from ``own_state()``, or from the mean of several."""
+        self.total, self.epoch = Totals(**state["total"]), Totals(**state["epoch"])
+
+
+def ratio(dense_bytes: float, wire_bytes: float) -> float:
+    """Return dense over wire bytes; 1 where nothing is sent either way (one worker)."""
+    if wire_bytes:
+        return dense_bytes / wire_bytes
+    return math.inf if dense_bytes else 1.0

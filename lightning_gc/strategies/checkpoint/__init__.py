@@ -1,0 +1,1 @@
+"""Error state in Lightning checkpoints: save, restore, side files."""

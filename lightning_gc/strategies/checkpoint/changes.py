@@ -1,0 +1,76 @@
+"""What of a checkpoint still fits when compressor, memory, controller or model have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from lightning_gc.strategies.checkpoint.pytree import Tree
+
+
+class Changes(NamedTuple):
+    """What is kept, and what is to be said about the rest."""
+
+    memory: Tree
+    compressor: Tree
+    same_controller: bool
+    sentences: list[str]
+
+
+def changes(
+    before: Mapping[str, str],
+    now: Mapping[str, str],
+    own: Tree,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Changes:
+    """Compare a checkpoint with the run that is to go on from it.
+
+    Errors are in units of the gradient and belong to a parameter, so they outlive any change of
+    the compressor; its own state does not.
+
+    Args:
+        before: ``repr`` of compressor, memory and controller when it was saved.
+        now: the same today.
+        own: this worker's part of the checkpoint.
+        shapes: parameter name -> shape, today.
+    """
+    saved = own["averaged"].get("memory", {})
+    fitting = {name: kept for name, kept in saved.items() if _fits(kept, shapes.get(name))}
+    compressor = {name: kept for name, kept in own["compressor"].items() if name in shapes}
+    sentences = []
+    if before["compressor"] != now["compressor"]:
+        end = "errors are kept" + (", its own state begins anew." if compressor else ".")
+        sentences.append(f"Compressor {before['compressor']} is now {now['compressor']}: {end}")
+        compressor = {}
+    if before["memory"] != now["memory"]:
+        sentences.append(
+            f"Memory {before['memory']} is now {now['memory']}: what both keep is kept, the rest "
+            f"begins at zero."
+        )
+    same = before["controller"] == now["controller"]
+    if not same:
+        sentences.append(
+            f"Controller {before['controller']} is now {now['controller']}: it begins anew."
+        )
+    if saved:
+        gone = [name for name in saved if name not in shapes]
+        reshaped = [name for name in saved if name in shapes and name not in fitting]
+        new = [name for name in shapes if name not in saved]
+        for names, what in (
+            (gone, "no longer there, their errors are dropped"),
+            (reshaped, "of another shape, their errors begin at zero"),
+            (new, "new, their errors begin at zero"),
+        ):
+            if names:
+                sentences.append(f"Parameters {what}: {_listed(names)}.")
+        if len(fitting) < len(saved):
+            sentences.append(f"Errors are kept of: {_listed(fitting) or 'none'}.")
+    return Changes(fitting, compressor, same, sentences)
+
+
+def _fits(kept: Mapping[str, Any], shape: tuple[int, ...] | None) -> bool:
+    return all(tuple(tensor.shape) == shape for tensor in kept.values())
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,113 @@
+"""The part of a strategy that makes a resumed run the run that was not interrupted."""
+
+# No "from __future__ import annotations": see ddp.py, whose base this is.
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+
+from lightning_gc.engine import Engine
+from lightning_gc.strategies.checkpoint import side_files
+from lightning_gc.strategies.checkpoint.save_restore import Checkpoints
+from lightning_gc.synchronizer.bucket_regrouping import Regrouping
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Keeps(Protocol):
+    """Whatever has state of one worker that should be in checkpoints."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Return nested dicts of tensors and numbers; their mean must make sense."""
+
+    def load_own_state(self, state: Any) -> None:
+        """Go on from what ``own_state`` returned, or from the mean over workers."""
+
+
+class Resuming:
+    """Saves and restores what compression must not forget. Knows Lightning's calls only.
+
+    Attributes:
+        engines: one per worker of this process, in the order of the workers; none before fitting
+            has started.
+        kept: name -> what else has state of its own, for each of these workers.
+        layout: the parameters in each bucket of the last round.
+        regrouping: sends the first round after a resume in the layout of the last one before.
+    """
+
+    engines: Sequence[Engine] = ()
+    regrouping: Regrouping | None = None
+
+    @property
+    def engine(self) -> Engine | None:
+        """State and configuration of this process's first worker; kept between fits."""
+        return self.engines[0] if self.engines else None
+
+    def _keep_state(
+        self,
+        state: Literal["full", "mean", "off"],
+        state_dtype: Literal["float32", "bfloat16"],
+    ) -> None:
+        """Take the configuration.
+
+        Raises:
+            ValueError: an unknown mode or dtype.
+        """
+        if state not in ("full", "mean", "off"):
+            raise ValueError(f"state={state!r}: use 'full', 'mean' or 'off'.")
+        if state_dtype not in _DTYPES:
+            raise ValueError(f"state_dtype={state_dtype!r}: use 'float32' or 'bfloat16'.")
+        self.layout: list[tuple[str, ...]] = []
+        self.kept: dict[str, Sequence[Keeps]] = {}
+        self._checkpoints = Checkpoints(state, _DTYPES[state_dtype])
+        self._stems: dict[str, list[str]] = {}  # path -> what its side files begin with, in time
+        self._resumed_from: Any = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write error state beside a full checkpoint, then the checkpoint, whole or not at all."""
+        full = self.engine is not None and "optimizer_states" in checkpoint
+        full = full and self._checkpoints.mode != "off"
+        if full:
+            self._checkpoints.save(self, checkpoint, filepath, storage_options)
+
+        def write(path: Any) -> None:
+            super(Resuming, self).save_checkpoint(checkpoint, path, storage_options)  # type: ignore[misc]
+
+        self._checkpoints.publish(self, filepath, write)
+        if full:
+            self._forget_old_files(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Note where it comes from: side files lie there."""
+        self._resumed_from = checkpoint_path
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        return loaded
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Restore ours after the optimizers': Lightning's first call when the engine is there."""
+        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        if self.engine is not None:
+            self._checkpoints.restore(self, checkpoint, self._resumed_from)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove side files as well; every node's first worker those on its disk."""
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        if self.local_rank == 0:  # type: ignore[attr-defined]
+            side_files.remove(filepath)
+
+    def _forget_old_files(self, path: Any) -> None:
+        """Remove side files of what had this name before, once that is overwritten.
+
+        A ``CheckpointIO`` around another one may not have written yet; then two older ones stay.
+        """
+        assert self.engine is not None
+        stems = self._stems.setdefault(str(path), [])
+        stem = side_files.stem_of(path, self.engine.step)
+        if stem not in stems:
+            stems.append(stem)
+        wrapped = hasattr(self.checkpoint_io, "checkpoint_io")  # type: ignore[attr-defined]
+        del stems[: -3 if wrapped else -1]
+        if self.local_rank == 0:  # type: ignore[attr-defined]
+            side_files.remove(path, keep=stems)

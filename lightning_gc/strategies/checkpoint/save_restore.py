@@ -1,0 +1,256 @@
+"""What a checkpoint holds of compression, and what comes back from it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_gc.strategies.checkpoint import side_files
+from lightning_gc.strategies.checkpoint.changes import changes
+from lightning_gc.strategies.checkpoint.pytree import Tree, average, each_tensor, reduced
+from lightning_gc.synchronizer.bucket_regrouping import Regrouping
+from lightning_gc.transports.distributed import Distributed, gather_text
+
+KEY = "lightning_gc"
+FORMAT = 1
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Saves and restores engine, controller and what others keep per worker.
+
+    The main file gets, under ``"lightning_gc"``: ``format``, ``mode``, ``workers``, ``step``,
+    ``stem``, ``torn``, ``layout``, ``configuration``, ``learning_rates``, ``turn``. In mode
+    ``"full"`` every worker writes a side file, ``{"format", "worker", "averaged", "compressor"}``;
+    in mode ``"mean"`` the main file gets the latter two itself, averaged over workers.
+
+    Side files come first, and the main file only if all workers have written theirs.
+
+    Args:
+        mode: as ``CompressedDDPStrategy(state=...)``.
+        dtype: of errors in files; they are float32 in use.
+    """
+
+    mode: Literal["full", "mean", "off"]
+    dtype: torch.dtype
+
+    def save(self, strategy: Any, checkpoint: Tree, path: Any, options: Any) -> None:
+        """Add to a checkpoint that is about to be written, and write these workers' side files."""
+        engine, turn, trainer = strategy.engine, strategy.turn, strategy.lightning_module.trainer
+        # After an exception this may be the only worker that saves: then nobody would answer.
+        alone = trainer.interrupted
+        stem = side_files.stem_of(path, engine.step)
+        main: Tree = {
+            "format": FORMAT,
+            "mode": self.mode,
+            "workers": engine.workers,
+            "step": engine.step,
+            "stem": stem,
+            "torn": engine.torn,
+            "layout": [list(names) for names in strategy.layout],
+            "configuration": configuration(strategy),
+            "learning_rates": dict(engine.error_rates),
+            "turn": None if turn is None else turn.state_dict(trainer.callback_metrics),
+        }
+        checkpoint[KEY] = main
+        if engine.torn:
+            return  # buckets are on their way: errors are neither those before nor those after
+        owns = [self.own(strategy, index) for index in range(len(strategy.engines))]
+        if self.mode == "mean" and not alone:
+            own = owns[0]
+            if len(owns) > 1:
+                own["averaged"] = average([each["averaged"] for each in owns])
+
+            def mean(tensor: Tensor) -> Tensor:
+                there = tensor.to(strategy.root_device)
+                result: Tensor = strategy.reduce(there, reduce_op="mean")
+                return result.cpu()
+
+            own["averaged"] = reduced(own["averaged"], mean)
+            own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
+            checkpoint[KEY] = main | own
+            return
+        main["mode"] = "full"
+        for each, own in zip(strategy.engines, owns, strict=True):
+            target = side_files.path_of(path, stem, each.worker, each.workers)
+            own |= {"format": FORMAT, "worker": each.worker}
+            own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
+            save = strategy.checkpoint_io.save_checkpoint
+            write = partial(save, own, target, storage_options=options)
+            what = f"its error state to {target}. {path} has not been written"
+            self._together(strategy, write, what, alone)
+
+    def restore(self, strategy: Any, checkpoint: Tree, path: Any) -> None:
+        """Give engine, controller and the others what the checkpoint holds of them."""
+        engine, main = strategy.engine, checkpoint.get(KEY)
+        if self.mode == "off" or main is None:
+            if main is None and engine.memory.buffers:
+                self._say(strategy, f"{path} holds no error state: errors begin at zero.")
+            for each in strategy.engines:
+                each.reset(main["step"] if main else 0)
+            return
+        if main["format"] > FORMAT:
+            raise ValueError(
+                f"{path} has error state of format {main['format']}, but this version of "
+                f"lightning_gc knows formats up to {FORMAT}; upgrade it, or use state='off'."
+            )
+        found: list[Tree] = []
+
+        def collect() -> None:
+            found.extend(self._collect(strategy, main, path))
+
+        self._together(strategy, collect, f"the error state of {path}", alone=False, verb="read")
+        self._apply(strategy, main, found)
+
+    def publish(self, strategy: Any, path: Any, write: Callable[[Any], None]) -> None:
+        """Have ``write`` write the checkpoint; if worker 0 cannot, all workers raise.
+
+        A local file is written under another name and then put into place at once: a disk that is
+        full must not cost the checkpoint that is there.
+        """
+        alone = strategy.lightning_module.trainer.interrupted
+        where = os.fspath(path)
+        wrapped = hasattr(strategy.checkpoint_io, "checkpoint_io")  # may write later, in a thread
+        direct = "://" in where or wrapped or os.path.isdir(where)
+
+        def act() -> None:
+            if direct or strategy.global_rank != 0:
+                write(path)  # which is nothing, elsewhere than on worker 0
+            else:
+                _replace(where, write)
+
+        self._together(strategy, act, f"{where}. If there was one of that name, it is kept", alone)
+
+    def own(self, strategy: Any, index: int = 0) -> Tree:
+        """Return a copy, on the host, of what one worker alone knows."""
+        state = strategy.engines[index].state_dict()
+        averaged: Tree = {"memory": state["memory"]}
+        averaged |= {name: kept[index].own_state() for name, kept in strategy.kept.items()}
+        own = {"averaged": averaged, "compressor": state["compressor"]}
+        return each_tensor(own, lambda t: t.detach().cpu())
+
+    def small(self, memory: Tree) -> Tree:
+        """Return errors in the dtype for files."""
+        return each_tensor(memory, lambda t: t.to(self.dtype))
+
+    def _collect(self, strategy: Any, main: Tree, path: Any) -> list[Tree]:
+        """Return each worker's part, as it was or as the mean of all old workers'."""
+        engines = strategy.engines
+        if main["mode"] == "mean":
+            common = {"averaged": main["averaged"], "compressor": main["compressor"]}
+            return [common] * len(engines)
+        if main["torn"]:
+            self._say(strategy, f"{path} was saved within a step: errors begin at zero.")
+            return [{"averaged": {}, "compressor": {}}] * len(engines)
+        before, now = main["workers"], engines[0].workers
+        if before == now:
+            wanted = [engine.worker for engine in engines]
+            own = self._read(strategy, main, path, wanted)
+            return [state or {"averaged": {}, "compressor": {}} for state in own]
+        own = self._read(strategy, main, path, range(before))
+        self._say(strategy, f"{before} workers' errors are averaged: each of {now} has the mean.")
+        known: Tree = next((state for state in own if state is not None), {"compressor": {}})
+        averaged = average([None if state is None else state["averaged"] for state in own])
+        return [{"averaged": averaged, "compressor": known["compressor"]}] * len(engines)
+
+    def _read(
+        self, strategy: Any, main: Tree, path: Any, workers: Iterable[int]
+    ) -> list[Tree | None]:
+        """Return what the side files of these workers hold; None where one is missing."""
+        files = [side_files.path_of(path, main["stem"], i, main["workers"]) for i in workers]
+        own = [
+            side_files.read(file, strategy.checkpoint_io) if side_files.exists(file) else None
+            for file in files
+        ]
+        lost = [file for file, state in zip(files, own, strict=True) if state is None]
+        if lost:
+            warnings.warn(
+                f"Error state is missing: {', '.join(lost)}. Errors that were in it count as zero. "
+                f"Move a checkpoint together with its folder {side_files.FOLDER}.",
+                stacklevel=2,
+            )
+        return own
+
+    def _apply(self, strategy: Any, main: Tree, found: list[Tree]) -> None:
+        shapes = {name: tuple(param.shape) for param, name in strategy.names.items()}
+        now = configuration(strategy)
+        changed = [changes(main["configuration"], now, own, shapes) for own in found]
+        if changed[0].sentences and strategy.global_rank == 0:
+            sentences = " ".join(changed[0].sentences)
+            warnings.warn(f"Resumed with changes. {sentences}", stacklevel=2)
+        for engine, kept in zip(strategy.engines, changed, strict=True):
+            engine.load_state_dict(
+                {
+                    "memory": kept.memory,
+                    "compressor": each_tensor(kept.compressor, lambda t: t.clone()),
+                    "learning_rates": main["learning_rates"],
+                    "step": main["step"],
+                }
+            )
+        same_controller = changed[0].same_controller
+        if strategy.turn is not None and main["turn"] is not None and same_controller:
+            strategy.turn.load_state_dict(main["turn"])
+        regrouping = Regrouping(main["layout"])
+        strategy.regrouping = regrouping if regrouping.fits(shapes) else None
+        for name, parts in strategy.kept.items():
+            for part, own in zip(parts, found, strict=True):
+                if name in own["averaged"] and (name != "turn" or same_controller):
+                    part.load_own_state(own["averaged"][name])
+
+    def _together(
+        self, strategy: Any, act: Callable[[], None], what: str, alone: bool, verb: str = "write"
+    ) -> None:
+        """Act on all workers; if one fails, all raise, and say who and why."""
+        problem, cause = "", None
+        try:
+            act()
+        except Exception as error:
+            problem, cause = f"{type(error).__name__}: {error}", error
+        problems = [problem]
+        if not alone and strategy.world_size > 1:
+            problems = gather_text(problem, Distributed(), strategy.root_device)
+        failed = [i for i, text in enumerate(problems) if text]
+        if failed:
+            raise RuntimeError(
+                f"Worker {', '.join(map(str, failed))} of {len(problems)} could not {verb} {what}. "
+                f"{problems[failed[0]]}"
+            ) from cause
+
+    @staticmethod
+    def _say(strategy: Any, sentence: str) -> None:
+        if strategy.global_rank == 0:
+            _log.info(sentence)
+
+
+def _replace(where: str, write: Callable[[Any], None]) -> None:
+    folder, base = os.path.split(where)
+    part = os.path.join(folder, side_files.FOLDER, f"{base}.part")
+    try:
+        write(part)
+        if os.path.isdir(part):
+            shutil.move(part, where)
+        elif os.path.isfile(part):
+            os.replace(part, where)
+    finally:
+        if os.path.isfile(part):
+            os.remove(part)
+        side_files.tidy(where)
+
+
+def configuration(strategy: Any) -> dict[str, str]:
+    """Return what state depends on, in words."""
+    return {
+        "compressor": repr(strategy.compressor),
+        "memory": repr(strategy.memory),
+        "controller": repr(strategy.controller),
+    }

@@ -1,0 +1,1 @@
+"""Simulate W workers on one device under Lightning."""

@@ -1,0 +1,277 @@
+"""W workers on one device inside an ordinary run. Knows Lightning's hooks, imports no Lightning."""
+
+from typing import Any, Literal
+
+import torch
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller
+from lightning_gc.engine import Engine
+from lightning_gc.memories import Memory
+from lightning_gc.network_model import NetworkModel
+from lightning_gc.schemes import Scheme
+from lightning_gc.strategies.base import Compressing
+from lightning_gc.strategies.simulation.micro_batches import (
+    MicroBatches,
+    to_batches,
+    to_micro_batches,
+)
+from lightning_gc.strategies.simulation.module_buffers import Buffers
+from lightning_gc.strategies.simulation.sharded_loader import deal
+from lightning_gc.strategies.simulation.worker_gradients import Gradients
+from lightning_gc.strategies.validation import refuse_sparse_gradients
+from lightning_gc.transports.simulated_accounting import Ledger
+from lightning_gc.transports.timer import COMPUTE
+
+
+class SimulatedDDP(Compressing):
+    """DDP of W workers, simulated on one device by accumulating gradients over W micro-batches.
+
+    Use it as ``Trainer(devices=1, strategy=SimulatedDDPStrategy(TopK(density=0.01), workers=4))``;
+    nothing in the LightningModule changes. Every worker has its own share of the data, its own
+    errors and its own byte count; they exchange gradients by the same code as real ones. The mean
+    gradient is that of ``CompressedDDPStrategy`` with W processes: bit for bit where payloads are
+    gathered, up to the rounding of sums where they are all-reduced.
+
+    A step takes W micro-batches, number i being worker i's. The Trainer's
+    ``accumulate_grad_batches`` is set to W for the time of the fit; ``k·W`` from the user means k
+    accumulated micro-batches per worker. ``limit_train_batches``, ``val_check_interval`` and what
+    checkpoints count are batches of one worker, as in a real run.
+
+    Args:
+        compressor: as for ``CompressedDDPStrategy``, and so are the three that follow.
+        memory: what is remembered of the rest.
+        scheme: how workers reach a mean.
+        controller: who moves the level, epoch by epoch.
+        workers: W, how many to simulate.
+        network: turns bytes into the seconds that ``CompressionMonitor`` shows.
+        seed: of the compressor's private random numbers.
+        state: what a checkpoint keeps of the errors: the same files as real workers would write, so
+            that a simulated run goes on as a real one, and the other way round.
+        state_dtype: of errors in these files.
+        kwargs: as for ``SingleDeviceStrategy``: ``device``, which is the Trainer's if left out,
+            ``checkpoint_io``, ``precision_plugin``, ...
+
+    Communication pattern:
+        None: requests are fulfilled in memory, for all workers at once.
+
+    Raises:
+        ValueError: a combination that cannot work, an unknown name, fewer than one worker; at fit
+            start, manual optimization, several devices, ``accumulate_grad_batches`` that W does not
+            divide, a ``GradientAccumulationScheduler``, sparse embedding gradients.
+
+    Example:
+        >>> from lightning_gc import NetworkModel, SimulatedDDPStrategy, TopK
+        >>> strategy = SimulatedDDPStrategy(TopK(density=0.01), workers=4)
+        >>> strategy.memory, strategy.workers, strategy.network.topology
+        (Residual(decay=1.0, lr_aware=False, gain=1.0), 4, 'parameter_server')
+
+    Attributes:
+        workers: W.
+        engines: each worker's state and configuration, once fitting has started.
+        recordings: each worker's byte and time account, while fitting.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | str,
+        memory: Memory | str | None = None,
+        scheme: Scheme | str | None = None,
+        controller: Controller | None = None,
+        *,
+        workers: int,
+        network: NetworkModel = NetworkModel(),  # noqa: B008 - frozen
+        seed: int = 0,
+        state: Literal["full", "mean", "off"] = "full",
+        state_dtype: Literal["float32", "bfloat16"] = "float32",
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(workers, int) or workers < 1:
+            raise ValueError(
+                f"SimulatedDDPStrategy(workers={workers!r}): give a whole number, 1 or more."
+            )
+        if not isinstance(network, NetworkModel):
+            raise ValueError(
+                f"SimulatedDDPStrategy(network={network!r}): give an instance, such as "
+                f"NetworkModel(bandwidth_gbps=10.0)."
+            )
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        self.workers = workers
+        self.network = network
+        self._device_given = "device" in kwargs
+        self._done = 0  # micro-batches of this step whose backward pass is over
+        self._ledger = Ledger(workers)
+        self._units: MicroBatches | None = None
+        self._gradients: Gradients | None = None
+        super().__init__(**kwargs)
+
+    @property
+    def worker(self) -> int:
+        """The worker whose micro-batch is being run; 0 outside of training."""
+        trainer = getattr(self.lightning_module, "_trainer", None)  # type: ignore[attr-defined]
+        if trainer is None or not trainer.training:
+            return 0
+        return int(max(trainer.fit_loop.batch_idx, 0) % self.workers)
+
+    def _active_engine(self) -> Engine:
+        return self.engines[self.worker]
+
+    def setup_environment(self) -> None:
+        """Use the Trainer's device."""
+        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        devices = trainer._accelerator_connector._parallel_devices
+        if not self._device_given and devices:
+            if len(devices) > 1:
+                raise ValueError(
+                    f"The Trainer has {len(devices)} devices, but {self.workers} simulated workers "
+                    f"share one. Use Trainer(devices=1); workers={self.workers} is their number."
+                )
+            self._root_device = torch.device(devices[0])
+        super().setup_environment()  # type: ignore[misc]
+
+    def setup(self, trainer: Any) -> None:
+        """Make the Trainer accumulate, and start the engines, if it is going to train."""
+        if trainer.state.fn != "fit":
+            super().setup(trainer)  # type: ignore[misc]
+            return
+        module = self.lightning_module  # type: ignore[attr-defined]
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__} optimizes manually, but simulated workers take turns in "
+                f"Lightning's gradient accumulation. Use automatic optimization, or "
+                f"CompressedDDPStrategy with processes."
+            )
+        refuse_sparse_gradients(module)
+        self._units = MicroBatches(self.workers, trainer)  # before optimizers ask how many steps
+        super().setup(trainer)  # type: ignore[misc]
+        self._name(module)
+        self._done = 0
+        self._gradients = Gradients(self.names, self.workers)
+        self._buffers = Buffers(module.buffers(), self.workers)
+        self._ledger = Ledger(self.workers)
+        self._start(self._ledger.pages)
+        for engine in self.engines[1:]:
+            engine.wanted = False
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Deal training samples to the workers, as Lightning does to processes."""
+        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        return deal(loader, self.workers, trainer, self) if trainer.training else loader
+
+    def on_train_start(self) -> None:
+        """Look at the epoch's length, which is known now."""
+        super().on_train_start()  # type: ignore[misc]
+        assert self._units is not None
+        self._units.check_epoch()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of one worker's micro-batch."""
+        worker, trainer = self.worker, self.lightning_module.trainer  # type: ignore[attr-defined]
+        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            self._done = 0  # also where the step before was given up
+        self._check_turn(worker)
+        if self._done == 0:
+            self._buffers.begin()
+        self._buffers.enter(worker)
+        self._ledger.compute.start(self.root_device)  # type: ignore[attr-defined]
+        output = super().training_step(*args, **kwargs)
+        self._ledger.compute.lap(COMPUTE)
+        if output is None:
+            raise RuntimeError(
+                "training_step returned None, which DDP cannot skip on one worker only. Return a "
+                "loss, if need be one that is multiplied by zero."
+            )
+        return output
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run the backward pass of one worker's micro-batch; after the last, exchange gradients.
+
+        Where DDP's hook is in ``Strategy.backward``: before callbacks look at the gradient.
+        """
+        assert self._gradients is not None
+        module, precision = self.lightning_module, self.precision_plugin  # type: ignore[attr-defined]
+        worker = self.worker
+        if self._done == 0:
+            self._gradients.begin()
+        self._gradients.lend(worker)
+        self.pre_backward(closure_loss)  # type: ignore[attr-defined]
+        # Lightning has divided by k·W. The gradient of (l / kW)·W is W/kW, rounded once: that of a
+        # real worker's l / k.
+        loss = precision.pre_backward(closure_loss * self.workers, module)
+        self._ledger.compute.start(self.root_device)  # type: ignore[attr-defined]
+        precision.backward(loss, module, optimizer, *args, **kwargs)
+        self._ledger.compute.lap(COMPUTE)
+        self._gradients.collect(worker)
+        self._buffers.leave(worker, again=module.trainer.accumulate_grad_batches > self.workers)
+        self._done += 1
+        if not module.trainer.fit_loop._should_accumulate():
+            self._exchange(worker)
+        detached: torch.Tensor = precision.post_backward(loss, module)
+        self.post_backward(detached)
+        return detached
+
+    def _exchange(self, worker: int) -> None:
+        """Replace the workers' gradients by their mean."""
+        assert self._gradients is not None
+        if worker != self.workers - 1:
+            raise RuntimeError(
+                f"The epoch has ended with worker {worker}'s micro-batch, the last worker being "
+                f"{self.workers - 1}. Give a number of batches that {self.workers} divides, such "
+                f"as by Trainer(limit_train_batches=...), in batches of each worker."
+            )
+        self._refuse_newcomers()
+        self._prepare_round()
+        for part in self._gradients.parts:
+            flows = [
+                engine.flow(flat, part.shapes)
+                for engine, flat in zip(self.engines, part.flats, strict=True)
+            ]
+            self._ledger.run(flows, self.root_device)  # type: ignore[attr-defined]
+        for engine in self.engines:
+            engine.advance()
+        self.layout = [tuple(part.shapes) for part in self._gradients.parts]
+        self._gradients.end()
+        self._buffers.end()
+        self._done = 0
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write what W real workers would have written."""
+        to_batches(checkpoint, self.workers)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read what W workers have written, real or not."""
+        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        to_micro_batches(loaded, self.workers)
+        return loaded
+
+    def teardown(self) -> None:
+        """Give the Trainer and the parameters back as they were."""
+        if self._units is not None:
+            self._units.restore()
+        if self._gradients is not None:
+            self._gradients.close()
+        self._gradients = None
+        super().teardown()  # type: ignore[misc]
+
+    def _check_turn(self, worker: int) -> None:
+        if self._done % self.workers != worker:
+            raise RuntimeError(
+                f"Worker {worker}'s micro-batch is being run, but it is worker "
+                f"{self._done % self.workers}'s turn: an optimizer that calls its closure several "
+                f"times, such as LBFGS, or a skipped backward pass cannot be simulated."
+            )
+
+    def _refuse_newcomers(self) -> None:
+        module = self.lightning_module  # type: ignore[attr-defined]
+        for name, param in module.named_parameters():
+            if param.requires_grad and param not in self.names:
+                raise RuntimeError(
+                    f"{name} has begun to require a gradient after the fit began, so that no "
+                    f"worker knows of it, as in DDP. Let it require one from the start."
+                )

@@ -1,0 +1,1 @@
+"""Synchronise one worker's gradients, without Lightning."""

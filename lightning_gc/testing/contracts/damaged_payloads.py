@@ -1,0 +1,97 @@
+"""Payloads as no honest worker sends them, but as the transport would let them through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_gc.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
+from lightning_gc.transports.base import as_bytes
+from lightning_gc.transports.simulated import Simulated
+
+
+def damaged(data: st.DataObject, payload: Payload, limits: Limits | None) -> Payload:
+    """Return a copy of a payload in which one to three things are wrong.
+
+    Bytes are overwritten, bits flipped, numbers made extreme or not finite; tensors with a limit
+    get any length up to it. Dtypes and other lengths stay: of these the transport makes sure.
+    """
+    changed = [tensor.clone() for tensor in payload]
+    longest = limits or (None,) * len(payload)
+    for _ in range(data.draw(st.integers(1, 3), label="damages")):
+        which = data.draw(st.integers(0, len(changed) - 1), label="tensor")
+        limit = longest[which]
+        if limit is not None and data.draw(st.booleans(), label="resize"):
+            length = data.draw(st.integers(0, limit), label="length")
+            changed[which] = _resized(changed[which], length)
+        elif changed[which].numel():
+            _overwrite(data, changed[which])
+    return tuple(changed)
+
+
+class Lying(Simulated):
+    """Simulated workers of whom one sends damaged payloads.
+
+    Args:
+        workers: how many workers there are.
+        liar: which one it is.
+        data: where the damages are drawn from.
+    """
+
+    def __init__(self, workers: int, liar: int, data: st.DataObject) -> None:
+        super().__init__(workers)
+        self.liar = liar
+        self.data = data
+
+    def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
+        """Answer one round with one worker's request damaged."""
+        lies = list(requests)
+        lies[self.liar] = self._damaged(lies[self.liar])
+        return super().fulfil(lies)
+
+    def _damaged(self, request: Request) -> Request:
+        if isinstance(request, Mean):
+            return Mean(damaged(self.data, request.tensors, None))
+        if isinstance(request, Gather):
+            return Gather(damaged(self.data, request.tensors, request.limits), request.limits)
+        lies = tuple(damaged(self.data, payload, request.limits) for payload in request.payloads)
+        return Exchange(lies, request.limits)
+
+
+def _resized(tensor: Tensor, length: int) -> Tensor:
+    """Return the tensor cut, or repeated, to a length."""
+    if not tensor.numel():
+        return tensor.new_zeros(length)
+    return tensor.repeat(-(-length // tensor.numel()))[:length]
+
+
+def _overwrite(data: st.DataObject, tensor: Tensor) -> None:
+    """Fill a stretch with extreme numbers or any bytes, or flip one bit."""
+    content = as_bytes(tensor)
+    how = data.draw(st.sampled_from(("numbers", "bytes", "bit")), label="damage")
+    if how == "bit":
+        at = data.draw(st.integers(0, content.numel() - 1), label="byte")
+        content[at] ^= 1 << data.draw(st.integers(0, 7), label="bit")
+        return
+    if how == "numbers":
+        number = data.draw(st.sampled_from(_extremes(tensor.dtype)), label="number")
+        tile = as_bytes(torch.tensor([number], dtype=tensor.dtype))
+    else:
+        drawn = data.draw(st.binary(min_size=1, max_size=16), label="bytes")
+        tile = torch.tensor(list(drawn), dtype=torch.uint8)
+    size = tensor.element_size()
+    start = data.draw(st.integers(0, tensor.numel() - 1), label="start") * size
+    stop = data.draw(st.integers(start // size + 1, tensor.numel()), label="stop") * size
+    content[start:stop] = _resized(tile, stop - start)
+
+
+def _extremes(dtype: torch.dtype) -> list[float]:
+    if dtype.is_floating_point:
+        kind = torch.finfo(dtype)
+        return [float("nan"), float("inf"), -float("inf"), kind.max, kind.min, kind.tiny, -0.0]
+    if dtype == torch.bool:
+        return [False, True]
+    return [torch.iinfo(dtype).min, torch.iinfo(dtype).max, 0]

@@ -1,0 +1,156 @@
+"""The comparison itself: a study per method, one after the other, then the final runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from lightning_gc.tuning import trial_leases
+from lightning_gc.tuning.experiment import Experiment
+from lightning_gc.tuning.final_runs import finals_under_way, run_finals
+from lightning_gc.tuning.keyboard_interrupt import heard
+from lightning_gc.tuning.method import DENSE, Method
+from lightning_gc.tuning.studies import best_trial, open_storage, open_study
+from lightning_gc.tuning.trial import run_trial
+
+_PAUSE = 0.5  # seconds between two looks at what others do
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something worth showing while a comparison runs.
+
+    Attributes:
+        method: whose study.
+        kind: a trial or a final run is over, or trials of dead processes were given back.
+        done: trials that count so far; final runs so far.
+        text: what has come of it.
+    """
+
+    method: str
+    kind: Literal["trial", "final", "lost"]
+    done: int
+    text: str
+
+
+def tune(
+    experiment: Experiment,
+    methods: Iterable[Method | str],
+    storage: str | Path | BaseStorage,
+    finals: bool = True,
+    show: Callable[[Event], None] = lambda event: None,
+) -> dict[str, optuna.Study]:
+    """Give every method its own study with the same number of trials, and run the winners.
+
+    Call it again, with the same arguments, to go on after an interruption; call it on several
+    machines with one storage to share the work. What is done is never done again.
+
+    Args:
+        experiment: the task and the rules.
+        methods: what is compared, names or ``Method``s. The dense baseline is added if it is left
+            out, and comes first.
+        storage: the path of a journal, a database URL, or an Optuna storage.
+        finals: run the winners over ``experiment.seeds`` and compute the test metric.
+        show: called now and then, for progress.
+
+    Returns:
+        ``{name of the method: its study}``.
+
+    Raises:
+        ValueError: what cannot be compared, in a sentence.
+        StorageError: the storage cannot be used.
+        TrialError: a trial has failed before any has succeeded.
+        KeyboardInterrupt: Ctrl-C; the run under way is given up, what is done is kept.
+    """
+    wanted = _unique(methods)
+    storage = open_storage(storage)
+    # All of them before the first trial: a mistake in the last is not to be seen tomorrow.
+    studies = {method.name: open_study(experiment, method, storage) for method in wanted}
+    with heard() as check:
+        for method in wanted:
+            _run_study(experiment, method, studies[method.name], show, check)
+        for method in wanted:
+            study = studies[method.name]
+            # Others may be at work on the last trials; should they die, theirs are made up here.
+            while trial_leases.running(study):
+                time.sleep(_PAUSE)
+                _run_study(experiment, method, study, show, check)
+            if finals:
+                _run_finals(experiment, method, study, studies[DENSE], show, check)
+    return studies
+
+
+def _unique(methods: Iterable[Method | str]) -> list[Method]:
+    wanted = [Method(m) if isinstance(m, str) else m for m in methods]
+    names = [method.name for method in wanted]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"Two methods are called {name!r}, and their trials would be mixed up; give one "
+                f"another name, such as Method({name + '_2'!r}, {name!r}, ...)."
+            )
+    if DENSE not in names:
+        wanted.insert(0, Method(DENSE))
+    return sorted(wanted, key=lambda method: method.name != DENSE)
+
+
+def _run_study(
+    experiment: Experiment,
+    method: Method,
+    study: optuna.Study,
+    show: Callable[[Event], None],
+    check: Callable[[], None],
+) -> None:
+    while True:
+        check()
+        lost = trial_leases.release_lost(study)
+        if lost:
+            numbers = ", ".join(map(str, lost))
+            show(Event(method.name, "lost", len(lost), f"trials of dead processes: {numbers}"))
+        trial = trial_leases.claim(study, experiment.trials)
+        if trial is None:
+            return
+        run_trial(experiment, method, study, trial)
+        trials = study.get_trials(deepcopy=False)
+        done = sum(trial_leases.counts(t) and t.state != TrialState.RUNNING for t in trials)
+        show(Event(method.name, "trial", done, _describe(study, trial.number)))
+
+
+def _run_finals(
+    experiment: Experiment,
+    method: Method,
+    study: optuna.Study,
+    dense: optuna.Study,
+    show: Callable[[Event], None],
+    check: Callable[[], None],
+) -> None:
+    while True:
+        for done, record in enumerate(run_finals(experiment, method, study, dense), start=1):
+            show(Event(method.name, "final", done, _describe_final(record)))
+            check()
+        if not finals_under_way(experiment, method, study, dense):
+            return
+        check()
+        time.sleep(_PAUSE)
+
+
+def _describe_final(record: dict[str, Any]) -> str:
+    value = record["test"] if record["test"] is not None else record["validation"]
+    said = "diverged" if value is None else f"{value:.5g}"
+    return f"{record['source']}, seed {record['seed']}: {said}"
+
+
+def _describe(study: optuna.Study, number: int) -> str:
+    trial = study.get_trials(deepcopy=False)[number]
+    best = best_trial(study)
+    values = ", ".join(f"{value:.5g}" for value in trial.values or ())
+    said = trial.user_attrs.get("error", "")
+    text = f"trial {number} {trial.state.name.lower()} {values or said}"
+    return text if best is None else f"{text} (best {best.values[0]:.5g})"

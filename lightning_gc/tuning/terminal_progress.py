@@ -1,0 +1,63 @@
+"""What a terminal shows of a comparison: a line per run, and a bar per study."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from types import TracebackType
+from typing import Self
+
+import optuna
+import rich.progress
+
+from lightning_gc.tuning.comparison import Event
+from lightning_gc.tuning.experiment import Experiment
+
+
+def hush() -> None:
+    """Leave in the terminal what is worth reading: a line per run."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    for package in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    for unread in (".*is deprecated", ".*not have many workers", ".*than the logging interval"):
+        warnings.filterwarnings("ignore", message=unread)
+
+
+class Progress:
+    """Shows events; where there is no terminal, lines only.
+
+    Args:
+        experiment: knows how many trials a study will have.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._trials = experiment.trials
+        self._progress = rich.progress.Progress(transient=True)
+        self._bars: dict[str, rich.progress.TaskID] = {}
+
+    def __enter__(self) -> Self:
+        """Begin to draw."""
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the terminal as it was, lines apart."""
+        self._progress.stop()
+
+    def show(self, event: Event) -> None:
+        """Show one event."""
+        if event.kind == "trial":
+            if event.method not in self._bars:
+                self._bars[event.method] = self._progress.add_task(event.method, total=self._trials)
+            self._progress.update(self._bars[event.method], completed=event.done)
+        self.say(f"{event.method:14}  {event.text}")
+
+    def say(self, text: str) -> None:
+        """Write one line above the bars."""
+        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,111 @@
+"""One run: draw, build, train, and test if it is a final one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+
+import lightning_gc
+from lightning_gc.tuning.early_stopping import MissingMetric
+from lightning_gc.tuning.experiment import Experiment
+from lightning_gc.tuning.lightning_flavour import pl
+from lightning_gc.tuning.method import Method
+from lightning_gc.tuning.training_callback import Ask, Watch
+
+# What a Trainer must be told again to test the model that another one has trained.
+_ALIKE = ("accelerator", "precision", "plugins", "limit_test_batches")
+
+
+def fit(
+    experiment: Experiment,
+    method: Method,
+    trial: optuna.trial.BaseTrial,
+    ask: Ask,
+    seed: int,
+    final: bool = False,
+) -> float | None:
+    """Train one model with what the trial says, and return the test metric of a final run.
+
+    Args:
+        experiment: the rules.
+        method: how gradients are exchanged.
+        trial: says what the hyper-parameters are.
+        ask: whether to go on, after each validation.
+        seed: of weights, order of data, and the compressor's random numbers.
+        final: end with the best epoch's weights, and test them.
+
+    Raises:
+        KeyboardInterrupt: the user has had enough.
+        MissingMetric: the test metric was not logged.
+    """
+    pl.seed_everything(seed, verbose=False)
+    compressor = method.draw(trial)
+    model, data, *more = experiment.build(trial)
+    arguments = {**experiment.trainer, **(more[0] if more else {})}
+    experiment.check_trainer(arguments)
+    parts: dict[str, Any] = {
+        "memory": method.draw_memory(trial),
+        "scheme": method.scheme,
+        "controller": method.controller,
+        "seed": seed,
+    }
+    strategy: Any
+    if experiment.devices > 1:
+        strategy = lightning_gc.CompressedDDPStrategy(compressor, start_method="spawn", **parts)
+    else:
+        parts |= {"workers": experiment.workers, "network": experiment.network}
+        strategy = lightning_gc.SimulatedDDPStrategy(compressor, **parts)
+    watch = Watch(ask, experiment if final else None)
+    callbacks = arguments.pop("callbacks", None) or []
+    callbacks = [*(callbacks if isinstance(callbacks, list) else [callbacks])]
+    quiet: dict[str, Any] = {
+        "logger": _Silent(),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(
+        **(quiet | arguments),
+        strategy=strategy,
+        devices=experiment.devices,
+        enable_checkpointing=False,
+        callbacks=[*callbacks, lightning_gc.CompressionMonitor(), watch],
+    )
+    _train(trainer, watch, model, data)
+    if not final or experiment.test_metric is None:
+        return None
+    alike = {name: arguments[name] for name in _ALIKE if name in arguments}
+    tester = pl.Trainer(**(quiet | alike), devices=1, enable_checkpointing=False)
+    tester.test(model, data, verbose=False)
+    return _look_up(experiment.test_metric, tester.callback_metrics)
+
+
+def _train(trainer: pl.Trainer, watch: Watch, model: Any, data: Any) -> None:
+    # Lightning answers Ctrl-C by ignoring further ones for ever and leaving the process.
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if in_main else None
+    try:
+        trainer.fit(model, data)
+    except SystemExit:
+        if not watch.interrupted:
+            raise
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
+        raise KeyboardInterrupt from None
+
+
+def _look_up(metric: str, logged: Mapping[str, Any]) -> float:
+    if metric not in logged:
+        raise MissingMetric(
+            f"The test metric {metric!r} was not logged. Logged were "
+            f"{', '.join(sorted(logged)) or 'none'}: call self.log in test_step, or name one of "
+            f"these."
+        )
+    return float(logged[metric])
+
+
+class _Silent(pl.loggers.logger.DummyLogger):
+    """Writes nothing: what a trial has to say goes into the study."""

@@ -1,0 +1,212 @@
+"""An experiment from a YAML file: LightningCLI's own sections, and one called ``tune``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_gc.controllers import Controller
+from lightning_gc.memories import Memory
+from lightning_gc.network_model import NetworkModel
+from lightning_gc.schemes import Scheme
+from lightning_gc.tuning.experiment import Experiment
+from lightning_gc.tuning.lightning_flavour import pl
+from lightning_gc.tuning.method import Method
+from lightning_gc.tuning.parameter_space import Space, draw, ends, parse_all
+
+SECTIONS = ("model", "data", "trainer", "seed_everything", "tune")
+
+
+@dataclass
+class MethodSettings:
+    """What the file says about one method; see ``Method``."""
+
+    compressor: str | None = None
+    fixed: dict[str, Any] = field(default_factory=dict)
+    space: dict[str, Any] = field(default_factory=dict)
+    memory: Memory | None = None
+    scheme: Scheme | None = None
+    controller: Controller | None = None
+    every_tensor: bool = False
+    budget: float | None = None
+    memory_space: dict[str, Any] = field(default_factory=dict)
+
+    def method(self, name: str) -> Method:
+        """Return the method that is meant."""
+        spaces = {"space": parse_all(self.space), "memory_space": parse_all(self.memory_space)}
+        return Method(name, **(vars(self) | spaces))
+
+
+@dataclass
+class Settings:
+    """The section ``tune``; see ``Experiment``."""
+
+    name: str
+    metric: str
+    space: dict[str, Any]
+    methods: dict[str, MethodSettings] = field(default_factory=dict)
+    mode: Literal["min", "max"] = "min"
+    test_metric: str | None = None
+    trials: int = 60
+    sampler: Literal["tpe", "random"] = "tpe"
+    objective: Literal["metric", "pareto"] = "metric"
+    budget: float | None = None
+    pruner: Literal["median", "none"] = "median"
+    warmup: int = 3
+    patience: int | None = None
+    seed: int = 0
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    workers: int = 1
+    network: NetworkModel = field(default_factory=NetworkModel)
+    timeout: float = 3600.0
+
+
+@dataclass(frozen=True)
+class FromFile:
+    """Builds model, data and Trainer arguments from the file's sections, with values drawn.
+
+    Attributes:
+        sections: ``model``, ``data`` and ``trainer`` as they stand in the file.
+        space: what is drawn; the name of an entry is its place: ``model.learning_rate`` is
+            ``model: init_args: learning_rate:``.
+    """
+
+    sections: Mapping[str, Any]
+    space: Space
+
+    def draw(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
+        """Return the values of a trial."""
+        values: dict[str, Any] = draw(trial, self.space)
+        return values
+
+    def __call__(self, trial: optuna.trial.BaseTrial) -> tuple[Any, Any, dict[str, Any]]:
+        """Return model, datamodule and Trainer arguments."""
+        return self.make(self.draw(trial))
+
+    def make(self, values: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Return what is built with these values in their places."""
+        sections = copy.deepcopy(dict(self.sections))
+        for path, value in values.items():
+            _place(sections, path, value)
+        made = _parser().instantiate(_parse(_parser(), sections))
+        trainer = made.trainer.as_dict()
+        given = sections.get("trainer") or {}
+        return made.model, made.get("data"), {name: trainer[name] for name in given}
+
+    def check(self) -> None:
+        """Refuse a space that has no place in the file, before the first trial."""
+        sections = copy.deepcopy(dict(self.sections))
+        for entry in self.space:
+            _place(sections, entry.field, ends(entry)[0])
+        _parse(_parser(), sections)
+
+
+def load(given: str | Path | Mapping[str, Any], **changes: Any) -> tuple[Experiment, list[Method]]:
+    """Return the experiment and the methods that a file describes.
+
+    Args:
+        given: path of the YAML file, or its sections.
+        changes: of settings of its section ``tune``, such as ``trials=10``; None changes nothing.
+
+    Raises:
+        ValueError: the file is not there, is no YAML, or says what cannot be.
+    """
+    sections = given if isinstance(given, Mapping) else read(given)
+    settings = _settings(sections, changes)
+    trainer = dict(sections.get("trainer") or {})
+    devices = trainer.pop("devices", 1)
+    if not isinstance(devices, int):
+        raise ValueError(f"trainer.devices={devices!r}: tuning needs a number.")
+    parts = {name: sections.get(name) for name in ("model", "data")} | {"trainer": trainer}
+    build = FromFile(parts, parse_all(settings.space))
+    build.check()
+    methods = [each.method(name) for name, each in settings.methods.items()]
+    rules = vars(settings) | {"seeds": tuple(settings.seeds), "build": build, "devices": devices}
+    experiment = Experiment(**{n: v for n, v in rules.items() if n not in ("space", "methods")})
+    experiment.check_trainer(trainer)
+    return experiment, methods
+
+
+def methods_in(sections: Mapping[str, Any]) -> dict[str, Method]:
+    """Return the methods of a file by name; none where it has no section ``tune``."""
+    if not sections.get("tune"):
+        return {}
+    return {name: each.method(name) for name, each in _settings(sections, {}).methods.items()}
+
+
+def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[str, Any]:
+    """Return the sections of a file, and refuse one that lacks some."""
+    try:
+        sections = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
+    if not isinstance(sections, dict) or not set(needed) <= set(sections):
+        wanted = (
+            f"sections called {' and '.join(needed)}" if needed[1:] else f"a section {needed[0]}"
+        )
+        raise ValueError(f"{path} needs {wanted}; see docs/tune.md.")
+    for name in sections:
+        if name not in SECTIONS:
+            raise ValueError(f"{path} has a section {name!r}; known are {', '.join(SECTIONS)}.")
+    return sections
+
+
+def _settings(sections: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
+    given = dict(sections["tune"] or {})
+    given["methods"] = {name: value or {} for name, value in (given.get("methods") or {}).items()}
+    given |= {name: value for name, value in changes.items() if value is not None}
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--tune", type=Settings)
+    made = parser.instantiate(_parse(parser, {"tune": given}))
+    settings: Settings = made.tune
+    return settings
+
+
+@functools.cache
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(pl.LightningModule, "model", required=True)
+    parser.add_subclass_arguments(pl.LightningDataModule, "data")
+    # As LightningCLI has it: what is nested is made, the Trainer itself is left to us.
+    parser.add_class_arguments(pl.Trainer, "trainer", instantiate=False)
+    return parser
+
+
+def _parse(parser: ArgumentParser, sections: Mapping[str, Any]) -> Namespace:
+    known = {name: value for name, value in sections.items() if value is not None}
+    try:
+        parsed: Namespace = parser.parse_object(known)
+        return parsed
+    except Exception as error:  # jsonargparse's own, and whatever an import raises
+        raise ValueError(f"The configuration is refused. {error}") from error
+
+
+def _place(sections: dict[str, Any], path: str, value: Any) -> None:
+    """Put a value where its dotted name says, through ``init_args`` where there is a class."""
+    first, *middle, last = path.split(".")
+    node = sections.get(first)
+    if first not in ("model", "data", "trainer") or not isinstance(node, dict):
+        raise ValueError(
+            f"{path}: nothing to tune there. Begin with model., data. or trainer., a section that "
+            f"the file has; a compressor's fields belong to its method."
+        )
+    for name in middle:
+        node = _inside(node).setdefault(name, {})
+        if not isinstance(node, dict):
+            raise ValueError(f"{path}: {name} has no parts.")
+    _inside(node)[last] = value
+
+
+def _inside(node: dict[str, Any]) -> dict[str, Any]:
+    inner: dict[str, Any] = node.setdefault("init_args", {}) if "class_path" in node else node
+    return inner
