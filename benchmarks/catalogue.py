@@ -86,7 +86,7 @@ def compressor(name: str) -> Compressor:
 
 def is_direction(compressor: Compressor) -> bool:
     """Return whether the result has another length than a gradient, as it declares."""
-    return not compressor.conserves or isinstance(compressor.bound(1), Unbounded)
+    return not compressor.traits.conserves or isinstance(compressor.bound(1), Unbounded)
 
 
 class Losses(pl.Callback):
@@ -160,10 +160,10 @@ def _fit(task: Task, method: Compressor) -> dict[str, Any]:
         "steps_done": trainer.global_step,
         "bytes": figures["compression/total_wire_bytes"] / trainer.global_step,
         "ratio": figures["compression/total_ratio"],
-        "kind": method.kind,
+        "kind": method.traits.kind,
         "direction": is_direction(method),
         "memory": written(strategy.memory),
-        "scheme": written(strategy.scheme),
+        "scheme": None if strategy.scheme is None else written(strategy.scheme),
     }
 
 

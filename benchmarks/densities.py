@@ -18,12 +18,12 @@ from models import build
 from torch import Tensor
 
 from lightning_gc import GaussianK, RedSync, SIDCo, TopK
-from lightning_gc.bench.table import markdown
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors import Codec
+from lightning_gc.compressors import SparseCodec
+from lightning_gc.text_table import markdown
 
 DENSITIES = (0.1, 0.01, 0.001)
-METHODS: dict[str, Codec] = {
+METHODS: dict[str, SparseCodec] = {
     'TopK(selection="sampled")': TopK(selection="sampled"),
     "GaussianK()": GaussianK(),
     "RedSync()": RedSync(),
@@ -69,13 +69,13 @@ def trained(steps: int) -> Iterator[dict[str, Tensor]]:
         optimizer.step()
 
 
-def share(codec: Codec, x: Tensor, step: int = 0) -> float:
+def share(codec: SparseCodec, x: Tensor, step: int = 0) -> float:
     """Return the share of elements that are sent."""
     bucket = Bucket(x, {"w": tuple(x.shape)}, step=step)
     return codec.choose(x, bucket).numel() / x.numel()
 
 
-def of_training(codec: Codec, steps: int, skipped: int, feedback: bool) -> list[float]:
+def of_training(codec: SparseCodec, steps: int, skipped: int, feedback: bool) -> list[float]:
     """Return the share of each matrix in each step, with error feedback or without."""
     errors: dict[str, Tensor] = {}
     found = []

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from lightning_gc import QSGD, Codec, HardThreshold, TopK
-from lightning_gc.bench.table import markdown
 from lightning_gc.bucket import Bucket
+from lightning_gc.text_table import markdown
 
 DENSITY = 0.01
 REACHED = 2.5758  # by 1 % of the magnitudes of normal numbers

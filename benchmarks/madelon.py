@@ -40,7 +40,7 @@ from torch import Tensor
 from lightning_gc import Compressor, HardThreshold, Identity, Memory, NoMemory, Residual, TopK
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
-from lightning_gc.engine.statistics import Observer
+from lightning_gc.engine.epoch_statistics import EpochStatistics
 from lightning_gc.flow import Gather, Reply, Request
 from lightning_gc.transports import Simulated
 
@@ -128,8 +128,8 @@ def run(problem: Regression, start: Tensor, best: float, name: str, seed: int) -
     compressor, memory = method(name, d, rate)
     engines = [Engine(compressor, memory, worker=i, workers=WORKERS) for i in range(WORKERS)]
     for engine in engines:
-        engine.learning_rates = {"x": rate}
-        engine.observer = Observer(errors=True)
+        engine.learning_rates.now = {"x": rate}
+        engine.statistics.epoch = EpochStatistics(errors=True)
     transport = Listener(WORKERS)
     generator = torch.Generator().manual_seed(seed)
     dealt = torch.randperm(len(problem.samples), generator=generator).view(WORKERS, -1)
@@ -150,12 +150,12 @@ def run(problem: Regression, start: Tensor, best: float, name: str, seed: int) -
     def mean(figure: Callable[[Engine], float]) -> float:
         return statistics.fmean(map(figure, engines))
 
-    sent = mean(lambda e: e.tally.sent) if name != NONE else len(gaps) * d
-    payload = mean(lambda e: e.tally.payload_bytes) if name != NONE else sent * 4
+    sent = mean(lambda e: e.statistics.tally.sent) if name != NONE else len(gaps) * d
+    payload = mean(lambda e: e.statistics.tally.payload_bytes) if name != NONE else sent * 4
     return Run(
         gaps=[gaps[i : i + dealt.shape[1]] for i in range(0, len(gaps), dealt.shape[1])],
         density=sent / (len(gaps) * d),
-        error=mean(lambda e: e.observer.total_error if e.observer else 0.0) * rate**2,
+        error=mean(lambda e: e.statistics.epoch.total_error if e.statistics.epoch else 0.0) * rate**2,
         nominal=sent * 32e-6,
         payload=payload * 8e-6,
         wire=statistics.fmean(transport.sent_bytes) * 8e-6,

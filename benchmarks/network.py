@@ -43,9 +43,10 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.bench.baselines import NONE, PEERS, peer
-from lightning_gc.bench.step_timing import SKIPPED, Watch
-from lightning_gc.bench.table import COLUMNS, cells, markdown
+from lightning_gc.bench.baselines import BASELINES, NONE, baseline_strategy
+from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
+from lightning_gc.bench.table import COLUMNS, cells
+from lightning_gc.text_table import markdown
 
 LIMIT = timedelta(seconds=120)
 OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
@@ -69,10 +70,10 @@ OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
     "HardThreshold(0.004)": (HardThreshold(0.004), {}),
     "PowerSGD(2)": (PowerSGD(2), {}),
 }
-METHODS = [*PEERS, *OURS]
+METHODS = [*BASELINES, *OURS]
 
 
-def strategy_of(method: str) -> Any:
+def make_strategy(method: str) -> Any:
     """Return a new strategy."""
     settings: dict[str, Any] = {
         "process_group_backend": "gloo",
@@ -81,8 +82,8 @@ def strategy_of(method: str) -> Any:
     }
     if method == NONE:
         return SingleDeviceStrategy("cpu")
-    if method in PEERS:
-        return peer(method, **settings)
+    if method in BASELINES:
+        return baseline_strategy(method, **settings)
     compressor, more = OURS[method]
     return CompressedDDPStrategy(compressor, **settings, **more)
 
@@ -92,7 +93,7 @@ def counter(_: Any = None) -> int:
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
-def turn(method: str, model: str, steps: int) -> Watch:
+def turn(method: str, model: str, steps: int) -> StepTimer:
     """Train from the same weights with a method."""
     worker, workers = dist.get_rank(), dist.get_world_size()
     alone = method == NONE  # Lightning clears these variables after every fit
@@ -100,12 +101,12 @@ def turn(method: str, model: str, steps: int) -> Watch:
     os.environ["NODE_RANK"] = "0" if alone else str(worker)
     torch.manual_seed(0)
     module, loader = build(model, worker, workers, steps)
-    watch = Watch(counter)
+    watch = StepTimer(counter)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         num_nodes=1 if alone else workers,
-        strategy=strategy_of(method),
+        strategy=make_strategy(method),
         callbacks=[watch],
         max_steps=steps,
         use_distributed_sampler=False,
@@ -127,9 +128,9 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {m: {"seconds": [], "bytes": [], "loss": None} for m in options.methods}
     for _ in range(options.rounds):
         for method in options.methods:
-            watch = turn(method, options.model[0], SKIPPED + options.steps)
+            watch = turn(method, options.model[0], WARMUP_STEPS + options.steps)
             row = found[method]
-            row["seconds"] += watch.seconds[SKIPPED:]
+            row["seconds"] += watch.seconds[WARMUP_STEPS:]
             row["bytes"].append(watch.bytes_per_step())
     for method in options.methods if options.quality else []:
         found[method]["loss"] = statistics.mean(turn(method, options.model[0], 200).losses[-20:])

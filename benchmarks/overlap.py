@@ -25,8 +25,8 @@ from namespaces import Link, check_privileges, launch, network
 from pytorch_lightning import Callback, Trainer
 
 from lightning_gc.bench.baselines import NONE, PLAIN
-from lightning_gc.bench.step_timing import SKIPPED, Watch
-from lightning_gc.bench.table import markdown
+from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
+from lightning_gc.text_table import markdown
 
 PHASES = ("compress", "communicate", "decode")
 COLUMNS = ("", "step", "computation", *PHASES, "sum of the parts", "hidden")
@@ -43,7 +43,7 @@ class Clock(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         """Begin the trace."""
-        if self.trace is not None and index == SKIPPED:
+        if self.trace is not None and index == WARMUP_STEPS:
             every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
             self._profiler = torch.profiler.profile(experimental_config=every)
             self._profiler.start()
@@ -69,15 +69,15 @@ def turn(method: str, model: str, steps: int, trace: Path | None) -> dict[str, l
     os.environ |= {"WORLD_SIZE": "1" if alone else str(workers), "LOCAL_RANK": "0"}
     os.environ["NODE_RANK"] = "0" if alone else str(worker)
     torch.manual_seed(0)
-    module, loader = build(model, worker, workers, SKIPPED + steps)
-    watch, clock = Watch(lambda _: 0), Clock(trace)
+    module, loader = build(model, worker, workers, WARMUP_STEPS + steps)
+    watch, clock = StepTimer(lambda _: 0), Clock(trace)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         num_nodes=1 if alone else workers,
-        strategy=bench.strategy_of(method),
+        strategy=bench.make_strategy(method),
         callbacks=[watch, clock],
-        max_steps=SKIPPED + steps,
+        max_steps=WARMUP_STEPS + steps,
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
@@ -86,8 +86,8 @@ def turn(method: str, model: str, steps: int, trace: Path | None) -> dict[str, l
     )
     trainer.fit(module, loader)
     dist.barrier()
-    phases = {phase: clock.phases[phase][SKIPPED:] for phase in PHASES}
-    return {"step": watch.seconds[SKIPPED:], **phases}
+    phases = {phase: clock.phases[phase][WARMUP_STEPS:] for phase in PHASES}
+    return {"step": watch.seconds[WARMUP_STEPS:], **phases}
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:

@@ -29,8 +29,8 @@ import torch  # noqa: E402
 from tune_language_model import LanguageModel  # noqa: E402, F401 - configs/thesis.yaml names it
 
 from lightning_gc.tuning import yaml_config  # noqa: E402
-from lightning_gc.tuning.early_stopping import Judge  # noqa: E402
-from lightning_gc.tuning.terminal_progress import hush  # noqa: E402
+from lightning_gc.tuning.early_stopping import EarlyStopping  # noqa: E402
+from lightning_gc.tuning.terminal_progress import quiet_libraries  # noqa: E402
 from lightning_gc.tuning.training_run import fit  # noqa: E402
 
 # Medians of the thesis's eight best runs, read off its figures 5.9 and 5.10.
@@ -49,7 +49,7 @@ def train(options: argparse.Namespace) -> None:
     method = next(method for method in methods if method.name == options.method)
     rate, dropout = RATES[options.method]
     trial = optuna.trial.FixedTrial({"model.learning_rate": rate, "model.dropout": dropout})
-    judge = Judge(experiment, method)
+    stopping = EarlyStopping(experiment, method)
     RUNS.mkdir(parents=True, exist_ok=True)
     path = RUNS / f"{options.method}.json"
     record: dict[str, Any] = {
@@ -65,12 +65,12 @@ def train(options: argparse.Namespace) -> None:
     began = time.perf_counter()
 
     def ask(figures: Any) -> bool:
-        go_on = judge.hear(figures)
-        record["validation"].append(judge.curve[-1])
-        record["seconds"].append(judge.seconds[-1])
+        go_on = stopping.update(figures)
+        record["validation"].append(stopping.curve[-1])
+        record["seconds"].append(stopping.seconds[-1])
         path.write_text(json.dumps(record, indent=1))
         elapsed = time.perf_counter() - began
-        print(f"epoch {len(judge.curve)}: {judge.curve[-1]:.2f}, {elapsed:.0f} s", flush=True)  # noqa: T201
+        print(f"epoch {len(stopping.curve)}: {stopping.curve[-1]:.2f}, {elapsed:.0f} s", flush=True)  # noqa: T201
         return go_on and not (RUNS / "stop").exists()
 
     record["test"] = fit(experiment, method, trial, ask, experiment.seed, final=True)
@@ -155,7 +155,7 @@ def main() -> None:
         return
     if options.data is None or options.method is None:
         parser.error("give --data and --method, or --table")
-    hush()
+    quiet_libraries()
     train(options)
 
 

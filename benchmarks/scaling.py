@@ -33,7 +33,7 @@ from scaling_runs import SMALL, on_loopback, work
 from traces import Pattern, Shapes, Trace, pattern, trace
 
 from lightning_gc import QSGD, SCHEMES, AllReduce, Cast, Compressor, Identity, RandomK, Scheme, TopK
-from lightning_gc.bench.table import markdown
+from lightning_gc.text_table import markdown
 
 FULL: Shapes = {
     "embedding": (10_000, 300),
@@ -64,7 +64,7 @@ def configurations() -> Configurations:
                 scheme.check(compressor)
             except ValueError:
                 continue
-            if scheme.averages == compressor.linear:
+            if scheme.averages == compressor.traits.linear:
                 found[name, type(scheme).__name__] = (compressor, scheme)
     return found
 

@@ -146,8 +146,7 @@ def trace(
         flats = [flat.clone() for flat in gradients]
         flows = []
         for engine, flat in zip(ours, flats, strict=True):
-            engine.wanted = engine.worker == 0  # the mean is the same for all
-            flows.append(engine.flow(flat, shapes))
+            flows.append(engine.flow(flat, shapes, wanted=engine.worker == 0))
             engine.advance()
         seconds: list[float] = []
         mark = time.perf_counter()

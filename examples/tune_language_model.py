@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_gc.tuning import report, tune, yaml_config
-from lightning_gc.tuning.terminal_progress import Progress, hush
+from lightning_gc.tuning.terminal_progress import Progress, quiet_libraries
 
 read_once = functools.cache(load)
 
@@ -226,5 +226,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    hush()
+    quiet_libraries()
     main()

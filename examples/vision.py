@@ -139,7 +139,7 @@ class Report(pl.Callback):
         """Keep the epoch's figures, and write one line of them."""
         figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
         strategy: Any = trainer.strategy
-        decision = strategy.turn.decision if strategy.turn is not None else None
+        decision = strategy.control_loop.decision if strategy.control_loop is not None else None
         level = spread(strategy.levels())
         epoch = {
             "epoch": trainer.current_epoch,

@@ -1,20 +1,23 @@
-"""Gradient compression inside PyTorch Lightning's DDP."""
+"""Gradient compression for DistributedDataParallel, with error feedback and true byte counts.
+
+Names are imported when they are first used: ``import lightning_gc`` by itself imports neither torch
+nor Lightning.
+"""
 
 from __future__ import annotations
 
 import importlib as _importlib
-import importlib.util as _util
-import sys as _sys
+from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from lightning_gc.compressors import *
-from lightning_gc.memories import *
-from lightning_gc.network_model import NetworkModel as NetworkModel
-from lightning_gc.registry import export as _export
-from lightning_gc.schemes import *
+from lightning_gc import flavours as _flavours
 
 if _TYPE_CHECKING:
+    from lightning_gc.compressors import *
+    from lightning_gc.memories import *
+    from lightning_gc.network_model import NetworkModel as NetworkModel
+    from lightning_gc.schemes import *
     from lightning_gc.strategies.for_pytorch_lightning import (
         CompressedDDPStrategy as CompressedDDPStrategy,
     )
@@ -26,42 +29,38 @@ if _TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
-_export(
-    globals(),
-    "COMPRESSORS",
-    "MEMORIES",
-    "SCHEMES",
-    "CompressedDDPStrategy",
-    "CompressionMonitor",
-    "NetworkModel",
-    "SimulatedDDPStrategy",
-)
 
-_FLAVOURS = {
-    "pytorch_lightning": "lightning_gc.strategies.for_pytorch_lightning",
-    "lightning.pytorch": "lightning_gc.strategies.for_lightning",
-}
-
-
-def _loaded() -> list[str]:
-    return [flavour for flavour in _FLAVOURS if flavour in _sys.modules]
-
-
-def _installed() -> list[str]:
-    return [flavour for flavour in _FLAVOURS if _util.find_spec(flavour.partition(".")[0])]
+_SOURCES = ("compressors", "memories", "schemes", "network_model")
+_ADAPTED = ("CompressedDDPStrategy", "CompressionMonitor", "SimulatedDDPStrategy")
 
 
 if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
 
     def __getattr__(name: str) -> _Any:
-        """Resolve what depends on the flavour of Lightning that the program uses."""
-        if name in ("CompressedDDPStrategy", "CompressionMonitor", "SimulatedDDPStrategy"):
-            flavour = (_loaded() or _installed())[0]
-            return getattr(_importlib.import_module(_FLAVOURS[flavour]), name)
-        raise AttributeError(f"module 'lightning_gc' has no attribute {name!r}")
+        """Import what is asked for: a class for the program's Lightning, a submodule, or the rest.
+
+        Names that start with an underscore are asked for by tools; ``__all__`` by ``import *``.
+        """
+        if name in _ADAPTED:
+            return getattr(_flavours.adaptor(), name)
+        if name == "__all__" or not name.startswith("_"):
+            if _find_spec(f"{__name__}.{name}"):
+                return _importlib.import_module(f"{__name__}.{name}")
+            if "__all__" not in globals():
+                _import_all()
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
 
 
-# Strategy names are known once they are registered, and Lightning offers no entry point for that.
-# A flavour that nobody has imported yet is imported only if there is no other.
-for _flavour in _loaded() or _installed()[:1]:
-    _importlib.import_module(_FLAVOURS[_flavour])
+def _import_all() -> None:
+    """Import everything but what needs Lightning."""
+    sources = [_importlib.import_module(f"{__name__}.{source}") for source in _SOURCES]
+    names = {name: getattr(source, name) for source in sources for name in source.__all__}
+    globals().update(names, __all__=sorted([*names, *_ADAPTED]))
+
+
+_flavours.register_names()

@@ -1,4 +1,4 @@
-"""Everything about a gradient that is not its numbers, travelling with it as one frozen value."""
+"""Bucket: a flat gradient with its parameter names, shapes, step and random generators."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ class Bucket:
         seed: the run's seed, equal on all workers.
         worker: this worker's index, ``0 <= worker < workers``.
         workers: how many workers take part.
-        levels: parameter name -> level, where it is not the compressor's own; None: uncompressed.
         state: parameter name -> the compressor's own state for it, owned by the engine.
         phase: 0 for a first encoding, 1 for the second one of a two-shot scheme.
         tally: where codecs' counts of this round are added.
-        wanted: whether the mean is: of simulated workers, who all get the same, one decodes it.
+        wanted: false if this worker need not decode the mean, as simulated workers beside the first.
         weights: parameter name -> its value, for memories that read it; else empty.
     """
 
@@ -57,7 +56,6 @@ class Bucket:
     seed: int = 0
     worker: int = 0
     workers: int = 1
-    levels: Mapping[str, float | None] = field(default_factory=dict)
     state: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     phase: int = 0
     tally: Tally = field(default_factory=Tally)

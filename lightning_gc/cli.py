@@ -1,14 +1,17 @@
-"""The command ``lightning-gc``: tune, report, fit, bench, list."""
+"""The command ``lightning-gc``: tune, report, fit, bench, list.."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning_gc import __version__
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -26,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and options.run is not _fit:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = rest
-    # Models and plug-ins lie where the user is, as for `python -m`.
+    # Models and plug-ins are in the user's folder, as for `python -m`.
     sys.path.insert(0, os.getcwd())
     try:
         code: int = options.run(options)
@@ -42,23 +45,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Tell sentences for users from what went wrong in their code or ours, which is shown whole."""
+    """Return whether an error is a sentence for users; others are shown with their traceback."""
     module = type(error).__module__
     return module.startswith("lightning_gc") or type(error) in (ValueError, ImportError)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-gc", description="Gradient compression, compared fairly.", epilog=_EPILOG
+        prog="lightning-gc",
+        description="Tune, compare, measure and list methods of gradient compression.",
+        epilog=_EPILOG,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     tune = commands.add_parser(
         "tune",
-        help="give every method a study of its own, then run the winners",
-        description="Give every method a study of its own with the same number of trials, then run "
-        "the winners over several seeds. Repeat the command to go on after an interruption; run it "
-        "several times at once, with one storage, to share the work.",
+        help="tune every method in a study of its own, then run the winners",
+        description="Tune every method in a study of its own with the same number of trials, then "
+        "run the winners over several seeds. Repeat the command to resume; run it several times at "
+        "once, with one storage, to share the work.",
         epilog=_EPILOG,
     )
     add = tune.add_argument
@@ -95,19 +101,19 @@ def _parser() -> argparse.ArgumentParser:
         "to LightningCLI, such as --trainer.strategy or --model.learning_rate.",
         epilog=_EPILOG,
     )
-    fit.add_argument("config", type=Path, help="the same YAML; its section tune is left aside")
+    fit.add_argument("config", type=Path, help="the same YAML; its section tune is ignored")
     fit.set_defaults(run=_fit)
 
     bench = commands.add_parser(
         "bench",
         help="seconds per step on your machines and model, beside plain DDP and torch's hooks",
-        description="Train for some steps by turns without synchronisation, with plain DDP, with "
-        "torch's fp16 and PowerSGD hooks and with ours, and compare seconds, bytes and loss. To be "
-        "started on all workers, by torchrun.",
+        description="Train for some steps in turn without synchronisation, with plain DDP, with "
+        "torch's fp16 and PowerSGD hooks and with ours, and compare seconds, bytes and loss. Start "
+        "it on all workers, by torchrun.",
         epilog=_EPILOG,
     )
     add = bench.add_argument
-    add("config", type=Path, help="the same YAML; of section tune only the methods are looked at")
+    add("config", type=Path, help="the same YAML; of its section tune only the methods are read")
     add(
         "--compressor",
         nargs="+",
@@ -115,8 +121,8 @@ def _parser() -> argparse.ArgumentParser:
         help="methods of the file, or compressors by name with fields, memory and scheme: "
         "topk:density=0.001,scheme=two_shot (default: four of them)",
     )
-    add("--rounds", type=int, default=3, help="turns of each method (default: %(default)s)")
-    add("--steps", type=int, default=20, help="measured steps of a turn (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="measurements of each method (default: %(default)s)")
+    add("--steps", type=int, default=20, help="measured steps per round (default: %(default)s)")
     add("--timeout", type=float, default=120, help="of a collective, in s (default: %(default)s)")
     add("--find-unused-parameters", action="store_true", help="as for DDP, for all methods")
     add("--out", type=Path, default=Path("runs", "bench"), help="folder (default: %(default)s)")
@@ -124,16 +130,16 @@ def _parser() -> argparse.ArgumentParser:
 
     listing = commands.add_parser(
         "list",
-        help="compressors, memories, schemes and controllers: what they declare, and wire bits",
-        description="Show what there is to choose from, as the classes declare it. Bounds and bits "
-        "are of the default instance and a 512 x 512 matrix; bits an element are measured.",
+        help="compressors, memories, schemes, controllers, and wire formats",
+        description="List the registered classes with what they declare. Bounds and bits per "
+        "element are those of the default instance for a 512 x 512 matrix.",
         epilog=_EPILOG,
     )
     add = listing.add_argument
-    families = "compressors, memories, schemes, controllers (default: all)"
+    families = "compressors, memories, schemes, controllers, wire (default: all)"
     add("families", nargs="*", metavar="FAMILY", help=families)
     add("--wide", action="store_true", help="a column for everything, with ranges to tune")
-    add("--markdown", action="store_true", help="as the pages of the documentation have it")
+    add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
     listing.set_defaults(run=_list)
     return parser
 
@@ -143,11 +149,11 @@ _STORAGE = "path of a journal file, or a database URL such as postgresql://user@
 
 def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.tuning import Method, tune
-    from lightning_gc.tuning.studies import best_trial, public
-    from lightning_gc.tuning.terminal_progress import Progress, hush
+    from lightning_gc.tuning.studies import best_trial, without_password
+    from lightning_gc.tuning.terminal_progress import Progress, quiet_libraries
     from lightning_gc.tuning.yaml_config import load
 
-    hush()
+    quiet_libraries()
     changes = {"trials": options.trials, "workers": options.workers}
     experiment, known = load(options.config, **changes)
     methods = {method.name: method for method in known}
@@ -163,9 +169,8 @@ def _tune(options: argparse.Namespace) -> int:
         studies = tune(experiment, wanted, storage, not options.no_finals, progress.show)
         for study in studies.values():
             progress.say(f"{study.study_name}: {_outcome(study)}")
-        progress.say(
-            f"Next: lightning-gc report --storage {public(storage)} --name {experiment.name}"
-        )
+        where = f"--storage {without_password(storage)} --name {experiment.name}"
+        progress.say(f"Next: lightning-gc report {where}")
         return OK if all(best_trial(study) for study in studies.values()) else FAILED
 
 
@@ -183,14 +188,12 @@ def _outcome(study: Any) -> str:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from lightning_gc.tuning import report
-    from lightning_gc.tuning.terminal_progress import hush
+    from lightning_gc.tuning.terminal_progress import quiet_libraries
 
-    hush()
+    quiet_libraries()
     for path in report(options.storage, options.out, options.name):
-        Console().print(str(path), highlight=False, soft_wrap=True)
+        sys.stdout.write(f"{path}\n")
     return OK
 
 
@@ -215,14 +218,15 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from lightning_gc.catalogue.rendering import markdown, show
+    from lightning_gc.catalogue.rendering import markdown, plain
     from lightning_gc.catalogue.rows import FAMILIES
 
     for family in options.families:
         if family not in FAMILIES:
             raise ValueError(f"{family!r} is no family; there are {', '.join(FAMILIES)}.")
-    if options.markdown:
-        sys.stdout.write("\n".join(map(markdown, options.families or FAMILIES)))
-    else:
-        show(options.families, options.wide)
+    width = shutil.get_terminal_size(fallback=(120, 24)).columns
+    width = max(width, 220) if options.wide else width
+    families = options.families or FAMILIES
+    texts = (markdown(f) if options.markdown else plain(f, width, options.wide) for f in families)
+    sys.stdout.write("\n".join(texts))
     return OK

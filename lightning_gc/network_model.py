@@ -1,4 +1,4 @@
-"""From counted bytes to seconds on a network that is not there."""
+"""NetworkModel: estimated seconds of communication, from counted bytes, bandwidth and latency."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+__all__ = ["NetworkModel"]
+
 Topology = Literal["parameter_server", "ring", "all_gather"]
 
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """Estimates what the bytes of a step cost on a network of a given speed.
+    """Estimates the seconds that the bytes of a step take on a network of a given speed.
 
     With ``B = bandwidth_gbps · 10⁹`` bits per second, latency ``t``, ``W`` workers, and of one
     worker and step, on average over workers, ``M`` message bytes and ``S`` wire bytes:
 
-    - ``"parameter_server"``: ``2·8·M/B + 2·t``. Every worker has a link of its own to a server that
-      is never the bottleneck; it sends its message up and gets one of the same size back.
-    - ``"ring"``: ``8·S/B + 2·(W − 1)·t``. What a ring all-reduce or all-gather makes it send.
-    - ``"all_gather"``: ``(W − 1)·8·M/B + (W − 1)·t``. It sends its message to each of the others.
+    - ``"parameter_server"``: ``2·8·M/B + 2·t``. Every worker sends its message, by a link of its
+      own, to a server that is never the bottleneck, and gets one of the same size back.
+    - ``"ring"``: ``8·S/B + 2·(W − 1)·t``: a ring all-reduce or all-gather.
+    - ``"all_gather"``: ``(W − 1)·8·M/B + (W − 1)·t``: a message to each of the others.
 
-    One worker sends nothing: 0 seconds. The latency counts once per step, as if all of a step's
-    requests were one. Nothing overlaps with computation; the reality is better there, and worse
-    where links are shared.
+    One worker sends nothing: 0 seconds. The latency counts once per step, as if it had one request.
+    Communication does not overlap with computation, and links are not shared.
 
     Args:
         bandwidth_gbps: of a worker's link in each direction, in 10⁹ bits per second.
@@ -74,8 +75,8 @@ class NetworkModel:
 
         Args:
             workers: ``W``.
-            message_bytes: ``M``, what one worker has to say, once, however many are to hear it.
-            wire_bytes: ``S``, what it sends for that on a ring; only ``"ring"`` looks at it.
+            message_bytes: ``M``, bytes of one worker's message, counted once.
+            wire_bytes: ``S``, bytes that it sends for that on a ring; only for ``"ring"``.
         """
         if workers == 1:
             return 0.0

@@ -1,9 +1,11 @@
-"""Names computed from what is there: a class is listed because its package imports it."""
+"""Registries computed from namespaces: names of classes, and instances by name."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,7 +19,7 @@ def export(namespace: dict[str, Any], *more: str) -> None:
 
     Args:
         namespace: the package's ``globals()``.
-        more: names that the package resolves lazily.
+        more: further names, of what is neither class nor function.
     """
     found = (
         name
@@ -27,8 +29,8 @@ def export(namespace: dict[str, Any], *more: str) -> None:
     namespace["__all__"] = sorted([*found, *more])
 
 
-def concrete(namespace: Mapping[str, Any], base: type[T], *excluded: type) -> dict[str, type[T]]:
-    """Return ``{name: class}`` of the usable subclasses of ``base`` in a package's namespace.
+def subclasses(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:
+    """Return ``{name: class}`` of the subclasses of ``base`` in a namespace that are not abstract.
 
     The name is that of the file that holds the class: ``hard_threshold.py`` -> ``HardThreshold``.
     """
@@ -36,8 +38,40 @@ def concrete(namespace: Mapping[str, Any], base: type[T], *excluded: type) -> di
     return {
         cls.__module__.rpartition(".")[2]: cls
         for cls in sorted(classes, key=lambda cls: cls.__name__)
-        if not inspect.isabstract(cls) and not issubclass(cls, excluded)
+        if not inspect.isabstract(cls)
     }
+
+
+def concrete(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:
+    """Return those of ``subclasses`` that can be made by name: all their fields have defaults."""
+    found = subclasses(namespace, base)
+    return {name: cls for name, cls in found.items() if not required_fields(cls)}
+
+
+def required_fields(cls: type) -> set[str]:
+    """Return the names of a dataclass's fields that have no default."""
+    missing, fields = dataclasses.MISSING, dataclasses.fields(cls)
+    return {f.name for f in fields if f.default is missing and f.default_factory is missing}
+
+
+def public_name(path: str) -> str:
+    """Return the dotted path that users write; classes of ours stand in ``lightning_gc.<package>``.
+
+    Example:
+        >>> public_name("lightning_gc.compressors.sparsifiers.topk.TopK")
+        'lightning_gc.compressors.TopK'
+        >>> public_name("mine.codecs.Codec")
+        'mine.codecs.Codec'
+    """
+    top, _, rest = path.partition(".")
+    if top != __name__.partition(".")[0]:
+        return path
+    return f"{top}.{rest.partition('.')[0]}.{rest.rpartition('.')[2]}"
+
+
+def path_of(cls: type) -> str:
+    """Return the dotted path by which users import a class; see ``public_name``."""
+    return public_name(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T]) -> T:
@@ -52,6 +86,12 @@ def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T])
         return known[value]()
     choices = ", ".join(f"{name!r}" for name in sorted(known))
     raise ValueError(
-        f"{value!r} is not a {kind}; give an instance, such as "
+        f"{value!r} is not a {kind}{did_you_mean(value, known)}; give an instance, such as "
         f"{next(iter(known.values())).__name__}(), or one of the names {choices}."
     )
+
+
+def did_you_mean(value: object, known: Iterable[str]) -> str:
+    """Return a half sentence that names the closest of the known names, or nothing."""
+    close = difflib.get_close_matches(str(value), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

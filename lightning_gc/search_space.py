@@ -1,7 +1,8 @@
-"""What a field may be while it is tuned: plain values, which a search and the command line read."""
+"""Search spaces of hyper-parameters: ``Range`` and ``Choice``, as plain values."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -75,3 +76,15 @@ class Choice:
                     f"{self.field}: {value!r} cannot be chosen; use numbers, strings, true, false "
                     f"or null."
                 )
+
+
+Space = tuple[Range | Choice, ...]
+"""A search space: at most one entry per field."""
+
+
+def check_field(owner: type, entry: Range | Choice) -> None:
+    """Refuse an entry for which a dataclass has no field."""
+    fields = [f.name for f in dataclasses.fields(owner)]
+    if entry.field not in fields:
+        has = f"its fields are {', '.join(fields)}" if fields else "it has no fields"
+        raise ValueError(f"{owner.__name__} has no field {entry.field!r} to tune; {has}.")

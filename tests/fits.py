@@ -195,7 +195,7 @@ def fit(
     engine = getattr(strategy, "engine", None)
     errors = {}
     if engine is not None:
-        engine.settle()
+        engine.loss_scaling.settle()
         errors = {name: error.double() for name, error in engine.errors().items()}
     return {
         "parameters": digest(module),

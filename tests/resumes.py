@@ -127,7 +127,7 @@ def fit(
         return {}
     engine = strategy.engine
     assert engine is not None
-    engine.settle()
+    engine.loss_scaling.settle()
     return {
         "parameters": digest(model),
         "errors": {
@@ -136,7 +136,7 @@ def fit(
             for buffer, kept in buffers.items()
         },
         "levels": strategy.levels(),
-        "controller": strategy.turn.state if strategy.turn else None,
+        "controller": strategy.control_loop.state if strategy.control_loop else None,
         "totals": {n: float(v) for n, v in trainer.callback_metrics.items() if "compr" in n},
         "step": engine.step,
         "losses": model.losses,

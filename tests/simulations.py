@@ -98,7 +98,7 @@ def fit(
         ],
         "metrics": {n: v for n, v in metrics.items() if "seconds" not in n},
         "seconds": {n: v for n, v in metrics.items() if "seconds" in n},
-        "controller": strategy.turn.state if strategy.turn else None,
+        "controller": strategy.control_loop.state if strategy.control_loop else None,
     }
 
 

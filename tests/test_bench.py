@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gc import cli
 from lightning_gc.bench.baseline_bytes import computed_bytes, low_rank_numel
-from lightning_gc.bench.baselines import FP16, NONE, PEERS, PLAIN, POWER_SGD
-from lightning_gc.bench.table import COLUMNS, cells, markdown
+from lightning_gc.bench.baselines import BASELINES, FP16, NONE, PLAIN, POWER_SGD
+from lightning_gc.bench.table import COLUMNS, cells
+from lightning_gc.text_table import markdown
 from tests.processes import spread
 from tests.tunings import unwarned
 
@@ -46,7 +47,7 @@ class Line(pl.LightningModule):
         if strategy == self.dies_in and self.global_step == 2:
             if self.global_rank:
                 os._exit(GONE)
-            if strategy == "Hooked":
+            if strategy == "HookStrategy":
                 raise ZeroDivisionError("a mistake in the model")
         x, y = batch
         loss = (self.net(x) - y).square().mean()
@@ -97,7 +98,7 @@ def test_two_workers(folder: Path) -> None:
     assert "round 2 of 2  my_qsgd" in said
     found = json.loads(Path("runs", "bench", "line.json").read_text())
     rows = found["rows"]
-    assert list(rows) == [*PEERS, OURS, "my_qsgd"]
+    assert list(rows) == [*BASELINES, OURS, "my_qsgd"]
     assert (found["workers"], found["machines"], found["steps"]) == (2, 1, 4)
     for row in rows.values():
         assert 0 < row["low"] <= row["seconds"] <= row["high"]
@@ -144,7 +145,7 @@ def test_a_worker_that_dies_ends_the_command(folder: Path, where: str) -> None:
 
 
 def test_a_mistake_in_the_model_is_shown_whole(folder: Path) -> None:
-    Path("line.yaml").write_text(CONFIG.replace("{}", "{dies_in: Hooked}", 1))
+    Path("line.yaml").write_text(CONFIG.replace("{}", "{dies_in: HookStrategy}", 1))
     words = ("line.yaml", "--rounds", "1", "--steps", "3")
     ((code, said),) = spread(bench, 2, str(folder), words, {}, wait_for=1)
     assert code == cli.FAILED
@@ -218,7 +219,7 @@ def test_cells() -> None:
         ["topk", "0.2000 (0.1500-0.3000)", "2.00", "2.00", "10", "nan"],
     ]
     assert cells({"topk": rows["topk"]})[0][2:4] == ["nan", "nan"]
-    assert markdown(COLUMNS[:2], [["a", "b"]]) == "| | s per step |\n|---|---:|\n| a | b |\n"
+    assert markdown(COLUMNS[:2], [["a", "b"]]) == "|  | s per step |\n| --- | ---: |\n| a | b |\n"
 
 
 @pytest.mark.parametrize("shape", [(100,), (100, 50), (2, 50), (4, 5), (16, 3, 3, 3), ()])

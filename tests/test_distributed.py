@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gc import SCHEMES, TopK
-from lightning_gc.compressors import Compressor
+from lightning_gc import ErrorReset, TopK
+from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import combine
@@ -18,10 +18,9 @@ from lightning_gc.flow import Exchange, Gather, Mean
 from lightning_gc.memories import Memory
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.scheme import fits
 from lightning_gc.transports import Distributed, distributed, run
 from lightning_gc.transports.distributed import broadcast_text, gather_text
-from tests.instances import ALL, ALL_MEMORIES, ONE_EACH
+from tests.instances import ALL, ALL_MEMORIES, ONE_EACH, schemes_for
 from tests.processes import spread
 
 pytestmark = pytest.mark.processes
@@ -33,10 +32,9 @@ def combinations(compressors: Sequence[Compressor]) -> list[tuple[Compressor, Me
     pairs = [(compressor, combine(compressor)[1]) for compressor in compressors]
     pairs += [(TopK(0.1), memory) for memory in ALL_MEMORIES]
     return [
-        (compressor, memory, scheme())
+        (compressor, memory, scheme)
         for compressor, memory in pairs
-        for scheme in SCHEMES.values()
-        if fits(scheme(), compressor)
+        for scheme in schemes_for(compressor)
     ]
 
 
@@ -52,11 +50,11 @@ def real(worker: int, workers: int, compressors: Sequence[Compressor]) -> list[l
             named = cases.gradients(workers, step)[worker]
             flat = torch.cat([grad.reshape(-1) for grad in named.values()])
             before = transport.sent_bytes
-            engine.observe = True
+            engine.statistics.norms_wanted = True
             flow = engine.flow(flat, {name: tuple(grad.shape) for name, grad in named.items()})
             engine.advance()
             run(flow, transport)
-            errors = torch.cat([engine.leftovers[name].reshape(-1) for name in cases.SHAPES])
+            errors = torch.cat([engine.statistics.leftovers[name].reshape(-1) for name in cases.SHAPES])
             rows.append((flat.numpy(), errors.numpy(), transport.sent_bytes - before))
         results.append(rows)
     dist.destroy_process_group()
@@ -81,8 +79,9 @@ def assert_equal(workers: int, compressors: Sequence[Compressor], timeout: float
     for index, (compressor, memory, scheme) in enumerate(combinations(compressors)):
         lockstep = Lockstep(workers, compressor, memory, scheme)
         what = f"{compressor} {memory} {scheme}"
-        dense = any(memory.averages(step) or memory.flushes(step) for step in range(STEPS))
-        exact = workers <= 2 or not (scheme.averages or dense)
+        averaged = scheme is None or scheme.averages
+        dense = isinstance(memory, ErrorReset) or getattr(memory, "average_every", 0) > 0
+        exact = workers <= 2 or not (averaged or dense)
         for step in range(STEPS):
             simulated = lockstep.step(cases.gradients(workers, step))
             expected = torch.cat([mean.reshape(-1) for mean in simulated.mean.values()])
@@ -95,7 +94,7 @@ def assert_equal(workers: int, compressors: Sequence[Compressor], timeout: float
                     assert torch.equal(error, kept), what
                 else:
                     # What follows from a mean in a second round multiplies its rounding.
-                    near = 1e-5 if compressor.averages else 1e-6
+                    near = 1e-5 if isinstance(compressor.method, Collective) else 1e-6
                     torch.testing.assert_close(mean, expected, rtol=1e-5, atol=near, msg=what)
                     torch.testing.assert_close(error, kept, rtol=1e-5, atol=near, msg=what)
                 assert nbytes == simulated.wire_bytes[worker], what

@@ -43,6 +43,7 @@ def files() -> list[Path]:
 
 def test_public_names() -> None:
     """What users may rely on. A new compressor adds its name; nothing leaves without a word."""
+    assert lightning_gc.__all__ == sorted(set(lightning_gc.__all__))
     assert set(EXPORTED) <= set(lightning_gc.__all__)
     extra = set(lightning_gc.__all__) - set(EXPORTED)
     assert extra <= {cls.__name__ for cls in lightning_gc.COMPRESSORS.values()}

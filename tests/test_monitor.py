@@ -78,7 +78,7 @@ def train(worker: int, folder: str, kind: str, accumulate: int = 1) -> dict[str,
     )
     rows = torch.randn(12 * 8, 100, generator=torch.Generator().manual_seed(worker))
     trainer.fit(Small(), DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
-    assert strategy._background is None, "the thread is stopped after the fit"
+    assert strategy._synchronizer is None, "the thread is stopped after the fit"
     return {
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
         "counted": counted[1] - counted[0],

@@ -139,8 +139,8 @@ def test_bytes() -> None:
         (lambda: PowerSGD(1.5), "rank=1.5"),  # type: ignore[arg-type]
         (lambda: PowerSGD(min_ratio=-1), "min_ratio"),
         (lambda: PowerSGD(dense_steps=-1), "dense_steps"),
-        (lambda: CompressedDDPStrategy(PowerSGD(), scheme=AllGather()), r"Use AllReduce\(\)"),
-        (lambda: CompressedDDPStrategy(PowerSGD(), scheme=TwoShot()), r"Use AllReduce\(\)"),
+        (lambda: CompressedDDPStrategy(PowerSGD(), scheme=AllGather()), "takes no scheme"),
+        (lambda: CompressedDDPStrategy(PowerSGD(), scheme=TwoShot()), "takes no scheme"),
     ],
 )
 def test_refusals(make: Any, words: str) -> None:

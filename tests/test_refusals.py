@@ -28,7 +28,9 @@ from lightning_gc import (
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding.bit_packing import pack, unpack
 from lightning_gc.coding.elias_fano import encode
-from lightning_gc.strategies.validation import refuse_sparse_gradients
+from lightning_gc.flow import Flow
+from lightning_gc.memories.base import GradientExchange
+from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
@@ -41,8 +43,10 @@ class Correcting(Memory):
     buffers = ("error",)
     corrects_momentum = True
 
-    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
-        return state["error"].add_(bucket.grad)
+    def flow(
+        self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange
+    ) -> Flow:
+        yield from exchange(state["error"].add_(bucket.grad))
 
 
 @pytest.mark.parametrize(

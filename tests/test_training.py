@@ -105,7 +105,7 @@ def test_unused_parameters_lose_nothing_in_any_scheme(scheme: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(COMPRESSORS))
 def test_every_compressor_trains_and_keeps_replicas_identical(name: str) -> None:
-    model = "Books" if COMPRESSORS[name].conserves else "Votes"
+    model = "Books" if COMPRESSORS[name]().traits.conserves else "Votes"
     first, second = in_two(name, model=model, bucket_cap_mb=0.005)
     assert first["parameters"] == second["parameters"]
     assert first["losses"][-1] < first["losses"][0]

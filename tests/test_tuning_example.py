@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_gc.tuning import Method, yaml_config
-from lightning_gc.tuning.early_stopping import Judge
+from lightning_gc.tuning.early_stopping import EarlyStopping
 from lightning_gc.tuning.training_run import fit
 from tests.test_example import EXAMPLES, write
 from tests.tunings import unwarned
@@ -62,11 +62,11 @@ def test_the_number_of_workers_changes_nothing_without_compression(
         sections["data"]["init_args"] |= {"folder": str(data), "batch": 8, "bptt": 5}
         sections["trainer"] |= {"accelerator": "cpu", "max_epochs": 2}
         experiment, _ = yaml_config.load(sections, workers=workers)
-        judge = Judge(experiment, Method("dense"))
+        stopping = EarlyStopping(experiment, Method("dense"))
         trial = optuna.trial.FixedTrial({"model.learning_rate": 5.0, "model.dropout": 0.0})
         with unwarned():
-            tested = fit(experiment, Method("dense"), trial, judge.hear, 0, final=True)
-        curves.append([*judge.curve, tested])
+            tested = fit(experiment, Method("dense"), trial, stopping.update, 0, final=True)
+        curves.append([*stopping.curve, tested])
     assert len(curves[0]) == 3
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
     assert curves[2] == pytest.approx(curves[0], rel=1e-4)

@@ -6,53 +6,53 @@ from typing import Any
 import pytest
 
 from lightning_gc.tuning import Experiment, Method, MissingMetric
-from lightning_gc.tuning.early_stopping import WIRE, Judge, Streak
+from lightning_gc.tuning.early_stopping import WIRE_BYTES, BestTracker, EarlyStopping
 from tests.tunings import bowl, experiment
 
 nan = float("nan")
 
 
-def hear(judge: Judge, *values: float, sent: float = 1.0) -> list[bool]:
-    """Tell one value per epoch, until the judge ends the run."""
+def hear(stopping: EarlyStopping, *values: float, sent: float = 1.0) -> list[bool]:
+    """Tell one value per epoch, until the stopping ends the run."""
     said = []
     for epoch, value in enumerate(values, start=1):
-        said.append(judge.hear({"loss": value, "seconds": 0.0, WIRE: sent * epoch}))
+        said.append(stopping.update({"loss": value, "seconds": 0.0, WIRE_BYTES: sent * epoch}))
         if not said[-1]:
             break
     return said
 
 
 def test_a_streak_is_counted_and_an_improvement_begins_it_anew() -> None:
-    streak = Streak(experiment())
-    assert [streak.add(v) for v in (5, 6, 6, 4, 4, 4, 3)] == [0, 1, 2, 0, 1, 2, 0]
-    assert (streak.best, streak.best_epoch) == (3, 6)
+    tracker = BestTracker(experiment())
+    assert [tracker.add(v) for v in (5, 6, 6, 4, 4, 4, 3)] == [0, 1, 2, 0, 1, 2, 0]
+    assert (tracker.best, tracker.best_epoch) == (3, 6)
 
 
 def test_more_may_be_better() -> None:
-    streak = Streak(experiment(mode="max"))
-    assert [streak.add(v) for v in (1, 2, 2, 3)] == [0, 0, 1, 0]
+    tracker = BestTracker(experiment(mode="max"))
+    assert [tracker.add(v) for v in (1, 2, 2, 3)] == [0, 0, 1, 0]
 
 
 def test_patience_is_a_streak_not_a_sum() -> None:
-    judge = Judge(experiment(patience=2), Method("topk"))
-    assert all(hear(judge, 5, 6, 4, 5, 3, 4))  # three epochs without improvement, none in a row
-    assert hear(judge, 5, 5) == [False]
-    assert judge.verdict == "complete"
-    assert judge.best == 3
-    assert "2 epochs" in judge.reason
+    stopping = EarlyStopping(experiment(patience=2), Method("topk"))
+    assert all(hear(stopping, 5, 6, 4, 5, 3, 4))  # three epochs without improvement, none in a row
+    assert hear(stopping, 5, 5) == [False]
+    assert stopping.outcome == "complete"
+    assert stopping.best == 3
+    assert "2 epochs" in stopping.reason
 
 
 def test_what_is_not_finite_has_diverged() -> None:
-    judge = Judge(experiment(), Method("topk"))
-    assert hear(judge, 1.0, nan, 0.0) == [True, False]
-    assert judge.verdict == "diverged"
-    assert "loss is nan" in judge.reason
+    stopping = EarlyStopping(experiment(), Method("topk"))
+    assert hear(stopping, 1.0, nan, 0.0) == [True, False]
+    assert stopping.outcome == "diverged"
+    assert "loss is nan" in stopping.reason
 
 
 def test_a_metric_that_was_not_logged_is_said_with_those_that_were() -> None:
-    judge = Judge(experiment(), Method("topk"))
+    stopping = EarlyStopping(experiment(), Method("topk"))
     with pytest.raises(MissingMetric, match=r"'loss' was not logged. Logged were los:"):
-        judge.hear({"los": 1.0, "seconds": 0.0, WIRE: 0.0})
+        stopping.update({"los": 1.0, "seconds": 0.0, WIRE_BYTES: 0.0})
 
 
 def test_the_dense_baseline_has_no_budget_and_methods_may_have_their_own() -> None:

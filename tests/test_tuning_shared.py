@@ -14,8 +14,8 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_gc.tuning import Method, open_storage, trial_leases
-from lightning_gc.tuning.subprocess_trial import TreeError, fit_in_tree
-from lightning_gc.tuning.trial_leases import claim, counts
+from lightning_gc.tuning.subprocess_trial import SubprocessError, fit_in_subprocess
+from lightning_gc.tuning.trial_leases import begin_trial, counts
 from tests.processes import hold_port, spread
 from tests.tunings import compare, experiment, steep, work
 
@@ -66,11 +66,11 @@ def test_one_is_killed_and_the_other_makes_up_for_it(tmp_path: Path) -> None:
 
 def test_whoever_asks_too_late_gives_the_trial_back(monkeypatch: pytest.MonkeyPatch) -> None:
     study = optuna.create_study()
-    assert claim(study, 1) is not None
+    assert begin_trial(study, 1) is not None
     monkeypatch.setattr(trial_leases, "has_room", lambda *_: True)  # as seen before others asked
-    assert claim(study, 1) is None
+    assert begin_trial(study, 1) is None
     assert [counts(trial) for trial in study.trials] == [True, False]
-    assert claim(study, 2) is not None
+    assert begin_trial(study, 2) is not None
 
 
 @pytest.fixture
@@ -169,5 +169,5 @@ def dying(trial: optuna.trial.BaseTrial) -> Any:
 )
 def test_a_tree_that_fails_dies_or_hangs_is_an_error(build: Any, timeout: float, said: str) -> None:
     rules = experiment(build, **REAL, timeout=timeout)
-    with pytest.raises(TreeError, match=said):
-        fit_in_tree(rules, Method("dense"), {}, lambda figures: True, seed=0)
+    with pytest.raises(SubprocessError, match=said):
+        fit_in_subprocess(rules, Method("dense"), {}, lambda figures: True, seed=0)

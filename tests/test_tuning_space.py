@@ -1,5 +1,6 @@
 """What is searched is what compressors declare; what contradicts them is refused in a sentence."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -22,8 +23,10 @@ from lightning_gc import (
     Residual,
     TopK,
 )
+from lightning_gc.catalogue.declared_space import declared, traits_of
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.tuning import Method
-from lightning_gc.tuning.parameter_space import as_json, declared, parse
+from lightning_gc.tuning.parameter_space import as_json, parse
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,20 @@ class Plugin(Codec):
     shape: str = "round"
     silent: bool = False
 
-    kind = "sparsifier"
-    knob = Knob("share", low=0.01, high=1.0)
-    space = (Choice("shape", ("round", "square")),)
+    traits = Traits(
+        "sparsifier",
+        knob=Knob("share", low=0.01, high=1.0),
+        space=(Choice("shape", ("round", "square")),),
+    )
 
-    encode = decode = bound = None  # type: ignore[assignment]
+    encode = decode = bound = wire = None  # type: ignore[assignment]
 
 
 def drawn(method: Method, number: int = 0) -> dict[str, Any]:
     sampler = optuna.samplers.RandomSampler(seed=number)
     trial = optuna.create_study(sampler=sampler).ask()
-    method.draw(trial)
-    method.draw_memory(trial)
+    method.suggest_compressor(trial)
+    method.suggest_memory(trial)
     return trial.params
 
 
@@ -54,14 +59,15 @@ def test_every_registered_compressor_can_be_drawn_from_its_declaration(name: str
     cls = COMPRESSORS[name]
     method = Method(name)
     fields = [entry.field for entry in declared(cls)]
-    assert cls.knob is None or cls.knob.field in fields
+    knob = traits_of(cls).knob
+    assert knob is None or knob.field in fields or name == "quantised"  # whose knob is inside
     for number in range(5):
         params = drawn(method, number)
-        own = {n.partition(".")[2]: v for n, v in params.items() if n.startswith("compressor.")}
-        assert list(own) == fields
-        compressor = cls(**own)
-        if cls.knob is not None:
-            assert cls.knob.clamp(compressor.level) == compressor.level  # type: ignore[arg-type]
+        given = {n.partition(".")[2]: v for n, v in params.items() if n.startswith("compressor.")}
+        assert list(given) == fields
+        compressor = cls(**given)
+        if knob is not None:
+            assert knob.clamp(compressor.level) == compressor.level  # type: ignore[arg-type]
 
 
 def test_a_plug_in_is_searched_without_a_word_about_it_elsewhere() -> None:
@@ -71,11 +77,11 @@ def test_a_plug_in_is_searched_without_a_word_about_it_elsewhere() -> None:
     assert isinstance(share, Range)
     assert (share.low, share.high, share.scale) == (0.01, 1.0, "log")
     assert set(drawn(method)) == {"compressor.share", "compressor.shape"}
-    assert Method("by_path", f"{__name__}.Plugin").kind is Plugin
+    assert Method("by_path", f"{__name__}.Plugin").compressor_class is Plugin
 
 
 def test_dense_is_identity_and_has_nothing_to_search() -> None:
-    assert Method("dense").kind is Identity
+    assert Method("dense").compressor_class is Identity
     assert Method("dense").tuned == ()
 
 
@@ -84,7 +90,7 @@ def test_fixed_fields_are_not_drawn_and_users_narrow_ranges() -> None:
     assert set(drawn(narrow)) == {"compressor.bits"}
     assert drawn(narrow)["compressor.bits"] in (2, 4)
     trial = optuna.trial.FixedTrial({"compressor.bits": 4})
-    assert narrow.draw(trial) == QSGD(bits=4, block_size=64)
+    assert narrow.suggest_compressor(trial) == QSGD(bits=4, block_size=64)
 
 
 def test_memories_are_searched_too() -> None:
@@ -96,12 +102,12 @@ def test_memories_are_searched_too() -> None:
     assert 0.2 <= drawn(narrow)["memory.momentum"] <= 0.3
     mine = Method("dgc", memory=MomentumCorrection(clip=1.0), memory_space=narrow.memory_space)
     trial = optuna.trial.FixedTrial({"memory.momentum": 0.25})
-    assert mine.draw_memory(trial) == MomentumCorrection(0.25, clip=1.0)
-    assert Method("topk").draw_memory(trial) == Residual()
+    assert mine.suggest_memory(trial) == MomentumCorrection(0.25, clip=1.0)
+    assert Method("topk").suggest_memory(trial) == Residual()
 
 
 def test_every_tensor_means_no_size_limit() -> None:
-    compressor = Method("topk", fixed={"density": 0.1}, every_tensor=True).draw(
+    compressor = Method("topk", fixed={"density": 0.1}, every_tensor=True).suggest_compressor(
         optuna.trial.FixedTrial({})
     )
     assert compressor.compresses((3,))
@@ -158,7 +164,8 @@ def test_refusals_name_value_and_fix(attempt: Any, value: str, fix: str) -> None
 
 def test_a_declaration_that_leaves_the_knob_is_refused() -> None:
     class Wide(HardThreshold):
-        space = (Range("threshold", 1e-5, 1e9, scale="log"),)
+        wide = Range("threshold", 1e-5, 1e9, scale="log")
+        traits = dataclasses.replace(HardThreshold.traits, space=(wide,))
 
     with pytest.raises(ValueError, match="leaves the range of its knob"):
         declared(Wide)
@@ -166,7 +173,7 @@ def test_a_declaration_that_leaves_the_knob_is_refused() -> None:
 
 def test_the_library_does_not_import_optuna_and_names_the_extra_where_it_is_missing() -> None:
     code = (
-        "import sys, lightning_gc; assert 'optuna' not in sys.modules\n"
+        "import sys, lightning_gc; lightning_gc.TopK; assert 'optuna' not in sys.modules\n"
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'optuna' else find(name, *a)\n"
         "from lightning_gc import cli; sys.exit(cli.main(['tune', 'x.yaml']))"
@@ -183,4 +190,4 @@ def test_the_library_does_not_import_optuna_and_names_the_extra_where_it_is_miss
 def test_knobs_are_narrowed_for_tuning_where_the_whole_range_is_not_sensible() -> None:
     (density,) = declared(TopK)
     assert isinstance(density, Range)
-    assert density.high < TopK.knob.high  # type: ignore[union-attr]
+    assert density.high < TopK.traits.knob.high  # type: ignore[union-attr]

@@ -108,12 +108,12 @@ def train(
         callbacks=[CompressionMonitor()],
     )
     trainer.fit(module, data(worker, 6), data(worker + 10, 2))
-    assert strategy.turn is not None
+    assert strategy.control_loop is not None
     return {
         "levels": module.seen,
         "parameters": digest(module),
-        "state": strategy.turn.state,
-        "reason": strategy.turn.decision.reason if strategy.turn.decision else "",
+        "state": strategy.control_loop.state,
+        "reason": strategy.control_loop.decision.reason if strategy.control_loop.decision else "",
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
     }
 

@@ -1,4 +1,4 @@
-"""Bytes that peers send, computed: DDP and torch's hooks count none."""
+"""Bytes that the baselines send, computed, as DDP and torch's hooks do not count them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from lightning_gc.bench.baselines import FP16, NONE, PLAIN, POWER_SGD, RANK
 from lightning_gc.transports.base import all_reduce_bytes
 
-_WORTH = 2
-"""PowerSGD's ``min_compression_rate``: what shrinks less than so many times goes dense."""
+_MIN_RATE = 2
+"""PowerSGD's ``min_compression_rate``: tensors that would shrink less are sent dense."""
 
 
 def computed_bytes(method: str, parameters: Iterable[Tensor], workers: int) -> int:
-    """Return what one worker sends in a step for gradients, by a ring all-reduce.
+    """Return the bytes of gradients that one worker sends in a step, by a ring all-reduce.
 
     Args:
-        method: one of ``PEERS``.
-        parameters: those that are trained; gradients have their dtype.
+        method: one of ``BASELINES``.
+        parameters: those with gradients, which have their dtype.
         workers: W.
     """
     sizes = {
@@ -31,8 +31,8 @@ def computed_bytes(method: str, parameters: Iterable[Tensor], workers: int) -> i
 
 
 def low_rank_numel(tensor: Tensor) -> int:
-    """Return how many numbers PowerSGD's hook sends for a gradient, its matrices P and Q."""
+    """Return the elements of P and Q that PowerSGD's hook sends for a gradient."""
     rows = tensor.shape[0] if tensor.dim() else 1
     columns = tensor.numel() // max(rows, 1)
     low = (rows + columns) * min(rows, columns, RANK)
-    return low if low * _WORTH < tensor.numel() else tensor.numel()
+    return low if low * _MIN_RATE < tensor.numel() else tensor.numel()

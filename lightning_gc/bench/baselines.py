@@ -1,4 +1,4 @@
-"""What others offer, and the limit: no synchronisation, plain DDP, and torch's own hooks."""
+"""Baselines: no synchronisation, which is the limit, plain DDP, and torch's communication hooks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_gc.tuning.lightning_flavour import pl
 
 NONE, PLAIN = "no synchronisation", "plain DDP"
 FP16, POWER_SGD = "torch fp16 hook", "torch PowerSGD hook"
-RANK = 2  # of PowerSGD's matrices
+RANK = 2  # of PowerSGD
 ONE_BUCKET = {"bucket_cap_mb": 10_000}
 """For PowerSGD over Gloo: it chains callbacks on Gloo's futures, and with several buckets these
-can wait for each other for ever."""
+can dead-lock."""
 
 HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
     FP16: lambda: (None, default_hooks.fp16_compress_hook),
@@ -23,11 +23,11 @@ HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
         powerSGD_hook.powerSGD_hook,
     ),
 }
-PEERS = (NONE, PLAIN, *HOOKS)
+BASELINES = (NONE, PLAIN, *HOOKS)
 
 
-class Hooked(pl.strategies.DDPStrategy):
-    """DDP with a hook of torch's own; Lightning registers none on CPU."""
+class HookStrategy(pl.strategies.DDPStrategy):
+    """DDP with a communication hook of torch; Lightning registers none on CPU."""
 
     def __init__(self, hook: tuple[Any, Any], **settings: Any) -> None:
         super().__init__(**settings)
@@ -37,30 +37,30 @@ class Hooked(pl.strategies.DDPStrategy):
         self.model.register_comm_hook(*self.hook)  # type: ignore[union-attr, operator]
 
 
-class Alone(pl.strategies.DDPStrategy):
-    """Each worker trains by itself, on its own share of the data: nothing is synchronised."""
+class UnsynchronisedStrategy(pl.strategies.DDPStrategy):
+    """Each worker trains by itself on its own share of the data."""
 
     def configure_ddp(self) -> None:
-        """Leave the module as it is."""
+        """Do not wrap the module in DDP."""
 
     def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
-        """Return this worker's own, where ``self.log(..., sync_dist=True)`` asks for the mean."""
+        """Return this worker's value, also for ``self.log(..., sync_dist=True)``."""
         return tensor
 
 
-def peer(method: str, process_group_backend: str, **settings: Any) -> Any:
-    """Return a new strategy.
+def baseline_strategy(method: str, process_group_backend: str, **settings: Any) -> Any:
+    """Return a new strategy of a baseline.
 
     Args:
-        method: one of ``PEERS``.
+        method: one of ``BASELINES``.
         process_group_backend: ``"gloo"`` or ``"nccl"``.
         settings: further ones of ``DDPStrategy``.
     """
     settings["process_group_backend"] = process_group_backend
     if method == NONE:
-        return Alone(**settings)
+        return UnsynchronisedStrategy(**settings)
     if method == PLAIN:
         return pl.strategies.DDPStrategy(**settings)
     if method == POWER_SGD and process_group_backend == "gloo":
         settings |= ONE_BUCKET
-    return Hooked(HOOKS[method](), **settings)
+    return HookStrategy(HOOKS[method](), **settings)

@@ -1,54 +1,55 @@
-"""``lightning-gc bench``: from the words of the command line to files and a table."""
+"""``lightning-gc bench``: check the options, measure, print a table and write files."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from lightning_gc.bench.comparison import compare
-from lightning_gc.bench.method_run import KEPT, BenchError, Ground
-from lightning_gc.bench.methods import DEFAULT, methods_of
+from lightning_gc.bench.method_run import TRAINER_ARGUMENTS, BenchError, BenchSetup
+from lightning_gc.bench.methods import DEFAULT, select_methods
 from lightning_gc.bench.result_files import write
-from lightning_gc.bench.table import COLUMNS, cells, terminal
-from lightning_gc.bench.worker_device import Place
+from lightning_gc.bench.table import COLUMNS, FOOTNOTE, cells
+from lightning_gc.bench.worker_device import WorkerRank
 from lightning_gc.strategies import process_shutdown
-from lightning_gc.strategies.validation import check_agreement
+from lightning_gc.synchronizer.agreement import check_agreement
+from lightning_gc.text_table import plain
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.terminal_progress import hush
-from lightning_gc.tuning.yaml_config import FromFile, methods_in, read
+from lightning_gc.tuning.terminal_progress import quiet_libraries
+from lightning_gc.tuning.yaml_config import YAMLBuild, methods_in, read
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Compare, print, write.
+    """Run the command on one worker.
 
     Raises:
-        ValueError: something in the request is wrong.
-        BenchError: a method has not got through; where it is no other worker's fault, the
-            traceback has been shown.
+        ValueError: an invalid option, file or environment.
+        BenchError: a method has failed; unless another worker has, the traceback was printed.
     """
-    place = Place.from_environment()
+    worker = WorkerRank.from_environment()
     _check(options)
     sections = read(options.config, needed=("model",))
     given = dict(sections.get("trainer") or {})
-    device = place.device(given.get("accelerator", "auto"))
-    kept = {name: value for name, value in given.items() if name in KEPT}
+    device = worker.device(given.get("accelerator", "auto"))
+    kept = {name: value for name, value in given.items() if name in TRAINER_ARGUMENTS}
     parts = {name: sections.get(name) for name in ("model", "data")} | {"trainer": kept}
-    build = FromFile(parts, ())
+    build = YAMLBuild(parts, ())
     build.check()
-    methods = methods_of(options.compressor or DEFAULT, methods_in(sections))
+    methods = select_methods(options.compressor or DEFAULT, methods_in(sections))
     seed = sections.get("seed_everything", 0)
-    ground = Ground(
+    setup = BenchSetup(
         build,
-        place,
+        worker,
         accelerator=device.type,
         backend="nccl" if device.type == "cuda" else "gloo",
         steps=options.steps,
@@ -56,42 +57,41 @@ def bench(options: argparse.Namespace) -> None:
         ddp={"find_unused_parameters": True} if options.find_unused_parameters else {},
         seed=seed if type(seed) is int else 0,
     )
-    console = Console(quiet=place.worker > 0)
-    if not console.is_terminal:
-        console.width = 120  # of a file that torchrun may keep
-    hush()
-    aside = sorted(set(given) - set(KEPT) - {"accelerator"})
-    if aside:
-        _say(console, f"Left aside of the file's trainer: {', '.join(aside)}.")
-    rows = _measure(ground, methods, options, device, console)
-    if place.worker == 0:
-        console.print(terminal(COLUMNS, cells(rows)))
-        for path in write(options.out, options.config, ground, options.rounds, rows):
-            _say(console, str(path))
+    say = _print if worker.rank == 0 else lambda text: None
+    quiet_libraries()
+    ignored = sorted(set(given) - set(TRAINER_ARGUMENTS) - {"accelerator"})
+    if ignored:
+        say(f"Left aside of the file's trainer: {', '.join(ignored)}.")
+    rows = _measure(setup, methods, options, device, say)
+    if worker.rank == 0:
+        width = shutil.get_terminal_size(fallback=(120, 24)).columns
+        say(f"{plain(COLUMNS, cells(rows), width)}\n{FOOTNOTE}")
+        for path in write(options.out, options.config, setup, options.rounds, rows):
+            say(str(path))
 
 
 def _measure(
-    ground: Ground,
+    setup: BenchSetup,
     methods: Mapping[str, Method],
     options: argparse.Namespace,
     device: torch.device,
-    console: Console,
+    say: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(ground.backend, timeout=ground.timeout)
+    dist.init_process_group(setup.backend, timeout=setup.timeout)
     process_shutdown.register()
     same = {name: repr(getattr(options, name)) for name in _SAME}
-    same["the file's sections"] = repr(dict(ground.build.sections))
+    same["the file's sections"] = repr(dict(setup.build.sections))
     check_agreement(same, Distributed(), device)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        rows = compare(ground, methods, options.rounds, device, lambda text: _say(console, text))
+        rows = compare(setup, methods, options.rounds, device, say)
     except BenchError as error:
-        if not error.elsewhere:
-            traceback.print_exception(error.__cause__)  # the user's code, or ours: all of it
+        if not error.other_worker:
+            traceback.print_exception(error.__cause__)  # the user's code, or ours
         raise
-    # Not after an error: leaving the group would wait for those that are gone.
+    # Not after an error: leaving the group would wait for workers that are dead.
     signal.signal(signal.SIGTERM, before)
     dist.destroy_process_group()
     return rows
@@ -107,5 +107,6 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {value:g}: must be at least {least}.")
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

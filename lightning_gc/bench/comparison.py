@@ -1,4 +1,4 @@
-"""The comparison: all methods by turns, several times over, and what all workers have seen."""
+"""Measure all methods in turn, for several rounds, and gather the results of all workers."""
 
 from __future__ import annotations
 
@@ -9,64 +9,66 @@ from typing import Any
 
 import torch
 
-from lightning_gc.bench.baselines import NONE, PEERS
-from lightning_gc.bench.method_run import Ground, Taken, turn
+from lightning_gc.bench.baselines import BASELINES, NONE
+from lightning_gc.bench.method_run import BenchSetup, Measurement, measure
 from lightning_gc.transports.distributed import Distributed, gather_text
 from lightning_gc.tuning.method import Method
 
 Say = Callable[[str], None]
-Found = dict[str, list[Taken]]
+Measurements = dict[str, list[Measurement]]
 
 
 def compare(
-    ground: Ground, methods: Mapping[str, Method], rounds: int, device: torch.device, say: Say
+    setup: BenchSetup, methods: Mapping[str, Method], rounds: int, device: torch.device, say: Say
 ) -> dict[str, dict[str, Any]]:
     """Measure and return a row per method, the same on all workers.
 
-    Needs a process group. Within a run ratios can be trusted, for what else the machines do hits
-    all methods alike: that is what the turns are for.
+    Needs a process group. Methods take turns, so that other load on the machines affects all alike.
 
     Args:
-        ground: what all have in common.
-        methods: ours; the peers and the limit are always there.
-        rounds: turns of each method.
+        setup: the same for all.
+        methods: ours; the baselines are always measured.
+        rounds: measurements of each method.
         device: one that the group's backend can send from.
-        say: hears of each turn.
+        say: called with a line about each measurement.
 
     Raises:
-        BenchError: a method has not got through.
+        BenchError: a method has failed.
     """
-    found: Found = {name: [] for name in (*PEERS, *methods)}
+    found: Measurements = {name: [] for name in (*BASELINES, *methods)}
     for number in range(1, rounds + 1):
-        for name, turns in found.items():
-            taken = turn(ground, name, methods.get(name))
-            turns.append(taken)
-            middle = statistics.median(taken.seconds)
-            say(f"round {number} of {rounds}  {name}: {middle:.4f} s per step")
-    ours = json.dumps({name: [vars(each) for each in turns] for name, turns in found.items()})
+        for name, results in found.items():
+            measured = measure(setup, name, methods.get(name))
+            results.append(measured)
+            median = statistics.median(measured.seconds)
+            say(f"round {number} of {rounds}  {name}: {median:.4f} s per step")
+    ours = json.dumps({name: [vars(each) for each in results] for name, results in found.items()})
     texts = gather_text(ours, Distributed(), device)
-    answers = [
-        {name: [Taken(**each) for each in turns] for name, turns in json.loads(text).items()}
+    gathered = [
+        {
+            name: [Measurement(**each) for each in results]
+            for name, results in json.loads(text).items()
+        }
         for text in texts
     ]
-    return dict(_rows(answers, methods))
+    return dict(_rows(gathered, methods))
 
 
 def _rows(
-    answers: Sequence[Found], methods: Mapping[str, Method]
+    gathered: Sequence[Measurements], methods: Mapping[str, Method]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in answers[0]:
-        taken = [each for answer in answers for each in answer[name]]
-        seconds = sorted(second for each in taken for second in each.seconds)
+    for name in gathered[0]:
+        measured = [each for results in gathered for each in results[name]]
+        seconds = sorted(second for each in measured for second in each.seconds)
         low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
         row: dict[str, Any] = {
             "seconds": middle,
             "low": low,
             "high": high,
-            "bytes": statistics.mean(each.nbytes for each in taken),
+            "bytes": statistics.mean(each.nbytes for each in measured),
             "source": "counted" if name in methods else "" if name == NONE else "computed",
         }
-        losses = [each.loss for each in taken if each.loss is not None]
+        losses = [each.loss for each in measured if each.loss is not None]
         if losses:
             row["loss"] = statistics.fmean(losses)
         yield name, row

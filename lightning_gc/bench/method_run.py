@@ -1,4 +1,4 @@
-"""One method trains for some steps, from the same weights as any other."""
+"""Measure one method: train for some steps, from the same weights as all others."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_gc.bench.baseline_bytes import computed_bytes
-from lightning_gc.bench.baselines import NONE, peer
-from lightning_gc.bench.methods import strategy_of
-from lightning_gc.bench.sigterm import Farewell
-from lightning_gc.bench.step_timing import SKIPPED, Watch
-from lightning_gc.bench.worker_device import Place
+from lightning_gc.bench.baselines import NONE, baseline_strategy
+from lightning_gc.bench.methods import make_strategy
+from lightning_gc.bench.sigterm import SigtermCallback
+from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
+from lightning_gc.bench.worker_device import WorkerRank
 from lightning_gc.transports.distributed import PeerError
 from lightning_gc.tuning.lightning_flavour import pl
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.yaml_config import FromFile
+from lightning_gc.tuning.yaml_config import YAMLBuild
 
-KEPT = (
+TRAINER_ARGUMENTS = (
     *("precision", "plugins", "gradient_clip_val", "gradient_clip_algorithm", "deterministic"),
     *("accumulate_grad_batches", "use_distributed_sampler", "sync_batchnorm", "benchmark"),
     *("max_epochs", "max_steps", "limit_train_batches"),
 )
-"""Arguments of the file's Trainer that a step depends on; the others are left aside. How long a run
-would be is for learning rates that follow from it; it does not bound the turn."""
+"""Arguments of the file's Trainer that affect a step; the others are ignored. The length of a run is
+for learning rate schedules; it does not bound the number of steps."""
 
 _QUIET: dict[str, Any] = {
     "logger": False,
@@ -40,43 +40,43 @@ _QUIET: dict[str, Any] = {
 
 
 class BenchError(RuntimeError):
-    """A method has not got through; its cause is the error.
+    """A method has failed; the error is its cause.
 
     Attributes:
-        elsewhere: what went wrong did so on another worker.
+        other_worker: another worker has failed.
     """
 
-    def __init__(self, worker: int, method: str, cause: Exception) -> None:
-        said = f"{type(cause).__name__}: {cause}"
-        self.elsewhere = isinstance(cause, (PeerError, dist.DistError)) or any(
-            sign in said for sign in _NETWORK
+    def __init__(self, rank: int, method: str, cause: Exception) -> None:
+        text = f"{type(cause).__name__}: {cause}"
+        self.other_worker = isinstance(cause, (PeerError, dist.DistError)) or any(
+            sign in text for sign in _NETWORK
         )
-        if self.elsewhere and not isinstance(cause, PeerError):
-            said = f"Another one has died or hangs; its own output says more. {said}"
-        super().__init__(f"Worker {worker} cannot go on with {method}. {said}")
+        if self.other_worker and not isinstance(cause, PeerError):
+            text = f"Another one has died or hangs; its own output says more. {text}"
+        super().__init__(f"Worker {rank} cannot go on with {method}. {text}")
 
 
 _NETWORK = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
-"""Signs in what DDP raises: for Gloo it has no class of its own."""
+"""Parts of messages of DDP's network errors, which for Gloo have no class of their own."""
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What all methods have in common.
+class BenchSetup:
+    """Settings of a comparison, the same for all methods.
 
     Attributes:
         build: makes model, data and the Trainer's arguments.
-        place: this worker's.
+        worker: ranks of this worker.
         accelerator: ``"cpu"`` or ``"cuda"``.
         backend: ``"gloo"`` or ``"nccl"``.
-        steps: measured ones of a turn.
+        steps: measured ones per round.
         timeout: of every collective.
         ddp: further settings of DDP.
         seed: of weights and data.
     """
 
-    build: FromFile
-    place: Place
+    build: YAMLBuild
+    worker: WorkerRank
     accelerator: str
     backend: str
     steps: int
@@ -86,13 +86,13 @@ class Ground:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What one worker has seen in one turn.
+class Measurement:
+    """Results of one worker for one method in one round.
 
     Attributes:
         seconds: of each measured step.
         nbytes: sent per step.
-        loss: mean of the last quarter of the steps; None where the module tells none.
+        loss: mean of the last quarter of the steps; None if the module returns and logs none.
     """
 
     seconds: list[float]
@@ -100,52 +100,58 @@ class Taken:
     loss: float | None
 
 
-def turn(ground: Ground, name: str, method: Method | None) -> Taken:
-    """Train with a method of ours, or where None with the peer of that name.
+def measure(setup: BenchSetup, name: str, method: Method | None) -> Measurement:
+    """Train with a method of ours, or if None with the baseline of that name.
 
     Raises:
-        BenchError: what went wrong is its cause.
+        BenchError: the training has failed.
     """
-    ground.place.restore()
-    settings = {"process_group_backend": ground.backend, "timeout": ground.timeout, **ground.ddp}
+    setup.worker.restore_environment()
+    settings = {"process_group_backend": setup.backend, "timeout": setup.timeout, **setup.ddp}
     try:
-        strategy = peer(name, **settings) if method is None else strategy_of(method, **settings)
-        watch, module = _train(ground, strategy, SKIPPED + ground.steps, name)
+        strategy = (
+            baseline_strategy(name, **settings)
+            if method is None
+            else make_strategy(method, **settings)
+        )
+        timer, module = _train(setup, strategy, WARMUP_STEPS + setup.steps, name)
         dist.barrier()
     except Exception as error:
-        raise BenchError(ground.place.worker, name, error) from error
+        raise BenchError(setup.worker.rank, name, error) from error
     if method is None:
-        nbytes = float(computed_bytes(name, _trained(module), ground.place.workers))
+        nbytes = float(computed_bytes(name, _trained(module), setup.worker.world_size))
     else:
-        nbytes = watch.bytes_per_step()
-    last = watch.losses[-max(1, len(watch.losses) // 4) :]
-    return Taken(watch.seconds[SKIPPED:], nbytes, sum(last) / len(last) if last else None)
+        nbytes = timer.bytes_per_step()
+    last = timer.losses[-max(1, len(timer.losses) // 4) :]
+    return Measurement(
+        timer.seconds[WARMUP_STEPS:], nbytes, sum(last) / len(last) if last else None
+    )
 
 
-def _train(ground: Ground, strategy: Any, steps: int, name: str) -> tuple[Watch, Any]:
-    pl.seed_everything(ground.seed, verbose=False)
-    module, data, arguments = ground.build.make({})
+def _train(setup: BenchSetup, strategy: Any, steps: int, name: str) -> tuple[StepTimer, Any]:
+    pl.seed_everything(setup.seed, verbose=False)
+    module, data, arguments = setup.build.make({})
     if name == NONE:
-        arguments.pop("sync_batchnorm", None)  # that would be a synchronisation
-    watch = Watch(_counter, steps)
+        arguments.pop("sync_batchnorm", None)  # which synchronises
+    timer = StepTimer(_sent_bytes, steps)
     trainer = pl.Trainer(
         **(arguments | _QUIET),
-        accelerator=ground.accelerator,
-        devices=ground.place.local_workers,
-        num_nodes=ground.place.workers // ground.place.local_workers,
+        accelerator=setup.accelerator,
+        devices=setup.worker.local_world_size,
+        num_nodes=setup.worker.world_size // setup.worker.local_world_size,
         strategy=strategy,
-        callbacks=[watch, Farewell(ground.place.worker, name)],
+        callbacks=[timer, SigtermCallback(setup.worker.rank, name)],
     )
     trainer.fit(module, data)
-    if len(watch.seconds) < steps:
-        raise ValueError(f"The training ended by itself after {len(watch.seconds)} of {steps}.")
-    # A Trainer and its model refer to each other; the next turn needs the memory.
+    if len(timer.seconds) < steps:
+        raise ValueError(f"The training ended by itself after {len(timer.seconds)} of {steps}.")
+    # A Trainer and its model refer to each other; the next method needs the memory.
     trainer.strategy.optimizers = []
     gc.collect()
-    return watch, module
+    return timer, module
 
 
-def _counter(trainer: Any) -> int:
+def _sent_bytes(trainer: Any) -> int:
     recording = getattr(trainer.strategy, "recording", None)
     return 0 if recording is None else int(recording.sent_bytes)
 

@@ -1,4 +1,4 @@
-"""What is compared of ours: methods of the file, or compressors with fields, by words."""
+"""Methods to measure, from the command line: names of the file's, or ``topk:density=0.01``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_gc.tuning.method import Method
 DEFAULT = ("cast", "qsgd", "topk", "topk:value_dtype=bfloat16,scheme=sparse_reduce")
 
 
-def methods_of(words: Sequence[str], known: Mapping[str, Method]) -> dict[str, Method]:
-    """Return the methods that are meant, and refuse those that cannot work.
+def select_methods(words: Sequence[str], known: Mapping[str, Method]) -> dict[str, Method]:
+    """Return the methods that words name, and refuse those that cannot work.
 
     Args:
         words: each a method of the file, a compressor's name, or ``name:field=value,...``, where
@@ -25,14 +25,14 @@ def methods_of(words: Sequence[str], known: Mapping[str, Method]) -> dict[str, M
     Raises:
         ValueError: an unknown name or field, a value or combination that is refused.
     """
-    methods = {word: known.get(word) or parse(word) for word in words}
+    methods = {word: known.get(word) or parse_method(word) for word in words}
     for method in methods.values():
-        strategy_of(method)
+        make_strategy(method)
     return methods
 
 
-def parse(word: str) -> Method:
-    """Return the method that ``name:field=value,...`` means."""
+def parse_method(word: str) -> Method:
+    """Parse ``name:field=value,...``."""
     name, _, rest = word.partition(":")
     fields: dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
@@ -44,9 +44,9 @@ def parse(word: str) -> Method:
     return Method(word, name, fixed=fields, **parts)
 
 
-def strategy_of(method: Method, **settings: Any) -> Any:
-    """Return a new strategy; fields that are not fixed have their defaults."""
-    compressor: Any = method.kind(**method.fixed)
+def make_strategy(method: Method, **settings: Any) -> Any:
+    """Return a new strategy of a method; fields that are not fixed have their defaults."""
+    compressor: Any = method.compressor_class(**method.fixed)
     return lightning_gc.CompressedDDPStrategy(
         PerParameter(compressor) if method.every_tensor else compressor,
         memory=method.memory,

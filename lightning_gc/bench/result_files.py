@@ -1,4 +1,4 @@
-"""The files that a comparison leaves behind."""
+"""Result files of a comparison: Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lightning_gc.bench.method_run import Ground
-from lightning_gc.bench.table import COLUMNS, Rows, cells, markdown
+from lightning_gc.bench.method_run import BenchSetup
+from lightning_gc.bench.table import COLUMNS, Rows, cells
+from lightning_gc.text_table import markdown
 from lightning_gc.tuning.lightning_flavour import pl
 
 _READ = """Seconds are the median over all workers and steps, with the quartiles in brackets:
@@ -20,15 +21,17 @@ forward and backward pass, exchange and optimizer, without the time in which dat
 Bytes are what one worker sends per step for gradients. Those of ours are counted by the transport,
 with indices, scales and lengths; those of DDP and torch's hooks (*) are computed, for a ring
 all-reduce of what they send. Neither has the network's headers. The loss is the mean over workers
-of the last quarter of a turn's steps, each method from the same weights."""
+of the last quarter of a round's steps, each method from the same weights."""
 
 
-def write(folder: Path, config: Path, ground: Ground, rounds: int, rows: Rows) -> tuple[Path, Path]:
+def write(
+    folder: Path, config: Path, setup: BenchSetup, rounds: int, rows: Rows
+) -> tuple[Path, Path]:
     """Write ``<config>.md`` and ``<config>.json`` and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = _about(config, ground, rounds)
+    about = _about(config, setup, rounds)
     notes = [_READ]
-    if ground.backend == "gloo":
+    if setup.backend == "gloo":
         notes.append("PowerSGD's hook has one bucket: with several it can dead-lock over Gloo.")
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
     text = f"# {config.stem}, {about['date']}\n\n{markdown(COLUMNS, cells(rows))}\n{facts}\n\n"
@@ -38,16 +41,16 @@ def write(folder: Path, config: Path, ground: Ground, rounds: int, rows: Rows) -
     return page, data
 
 
-def _about(config: Path, ground: Ground, rounds: int) -> dict[str, Any]:
-    place = ground.place
+def _about(config: Path, setup: BenchSetup, rounds: int) -> dict[str, Any]:
+    worker = setup.worker
     return {
         "date": str(datetime.date.today()),
         "config": config.name,
-        "workers": place.workers,
-        "machines": place.workers // place.local_workers,
-        "device": f"{ground.accelerator}, {ground.backend}",
+        "workers": worker.world_size,
+        "machines": worker.world_size // worker.local_world_size,
+        "device": f"{setup.accelerator}, {setup.backend}",
         "rounds": rounds,
-        "steps": ground.steps,
+        "steps": setup.steps,
         "versions": ", ".join(
             [f"Python {platform.python_version()}"]
             + [f"{part} {version(part)}" for part in ("torch", pl.__name__.partition(".")[0])]
@@ -56,7 +59,7 @@ def _about(config: Path, ground: Ground, rounds: int) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return the same with "nan" for what JSON has no number for."""
+    """Replace floats that JSON does not have, by strings such as "nan"."""
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

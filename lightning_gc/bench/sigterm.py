@@ -1,4 +1,4 @@
-"""A last sentence of a worker that torchrun ends because another one has failed."""
+"""SIGTERM handler of a worker that torchrun stops because another one has failed."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any
 from lightning_gc.tuning.lightning_flavour import pl
 
 
-class Farewell(pl.Callback):
-    """Answers SIGTERM at once, in place of Lightning, which asks the other workers first.
+class SigtermCallback(pl.Callback):
+    """Exits at once on SIGTERM, where Lightning would wait for the other workers first.
 
     Args:
-        worker: this worker's number.
+        rank: this worker's.
         method: what it measures.
     """
 
-    def __init__(self, worker: int, method: str) -> None:
-        self.worker, self.method = worker, method
-        self.take_over()
+    def __init__(self, rank: int, method: str) -> None:
+        self.rank, self.method = rank, method
+        self.install()
 
     def on_train_start(self, *_: Any) -> None:
-        """Lightning has put its own handler in meanwhile."""
-        self.take_over()
+        """Install the handler again, over Lightning's."""
+        self.install()
 
-    def take_over(self) -> None:
-        """Put the handler in, where that can be done."""
+    def install(self) -> None:
+        """Install the handler, in the main thread only."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._leave)
+            signal.signal(signal.SIGTERM, self._exit)
 
-    def _leave(self, *_: Any) -> None:
+    def _exit(self, *_: Any) -> None:
         sys.stderr.write(
-            f"lightning-gc: Worker {self.worker} was told to stop while it measured {self.method}; "
+            f"lightning-gc: Worker {self.rank} was told to stop while it measured {self.method}; "
             f"where torchrun did that, another worker has failed, and its summary says which.\n"
         )
         sys.stderr.flush()
-        # Not by way of an exception: what cleans up would wait for the worker that is gone.
+        # No exception: clean-up would wait for the failed worker.
         os._exit(1)

@@ -1,4 +1,4 @@
-"""A callback with a clock: seconds, loss and bytes of every step."""
+"""Callback that records seconds, loss and bytes of every step."""
 
 from __future__ import annotations
 
@@ -10,55 +10,54 @@ import torch
 
 from lightning_gc.tuning.lightning_flavour import pl
 
-SKIPPED = 4
-"""Steps at the beginning of a turn that do not count: DDP lays out its buckets, PowerSGD warms
-up."""
+WARMUP_STEPS = 4
+"""Steps that are not measured: DDP rebuilds its buckets, PowerSGD's hook sends dense gradients."""
 
 
-class Watch(pl.Callback):
-    """Takes the time, loss and bytes of every step.
+class StepTimer(pl.Callback):
+    """Records seconds, loss and bytes of every step of the optimizer.
 
-    A step is what ends with the optimizer's: with accumulated gradients, several batches. The time
-    between batches, when data are fetched, is left out.
+    With accumulated gradients a step has several batches. The time between batches, when data are
+    fetched, is left out.
 
     Args:
-        counter: what this worker has sent so far, in bytes; read where a step begins.
-        steps: the run is over after so many, whatever its Trainer says; None leaves it to that.
+        sent_bytes: ``(trainer) -> bytes sent so far``; called when a step begins.
+        steps: stop after so many, whatever the Trainer's limits; None obeys these.
 
     Attributes:
         seconds: of each step.
-        losses: of each step, this worker's own; none where the module neither returns nor logs one.
-        sent: the counter at the beginning of each step.
+        losses: of each step, this worker's; empty if the module neither returns nor logs one.
+        sent: bytes sent before each step.
     """
 
-    def __init__(self, counter: Callable[[Any], int], steps: int | None = None) -> None:
-        self.counter, self.steps = counter, steps
+    def __init__(self, sent_bytes: Callable[[Any], int], steps: int | None = None) -> None:
+        self.sent_bytes, self.steps = sent_bytes, steps
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.sent: list[int] = []
-        self._spent: list[float] = []  # by the batches of this step, so far
+        self._spent: list[float] = []  # seconds of the batches of this step
         self._losses: list[float] = []
         self._step = 0
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
-        """Let nothing end the run before its steps are done."""
+        """Remove what could end the run before its last step."""
         if self.steps is None:
             return
-        # Optimizers and schedulers have been made by now, and know how long a run would be.
+        # Schedulers have been made by now, and have read the length of the run.
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
-        # Such a scheduler would ask for a validation, and none is run.
+        # These would need a validation, and none is run.
         schedulers = trainer.strategy.lr_scheduler_configs
         schedulers[:] = [each for each in schedulers if not each.reduce_on_plateau]
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """Start the clock."""
         if not self._spent:
-            self.sent.append(self.counter(trainer))
+            self.sent.append(self.sent_bytes(trainer))
         _wait(trainer)
         self.started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, _: Any, outputs: Any, *rest: Any) -> None:
-        """Stop it."""
+        """Stop the clock; at the end of a step, record it."""
         _wait(trainer)
         self._spent.append(time.perf_counter() - self.started)
         loss = _loss(trainer, outputs)
@@ -73,12 +72,12 @@ class Watch(pl.Callback):
             trainer.should_stop = True
 
     def bytes_per_step(self) -> float:
-        """Return what the counter has gained in a measured step, on average."""
-        return (self.sent[-1] - self.sent[SKIPPED]) / (len(self.sent) - SKIPPED - 1)
+        """Return the mean number of bytes of a measured step."""
+        return (self.sent[-1] - self.sent[WARMUP_STEPS]) / (len(self.sent) - WARMUP_STEPS - 1)
 
 
 def _loss(trainer: Any, outputs: Any) -> Any:
-    """Return what the module has returned; in manual optimisation often nothing, but logged."""
+    """Return the loss that the module has returned, else logged, as in manual optimisation."""
     if isinstance(outputs, dict) and "loss" in outputs:
         return outputs["loss"]
     logged = trainer.callback_metrics

@@ -1,12 +1,10 @@
-"""The table of a comparison, as cells; in Markdown or for a terminal."""
+"""Table of a comparison: seconds, speed-up, bytes and loss per method."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from rich.table import Table
 
 from lightning_gc.bench.baselines import NONE, PLAIN
 
@@ -19,14 +17,15 @@ COLUMNS = (
     "bytes per step",
     "loss",
 )
+FOOTNOTE = "* computed; the others are counted"
 
 
 def cells(rows: Rows) -> list[list[str]]:
-    """Return a list of texts per method.
+    """Return the texts of each row.
 
     Args:
         rows: by method ``seconds`` and ``bytes``; where known ``low`` and ``high``, the quartiles
-            of the seconds, ``source``, ``"computed"`` where bytes are not counted, and ``loss``.
+            of the seconds, ``source``, ``"computed"`` if bytes are not counted, and ``loss``.
     """
     plain, limit = (rows.get(name, {}).get("seconds", math.nan) for name in (PLAIN, NONE))
     found = []
@@ -44,20 +43,3 @@ def cells(rows: Rows) -> list[list[str]]:
             ]
         )
     return found
-
-
-def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table: the first column to the left, the others to the right."""
-    text = "|" + "|".join(f" {column} " if column else " " for column in columns) + "|\n"
-    text += "|---" + "|---:" * (len(columns) - 1) + "|\n"
-    return text + "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def terminal(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """Return the same for a terminal."""
-    table = Table(caption="* computed; the others are counted")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", overflow="fold")
-    for line in lines:
-        table.add_row(*line)
-    return table

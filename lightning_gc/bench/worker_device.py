@@ -1,4 +1,4 @@
-"""Which of the workers this process is, and on what device it trains."""
+"""Rank of this process among the workers, and the device that it trains on."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ On several machines, the same on each, with a number of its own after --node-ran
 
 
 @dataclass(frozen=True)
-class Place:
-    """A worker among all, and among those on its machine.
+class WorkerRank:
+    """Ranks of a worker, as torchrun numbers them.
 
     Attributes:
-        worker: its number.
-        workers: how many there are.
-        local_worker: its number on this machine.
-        local_workers: how many there are on this machine, and on any other.
+        rank: among all workers.
+        world_size: number of workers.
+        local_rank: among the workers on this machine.
+        local_world_size: number of workers on each machine.
     """
 
-    worker: int
-    workers: int
-    local_worker: int
-    local_workers: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Read what torchrun, or something like it, has set.
+        """Read the environment variables of torchrun, or of another launcher.
 
         Raises:
-            ValueError: nothing has, or there is one worker only, or machines have unequal numbers.
+            ValueError: they are not set, there is one worker only, or machines have unequal numbers
+                of workers.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         if not all(name in os.environ for name in names):
@@ -51,28 +52,28 @@ class Place:
             )
         return cls(int(os.environ["RANK"]), workers, int(os.environ["LOCAL_RANK"]), local)
 
-    def restore(self) -> None:
-        """Set the variables again of which Lightning clears some after every fit."""
+    def restore_environment(self) -> None:
+        """Set the variables again: Lightning clears some after every fit."""
         os.environ |= {
-            "WORLD_SIZE": str(self.workers),
-            "LOCAL_RANK": str(self.local_worker),
-            "NODE_RANK": str(self.worker // self.local_workers),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "NODE_RANK": str(self.rank // self.local_world_size),
         }
 
     def device(self, accelerator: object = "auto") -> torch.device:
         """Return the device that a Trainer's ``accelerator`` means here.
 
         Raises:
-            ValueError: one that is not for DDP, or fewer GPUs than workers.
+            ValueError: an accelerator that DDP does not run on, or fewer GPUs than workers.
         """
         gpus = torch.cuda.device_count()
-        if accelerator == "cpu" or (accelerator == "auto" and gpus < self.local_workers):
+        if accelerator == "cpu" or (accelerator == "auto" and gpus < self.local_world_size):
             return torch.device("cpu")
         if accelerator not in ("auto", "gpu", "cuda"):
             raise ValueError(f"trainer.accelerator={accelerator!r}: bench knows cpu, gpu and auto.")
-        if gpus < self.local_workers:
+        if gpus < self.local_world_size:
             raise ValueError(
-                f"{self.local_workers} workers on this machine, but {gpus} GPUs: start one worker "
-                f"per GPU, or set trainer.accelerator to cpu."
+                f"{self.local_world_size} workers on this machine, but {gpus} GPUs: start one "
+                f"worker per GPU, or set trainer.accelerator to cpu."
             )
-        return torch.device("cuda", self.local_worker)
+        return torch.device("cuda", self.local_rank)

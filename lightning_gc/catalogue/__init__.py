@@ -1,1 +1,1 @@
-"""Every compressor, memory and scheme as table rows, read from the declarations of the classes."""
+"""Catalogue of compressors, memories, schemes and wire formats, read from the classes."""

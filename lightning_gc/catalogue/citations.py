@@ -1,4 +1,4 @@
-"""Whose method it is: the first reference of a docstring, as authors and year."""
+"""Citations such as "Yu et al., 2018", read from the first reference of a docstring."""
 
 from __future__ import annotations
 

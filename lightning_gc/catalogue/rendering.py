@@ -1,93 +1,54 @@
-"""The catalogue as a terminal shows it, and as a page does."""
+"""The catalogue as plain text for a terminal, and as Markdown for the documentation."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from lightning_gc import text_table
+from lightning_gc.catalogue.rows import FAMILIES
+from lightning_gc.registry import path_of
 
-from lightning_gc.catalogue.rows import FAMILIES, Row
-
-_NARROW, _WIDE = 120, 220
 _CODE = re.compile(r"(`+[^`]*`+)")
 
 
-def show(families: Iterable[str], wide: bool = False) -> None:
-    """Print tables to the terminal.
+def plain(family: str, width: int, all_columns: bool = False) -> str:
+    """Return one family as a table of at most ``width`` characters a line.
 
     Args:
-        families: of the catalogue's; all if empty.
-        wide: a column for everything, however wide that is; else cells of several lines.
+        family: one of ``FAMILIES``.
+        width: see ``text_table.plain``.
+        all_columns: a column for everything; else memory and scheme share one, as do class and
+            name, and there are no ranges to tune.
     """
-    console = Console()
-    if wide or not console.is_terminal:
-        console = Console(width=max(console.width, _WIDE if wide else _NARROW))
-    for family in families or FAMILIES:
-        rows = FAMILIES[family]()
-        console.print(_wide(family, rows) if wide else _narrow(family, rows))
+    rows, table = FAMILIES[family](), []
+    for row in rows:
+        cells = dict(row.cells)
+        if all_columns:
+            cells = {"class": row.cls.__name__, "name": row.name, **cells, "what": row.what}
+        else:
+            cells = {"class\nname": f"{row.cls.__name__}\n{row.name}", **cells}
+            cells.pop("tuned", None)
+            if "scheme" in cells:
+                cells["memory\nscheme"] = f"{cells.pop('memory')}\n{cells.pop('scheme')}"
+            elif family != "wire":
+                cells["what"] = row.what
+        table.append({heading: text.replace("``", "") for heading, text in cells.items()})
+    lines = text_table.plain(list(table[0]), [list(cells.values()) for cells in table], width)
+    return f"{family.capitalize()}\n\n{lines}\n"
 
 
 def markdown(family: str) -> str:
     """Return one family as a Markdown table. mkdocs-autorefs resolves its links on any page."""
-    rows = FAMILIES[family]()
-    headings = [heading for heading in rows[0].cells if heading != "tuned"]
-    table = [["class", "name", "what", *headings]]
-    table.append(["---:" if heading == "bits" else "---" for heading in table[0]])
-    for row in rows:
-        home = row.cls.__module__.rpartition(".")[0]
-        link = f"[`{row.cls.__name__}`][{home}.{row.cls.__name__}]"
-        cells = [_on_page(row.cells[heading]) for heading in headings]
-        table.append([link, f"`{row.name}`", _on_page(row.what), *cells])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in table)
-
-
-def _narrow(family: str, rows: Sequence[Row]) -> Table:
-    """Return a table where memory and scheme share a column, as do class and name."""
-    cited = "reference" in rows[0].cells  # else there is room for what it does
-    headings = [heading for heading in rows[0].cells if heading not in ("tuned", "scheme")]
-    table = _table(family)
-    table.add_column("class\nname", no_wrap=True)
-    for heading in headings:
-        title = "memory\nscheme" if heading == "memory" else heading
-        table.add_column(title, no_wrap=heading == "bits", overflow="fold")
-    if not cited:
-        table.add_column("what")
-    for row in rows:
-        both = {**row.cells, "memory": f"{row.cells.get('memory')}\n{row.cells.get('scheme')}"}
-        cells = [escape(both[heading]) for heading in headings]
-        cells += [] if cited else [_in_terminal(row.what)]
-        table.add_row(f"[bold]{row.cls.__name__}[/]\n{row.name}", *cells)
-    return table
-
-
-def _wide(family: str, rows: Sequence[Row]) -> Table:
-    """Return a table with a column for everything."""
-    table = _table(family)
-    for heading in ("class", "name", *rows[0].cells, "what"):
-        table.add_column(heading, no_wrap=heading in ("class", "name"), overflow="fold")
-    for row in rows:
-        cells = [row.cls.__name__, row.name, *map(escape, row.cells.values())]
-        table.add_row(*cells, _in_terminal(row.what))
-    return table
-
-
-def _table(family: str) -> Table:
-    title = family.capitalize()
-    return Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_lines=True,
-        padding=(0, 1, 0, 0),
-    )
-
-
-def _in_terminal(text: str) -> str:
-    return escape(text.replace("``", ""))
+    table = []
+    for row in FAMILIES[family]():
+        what = {} if family == "wire" else {"what": row.what}
+        cells = {heading: _on_page(text) for heading, text in {**what, **row.cells}.items()}
+        cells.pop("tuned", None)
+        link = f"[`{row.cls.__name__}`][{path_of(row.cls)}]"
+        table.append({"class": link, "name": f"`{row.name}`", **cells})
+    columns = list(table[0])
+    left = set(columns) - {"bits", "bytes"}
+    return text_table.markdown(columns, [list(cells.values()) for cells in table], left)
 
 
 def _on_page(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What there is to choose from, as rows: read from declarations, and wire bits from a payload."""
+"""Rows of the catalogue: compressors, memories, schemes, controllers and wire formats."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ import torch
 
 from lightning_gc import controllers
 from lightning_gc.catalogue.citations import cited
-from lightning_gc.compressors import (
-    COMPRESSORS,
+from lightning_gc.catalogue.declared_space import declared
+from lightning_gc.coding.wire import Field
+from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor
+from lightning_gc.compressors.bounds import (
     AbsoluteError,
-    Choice,
-    Compressor,
     Contraction,
-    Knob,
     Multiple,
-    Range,
     Unbounded,
     Variance,
 )
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.traits import Knob
 from lightning_gc.controllers import Controller
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES, Memory
-from lightning_gc.registry import concrete
+from lightning_gc.registry import required_fields, subclasses
 from lightning_gc.schemes import SCHEMES, Scheme
+from lightning_gc.search_space import Choice, Range
 from lightning_gc.testing import Lockstep
-from lightning_gc.tuning.parameter_space import declared
 
 SIDE = 512
-"""Rows and columns of the matrix that bounds and wire bits are about."""
+"""Rows and columns of the matrix that bounds and bits per element are about."""
+
+NUMEL = 1_000_000
+"""Elements of the tensor that wire formats are about."""
 
 SPREAD = 0.004
-"""Standard deviation of its normal elements: 1.2 % of them reach a threshold of 0.01."""
+"""Standard deviation of measured elements, normal: 1.2 % of them reach a threshold of 0.01."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,52 +63,62 @@ class Row:
 
 
 def compressor_row(name: str, cls: type[Compressor]) -> Row:
-    """Return what the default instance declares, and what it sends."""
+    """Return what the default instance declares, and its bits per element."""
     compressor = cls()
     _, memory, scheme = combine(compressor)
+    kind = filter(None, [compressor.traits.kind, ", ".join(properties(compressor))])
     cells = {
-        "kind": ",\n".join(filter(None, [compressor.kind, ", ".join(traits(compressor))])),
+        "kind": ",\n".join(kind),
         "bits": f"{wire_bits(compressor):.3g}",
         "error bound": bound(compressor, SIDE**2),
         "knob": "none" if compressor.knob is None else _knob(compressor.knob),
         "tuned": ",\n".join(map(_range, declared(cls))),
         "memory": written(memory),
-        "scheme": written(scheme),
+        "scheme": "its own rounds" if scheme is None else written(scheme),
         "reference": cited(inspect.getdoc(cls) or ""),
     }
     return Row(name, cls, cells)
 
 
-def traits(compressor: Compressor) -> list[str]:
-    """Return what a compressor says of itself, in words."""
-    said = {
-        "linear": compressor.linear,
-        "own rounds": compressor.averages,
-        "unbiased": compressor.unbiased,
-        "ragged": compressor.ragged,
-        "selects": compressor.selects,
-        "no mean": not compressor.conserves,
+def properties(compressor: Compressor) -> list[str]:
+    """Return the properties that a compressor has, in words."""
+    traits, method = compressor.traits, compressor.method
+    found = {
+        "linear": traits.linear,
+        "own rounds": isinstance(method, Collective),
+        "unbiased": traits.unbiased,
+        "ragged": is_ragged(compressor),
+        "selects": isinstance(method, SparseCodec),
+        "no mean": not traits.conserves,
     }
-    return [trait for trait, holds in said.items() if holds]
+    return [name for name, holds in found.items() if holds]
+
+
+def is_ragged(compressor: Compressor) -> bool:
+    """Return whether lengths of the payload differ between workers."""
+    return any(field.varies == "worker" for field in compressor.wire(SIDE**2))
 
 
 @functools.cache
 def wire_bits(compressor: Compressor) -> float:
-    """Return the bits that the payload of a matrix has for each of its elements.
+    """Return the payload's bits per element of a matrix: as declared, measured where they vary.
 
     What is sent dense is not counted by codecs: that is 32 bits an element.
     """
+    wire = compressor.wire(SIDE**2)
+    if isinstance(compressor.method, Codec) and all(field.varies == "no" for field in wire):
+        return 8 * sum(field.nbytes for field in wire) / SIDE**2
     drawn = torch.randn((SIDE, SIDE), generator=torch.Generator().manual_seed(0))
     alone = Lockstep(1, compressor)
     alone.step([{"weight": SPREAD * drawn}])
-    tally = alone.engines[0].tally
+    tally = alone.engines[0].statistics.tally
     return 8 * tally.payload_bytes / drawn.numel() if tally.elements else 32.0
 
 
 def bound(compressor: Compressor, numel: int) -> str:
     """Return the bound on the compression error in a few words."""
     found = compressor.bound(numel)
-    if compressor.exact:
+    if compressor.traits.exact:
         return "no error"
     if isinstance(found, Contraction):
         small = found.delta <= 0.99
@@ -124,27 +137,25 @@ def bound(compressor: Compressor, numel: int) -> str:
 
 
 def written(instance: Any) -> str:
-    """Return how to write a frozen configuration, without what is at its default anyway."""
-    cls, fields = type(instance), dataclasses.fields(instance)
-    given = {field.name: getattr(instance, field.name) for field in fields}
-    # Of fields without a default, whatever they hold.
-    missing = dataclasses.MISSING
-    needed = {f.name for f in fields if f.default is missing and f.default_factory is missing}
+    """Return the call that makes a frozen configuration, without fields at their defaults."""
+    cls = type(instance)
+    given = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+    needed = required_fields(cls)
     plain = cls(**{name: given[name] for name in needed})
-    said = [
+    arguments = [
         f"{name}={value!r}"
         for name, value in given.items()
         if name in needed or value != getattr(plain, name)
     ]
-    return f"{cls.__name__}({', '.join(said)})"
+    return f"{cls.__name__}({', '.join(arguments)})"
 
 
 def memory_row(name: str, cls: type[Memory]) -> Row:
     """Return which laws a memory keeps, and what it costs."""
     memory = cls()
     cells = {
-        "conserves": _yes(memory.conserves),
-        "feeds back": _yes(memory.feeds_back),
+        "conserves": "yes" if memory.conserves else "no",
+        "feeds back": "yes" if memory.feeds_back else "no",
         "bytes per parameter": str(4 * len(memory.buffers)),
         "fields": _fields(cls),
     }
@@ -152,17 +163,19 @@ def memory_row(name: str, cls: type[Memory]) -> Row:
 
 
 def scheme_row(name: str, cls: type[Scheme]) -> Row:
-    """Return what a scheme can carry."""
-    takes = [
-        text
-        for text, holds in (
-            ("linear compressors, and those with rounds of their own", cls.averages),
-            ("those that select elements", cls.splits),
-        )
-        if holds
-    ]
-    cells = {"takes": ", ".join(takes) or "those of one round", "fields": _fields(cls)}
-    return Row(name, cls, cells)
+    """Return which compressors a scheme carries."""
+    codecs = {name for name, each in COMPRESSORS.items() if isinstance(each().method, Codec)}
+    taken = {name for name in codecs if _takes(cls(), COMPRESSORS[name]())}
+    takes = "all codecs" if taken == codecs else ", ".join(sorted(taken))
+    return Row(name, cls, {"takes": takes, "fields": _fields(cls)})
+
+
+def _takes(scheme: Scheme, compressor: Compressor) -> bool:
+    try:
+        scheme.check(compressor)
+    except ValueError:
+        return False
+    return True
 
 
 def controller_row(name: str, cls: type[Controller]) -> Row:
@@ -170,8 +183,21 @@ def controller_row(name: str, cls: type[Controller]) -> Row:
     return Row(name, cls, {"fields": _fields(cls)})
 
 
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "no"
+def wire_row(name: str, cls: type[Compressor]) -> Row:
+    """Return the wire format of the default instance for a tensor of ``NUMEL`` elements."""
+    wire = cls().wire(NUMEL)
+    varies = any(field.varies != "no" for field in wire)
+    cells = {
+        f"tensors for {NUMEL:,} elements": ";\n".join(map(_tensor, wire)),
+        "bytes": f"{'≤ ' * varies}{sum(field.nbytes for field in wire):,}",
+    }
+    return Row(name, cls, cells)
+
+
+def _tensor(field: Field) -> str:
+    most = {"no": "", "step": "by step ≤ ", "worker": "≤ "}[field.varies]
+    text = f"{field.name}: {most}{field.length:,} {str(field.dtype).removeprefix('torch.')}"
+    return f"{text} ({field.note})" if field.note else text
 
 
 def _short(number: float) -> str:
@@ -190,20 +216,22 @@ def _range(entry: Range | Choice) -> str:
 
 
 def _fields(cls: type[Any]) -> str:
-    return ",\n".join(map(_field, dataclasses.fields(cls)))
+    required = required_fields(cls)
+    return ",\n".join(
+        field.name if field.name in required else f"{field.name} = {field.default!r}"
+        for field in dataclasses.fields(cls)
+    )
 
 
-def _field(field: dataclasses.Field[Any]) -> str:
-    missing = field.default is dataclasses.MISSING
-    return field.name if missing else f"{field.name} = {field.default!r}"
+def _rows(row: Callable[[str, Any], Row], classes: Mapping[str, type]) -> list[Row]:
+    return [row(*item) for item in sorted(classes.items())]
 
 
 FAMILIES: dict[str, Callable[[], list[Row]]] = {
-    "compressors": lambda: [compressor_row(*item) for item in sorted(COMPRESSORS.items())],
-    "memories": lambda: [memory_row(*item) for item in sorted(MEMORIES.items())],
-    "schemes": lambda: [scheme_row(*item) for item in sorted(SCHEMES.items())],
-    "controllers": lambda: [
-        controller_row(*item) for item in sorted(concrete(vars(controllers), Controller).items())
-    ],
+    "compressors": lambda: _rows(compressor_row, COMPRESSORS),
+    "memories": lambda: _rows(memory_row, MEMORIES),
+    "schemes": lambda: _rows(scheme_row, SCHEMES),
+    "controllers": lambda: _rows(controller_row, subclasses(vars(controllers), Controller)),
+    "wire": lambda: _rows(wire_row, COMPRESSORS),
 }
-"""Family -> how to find its rows. Those of compressors are measured, which takes seconds."""
+"""Family -> function that returns its rows; some bits of compressors are measured, for seconds."""

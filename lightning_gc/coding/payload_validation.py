@@ -1,4 +1,4 @@
-"""What a decoder asks of bytes that have arrived, before it uses them.
+"""Validate received payloads before they are used: lengths, positions, codes.
 
 On the host a check looks at the numbers and raises. On an accelerator looking would make the host
 wait; there, what is out of range is moved into it and its values become NaN, which reach the result
@@ -9,22 +9,19 @@ arise in honest training too, and have the same effect.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.coding.wire import Wire
 from lightning_gc.flow import Payload
-
-if TYPE_CHECKING:
-    from lightning_gc.compressors.base import Compressor
 
 _NAN = float("nan")
 
 
 @contextlib.contextmanager
-def naming(compressor: Compressor, bucket: Bucket, sender: int | None) -> Iterator[None]:
+def naming(compressor: object, bucket: Bucket, sender: int | None) -> Iterator[None]:
     """Make a ValueError of a decoder say whose payload it is. Not to be held over a ``yield``.
 
     Args:
@@ -46,17 +43,41 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def lengths(payload: Payload, *expected: int) -> None:
+def fields(payload: Payload, wire: Wire) -> None:
+    """Refuse a payload whose tensors are not flat, or have lengths that its format does not allow.
+
+    Raises:
+        ValueError: naming what was found and what was expected.
+    """
+    if len(payload) == len(wire):
+        for tensor, field in zip(payload, wire, strict=True):
+            found, fixed = tensor.numel(), field.varies == "no"
+            if tensor.dim() != 1 or found > field.length or (fixed and found != field.length):
+                break
+        else:
+            return
+    expected = (
+        f"{'' if field.varies == 'no' else 'at most '}{field.length:,} {field.name}"
+        for field in wire
+    )
+    raise ValueError(_wrong_lengths(payload, f"({', '.join(expected)})"))
+
+
+def lengths(payload: Sequence[Tensor], *expected: int) -> None:
     """Refuse tensors that are not flat or have other lengths than ``expected``.
 
-    Torch would take one element for as many as are needed.
+    For lengths that depend on one another. Torch would take one element for as many as are needed.
     """
+    if tuple(tuple(tensor.shape) for tensor in payload) != tuple((n,) for n in expected):
+        raise ValueError(_wrong_lengths(payload, str(expected)))
+
+
+def _wrong_lengths(payload: Sequence[Tensor], expected: str) -> str:
     found = tuple(tuple(tensor.shape) for tensor in payload)
-    if found != tuple((length,) for length in expected):
-        raise ValueError(
-            f"The payload's tensors have shapes {found}, where their lengths should be {expected}; "
-            f"its sender has another configuration or another model."
-        )
+    return (
+        f"The payload's tensors have shapes {found}, where their lengths should be {expected}; its "
+        f"sender has another configuration or another model."
+    )
 
 
 def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,17 @@
-"""The methods, one file each. A new one is a new file and one import line."""
+"""Compressors: the compression methods, one file each. A new one needs one import line here."""
 
-from lightning_gc.compressors.base import AbsoluteError as AbsoluteError
 from lightning_gc.compressors.base import Codec as Codec
+from lightning_gc.compressors.base import Collective as Collective
 from lightning_gc.compressors.base import Compressor as Compressor
-from lightning_gc.compressors.base import Contraction as Contraction
-from lightning_gc.compressors.base import Knob as Knob
-from lightning_gc.compressors.base import Multiple as Multiple
-from lightning_gc.compressors.base import Unbounded as Unbounded
-from lightning_gc.compressors.base import Variance as Variance
+from lightning_gc.compressors.bounds import AbsoluteError as AbsoluteError
+from lightning_gc.compressors.bounds import Contraction as Contraction
+from lightning_gc.compressors.bounds import Multiple as Multiple
+from lightning_gc.compressors.bounds import Unbounded as Unbounded
+from lightning_gc.compressors.bounds import Variance as Variance
 from lightning_gc.compressors.identity import Identity as Identity
 from lightning_gc.compressors.low_rank.atomo_svd import AtomoSVD as AtomoSVD
-from lightning_gc.compressors.low_rank.factorisation import LowRank as LowRank
 from lightning_gc.compressors.low_rank.gradzip import GradZip as GradZip
 from lightning_gc.compressors.low_rank.powersgd import PowerSGD as PowerSGD
-from lightning_gc.compressors.quantisers.blockwise_8bit import ByteCodes as ByteCodes
 from lightning_gc.compressors.quantisers.cast import Cast as Cast
 from lightning_gc.compressors.quantisers.ecqsgd import ECQSGD as ECQSGD
 from lightning_gc.compressors.quantisers.float8 import Float8 as Float8
@@ -38,14 +36,17 @@ from lightning_gc.compressors.sparsifiers.random_mask import RandomMask as Rando
 from lightning_gc.compressors.sparsifiers.randomk import RandomK as RandomK
 from lightning_gc.compressors.sparsifiers.redsync import RedSync as RedSync
 from lightning_gc.compressors.sparsifiers.sidco import SIDCo as SIDCo
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec as SparseCodec
 from lightning_gc.compressors.sparsifiers.strom_threshold import StromThreshold as StromThreshold
-from lightning_gc.compressors.sparsifiers.threshold_estimator import Estimating as Estimating
 from lightning_gc.compressors.sparsifiers.topk import TopK as TopK
 from lightning_gc.compressors.sparsifiers.unbiased_randomk import UnbiasedRandomK as UnbiasedRandomK
 from lightning_gc.compressors.sparsifiers.variance_sparsifier import (
     VarianceSparsifier as VarianceSparsifier,
 )
+from lightning_gc.compressors.traits import Knob as Knob
+from lightning_gc.compressors.traits import Traits as Traits
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter as PerParameter
+from lightning_gc.compressors.wrappers.preset import Preset as Preset
 from lightning_gc.compressors.wrappers.quantised import Quantised as Quantised
 from lightning_gc.compressors.wrappers.size_switch import SizeSwitch as SizeSwitch
 from lightning_gc.compressors.wrappers.wrapper import Wrapper as Wrapper
@@ -54,7 +55,7 @@ from lightning_gc.registry import export as _export
 from lightning_gc.search_space import Choice as Choice
 from lightning_gc.search_space import Range as Range
 
-COMPRESSORS = _concrete(globals(), Compressor, Wrapper)
+COMPRESSORS = _concrete(globals(), Compressor)
 """``{name: class}`` of all compressors that have a name; wrappers need an inner one."""
 
 _export(globals(), "COMPRESSORS")

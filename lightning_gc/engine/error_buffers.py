@@ -1,4 +1,4 @@
-"""Flat buffers laid out like DDP's buckets, addressed by parameter name."""
+"""Error buffers: flat tensors laid out like DDP's buckets, addressed by parameter name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 
 
-class Store:
+class ErrorBuffers:
     """Keeps a memory's buffers: one flat tensor per bucket and buffer, with named views into it.
 
-    DDP lays its buckets out anew after the first step. The store notices, copies what it has into
-    the new layout by name, and loses nothing.
+    DDP lays its buckets out anew after the first step. What is kept is then copied into the new
+    layout by name.
 
     Args:
         buffers: names of the buffers to keep for every parameter.
@@ -30,10 +30,6 @@ class Store:
         if bucket.names not in self._flat:
             self._lay_out(bucket)
         return self._flat[bucket.names]
-
-    def layouts(self) -> dict[tuple[str, ...], dict[str, Tensor]]:
-        """Return all flat buffers, by layout."""
-        return self._flat
 
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace everything by copies of ``named``; buffers that are not kept are left out."""

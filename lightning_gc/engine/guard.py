@@ -1,4 +1,4 @@
-"""What keeps a bad or an absent gradient from harming the error state."""
+"""Guard: keep non-finite and unused gradients out of the error state, on all workers alike."""
 
 from __future__ import annotations
 

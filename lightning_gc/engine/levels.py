@@ -1,13 +1,50 @@
-"""Levels that somebody else has chosen, made sense of."""
+"""Resolve, validate and obey the levels that a controller or a user asks for."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
-from lightning_gc.compressors.base import Compressor
+from lightning_gc.compressors.base import Codec, Compressor
+from lightning_gc.compressors.wrappers.per_parameter import PerParameter
 
 
-def clamped(compressor: Compressor, level: float | None, whose: str) -> float | None:
+class Levels:
+    """The compressor at the level in force, whatever wrappers are around it.
+
+    Attributes:
+        compressor: the compressor to run, at the common level and with the levels by name.
+        uncompressed: all parameters are sent dense, so that the compressor is not run.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = self._common_compressor = compressor
+        self.uncompressed = False
+        self._common = compressor.level
+        self._by_name: dict[str, float | None] = {}
+
+    def set(self, level: float | None, levels: Mapping[str, float | None] | None = None) -> None:
+        """Change the levels; see ``Engine.set_levels``."""
+        compressor = self._common_compressor
+        by_name = {name: _clamped(compressor, v, name) for name, v in (levels or {}).items()}
+        level = _clamped(compressor, level, "all parameters")
+        if level is not None:
+            compressor = compressor.at(level)
+        # Elementwise codecs are given whole buckets, but do the same to each parameter by itself.
+        each = PerParameter(compressor) if isinstance(compressor, Codec) else compressor
+        divisible = each if compressor.traits.elementwise else compressor
+        self.compressor = (
+            divisible.with_levels(by_name, dense=level is None) if by_name else compressor
+        )
+        self._common_compressor, self._common, self._by_name = compressor, level, by_name
+        self.uncompressed = level is None and not by_name
+
+    def of(self, name: str) -> float | None:
+        """Return the level of a parameter; None: sent uncompressed, or no knob."""
+        return self._by_name.get(name, self._common)
+
+
+def _clamped(compressor: Compressor, level: float | None, whose: str) -> float | None:
     """Return the value of the knob's range nearest to ``level``; None stays None.
 
     Raises:
@@ -29,6 +66,6 @@ def clamped(compressor: Compressor, level: float | None, whose: str) -> float | 
         warnings.warn(
             f"Level {level!r} for {whose} is outside {knob.field}'s {knob.low:g}..{knob.high:g} "
             f"and has been set to {nearest!r}.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return nearest

@@ -1,19 +1,39 @@
-"""What a memory is: the rule by which what was not sent comes back."""
+"""Memory: the rule by which what was not sent comes back, written as a flow around the exchange."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Generator, Mapping
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.flow import Flow, Reply, Request
 from lightning_gc.search_space import Choice, Range
 
 
+class GradientExchange(Protocol):
+    """Compresses and exchanges one buffer. A memory calls it once per round."""
+
+    def __call__(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
+        """Compress ``buffer``, leave the error in it, and return the mean over workers.
+
+        Args:
+            buffer: ``(numel,)``, changed in place.
+
+        Returns:
+            ``(numel,)``, in true units; not to be changed. It overwrites ``bucket.grad``, if that
+            is precise enough. A simulated worker beside the first has it only if the memory
+            declares buffers as ``common``.
+        """
+
+    def dense(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
+        """Exchange ``buffer`` uncompressed, leave zeros in it, and return the mean over workers."""
+
+
 class Memory(abc.ABC):
-    """Decides what is compressed, given the gradient and what was left behind before.
+    """Decides what is compressed, given the gradient and what was not sent before.
 
     Subclasses are frozen dataclasses and hold configuration only. Their state is a few flat
     buffers, one element per gradient element, float32 or wider, zero at first, kept by the engine
@@ -23,12 +43,12 @@ class Memory(abc.ABC):
 
     1. Nothing is lost, where ``conserves``: over any number of steps, the means that were applied
        and the mean over workers of the errors add up to the mean of the gradients.
-    2. The gradient is not changed by ``compensate`` unless it is returned itself.
+    2. The gradient is not changed by ``flow``, but by the exchange.
     3. Zero gradients and a zero state give a zero buffer.
 
     Attributes:
-        buffers: names of the flat buffers; the first one is what ``compensate`` returns, and
-            what is left in it after the flow is the new error. Empty: nothing is remembered.
+        buffers: names of the flat buffers. The first one holds the error: it is what ``flow``
+            exchanges. Empty: nothing is kept, and the gradient itself is exchanged.
         conserves: law 1 holds.
         feeds_back: what a step has left enters the next one, so the compressor must say by its
             result how much it has sent.
@@ -37,57 +57,45 @@ class Memory(abc.ABC):
         lr_aware: buffers are kept in units of the update, learning rate times gradient: the
             engine multiplies them by γ_{t−1}/γ_t when a parameter's learning rate changes.
         common: those of ``buffers`` that hold the same on all workers, made of the mean.
-        looks_back: ``remember`` wants to be called when a round is over.
-        compares: it wants to know what was in the first buffer before the flow: a copy is kept.
         space: what is worth tuning, and in which range.
         reads_weights: ``bucket.weights`` is wanted.
-        ahead: the share of its own error by which a worker moves its weights, for the time of its
-            forward and backward pass.
+        lookahead: the share of its own error by which a worker moves its weights, for the time of
+            its forward and backward pass.
     """
 
     buffers: tuple[str, ...] = ()
-    conserves: bool = True
     feeds_back: bool = True
     corrects_momentum: bool = False
     lr_aware: bool = False
     common: tuple[str, ...] = ()
-    looks_back: bool = False
-    compares: bool = False
     space: tuple[Range | Choice, ...] = ()
-    reads_weights: bool = False
-    ahead: float = 0.0
+
+    @property
+    def conserves(self) -> bool:
+        """Whether law 1 holds."""
+        return True
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether ``bucket.weights`` is wanted."""
+        return False
+
+    @property
+    def lookahead(self) -> float:
+        """Share of its error by which a worker moves its weights."""
+        return 0.0
 
     @abc.abstractmethod
-    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the flat buffer to compress, ``(numel,)``; it may be changed in place by the flow.
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        """Add what was kept to the gradient, exchange the sum, and keep what is left of it.
+
+        Error feedback is ``yield from exchange(state["error"].add_(bucket.grad))``.
 
         Args:
             bucket: the local gradient, in true (unscaled) units.
             state: ``{buffer name: flat tensor}``, to be updated in place.
+            exchange: to be called once.
         """
-
-    def remember(
-        self, bucket: Bucket, state: Mapping[str, Tensor], before: Tensor, mean: Tensor
-    ) -> None:
-        """Learn from a round that is over, if ``looks_back``.
-
-        Args:
-            bucket: as for ``compensate``; its ``grad`` may have been overwritten.
-            state: to be updated in place; the first buffer holds the new error.
-            before: what that buffer held before the flow, ``(numel,)``, if ``compares``; else
-                that buffer.
-            mean: what all workers apply, ``(numel,)``, in true units; simulated workers have it
-                where a buffer is ``common``.
-        """
-        raise NotImplementedError(f"{self!r} looks back, but has not said what it remembers.")
-
-    def averages(self, step: int) -> bool:
-        """Return whether errors are replaced by their mean over workers before this round."""
-        return False
-
-    def flushes(self, step: int) -> bool:
-        """Return whether this round sends everything uncompressed, errors included."""
-        return False
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         """Refuse what an optimizer must not do beside this memory, at fit start.

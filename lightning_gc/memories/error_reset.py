@@ -1,4 +1,4 @@
-"""Error feedback that is emptied every so often."""
+"""ErrorReset: error feedback that sends the whole error every so many steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.memories.base import Memory
+from lightning_gc.flow import Flow
+from lightning_gc.memories.base import GradientExchange, Memory
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class ErrorReset(Memory):
 
     Example:
         >>> from lightning_gc import ErrorReset
-        >>> ErrorReset(every=100).flushes(99), ErrorReset(every=100).flushes(100)
-        (True, False)
+        >>> ErrorReset(every=100)
+        ErrorReset(every=100)
 
     Reference:
         Xie et al., "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020. There a
@@ -48,13 +49,11 @@ class ErrorReset(Memory):
                 f"ErrorReset(every={self.every!r}): give a whole number of steps, at least 1."
             )
 
-    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the error with the gradient added, in the error's own storage."""
-        return state["error"].add_(bucket.grad)
-
-    def flushes(self, step: int) -> bool:
-        """Return whether errors are sent whole in this step."""
-        return (step + 1) % self.every == 0
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        """Add the gradient to the error; send that compressed, or whole."""
+        due = (bucket.step + 1) % self.every == 0
+        buffer = state["error"].add_(bucket.grad)
+        yield from exchange.dense(buffer) if due else exchange(buffer)
 
     @classmethod
     def examples(cls) -> tuple[ErrorReset, ...]:

@@ -1,4 +1,4 @@
-"""Momentum of what all workers have applied, added before compression."""
+"""GlobalMomentum: error feedback with momentum of the common update, added before compression."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.memories.base import Memory, refuse_momentum
+from lightning_gc.flow import Flow
+from lightning_gc.memories.base import GradientExchange, Memory, refuse_momentum
 from lightning_gc.search_space import Range
 
 
@@ -46,7 +47,6 @@ class GlobalMomentum(Memory):
     space = (Range("momentum", 0.1, 0.9),)
     common = ("applied",)
     conserves = False
-    looks_back = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -54,14 +54,11 @@ class GlobalMomentum(Memory):
                 f"GlobalMomentum(momentum={self.momentum!r}): it must be in [0, 1); use 0.9."
             )
 
-    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
-        """Return error, gradient and momentum, in the error's own storage."""
-        return state["error"].add_(bucket.grad).add_(state["applied"], alpha=self.momentum)
-
-    def remember(
-        self, bucket: Bucket, state: Mapping[str, Tensor], before: Tensor, mean: Tensor
-    ) -> None:
-        """Keep the mean; what is not finite would stay for ever."""
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        """Exchange error, gradient and momentum; keep the mean."""
+        buffer = state["error"].add_(bucket.grad).add_(state["applied"], alpha=self.momentum)
+        mean = yield from exchange(buffer)
+        # What is not finite would stay so.
         state["applied"].copy_(mean).nan_to_num_(0.0, 0.0, 0.0)
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:

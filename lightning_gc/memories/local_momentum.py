@@ -1,4 +1,4 @@
-"""Compress the momentum instead of the gradient."""
+"""LocalMomentum: compress each worker's moving average of gradients, without error feedback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.memories.base import Memory, refuse_momentum
+from lightning_gc.flow import Flow
+from lightning_gc.memories.base import GradientExchange, Memory, refuse_momentum
 from lightning_gc.search_space import Range
 
 
@@ -51,11 +52,11 @@ class LocalMomentum(Memory):
                 f"LocalMomentum(momentum={self.momentum!r}): it must be in [0, 1); use 0.9."
             )
 
-    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
-        """Return a copy of the average with the gradient in it."""
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        """Exchange a copy of the average with the gradient in it."""
         average = state["momentum"]
         average.mul_(self.momentum).add_(bucket.grad, alpha=1 - self.momentum)
-        return state["error"].copy_(average)
+        yield from exchange(state["error"].copy_(average))
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         """Refuse momentum."""

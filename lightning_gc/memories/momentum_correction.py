@@ -1,4 +1,4 @@
-"""Momentum that is built up before compression: DGC's memory."""
+"""MomentumCorrection: momentum accumulated before compression, with factor masking (DGC)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.memories.base import Memory, refuse_momentum
+from lightning_gc.flow import Flow
+from lightning_gc.memories.base import GradientExchange, Memory, refuse_momentum
 from lightning_gc.search_space import Range
 
 
@@ -62,8 +63,6 @@ class MomentumCorrection(Memory):
     space = (Range("momentum", 0.1, 0.9),)
     conserves = False
     corrects_momentum = True
-    looks_back = True
-    compares = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -78,10 +77,14 @@ class MomentumCorrection(Memory):
             raise ValueError(
                 f"MomentumCorrection(weight_decay={self.weight_decay!r}): use 0 for none, or 1e-4."
             )
-        object.__setattr__(self, "reads_weights", self.weight_decay > 0)
 
-    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the accumulated velocity, in its own storage."""
+    @property
+    def reads_weights(self) -> bool:
+        """For weight decay."""
+        return self.weight_decay > 0
+
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        """Exchange the accumulated velocity; then mask what was sent of it."""
         velocity, total = state["momentum"], state["error"]
         gradient = self._gradient(bucket, velocity)
         if self.nesterov:
@@ -89,7 +92,13 @@ class MomentumCorrection(Memory):
             total.add_(gradient)
         else:
             velocity.mul_(self.momentum).add_(gradient)
-        return total.add_(velocity)
+        before = total.add_(velocity).clone()
+        yield from exchange(total)
+        # The velocity of what was sent is forgotten, where something else of the parameter waits.
+        sent = before != total
+        for _, start, stop in bucket.spans():
+            part = slice(start, stop)
+            velocity[part].masked_fill_(sent[part] & total[part].any(), 0)
 
     def _gradient(self, bucket: Bucket, like: Tensor) -> Tensor:
         """Return the gradient, clipped, with weight decay."""
@@ -109,20 +118,10 @@ class MomentumCorrection(Memory):
     def _weight(self, bucket: Bucket, name: str) -> Tensor:
         if name not in bucket.weights:
             raise ValueError(
-                f"{self!r} adds weight decay, but nobody has said what {name} is: set "
-                f"engine.weights, as strategies do."
+                f"{self!r} adds weight decay, but the value of {name} is not known: give "
+                f"Engine.flow(weights=...), as strategies do."
             )
         return bucket.weights[name]
-
-    def remember(
-        self, bucket: Bucket, state: Mapping[str, Tensor], before: Tensor, mean: Tensor
-    ) -> None:
-        """Forget the velocity of what was sent, where something else of the parameter waits."""
-        sent = before != state["error"]
-        for _, start, stop in bucket.spans():
-            part = slice(start, stop)
-            masked = sent[part] & state["error"][part].any()
-            state["momentum"][part].masked_fill_(masked, 0)
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         """Refuse momentum, and weight decay, which must come before the velocity."""

@@ -1,4 +1,4 @@
-"""Forget what was not sent."""
+"""NoMemory: compress the gradient itself and drop what was not sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.memories.base import Memory
+from lightning_gc.flow import Flow
+from lightning_gc.memories.base import GradientExchange, Memory
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,6 @@ class NoMemory(Memory):
     conserves = False
     feeds_back = False
 
-    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the gradient itself."""
-        return bucket.grad
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        """Exchange the gradient itself."""
+        yield from exchange(bucket.grad)

@@ -1,4 +1,4 @@
-"""Error feedback: send tomorrow what could not be sent today."""
+"""Residual: error feedback; what was not sent is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.memories.base import Memory
+from lightning_gc.flow import Flow
+from lightning_gc.memories.base import GradientExchange, Memory
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,18 @@ class Residual(Memory):
                 f"Residual(gain={self.gain!r}): the weight of the new gradient must be above 0; "
                 f"use 1.0."
             )
-        plain = self.decay == 1 and self.gain == 1
-        object.__setattr__(self, "conserves", plain and not self.lr_aware)
 
-    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the error with the gradient added, in the error's own storage."""
+    @property
+    def conserves(self) -> bool:
+        """Unless something is weighed or rescaled."""
+        return self.decay == 1 and self.gain == 1 and not self.lr_aware
+
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        """Exchange the error with the gradient added, in the error's own storage."""
         error = state["error"]
         if self.decay != 1:
             error.mul_(self.decay)
-        return error.add_(bucket.grad, alpha=self.gain)
+        yield from exchange(error.add_(bucket.grad, alpha=self.gain))
 
     @classmethod
     def examples(cls) -> tuple[Residual, ...]:

@@ -1,4 +1,4 @@
-"""Error feedback whose gradient is taken where the model will be."""
+"""StepAhead: error feedback with the gradient taken at the weights that the error leads to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.memories.base import Memory
+from lightning_gc.flow import Flow, Mean
+from lightning_gc.memories.base import GradientExchange, Memory
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,19 @@ class StepAhead(Memory):
                 f"StepAhead(average_every={self.average_every!r}): give a whole number of steps, "
                 f"or 0 for never."
             )
-        object.__setattr__(self, "ahead", self.alpha)
 
-    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the error with the gradient added, in the error's own storage."""
-        return state["error"].add_(bucket.grad)
+    @property
+    def lookahead(self) -> float:
+        """α."""
+        return self.alpha
 
-    def averages(self, step: int) -> bool:
-        """Return whether errors are averaged before this step."""
-        return bool(self.average_every) and step > 0 and step % self.average_every == 0
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        """Average errors where that is due; then as ``Residual``."""
+        error = state["error"]
+        if self.average_every and bucket.step > 0 and bucket.step % self.average_every == 0:
+            (average,) = yield Mean((error.clone(),))
+            error.copy_(average)
+        yield from exchange(error.add_(bucket.grad))
 
     @classmethod
     def examples(cls) -> tuple[StepAhead, ...]:

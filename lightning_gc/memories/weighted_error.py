@@ -1,4 +1,4 @@
-"""Error feedback for unbiased quantisers: a little of all errors so far."""
+"""WeightedError: add a share of all past quantisation errors to the gradient (ECQ-SGD)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.memories.base import Memory
+from lightning_gc.flow import Flow
+from lightning_gc.memories.base import GradientExchange, Memory
 from lightning_gc.search_space import Range
 
 
@@ -52,16 +53,20 @@ class WeightedError(Memory):
             raise ValueError(
                 f"{self!r}: alpha must be in (0, 1] and beta in [0, 1]; use 0.2 and 0.9."
             )
-        object.__setattr__(self, "conserves", self.alpha == self.beta == 1)
 
-    def compensate(self, bucket: Bucket, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the gradient with a share of the history added.
+    @property
+    def conserves(self) -> bool:
+        """With α = β = 1, which is ``Residual``."""
+        return self.alpha == self.beta == 1
+
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        """Exchange the gradient with a share of the history added.
 
         What the compressor has left is ``g + α·h − q``, so ``g − q`` is that without ``α·h``.
         """
         error, history = state["error"], state["history"]
         history.mul_(self.beta - self.alpha).add_(error)
-        return error.copy_(bucket.grad).add_(history, alpha=self.alpha)
+        yield from exchange(error.copy_(bucket.grad).add_(history, alpha=self.alpha))
 
     @classmethod
     def examples(cls) -> tuple[WeightedError, ...]:

@@ -1,4 +1,4 @@
-"""What was saved and what it cost, for any Lightning logger."""
+"""Monitor: Lightning callback that logs bytes, ratios, levels, errors and seconds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from lightning_gc.controllers import Decision
 from lightning_gc.engine import Engine
 from lightning_gc.monitor.decisions import as_markdown, decision_figures, level_figures
 from lightning_gc.monitor.totals import Sums, Totals, ratio
-from lightning_gc.transports.accounting import Recording
-from lightning_gc.transports.simulated_accounting import Page
+from lightning_gc.transports.accounting import Recorder
 
 _log = logging.getLogger(__name__)
 PREFIX = "compression/"
@@ -72,7 +71,7 @@ class Monitor:
         engine, first = engines[0], self._sums[0]
         # Lightning hands a checkpoint's totals out before it is known how many workers there are.
         self._sums += [Sums(replace(first.total)) for _ in engines[len(self._sums) :]]
-        trainer.strategy.kept["monitor"] = self._sums
+        trainer.strategy.local_workers.kept["monitor"] = self._sums
         if not trainer.loggers:
             warnings.warn(
                 "CompressionMonitor has no logger to write to; its totals are in "
@@ -102,7 +101,8 @@ class Monitor:
         """Count from here; what a checkpoint holds has been restored by now."""
         engines, recordings = parts(trainer)
         self._rounds = engines[0].step
-        self._decision = trainer.strategy.turn.decision if trainer.strategy.turn else None
+        control = trainer.strategy.control_loop
+        self._decision = None if control is None else control.decision
         for sums, engine, recording in zip(self._sums, engines, recordings, strict=True):
             sums.begin(engine, recording)
 
@@ -114,7 +114,7 @@ class Monitor:
         self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
         logs = bool(trainer.loggers) and (self._index + 1) % trainer.log_every_n_steps == 0
         for engine, recording in zip(*parts(trainer), strict=True):
-            engine.observe = recording.timing = logs
+            engine.statistics.norms_wanted = recording.timing = logs
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -126,7 +126,7 @@ class Monitor:
         self._rounds = engine.step
         step, *_ = [sums.take() for sums in self._sums]  # worker 0's is shown
         self._write_decision(trainer)
-        if engine.observe and self._index != self._logged:
+        if engine.statistics.norms_wanted and self._index != self._logged:
             self._logged = self._index
             figures = step.averages(engine.workers, trainer.strategy.network)
             figures |= self._levels(trainer)
@@ -142,9 +142,10 @@ class Monitor:
         figures = {EPOCH + name: value for name, value in averages.items()}
         figures |= {EPOCH + name: value for name, value in self._levels(trainer).items()}
         figures |= grand_totals(Totals(*total))
-        observers = [e.observer for e in engines if e.observer is not None and e.observer.errors]
-        if observers:
-            own = torch.tensor([observer.total_error for observer in observers]).mean()
+        collected = [e.statistics.epoch for e in engines]
+        watched = [epoch for epoch in collected if epoch is not None and epoch.errors]
+        if watched:
+            own = torch.tensor([epoch.total_error for epoch in watched]).mean()
             figures[PREFIX + "total_error"] = float(self._mean(trainer, own))
         self._write(trainer, figures, self._index)
         trainer.callback_metrics.update(
@@ -167,22 +168,22 @@ class Monitor:
 
     def _levels(self, trainer: Any) -> dict[str, float]:
         engine, strategy = trainer.strategy.engine, trainer.strategy
-        if strategy.turn is not None:
+        if strategy.control_loop is not None:
             return level_figures(strategy.levels())
         return {} if engine.compressor.level is None else {"level": engine.compressor.level}
 
     def _write_decision(self, trainer: Any) -> None:
         """Log a new decision: its figures for all loggers, reason and levels for TensorBoard."""
-        turn = trainer.strategy.turn
-        if turn is None or turn.decision is self._decision:
+        control = trainer.strategy.control_loop
+        if control is None or control.decision is self._decision:
             return
-        self._decision = turn.decision
-        figures = {PREFIX + n: v for n, v in decision_figures(turn.decision).items()}
+        self._decision = control.decision
+        figures = {PREFIX + n: v for n, v in decision_figures(control.decision).items()}
         if figures:
             self._write(trainer, figures, self._index)
-        if trainer.is_global_zero and turn.ended:  # 80 tables of a run are no reading
-            _log.info("Epoch %d: %s", trainer.current_epoch, turn.decision.reason)
-            text = as_markdown(turn.decision, trainer.strategy.levels())
+        if trainer.is_global_zero and control.ended:  # 80 tables of a run are no reading
+            _log.info("Epoch %d: %s", trainer.current_epoch, control.decision.reason)
+            text = as_markdown(control.decision, trainer.strategy.levels())
             for logger in trainer.loggers:
                 experiment = getattr(logger, "experiment", None)
                 if experiment is not None and hasattr(experiment, "add_text"):
@@ -209,7 +210,7 @@ def grand_totals(total: Totals) -> dict[str, float]:
     }
 
 
-def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recording | Page]]:
+def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
     """Return the engines and the accounts of the workers in this process.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How a controller's decisions look in a log."""
+"""Render a controller's decisions for loggers: figures, and a Markdown table of levels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums over steps of what one worker saved and spent."""
+"""Totals over steps: bytes, elements, seconds and errors of one worker."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 
 from lightning_gc.engine import Engine
 from lightning_gc.network_model import NetworkModel
-from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.accounting import Recorder
 from lightning_gc.transports.base import all_reduce_bytes
-from lightning_gc.transports.simulated_accounting import Page
 from lightning_gc.transports.timer import COMMUNICATE, COMPRESS, COMPUTE, DECODE
 
 
@@ -84,16 +83,16 @@ class Sums:
         self.total = total or Totals()
         self.epoch = Totals()
 
-    def begin(self, engine: Engine, recording: Recording | Page) -> None:
+    def begin(self, engine: Engine, recording: Recorder) -> None:
         """Count from here."""
         self._engine, self._recording = engine, recording
-        self._tally = replace(engine.tally)
+        self._tally = replace(engine.statistics.tally)
         recording.take()
 
     def take(self) -> Totals:
         """Add the step that has just been done, and return it alone."""
         engine, account = self._engine, self._recording.take()
-        now, before = engine.tally, self._tally
+        now, before = engine.statistics.tally, self._tally
         step = Totals(
             steps=1,
             wire_bytes=account.wire_bytes,
@@ -108,8 +107,9 @@ class Sums:
             step.timed_steps = 1
             for phase, spent in account.seconds.items():
                 setattr(step, f"{phase}_seconds", spent)
-        if engine.observe and engine.norms:
-            norm, error = torch.tensor(engine.norms).double().norm(dim=0).tolist()
+        measured = engine.statistics.norms
+        if engine.statistics.norms_wanted and measured:
+            norm, error = torch.tensor(measured).double().norm(dim=0).tolist()
             step.observed_steps = 1
             step.error_norm = error
             step.relative_error = error / norm if norm else 0.0

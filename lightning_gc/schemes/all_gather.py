@@ -1,4 +1,4 @@
-"""Everybody gets everybody's payload."""
+"""AllGather: every worker receives all payloads and decodes their mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec
+from lightning_gc.coding import wire
+from lightning_gc.compressors.base import Codec, cached_wire
 from lightning_gc.flow import Flow, Gather
 from lightning_gc.schemes.base import Scheme, decode, encode
 
@@ -29,9 +30,9 @@ class AllGather(Scheme):
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Encode, gather, decode W payloads."""
         payload = encode(codec, buffer, bucket)
-        payloads = yield Gather(payload, codec.limits(buffer.numel()))
+        payloads = yield Gather(payload, wire.limits(cached_wire(codec, buffer.numel())))
         if not bucket.wanted:
             return
         out.zero_()
         for sender, arrived in enumerate(payloads):
-            decode(codec, arrived, out, 1 / bucket.workers, bucket, sender)
+            decode(codec, tuple(arrived), out, 1 / bucket.workers, bucket, sender)

@@ -1,4 +1,4 @@
-"""Average the payloads on the way."""
+"""AllReduce: average the payloads of a linear codec, then decode once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, dense
 from lightning_gc.flow import Flow, Mean
 from lightning_gc.schemes.base import Scheme, decode, encode
 
@@ -30,7 +30,10 @@ class AllReduce(Scheme):
     averages = True
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Encode, average, decode."""
+        """Encode, average, decode; in place where the payload is the gradient itself."""
+        if codec.traits.exact:
+            yield from dense(buffer, out)
+            return
         mean = yield Mean(encode(codec, buffer, bucket))
         out.zero_()
         decode(codec, tuple(mean), out, 1.0, bucket, None)

@@ -1,4 +1,4 @@
-"""What a scheme is: the rounds by which one-round codecs reach a common mean."""
+"""Scheme: the communication rounds by which one-round codecs reach a common mean."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import abc
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.coding.payload_validation import naming
-from lightning_gc.compressors.base import Codec, Compressor
+from lightning_gc.coding import payload_validation
+from lightning_gc.compressors.base import Codec, Collective, Compressor, cached_wire
 from lightning_gc.flow import Flow, Payload
 
 
@@ -23,13 +23,10 @@ class Scheme(abc.ABC):
     3. A codec that cannot work is refused at construction.
 
     Attributes:
-        averages: payloads are averaged before they are decoded, so the codec must be linear, or
-            average by itself.
-        splits: what a codec has selected is split by position, so it must be one that ``selects``.
+        averages: payloads are averaged before they are decoded, so the codec must be linear.
     """
 
     averages: bool = False
-    splits: bool = False
 
     @abc.abstractmethod
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
@@ -37,22 +34,15 @@ class Scheme(abc.ABC):
 
     def check(self, compressor: Compressor) -> None:
         """Raise ValueError if the compressor cannot be used with this scheme."""
-        if self.averages and not (compressor.linear or compressor.averages):
+        if isinstance(compressor.method, Collective):
+            raise ValueError(
+                f"{compressor!r} has communication rounds of its own, so it takes no scheme, but "
+                f"was given {self!r}; leave scheme out."
+            )
+        if self.averages and not compressor.traits.linear:
             raise ValueError(
                 f"{self!r} averages payloads, but those of {compressor!r} are not linear: their "
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
-            )
-        if compressor.averages and not self.averages:
-            raise ValueError(
-                f"{self!r} gathers payloads, but {compressor!r} reaches the mean by rounds of its "
-                f"own. Use AllReduce()."
-            )
-        if self.splits and not compressor.selects:
-            other = "AllReduce()" if compressor.linear else "TwoShot()"
-            raise ValueError(
-                f"{self!r} splits what has been selected by position, but {compressor!r} does not "
-                f"select elements and name their positions. Use {other}, or a compressor such as "
-                f"TopK(0.01)."
             )
 
 
@@ -68,5 +58,6 @@ def decode(
     codec: Codec, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None
 ) -> None:
     """Decode what worker ``sender`` sent, or the mean of all where None; an error says which."""
-    with naming(codec, bucket, sender):
-        codec.decode(tuple(payload), out, scale, bucket)
+    with payload_validation.naming(codec, bucket, sender):
+        payload_validation.fields(payload, cached_wire(codec, out.numel()))
+        codec.decode(payload, out, scale, bucket)

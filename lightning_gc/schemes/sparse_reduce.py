@@ -1,4 +1,4 @@
-"""Reduce what has been selected by ranges of positions, select again, all-gather."""
+"""SparseReduce: sparse reduce-scatter of selected elements by position, then all-gather."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding import elias_fano
 from lightning_gc.coding.payload_validation import naming
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Compressor
 from lightning_gc.compressors.sparsifiers import sparse_payload, topk_selection
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.flow import Exchange, Flow, Gather, Limits, Mean
 from lightning_gc.schemes.base import Scheme
 
@@ -68,12 +69,22 @@ class SparseReduce(Scheme):
         anew.
     """
 
-    splits = True
+    def check(self, compressor: Compressor) -> None:
+        """Refuse what does not send positions."""
+        super().check(compressor)
+        if not isinstance(compressor.method, SparseCodec):
+            other = "AllReduce()" if compressor.traits.linear else "TwoShot()"
+            raise ValueError(
+                f"{self!r} splits what has been selected by position, but {compressor!r} does not "
+                f"select elements and name their positions. Use {other}, or a compressor such as "
+                f"TopK(0.01)."
+            )
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Select, agree on ranges, exchange, average one, select in it, gather W, decode."""
         workers, numel = bucket.workers, buffer.numel()
         limits: Limits = (numel, elias_fano.most_bytes(numel))
+        assert isinstance(codec, SparseCodec)  # check() has seen to it
         chosen = codec.choose(buffer, bucket)  # (k_j,) int64, ascending
         (means,) = yield Mean((_proposal(chosen, workers, buffer),))
         cuts, most = _agreed(means.tolist(), numel)
@@ -90,7 +101,7 @@ class SparseReduce(Scheme):
         mean = torch.zeros_like(error)
         for sender, payload in enumerate(arrived):
             with naming(codec, bucket, sender):
-                sparse_payload.put(tuple(payload), mean, 1 / workers)
+                sparse_payload.add(tuple(payload), mean, 1 / workers)
         share = -(-sum(payload[0].numel() for payload in arrived) // workers)
         nonzero = topk_selection.reaching(mean, topk_selection.smallest(mean))
         survivors = topk_selection.best(mean, nonzero, min(share, most))

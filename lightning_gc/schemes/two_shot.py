@@ -1,4 +1,4 @@
-"""Reduce by shards: all-to-all, add in full precision, encode again, all-gather."""
+"""TwoShot: all-to-all of encoded shards, reduce in float32, encode again, all-gather."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec
+from lightning_gc.coding import wire
+from lightning_gc.compressors.base import Codec, cached_wire
 from lightning_gc.flow import Exchange, Flow, Gather
 from lightning_gc.schemes.base import Scheme, decode, encode
 
@@ -37,7 +38,7 @@ class TwoShot(Scheme):
         """Encode W shards, exchange, average one, encode it, gather W, decode."""
         workers, me = bucket.workers, bucket.worker
         size = -(-buffer.numel() // workers)  # the last shards may be shorter, or empty
-        limits = codec.limits(size)
+        limits = wire.limits(cached_wire(codec, size))
         parts = [bucket.shard(i, size) for i in range(workers)]
 
         payloads = []
@@ -49,7 +50,7 @@ class TwoShot(Scheme):
 
         mean = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
         for sender, payload in enumerate(arrived):
-            decode(codec, payload, mean, 1 / workers, parts[me], sender)
+            decode(codec, tuple(payload), mean, 1 / workers, parts[me], sender)
         payload = encode(codec, mean, parts[me].again())  # mean now holds the second error
         mine = buffer[me * size : (me + 1) * size]
         mine.add_(mean[: mine.numel()], alpha=workers)
@@ -62,7 +63,7 @@ class TwoShot(Scheme):
         out.zero_()
         for i, payload in enumerate(gathered):
             shard, whole = _shard(out, i, size)
-            decode(codec, payload, whole, 1.0, parts[i].again(), i)
+            decode(codec, tuple(payload), whole, 1.0, parts[i].again(), i)
             _put_back(whole, shard)
 
 

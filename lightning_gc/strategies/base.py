@@ -1,41 +1,40 @@
-"""What real and simulated DDP have in common: the configuration, the engines, the controller."""
+"""CompressedStrategy: what the Lightning strategies for real and simulated DDP have in common."""
 
 # No "from __future__ import annotations": see ddp.py, whose base this is.
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default, combine
-from lightning_gc.memories import MEMORIES, Memory
+from lightning_gc.memories import Memory
 from lightning_gc.network_model import NetworkModel
-from lightning_gc.registry import make
-from lightning_gc.schemes import SCHEMES, Scheme
+from lightning_gc.schemes import Scheme
 from lightning_gc.strategies.checkpoint.resuming import Resuming
-from lightning_gc.strategies.control_loop import Turn
-from lightning_gc.strategies.lookahead import Ahead
-from lightning_gc.strategies.single_trainer import Claimed
-from lightning_gc.strategies.validation import check_controller
-from lightning_gc.transports.accounting import Recording
-from lightning_gc.transports.simulated_accounting import Page
+from lightning_gc.strategies.lookahead import Lookahead
+from lightning_gc.strategies.single_trainer import SingleTrainer
+from lightning_gc.strategies.training_progress import moment_of
+from lightning_gc.synchronizer.validation import check_controller
+from lightning_gc.synchronizer import Workers, configure
+from lightning_gc.synchronizer.control_loop import ControlLoop, Peers
+from lightning_gc.synchronizer.workers import learning_rates_of
+from lightning_gc.transports.accounting import Recorder
 
 
-class Compressing(Resuming, Claimed):
-    """Holds configuration and state of the workers that live in this process.
+class CompressedStrategy(Resuming, SingleTrainer):
+    """Connects the workers of this process to Lightning's hooks. Nothing numerical.
 
     Attributes:
-        recordings: the byte and time accounts of these workers, while fitting.
-        names: parameter -> name, of all that are trained.
-        turn: the controller's, once fitting has started.
+        local_workers: engines, byte accounts and parameter names of the workers in this process.
+        control_loop: the controller's, once fitting has started.
         network: what estimates the seconds of communication, where they cannot be measured.
     """
 
-    recordings: Sequence[Recording | Page] = ()
     network: NetworkModel | None = None
-    _ahead: Ahead | None = None
+    _lookahead: Lookahead | None = None
 
     def _configure(
         self,
@@ -52,86 +51,76 @@ class Compressing(Resuming, Claimed):
         Raises:
             ValueError: a combination that cannot work, or an unknown name.
         """
-        if not isinstance(seed, int):
-            raise ValueError(f"{type(self).__name__}(seed={seed!r}): the seed is a whole number.")
-        compressor = make("compressor", compressor, COMPRESSORS, Compressor)
-        if memory is not None:
-            memory = make("memory", memory, MEMORIES, Memory)
-        if scheme is not None:
-            scheme = make("scheme", scheme, SCHEMES, Scheme)
-        self.compressor, self.memory, self.scheme = combine(by_default(compressor), memory, scheme)
+        owner = type(self).__name__
+        configuration = configure(owner, compressor, memory, scheme, seed)
+        self.compressor, self.memory = configuration.compressor, configuration.memory
+        self.scheme, self.seed = configuration.scheme, configuration.seed
         if controller is not None:
-            check_controller(controller, self.compressor, self.memory, type(self).__name__)
+            check_controller(controller, self.compressor, self.memory, owner)
         self.controller = controller
-        self.turn: Turn | None = None
-        self.seed = seed
-        self.names: dict[torch.Tensor, str] = {}
+        self.control_loop: ControlLoop | None = None
+        self.local_workers = Workers(configuration)
         self._keep_state(state, state_dtype)
 
     @property
-    def recording(self) -> Recording | Page | None:
+    def engines(self) -> Sequence[Engine]:
+        """One per worker of this process; none before fitting has started; kept between fits."""
+        return self.local_workers.engines
+
+    @property
+    def engine(self) -> Engine | None:
+        """The first worker's engine, once fitting has started."""
+        return self.engines[0] if self.engines else None
+
+    @property
+    def recordings(self) -> Sequence[Recorder]:
+        """The byte and time accounts of the workers in this process, while fitting."""
+        return self.local_workers.accounts
+
+    @property
+    def recording(self) -> Recorder | None:
         """The byte and time account of this process's first worker, while fitting."""
         return self.recordings[0] if self.recordings else None
 
+    @property
+    def names(self) -> Mapping[torch.Tensor, str]:
+        """Parameter -> name, of all that are trained."""
+        return self.local_workers.names
+
     def levels(self) -> dict[str, float | None]:
         """Return the present level of every parameter that is compressed, None where it is not."""
-        if self.engine is None:
-            return {}
-        engine = self.engine
-        return {
-            name: engine.level_of(name)
-            for param, name in self.names.items()
-            if engine.compressor.compresses(tuple(param.shape))
-        }
+        return self.local_workers.levels()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Give the controller its turn where an epoch begins, and within if it asks."""
+        """Let the controller decide where an epoch begins, and within if it asks."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
-        if self.turn is not None:
-            self.turn.take(self, self.lightning_module.trainer, batch_idx)  # type: ignore[attr-defined]
+        if self.control_loop is not None:
+            trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+            groups = [group for opt in self.optimizers for group in opt.param_groups]  # type: ignore[attr-defined]
+            rate = float(max(group["lr"] for group in groups))
+            moment = partial(moment_of, trainer, batch_idx)
+            self.control_loop.decide(int(trainer.current_epoch), rate, moment, self._peers())
 
-    def _name(self, module: torch.nn.Module) -> None:
-        """Note what is trained, and under which name its state is kept."""
-        trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
-        self.names = {param: tidy(name) for name, param in trained}
+    def _peers(self) -> Peers:
+        decides = self.global_rank == 0  # type: ignore[attr-defined]
+        mean = partial(self.reduce, reduce_op="mean")  # type: ignore[attr-defined]
+        return Peers(decides, self.root_device, mean)  # type: ignore[attr-defined]
 
-    def _start(self, recordings: Sequence[Recording | Page]) -> None:
-        """Make an engine for each account, or go on with those of an earlier fit."""
-        self.recordings = recordings
-        if not self.engines:
-            self.engines = [
-                Engine(
-                    self.compressor,
-                    self.memory,
-                    self.scheme,
-                    worker=recording.worker,
-                    workers=recording.workers,
-                    seed=self.seed,
-                )
-                for recording in recordings
-            ]
-        for engine in self.engines:
-            engine.revocable = self._scaler() is not None
-            if self.memory.reads_weights:
-                engine.weights = {name: param.detach() for param, name in self.names.items()}
-        self._set_ahead()
-        if self.controller is not None and self.turn is None:
-            shapes = {name: tuple(param.shape) for param, name in self.names.items()}
-            self.turn = Turn(self.controller, self.engines, shapes)
-            self.kept["turn"] = self.turn.watches
-        if self.turn is not None:
-            self.turn.attach(recordings)
+    def _started(self) -> None:
+        """Set up what depends on the engines, which have been made."""
+        self._set_lookahead()
+        if self.controller is not None and self.control_loop is None:
+            self.control_loop = ControlLoop(self.controller, self.local_workers)
+            self.local_workers.kept["turn"] = self.control_loop.statistics
+        if self.control_loop is not None:
+            self.control_loop.attach()
 
     def _prepare_round(self) -> None:
         """Tell the engines what gradients have been scaled by, and how far a step goes."""
         scaler = self._scaler()
-        rates = self._learning_rates() if self.engines[0].memory.lr_aware else None
-        for engine in self.engines:
-            if scaler is not None:
-                # The tensor, not get_scale(): reading a number would wait for the device.
-                engine.loss_scale = scaler._scale
-            if rates is not None:
-                engine.learning_rates = rates
+        rates = self._learning_rates() if self.memory.lr_aware else None
+        # The tensor, not get_scale(): reading a number would wait for the device.
+        self.local_workers.prepare_round(None if scaler is None else scaler._scale, rates)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, and refuse what they must not do beside this memory."""
@@ -141,31 +130,31 @@ class Compressing(Resuming, Claimed):
                 self.memory.check_optimizer(group)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass, a step ahead where the memory says so."""
-        if self._ahead is None:
+        """Run the forward pass, at weights moved ahead where the memory says so."""
+        if self._lookahead is None:
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
         engine = self._active_engine()
-        engine.settle()
-        self._ahead.go(engine.errors(), self._learning_rates())
+        engine.loss_scaling.settle()
+        self._lookahead.move(engine.errors(), self._learning_rates())
         try:
             output = super().training_step(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            self._ahead.back()
+            self._lookahead.put_back()
             raise
         if output is None:  # there will be no backward pass
-            self._ahead.back()
+            self._lookahead.put_back()
         return output
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Put the weights back where they belong."""
+        """Put weights that were moved ahead back."""
         super().post_backward(closure_loss)  # type: ignore[misc]
-        if self._ahead is not None:
-            self._ahead.back()
+        if self._lookahead is not None:
+            self._lookahead.put_back()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights, where they belong, whatever has been interrupted."""
-        if self._ahead is not None:
-            self._ahead.back()
+        """Return the weights, put back if they were moved ahead, whatever has been interrupted."""
+        if self._lookahead is not None:
+            self._lookahead.put_back()
         state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         return state
 
@@ -173,9 +162,10 @@ class Compressing(Resuming, Claimed):
         """Return the engine of the worker whose batch is being run."""
         return self.engines[0]
 
-    def _set_ahead(self) -> None:
-        self._ahead = Ahead(self.memory.ahead, self.names) if self.memory.ahead else None
-        if self._ahead and not self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
+    def _set_lookahead(self) -> None:
+        share = self.memory.lookahead
+        self._lookahead = Lookahead(share, self.names) if share else None
+        if self._lookahead and not self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
             raise ValueError(
                 f"{self.memory!r} moves the weights around each forward and backward pass, which "
                 f"only automatic optimization tells apart; use that, or memory=Residual()."
@@ -185,12 +175,4 @@ class Compressing(Resuming, Claimed):
         return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]
 
     def _learning_rates(self) -> dict[str, float]:
-        """Return the learning rate of every parameter that an optimizer steps, by name."""
-        groups = (g for opt in self.optimizers for g in opt.param_groups)  # type: ignore[attr-defined]
-        named = self.names
-        return {named[p]: float(g["lr"]) for g in groups for p in g["params"] if p in named}
-
-
-def tidy(name: str) -> str:
-    """Return a parameter's name without the marks of torch.compile, so that state outlives it."""
-    return name.replace("_orig_mod.", "")
+        return learning_rates_of(self.optimizers, self.names)  # type: ignore[attr-defined]

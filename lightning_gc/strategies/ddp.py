@@ -1,17 +1,14 @@
-"""Compression inside DDP's synchronisation. Knows Lightning's hooks, imports no Lightning.
+"""CompressedDDP: Lightning's DDPStrategy with compressed gradient exchange.
 
 ``pytorch_lightning`` and ``lightning`` are two packages with the same code and different classes.
 All logic is here, once; ``for_pytorch_lightning.py`` and ``for_lightning.py`` join it with the
 ``DDPStrategy`` of either.
 """
 
-# No "from __future__ import annotations": DDP inspects the signature of the hook.
-import hashlib
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,11 +17,9 @@ from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
-from lightning_gc.strategies.base import Compressing
-from lightning_gc.strategies.validation import check_agreement, refuse_sparse_gradients
-from lightning_gc.transports.accounting import Recording
-from lightning_gc.transports.background import Background
-from lightning_gc.transports.distributed import Distributed
+from lightning_gc.strategies.base import CompressedStrategy
+from lightning_gc.synchronizer.validation import refuse_sparse_gradients
+from lightning_gc.synchronizer import Synchronizer
 
 # Workers import and build for a while, not equally long. The seconds after which a silent peer
 # counts as lost are often fewer.
@@ -32,7 +27,7 @@ JOINING = timedelta(minutes=1)
 _OURS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
-class CompressedDDP(Compressing):
+class CompressedDDP(CompressedStrategy):
     """DDP whose workers exchange compressed gradients.
 
     Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; nothing in the
@@ -111,9 +106,7 @@ class CompressedDDP(Compressing):
                 "communication hook. Use Trainer(precision='bf16-mixed') instead."
             )
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
-        self._background: Background | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._round: list[tuple[str, ...]] = []  # the buckets of this round, so far
+        self._synchronizer: Synchronizer | None = None
         super().__init__(**ddp_kwargs)
 
     def setup_distributed(self) -> None:
@@ -130,56 +123,25 @@ class CompressedDDP(Compressing):
         _set_pg_timeout(timeout)
 
     def _register_ddp_hooks(self) -> None:
-        """Start the engine and put our hook in; Lightning's own does so on CUDA only."""
+        """Start the synchronizer and put its hook in; Lightning does so on CUDA only."""
         ddp = self.model  # type: ignore[attr-defined]
         assert isinstance(ddp, DistributedDataParallel)
         refuse_sparse_gradients(ddp.module)
         self._refuse_static_manual(ddp)
-        self._name(ddp.module)
+        self.local_workers.name(ddp.module)
         self._close()
-        # A group of its own: the background thread must not interleave with DDP's collectives.
-        ranks = dist.get_process_group_ranks(ddp.process_group)
-        self._group = dist.new_group(
-            ranks,
-            timeout=self._timeout,
-            backend=dist.get_backend(ddp.process_group),
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        self._synchronizer = Synchronizer(
+            self.local_workers,
+            self.root_device,  # type: ignore[attr-defined]
+            ddp.process_group,
+            self._timeout,
+            before_round=self._prepare_round,
+            revocable=self._scaler() is not None,
+            agreed={"controller": repr(self.controller)},
         )
-        transport = Distributed(self._group)
-        device: torch.device = self.root_device  # type: ignore[attr-defined]
-        self._check_agreement(transport, device)
-        recording = Recording(transport)
-        self._start([recording])
-        self._background = Background(recording, device)
+        self._started()
         process_shutdown.register()
-        ddp.register_comm_hook(None, self._compress_bucket)
-
-    def _compress_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
-        """Hand the bucket to the background thread; DDP asks for these two parameter names."""
-        assert self.engine is not None
-        assert self._background is not None
-        self._background.check()
-        self._prepare_round()
-        grad = bucket.buffer()
-        shapes = {self.names[param]: tuple(param.shape) for param in bucket.parameters()}
-        if self.regrouping is not None:
-            future = self.regrouping.hold(grad, shapes, self._background)
-        else:
-            future = self._background.submit(self.engine.flow(grad, shapes), grad)
-        self._round.append(tuple(shapes))
-        if bucket.is_last():
-            self._end_round()
-        return future
-
-    def _end_round(self) -> None:
-        assert self.engine is not None
-        assert self._background is not None
-        if self.regrouping is not None:
-            self._round = self.regrouping.layout
-            self.regrouping.send(self.engine, self._background)
-            self.regrouping = None
-        self.layout, self._round = self._round, []
-        self.engine.advance()
+        ddp.register_comm_hook(None, self._synchronizer.hook)
 
     @property
     def workers(self) -> int:
@@ -194,8 +156,8 @@ class CompressedDDP(Compressing):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Raise here, in the training thread, what went wrong in the background."""
         super().post_backward(closure_loss)
-        if self._background is not None:
-            self._background.check()
+        if self._synchronizer is not None:
+            self._synchronizer.check()
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave no worker behind."""
@@ -208,11 +170,9 @@ class CompressedDDP(Compressing):
         super().teardown()  # type: ignore[misc]
 
     def _close(self) -> None:
-        if self._background is not None:
-            stopped = self._background.close()
-            if stopped and self._group is not None and dist.is_initialized():
-                dist.destroy_process_group(self._group)
-        self._background = self._group = None
+        if self._synchronizer is not None:
+            self._synchronizer.close()
+        self._synchronizer = None
 
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
         """Refuse what Lightning before 2.6 leaves unsynchronised in the first step."""
@@ -222,19 +182,6 @@ class CompressedDDP(Compressing):
                 "static_graph=True with manual optimization does not synchronise the first step in "
                 "this version of Lightning; use Lightning 2.6 or later, or static_graph=False."
             )
-
-    def _check_agreement(self, transport: Distributed, device: torch.device) -> None:
-        parameters = [f"{name} {tuple(param.shape)}" for param, name in self.names.items()]
-        digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()
-        configuration = {
-            "compressor": repr(self.compressor),
-            "memory": repr(self.memory),
-            "scheme": repr(self.scheme),
-            "controller": repr(self.controller),
-            "seed": repr(self.seed),
-            "names and shapes of parameters": f"{len(parameters)} of digest {digest[:12]}",
-        }
-        check_agreement(configuration, transport, device)
 
 
 def register(registry: Any, strategy: type) -> None:

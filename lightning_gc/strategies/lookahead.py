@@ -1,4 +1,4 @@
-"""Weights moved to where an error leads, for the time of a forward and backward pass."""
+"""Lookahead: move weights by a worker's error for the time of a forward and backward pass."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 
-class Ahead:
+class Lookahead:
     """Moves weights by a share of a worker's error, and puts them back bit by bit.
 
     Through ``.data``, which autograd does not watch: that weights are what they were in the forward
     pass until the backward pass is over is for the caller to see to.
 
     Args:
-        share: of the error, as ``Memory.ahead``.
+        share: of the error, as ``Memory.lookahead``.
         names: parameter -> name.
     """
 
@@ -24,9 +24,9 @@ class Ahead:
         self._names = names
         self._before: list[tuple[Tensor, Tensor]] = []
 
-    def go(self, errors: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
+    def move(self, errors: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
         """Move every parameter by ``−share · learning rate · error``."""
-        self.back()
+        self.put_back()
         with torch.no_grad():
             for param, name in self._names.items():
                 if name in errors and rates.get(name):
@@ -34,7 +34,7 @@ class Ahead:
                     step = errors[name].to(param.dtype)
                     param.data.add_(step, alpha=-self.share * rates[name])
 
-    def back(self) -> None:
+    def put_back(self) -> None:
         """Put the weights back, if they have moved."""
         for param, before in self._before:
             param.data.copy_(before)

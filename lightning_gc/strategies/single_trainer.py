@@ -1,16 +1,16 @@
-"""One strategy object belongs to one Trainer, for it holds that Trainer's error state."""
+"""Refuse a strategy object that is given to a second Trainer: it holds the first one's errors."""
 
 from typing import Any
 
 
-class Claimed:
+class SingleTrainer:
     """Refuses a second Trainer, which looks at ``_accelerator`` first of all."""
 
-    _claimed = False
+    _taken = False
 
     @property
     def _accelerator(self) -> Any:
-        if self._claimed:
+        if self._taken:
             raise ValueError(
                 f"This {type(self).__name__} already belongs to a Trainer, and holds its error "
                 f"state. Make a new one for every Trainer."
@@ -32,4 +32,4 @@ class Claimed:
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()  # type: ignore[misc]
-        self._claimed = True
+        self._taken = True

@@ -1,9 +1,21 @@
-"""How long a run is and how much of it is over, whether it ends by its epochs or its steps."""
+"""Length and progress of a Lightning run, whether its epochs or its steps end it."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
+
+from lightning_gc.synchronizer.control_loop import Moment
+
+
+def moment_of(trainer: Any, batch: int) -> Moment:
+    """Return what a controller may look at before batch ``batch``."""
+    return Moment(
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        max_epochs=epochs_of(trainer),
+        total_steps=steps_of(trainer),
+        progress=progress_of(trainer, batch),
+    )
 
 
 def steps_of(trainer: Any) -> int | None:

@@ -1,1 +1,8 @@
-"""Synchronise one worker's gradients, without Lightning."""
+"""Synchronise one worker's gradients over torch.distributed, with or without Lightning."""
+
+from lightning_gc.synchronizer.configuration import Configuration as Configuration
+from lightning_gc.synchronizer.configuration import configure as configure
+from lightning_gc.synchronizer.synchronizer import Synchronizer as Synchronizer
+from lightning_gc.synchronizer.workers import Workers as Workers
+
+__all__ = ["Configuration", "Synchronizer", "Workers", "configure"]

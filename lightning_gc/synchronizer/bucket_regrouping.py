@@ -1,9 +1,8 @@
-"""The first round after a resume, in the buckets in which it would have gone otherwise."""
+"""Send the first round after a resume in the bucket layout of the last round before it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +13,8 @@ from lightning_gc.transports.background import Background
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class MakesFlows(Protocol):
-    """The engine, as far as it matters here."""
-
-    def flow(self, grad: Tensor, shapes: Shapes) -> Flow:
-        """Return the conversation that replaces ``grad`` by the mean over workers."""
+MakeFlow = Callable[[Tensor, Shapes], Flow]
+"""Returns the flow that replaces a flat gradient by the mean over workers."""
 
 
 class Regrouping:
@@ -49,7 +45,7 @@ class Regrouping:
         self._held.append((grad, shapes, future))
         return future
 
-    def send(self, engine: MakesFlows, background: Background) -> None:
+    def send(self, make_flow: MakeFlow, background: Background) -> None:
         """Send all that was held, in the old layout, and put the means back where they belong."""
         pieces: dict[str, Tensor] = {}
         for grad, shapes, _ in self._held:
@@ -64,7 +60,7 @@ class Regrouping:
                 flat.split([pieces[name].numel() for name in names]),
                 strict=True,
             )
-            background.submit(engine.flow(flat, {name: known[name] for name in names}), flat)
+            background.submit(make_flow(flat, {name: known[name] for name in names}), flat)
         background.submit(_put_back(copies), self._held[0][0])
         for grad, _, future in self._held:
             background.submit(_put_back([]), grad, future)

@@ -45,6 +45,9 @@ class Lockstep:
         scheme: likewise.
         seed: of private random numbers.
 
+    Attributes:
+        weights: parameter name -> value, for memories with weight decay; empty at first.
+
     Raises:
         ValueError: a combination that cannot work, or gradients that do not fit.
 
@@ -67,6 +70,7 @@ class Lockstep:
         seed: int = 0,
     ) -> None:
         self.transport = Simulated(workers)
+        self.weights: dict[str, Tensor] = {}
         self.engines = [
             Engine(layerwise(compressor), memory, scheme, worker=worker, workers=workers, seed=seed)
             for worker in range(workers)
@@ -84,14 +88,16 @@ class Lockstep:
         before = list(self.transport.sent_bytes)
         flows = []
         for engine, flat in zip(self.engines, flats, strict=True):
-            engine.observe = True
-            flows.append(engine.flow(flat, shapes))
+            engine.statistics.norms_wanted = True
+            flows.append(engine.flow(flat, shapes, weights=self.weights))
             engine.advance()
         with torch.no_grad():
             self.transport.run(flows)
         return Round(
             mean=self._same(flats, shapes),
-            errors=[{n: e.clone() for n, e in eng.leftovers.items()} for eng in self.engines],
+            errors=[
+                {n: e.clone() for n, e in eng.statistics.leftovers.items()} for eng in self.engines
+            ],
             wire_bytes=[a - b for a, b in zip(self.transport.sent_bytes, before, strict=True)],
         )
 

@@ -1,22 +1,15 @@
-"""A transport that keeps account of another one: bytes and seconds."""
+"""Accounts of one worker: the bytes that a transport sends, and seconds by phase."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from lightning_gc.flow import Flow, Reply, Request
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.timer import COMMUNICATE, COMPRESS, DECODE, Stopwatch
-
-
-@dataclass(frozen=True)
-class Sent:
-    """One request that was fulfilled: its kind and the bytes that this worker sent for it."""
-
-    kind: str
-    nbytes: int
 
 
 @dataclass
@@ -26,14 +19,33 @@ class Account:
     Attributes:
         wire_bytes: what it sent.
         message_bytes: what it had to say, each byte once; counted in simulations only.
-        messages: requests fulfilled.
         seconds: by phase; empty where nothing was timed.
     """
 
     wire_bytes: int = 0
     message_bytes: int = 0
-    messages: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Recorder(Protocol):
+    """Keeps the account of one worker, real or simulated."""
+
+    @property
+    def worker(self) -> int:
+        """The worker's index."""
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the worker has sent so far."""
+
+    timing: bool
+
+    def take(self) -> Account:
+        """Return the totals since the last call and start anew."""
 
 
 class Recording(Transport):
@@ -45,16 +57,12 @@ class Recording(Transport):
 
     Args:
         inner: the transport that does the work.
-        history: how many requests to keep in ``log``; 0 keeps none.
     """
 
-    def __init__(self, inner: Transport, history: int = 0) -> None:
+    def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.worker = inner.worker
         self.workers = inner.workers
-        self.history = history
-        self.log: list[Sent] = []
-        self._account = Account()
         self._watch = Stopwatch()
         self._taken_bytes = inner.sent_bytes
 
@@ -74,12 +82,7 @@ class Recording(Transport):
 
     def fulfil(self, request: Request) -> Reply:
         """Let the inner transport fulfil the request."""
-        before = self.inner.sent_bytes
-        reply = self.inner.fulfil(request)
-        self._account.messages += 1
-        if len(self.log) < self.history:
-            self.log.append(Sent(type(request).__name__, self.inner.sent_bytes - before))
-        return reply
+        return self.inner.fulfil(request)
 
     def run(self, flow: Flow, device: torch.device) -> None:
         """Drive a flow to its end, timing its phases."""
@@ -98,8 +101,5 @@ class Recording(Transport):
 
     def take(self) -> Account:
         """Return the totals since the last call and start anew. Waits for CUDA where timed."""
-        account, self._account = self._account, Account()
-        account.wire_bytes = self.inner.sent_bytes - self._taken_bytes
-        self._taken_bytes = self.inner.sent_bytes
-        account.seconds = self._watch.take()
-        return account
+        before, self._taken_bytes = self._taken_bytes, self.inner.sent_bytes
+        return Account(self._taken_bytes - before, seconds=self._watch.take())

@@ -1,4 +1,4 @@
-"""A fair comparison: every method is tuned by a study of its own, with as many trials as any."""
+"""Hyper-parameter tuning with Optuna: one study per method, all with the same number of trials."""
 
 import importlib.util as _util
 

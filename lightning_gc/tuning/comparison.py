@@ -1,4 +1,4 @@
-"""The comparison itself: a study per method, one after the other, then the final runs."""
+"""``tune``: one study per method, one after the other, then the final runs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from optuna.trial import TrialState
 
 from lightning_gc.tuning import trial_leases
 from lightning_gc.tuning.experiment import Experiment
-from lightning_gc.tuning.final_runs import finals_under_way, run_finals
-from lightning_gc.tuning.keyboard_interrupt import heard
+from lightning_gc.tuning.final_runs import finals_running, run_finals
+from lightning_gc.tuning.keyboard_interrupt import interrupt_check
 from lightning_gc.tuning.method import DENSE, Method
 from lightning_gc.tuning.studies import best_trial, open_storage, open_study
 from lightning_gc.tuning.trial import run_trial
 
-_PAUSE = 0.5  # seconds between two looks at what others do
+_PAUSE = 0.5  # seconds between two looks at trials of other processes
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something worth showing while a comparison runs.
+    """Progress of a comparison.
 
     Attributes:
         method: whose study.
-        kind: a trial or a final run is over, or trials of dead processes were given back.
+        kind: a trial or a final run has ended, or trials of dead processes were marked as failed.
         done: trials that count so far; final runs so far.
-        text: what has come of it.
+        text: the result.
     """
 
     method: str
@@ -47,38 +47,38 @@ def tune(
     finals: bool = True,
     show: Callable[[Event], None] = lambda event: None,
 ) -> dict[str, optuna.Study]:
-    """Give every method its own study with the same number of trials, and run the winners.
+    """Tune every method in a study of its own, all with as many trials, and run the winners.
 
-    Call it again, with the same arguments, to go on after an interruption; call it on several
-    machines with one storage to share the work. What is done is never done again.
+    Call it again with the same arguments to resume; call it on several machines with one storage to
+    share the work. Finished trials are never repeated.
 
     Args:
         experiment: the task and the rules.
-        methods: what is compared, names or ``Method``s. The dense baseline is added if it is left
-            out, and comes first.
+        methods: names or ``Method``s. The dense baseline is added if it is left out, and comes
+            first.
         storage: the path of a journal, a database URL, or an Optuna storage.
         finals: run the winners over ``experiment.seeds`` and compute the test metric.
-        show: called now and then, for progress.
+        show: called with each event.
 
     Returns:
         ``{name of the method: its study}``.
 
     Raises:
-        ValueError: what cannot be compared, in a sentence.
+        ValueError: methods that cannot be compared, or a study under other rules.
         StorageError: the storage cannot be used.
-        TrialError: a trial has failed before any has succeeded.
-        KeyboardInterrupt: Ctrl-C; the run under way is given up, what is done is kept.
+        TrialError: a trial has failed before any has completed.
+        KeyboardInterrupt: Ctrl-C; the current run is given up, finished ones are kept.
     """
     wanted = _unique(methods)
     storage = open_storage(storage)
-    # All of them before the first trial: a mistake in the last is not to be seen tomorrow.
+    # All of them before the first trial, which may take a day.
     studies = {method.name: open_study(experiment, method, storage) for method in wanted}
-    with heard() as check:
+    with interrupt_check() as check:
         for method in wanted:
             _run_study(experiment, method, studies[method.name], show, check)
         for method in wanted:
             study = studies[method.name]
-            # Others may be at work on the last trials; should they die, theirs are made up here.
+            # If other processes die at the last trials, these are made up for here.
             while trial_leases.running(study):
                 time.sleep(_PAUSE)
                 _run_study(experiment, method, study, show, check)
@@ -110,11 +110,11 @@ def _run_study(
 ) -> None:
     while True:
         check()
-        lost = trial_leases.release_lost(study)
+        lost = trial_leases.fail_lost_trials(study)
         if lost:
             numbers = ", ".join(map(str, lost))
             show(Event(method.name, "lost", len(lost), f"trials of dead processes: {numbers}"))
-        trial = trial_leases.claim(study, experiment.trials)
+        trial = trial_leases.begin_trial(study, experiment.trials)
         if trial is None:
             return
         run_trial(experiment, method, study, trial)
@@ -135,7 +135,7 @@ def _run_finals(
         for done, record in enumerate(run_finals(experiment, method, study, dense), start=1):
             show(Event(method.name, "final", done, _describe_final(record)))
             check()
-        if not finals_under_way(experiment, method, study, dense):
+        if not finals_running(experiment, method, study, dense):
             return
         check()
         time.sleep(_PAUSE)
@@ -143,14 +143,14 @@ def _run_finals(
 
 def _describe_final(record: dict[str, Any]) -> str:
     value = record["test"] if record["test"] is not None else record["validation"]
-    said = "diverged" if value is None else f"{value:.5g}"
-    return f"{record['source']}, seed {record['seed']}: {said}"
+    result = "diverged" if value is None else f"{value:.5g}"
+    return f"{record['source']}, seed {record['seed']}: {result}"
 
 
 def _describe(study: optuna.Study, number: int) -> str:
     trial = study.get_trials(deepcopy=False)[number]
     best = best_trial(study)
     values = ", ".join(f"{value:.5g}" for value in trial.values or ())
-    said = trial.user_attrs.get("error", "")
-    text = f"trial {number} {trial.state.name.lower()} {values or said}"
+    error = trial.user_attrs.get("error", "")
+    text = f"trial {number} {trial.state.name.lower()} {values or error}"
     return text if best is None else f"{text} (best {best.values[0]:.5g})"

@@ -1,4 +1,4 @@
-"""Listens to a run, epoch by epoch, and says when it should end."""
+"""Early stopping of a trial after a validation: divergence, byte budget, pruner, patience."""
 
 from __future__ import annotations
 
@@ -11,57 +11,56 @@ import optuna
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import Method
 
-WIRE, DENSE_WIRE = "compression/total_wire_bytes", "compression/total_dense_bytes"
+WIRE_BYTES, DENSE_BYTES = "compression/total_wire_bytes", "compression/total_dense_bytes"
 PER_STEP = "compression_epoch/"
-Verdict = Literal["complete", "pruned", "diverged"]
+Outcome = Literal["complete", "pruned", "diverged"]
 
 
 class MissingMetric(ValueError):
     """The metric to select on has not been logged."""
 
 
-class Streak:
-    """Counts epochs without an improvement, in a row.
+class BestTracker:
+    """Tracks the best value of the metric and the epochs since then.
 
     Args:
-        experiment: knows what is better.
+        experiment: defines which of two values is better.
 
     Attributes:
         best: the best value so far; None before the first.
-        best_epoch: when that was, from 0.
-        length: epochs since then.
+        best_epoch: its epoch, from 0.
+        epochs_since: consecutive epochs without an improvement.
     """
 
     def __init__(self, experiment: Experiment) -> None:
         self._better = experiment.better
         self.best: float | None = None
         self.best_epoch = -1
-        self.length = 0
-        self._epochs = 0
+        self.epochs_since = 0
 
     def add(self, value: float) -> int:
-        """Take one epoch's value and return how long the streak is now; 0 is an improvement."""
+        """Add the next epoch's value; return ``epochs_since``, 0 for an improvement."""
+        epoch = self.best_epoch + self.epochs_since + 1
         if self.best is None or self._better(value, self.best):
-            self.best, self.best_epoch, self.length = value, self._epochs, 0
-        else:
-            self.length += 1
-        self._epochs += 1
-        return self.length
+            self.best, self.best_epoch = value, epoch
+        self.epochs_since = epoch - self.best_epoch
+        return self.epochs_since
 
 
-class Judge:
-    """Decides after each validation whether the run goes on, and keeps what is worth keeping.
+class EarlyStopping:
+    """Decides after each validation whether a run goes on, and records its results.
 
     Args:
         experiment: the rules.
         method: whose run it is.
-        trial: reported to, and asked whether to prune; None for a final run, which only stops when
-            its patience is at an end.
+        trial: gets intermediate values and decides on pruning; None for a final run, which stops
+            early for divergence and patience only.
 
     Attributes:
-        verdict: how the run has ended.
-        reason: why, in a sentence; empty where it has come to its end.
+        outcome: how the run has ended.
+        reason: of an early end, in a sentence; else empty.
         curve: the metric of every validation.
+        seconds: of training, of every epoch in ``curve``.
     """
 
     def __init__(
@@ -70,76 +69,78 @@ class Judge:
         self.experiment = experiment
         self.trial = trial
         self.budget = experiment.budget_of(method) if trial is not None else None
-        self.streak = Streak(experiment)
+        self.tracker = BestTracker(experiment)
         self.curve: list[float] = []
         self.seconds: list[float] = []
-        self.verdict: Verdict = "complete"
+        self.outcome: Outcome = "complete"
         self.reason = ""
-        self._figures: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
 
-    def hear(self, figures: Mapping[str, float]) -> bool:
-        """Take what has been logged so far and return whether the run goes on.
+    def update(self, logged: Mapping[str, float]) -> bool:
+        """Return whether the run goes on, given all that has been logged so far.
 
         Raises:
             MissingMetric: the metric is not among them.
         """
         experiment = self.experiment
-        if experiment.metric not in figures:
-            logged = sorted(n for n in figures if "/" not in n and n != "seconds")
+        if experiment.metric not in logged:
+            names = sorted(n for n in logged if "/" not in n and n != "seconds")
             raise MissingMetric(
                 f"The metric {experiment.metric!r} was not logged. Logged were "
-                f"{', '.join(logged) or 'none'}: call self.log in validation_step, or name one of "
+                f"{', '.join(names) or 'none'}: call self.log in validation_step, or name one of "
                 f"these."
             )
-        value = figures[experiment.metric]
+        value = logged[experiment.metric]
         self.curve.append(value)
-        self.seconds.append(figures["seconds"])
-        self._figures = dict(figures)
+        self.seconds.append(logged["seconds"])
+        self._logged = dict(logged)
         if not math.isfinite(value):
-            return self._end("diverged", f"{experiment.metric} is {value}")
-        streak = self.streak.add(value)
+            return self._stop("diverged", f"{experiment.metric} is {value}")
+        epochs_since = self.tracker.add(value)
         if self.trial is not None and experiment.objective == "metric":
             self.trial.report(value, len(self.curve) - 1)
             if self.over_budget > 0:
-                sent, allowed = figures[WIRE], self.budget
-                return self._end("pruned", f"{sent:,.0f} bytes sent, the budget is {allowed:,.0f}")
+                sent, allowed = logged[WIRE_BYTES], self.budget
+                return self._stop("pruned", f"{sent:,.0f} bytes sent, the budget is {allowed:,.0f}")
             if self.trial.should_prune():
-                return self._end("pruned", "worse than the median of the trials before")
-        if experiment.patience is not None and streak >= experiment.patience:
-            self.reason = f"no improvement for {streak} epochs"
-            return False
+                return self._stop("pruned", "worse than the median of the trials before")
+        if experiment.patience is not None and epochs_since >= experiment.patience:
+            return self._stop("complete", f"no improvement for {epochs_since} epochs")
         return True
 
     @property
     def best(self) -> float:
         """The best value of the metric."""
-        assert self.streak.best is not None
-        return self.streak.best
+        assert self.tracker.best is not None
+        return self.tracker.best
 
     @property
     def over_budget(self) -> float:
-        """By how much of the budget it has been exceeded: 0.5 is half as much again."""
+        """Excess of the bytes sent over the budget, relative to it; above 0 is too much."""
         if self.budget is None:
             return -1.0
-        return self._figures.get(WIRE, 0.0) / self.budget - 1
+        return self._logged.get(WIRE_BYTES, 0.0) / self.budget - 1
 
     def record(self) -> dict[str, Any]:
         """Return the run as plain values, for the trial's user attributes."""
-        figures, wire = self._figures, self._figures.get(WIRE, 0.0)
-        dense = figures.get(DENSE_WIRE, 0.0)
-        per_step = {n: v for n, v in figures.items() if n.startswith(PER_STEP)}
+        logged, wire = self._logged, self._logged.get(WIRE_BYTES, 0.0)
+        dense = logged.get(DENSE_BYTES, 0.0)
         return {
             "curve": self.curve,
-            "best_epoch": self.streak.best_epoch,
+            "best_epoch": self.tracker.best_epoch,
             "epochs": len(self.curve),
             "reason": self.reason,
             "wire_bytes": wire,
             "dense_bytes": dense,
             "ratio": dense / wire if wire else 1.0,
             "epoch_seconds": self.seconds,
-            "per_step": {name.removeprefix(PER_STEP): value for name, value in per_step.items()},
+            "per_step": {
+                name.removeprefix(PER_STEP): value
+                for name, value in logged.items()
+                if name.startswith(PER_STEP)
+            },
         }
 
-    def _end(self, verdict: Verdict, reason: str) -> bool:
-        self.verdict, self.reason = verdict, reason
+    def _stop(self, outcome: Outcome, reason: str) -> bool:
+        self.outcome, self.reason = outcome, reason
         return False

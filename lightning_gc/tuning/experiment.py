@@ -1,4 +1,4 @@
-"""What is compared, under what rules: the same for all methods."""
+"""Experiment: task, metric, budget, sampler and pruner, the same for all compared methods."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from lightning_gc.tuning.method import DENSE, Method
 Build = Callable[[optuna.trial.BaseTrial], Sequence[Any]]
 """``(trial) -> (model, datamodule)``, or ``(model, datamodule, {Trainer argument: value})``."""
 
-OURS = ("strategy", "devices", "num_nodes", "enable_checkpointing")
+RESERVED = ("strategy", "devices", "num_nodes", "enable_checkpointing")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A fair comparison: every method gets the same number of trials on the same task.
+    """A comparison of methods, each tuned with the same number of trials on the same task.
 
     Args:
-        name: of the experiment; its studies are called ``name/method``.
+        name: prefix of its studies, which are called ``name/method``.
         build: asks the trial for hyper-parameters (``trial.suggest_float("learning_rate", 1, 50)``)
             and returns a new model and datamodule. With ``devices`` above 1 it must be importable.
-        metric: what is selected on; logged in validation.
+        metric: logged in validation; trials are selected on it.
         mode: whether less or more of it is better.
-        test_metric: what ``trainer.test`` logs; computed for the winner only. None: no test.
-        trials: per study, those included that were pruned or diverged.
-        sampler: ``"tpe"`` learns from the trials before, ``"random"`` does not.
+        test_metric: logged by ``trainer.test``; computed for the winner only. None: no test.
+        trials: per study, pruned and diverged ones included.
+        sampler: ``"tpe"`` learns from earlier trials, ``"random"`` does not.
         objective: ``"metric"``: the best metric, within the budget if there is one. ``"pareto"``:
             metric against bytes; no trial is pruned then.
         budget: bytes that one worker may send in a run. The dense baseline has no budget.
-        pruner: ``"median"`` stops a trial that is worse than the median of the others
-            at that epoch, ``"none"`` lets all go on.
+        pruner: ``"median"`` stops a trial that is worse than the median of the others at that
+            epoch, ``"none"`` stops none.
         warmup: epochs before a trial may be pruned.
-        patience: epochs without an improvement, in a row, after which a run stops. None: never.
+        patience: consecutive epochs without an improvement after which a run stops. None: never.
         seed: of the draws, and of weights and data order in all trials.
         seeds: of the final runs, with the best hyper-parameters.
         workers: simulated workers of a trial that runs on one device, in this process.
-        network: turns their bytes into seconds.
-        devices: above 1, every trial is a tree of real processes.
-        timeout: seconds after which a tree of processes that says nothing is killed.
+        network: estimates their seconds of communication.
+        devices: above 1, every trial runs in as many real processes.
+        timeout: seconds without a validation after which these are killed.
         trainer: arguments of the Trainer, besides strategy and devices: ``max_epochs``, ...
 
     Raises:
-        ValueError: a setting that means nothing, two that contradict each other.
+        ValueError: an invalid setting, or two that contradict each other.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Experiment:
 
     def check_trainer(self, trainer: Mapping[str, Any]) -> None:
         """Refuse arguments of the Trainer that tuning sets itself, or that clash with workers."""
-        for name in OURS:
+        for name in RESERVED:
             if trainer.get(name) is not None:
                 raise ValueError(
                     f"trainer.{name}={trainer[name]!r}: tuning chooses it for every trial. Remove "
@@ -118,7 +118,7 @@ class Experiment:
             )
 
     def budget_of(self, method: Method) -> float | None:
-        """Return how many bytes a worker may send in a run; None is any number."""
+        """Return how many bytes a worker may send in a run; None is no limit."""
         if method.budget is not None:
             return method.budget
         return None if method.name == DENSE else self.budget

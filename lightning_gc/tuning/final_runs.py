@@ -1,7 +1,7 @@
-"""Final runs: the winner of each study, over several seeds and with the test metric.
+"""Final runs: the best trial of each study over several seeds, with the test metric.
 
-Beside them stand runs of the same method with the shared hyper-parameters of the dense winner, and
-the method's own fields as tuned: what a user gets who does not tune anew.
+Each method is also run with its own fields as tuned, but the shared hyper-parameters of the dense
+baseline's best trial: what a user gets who does not tune again.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import optuna
 
-from lightning_gc.tuning.early_stopping import Judge, MissingMetric
+from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import DENSE, Method
-from lightning_gc.tuning.parameter_space import own, shared
+from lightning_gc.tuning.parameter_space import compressor_params, shared_params
 from lightning_gc.tuning.studies import best_trial
 from lightning_gc.tuning.trial import TrialError, train
-from lightning_gc.tuning.trial_leases import beating, identity, is_gone
+from lightning_gc.tuning.trial_leases import heartbeat, is_dead, owner
 
 TUNED, TRANSFERRED = "tuned", "dense_hyper_parameters"
 _PREFIX = "final"
@@ -31,20 +31,19 @@ def run_finals(
     study: optuna.Study,
     dense: optuna.Study | None,
 ) -> Iterator[dict[str, Any]]:
-    """Do the final runs that nobody has done, and yield each one's record.
+    """Do the final runs that no process has done, and yield each one's record.
 
-    What is done is kept under the number of the winning trial: another winner is run anew, and the
-    test metric of the old one stays where it is.
+    Records are kept under the number of the best trial: a new best trial is run anew.
     """
     for source, params in _candidates(method, study, dense):
         for seed in experiment.seeds:
             key = _key(study, dense, source, seed)
-            if _taken(study, key):
+            if _done_or_running(study, key):
                 continue
-            worker = identity()
+            worker = owner()
             study.set_user_attr(key, worker)
             try:
-                with beating(functools.partial(_beat, study, key, worker)):
+                with heartbeat(functools.partial(_beat, study, key, worker)):
                     record = _run(experiment, method, params, seed)
             except BaseException:
                 study.set_user_attr(key, None)
@@ -54,10 +53,10 @@ def run_finals(
             yield record
 
 
-def finals_under_way(
+def finals_running(
     experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study | None
 ) -> bool:
-    """Return whether another process has yet to finish one."""
+    """Return whether another process is at a final run."""
     keys = [
         _key(study, dense, source, seed)
         for source, _ in _candidates(method, study, dense)
@@ -68,7 +67,7 @@ def finals_under_way(
 
 
 def final_records(study: optuna.Study, dense: optuna.Study | None) -> list[dict[str, Any]]:
-    """Return the final runs of the present winners."""
+    """Return the records of the current best trials."""
     found = []
     for source in (TUNED, TRANSFERRED):
         if source == TRANSFERRED and dense is None:
@@ -89,7 +88,7 @@ def _candidates(
     yield TUNED, winner.params
     baseline = best_trial(dense) if dense is not None and method.name != DENSE else None
     if baseline is not None:
-        yield TRANSFERRED, shared(baseline.params) | own(winner.params)
+        yield TRANSFERRED, shared_params(baseline.params) | compressor_params(winner.params)
 
 
 def _key(study: optuna.Study, dense: optuna.Study | None, source: str, seed: int | None) -> str:
@@ -105,24 +104,24 @@ def _beat(study: optuna.Study, key: str, worker: dict[str, Any], now: float) -> 
     study.set_user_attr(key, worker | {"beat": now})
 
 
-def _taken(study: optuna.Study, key: str) -> bool:
-    """Return whether a run is done, or under way elsewhere.
+def _done_or_running(study: optuna.Study, key: str) -> bool:
+    """Return whether a run is done, or running in another process.
 
-    Two processes that look at the same instant both run it; they come to the same result.
+    Two processes that ask at the same instant both run it, with the same result.
     """
     known = study.user_attrs.get(key)
     if not known:
         return False
-    return "validation" in known or not is_gone(known)
+    return "validation" in known or not is_dead(known)
 
 
 def _run(
     experiment: Experiment, method: Method, params: Mapping[str, Any], seed: int
 ) -> dict[str, Any]:
-    judge = Judge(experiment, method)
+    stopping = EarlyStopping(experiment, method)
     trial = optuna.trial.FixedTrial(dict(params))
     try:
-        tested = train(experiment, method, trial, judge, seed, final=True)
+        tested = train(experiment, method, trial, stopping, seed, final=True)
     except MissingMetric:
         raise
     except Exception as error:
@@ -130,10 +129,10 @@ def _run(
             f"The final run of {method.name} with seed {seed} failed. {type(error).__name__}: "
             f"{error} Its parameters were {dict(params)}."
         ) from error
-    diverged = judge.verdict == "diverged"
+    diverged = stopping.outcome == "diverged"
     return {
-        **judge.record(),
-        "validation": None if diverged else judge.best,
+        **stopping.record(),
+        "validation": None if diverged else stopping.best,
         "test": None if diverged or tested is None or not math.isfinite(tested) else tested,
         "diverged": diverged,
     }

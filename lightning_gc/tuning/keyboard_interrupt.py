@@ -1,4 +1,4 @@
-"""Ctrl-C is heard, even where Python drops it."""
+"""Raise Ctrl-C again where Python has dropped it."""
 
 from __future__ import annotations
 
@@ -10,35 +10,29 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[Callable[[], None]]:
-    """Note Ctrl-C beside raising it, and yield a function that raises it again if it was lost.
+def interrupt_check() -> Iterator[Callable[[], None]]:
+    """Record Ctrl-C; yield a function that raises KeyboardInterrupt if there was one.
 
-    Python prints and forgets an exception in a destructor or in a callback from C, and where
-    trials are short much of the time goes by in these. What is yielded is to be called between two
-    runs.
-
-    Raises:
-        KeyboardInterrupt: from the function, if it has been asked for.
+    Python prints and forgets an exception in a destructor or in a callback from C, where short
+    trials spend much of their time. Call the function between two runs.
     """
-    asked = threading.Event()
+    pressed = threading.Event()
 
     def check() -> None:
-        if asked.is_set():
+        if pressed.is_set():
             raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield check  # signals go to the main thread
-        return
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before):  # ignored, or not Python's to handle
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if in_main else None
+    if not callable(before):  # not the main thread, ignored, or not Python's to handle
         yield check
         return
 
-    def note(number: int, frame: Any) -> None:
-        asked.set()
+    def record(number: int, frame: Any) -> None:
+        pressed.set()
         before(number, frame)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, record)
     try:
         yield check
     finally:

@@ -1,4 +1,4 @@
-"""LightningCLI, which leaves the section ``tune`` of a file alone."""
+"""LightningCLI that accepts, and ignores, a section ``tune`` in its configuration."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ else:
 
 
 class FitCLI(LightningCLI):
-    """Accepts a section ``tune`` and does nothing with it."""
+    """LightningCLI that ignores the section ``tune``."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Know the section."""
+        """Add the section."""
         parser.add_argument("--tune", type=Any, help="what lightning-gc tune reads")
 
 
 def run(words: Sequence[str]) -> None:
-    """Run LightningCLI with these words of the command line."""
-    # It takes the words for a mistake, as those of the process are others.
+    """Run LightningCLI with these arguments."""
+    # It warns as they are not those of the process.
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     FitCLI(args=list(words), save_config_kwargs={"overwrite": True})

@@ -1,4 +1,4 @@
-"""The report's plots, each drawn from one table."""
+"""SVG plots of the report, each drawn from one table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from lightning_gc.tuning.tables import Row, Studies, Table, log_scaled, metric_name
 
-# The same plot is the same bytes, whenever and wherever it is drawn.
+# Makes plots reproducible to the byte.
 _SVG: Any = {"svg.hashsalt": "lightning_gc", "svg.fonttype": "path"}
 
 

@@ -1,4 +1,4 @@
-"""The report: Markdown with its plots beside it, and one HTML page that needs nothing else."""
+"""Report of an experiment: Markdown with plots beside it, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import optuna
 from optuna.storages import BaseStorage
 
+from lightning_gc import text_table
 from lightning_gc.tuning.plots import plots
 from lightning_gc.tuning.studies import RULES, load_studies, open_storage
 from lightning_gc.tuning.tables import TOP, Studies, Table, metric_name, tables
@@ -19,12 +20,12 @@ _TEXTS = {
     "results": "Each method with hyper-parameters of its own, and the same method with those of "
     "the dense winner: mean and standard deviation of the test metric over seeds. The winner was "
     "chosen on the validation metric alone. Bytes are those that one worker sends in a run; trials "
-    "got through + were pruned + failed.",
-    "transfer": "What tuning each method by itself is worth.",
+    "are complete + pruned + failed.",
+    "transfer": "What tuning each method by itself gains.",
     "winners": "The hyper-parameters of each winner, beside those of the dense winner.",
-    "metric_against_ratio": "Every trial that got through. Right and towards the better metric is "
+    "metric_against_ratio": "Every complete trial. Right and towards the better metric is "
     "better; the line joins the trials that no other beats in both.",
-    "tuned": f"The best trials of each study: up to {TOP}, or a third of those that got through. "
+    "tuned": f"The best trials of each study: up to {TOP}, or a third of the complete ones. "
     "The star is the winner.",
     "seconds_per_step": "Of one worker, in the best trial.",
     "convergence": "The validation metric of the best trial, epoch by epoch.",
@@ -58,8 +59,8 @@ def report(
 
     Args:
         storage: as for ``tune``.
-        out: folder for the files; made where there is none.
-        experiment: which one; may be left out where the storage holds a single one.
+        out: folder for the files; created if missing.
+        experiment: its name; may be left out if the storage holds a single one.
 
     Returns:
         The files.
@@ -70,7 +71,7 @@ def report(
         StorageError: the storage cannot be used.
     """
     path = None if isinstance(storage, BaseStorage) or "://" in str(storage) else Path(storage)
-    # tune makes a journal where there is none; a report of it would be of a slip of the pen.
+    # open_storage would create a missing journal: here the path is mistyped.
     if path is not None and not path.is_file():
         raise ValueError(f"There is no journal {path}; lightning-gc tune makes one.")
     storage = open_storage(storage)
@@ -166,9 +167,7 @@ def _markdown(experiment: str, studies: Studies, sections: list[Section]) -> str
         lines += [f"## {section.title}", "", section.text, ""]
         if section.table is not None:
             heads = [column.replace("_", " ") for column in section.table.columns]
-            lines += [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
-            lines += [f"| {' | '.join(cells)} |" for cells in _cells(section.table)]
-            lines.append("")
+            lines.append(text_table.markdown(heads, _cells(section.table)))
         if section.plot is not None:
             lines += [f"![{section.title}](plots/{section.plot}.svg)", ""]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Where trials are kept, and how the next one is drawn."""
+"""Optuna studies: storage, rules of a study, sampler and pruner, and the best trial."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from lightning_gc.registry import path_of, public_name
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import Method
 from lightning_gc.tuning.parameter_space import as_json
@@ -35,12 +36,11 @@ class StorageError(RuntimeError):
 def open_storage(where: str | Path | BaseStorage) -> BaseStorage:
     """Return the storage at a URL (``postgresql://...``, ``sqlite:///...``) or in a journal file.
 
-    A journal is one file that several processes may share, over NFS too; it is made where there is
-    none.
+    A journal is one file that several processes may share, over NFS too; a missing one is created.
 
     Raises:
-        StorageError: it is down, not what it should be, or of another version of Optuna.
-        ValueError: the URL is none.
+        StorageError: it is down, not a storage, or of another version of Optuna.
+        ValueError: not a database URL.
     """
     if isinstance(where, BaseStorage):
         return where
@@ -50,32 +50,36 @@ def open_storage(where: str | Path | BaseStorage) -> BaseStorage:
             return _database(str(where))
         return _journal(Path(where))
     except ModuleNotFoundError as error:
-        raise StorageError(f"{public(where)} needs a driver: {error}. Install it.") from error
+        raise StorageError(
+            f"{without_password(where)} needs a driver: {error}. Install it."
+        ) from error
     except Exception as error:  # each driver has errors of its own
         kind = type(error).__name__
         if url and kind in ("ArgumentError", "NoSuchModuleError"):
             raise ValueError(
-                f"{public(where)} is not the URL of a database; write "
+                f"{without_password(where)} is not the URL of a database; write "
                 f"postgresql://user:password@host/name, or the path of a file."
             ) from error
-        said = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         advice = "Is the server up, and are name and password right?"
         if not url:
             advice = "Is it a journal of Optuna, and may you write to it?"
         elif isinstance(error, RuntimeError):
             advice = "Use the version of Optuna that made it, or a new database."
-        raise StorageError(f"{public(where)} cannot be used: {kind}: {said} {advice}") from error
+        raise StorageError(
+            f"{without_password(where)} cannot be used: {kind}: {reason} {advice}"
+        ) from error
 
 
 def _database(url: str) -> RDBStorage:
-    """Open a database; of several processes that find it empty, all try to make the tables."""
+    """Open a database, while other processes may create its tables."""
     for _ in range(_TRIES):
         try:
             return RDBStorage(url)
         except sqlalchemy.exc.DBAPIError as error:
             if "already exists" not in str(error):
                 raise
-            time.sleep(0.5)  # for whoever was first to finish
+            time.sleep(0.5)  # another process is creating them
     return RDBStorage(url)
 
 
@@ -85,7 +89,7 @@ def _journal(path: Path) -> JournalStorage:
     return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
 
 
-def public(where: str | Path) -> str:
+def without_password(where: str | Path) -> str:
     """Return an address without its password."""
     scheme, separator, rest = str(where).partition("://")
     user, at, host = rest.rpartition("@")
@@ -93,10 +97,10 @@ def public(where: str | Path) -> str:
 
 
 def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> optuna.Study:
-    """Return the study of a method, made where there is none.
+    """Return the study of a method; a missing one is created.
 
     Raises:
-        ValueError: there is one of that name under other rules.
+        ValueError: it exists under other rules.
     """
     name, pareto = experiment.study_name(method), experiment.objective == "pareto"
     minimize, maximize = StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE
@@ -105,9 +109,10 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
         "metric": experiment.metric,
         "mode": experiment.mode,
         "objective": experiment.objective,
-        "compressor": f"{method.kind.__module__}.{method.kind.__qualname__}",
+        "compressor": path_of(method.compressor_class),
         "fixed": dict(method.fixed),
-        "space": as_json(method.tuned) | _space_of(experiment.build),
+        # The shared space is known if it is declared; functions only draw from it.
+        "space": as_json(method.tuned) | as_json(getattr(experiment.build, "space", ())),
         "budget": experiment.budget_of(method),
         "workers": max(experiment.workers, experiment.devices),
     }
@@ -117,7 +122,7 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
             study_name=name,
             storage=storage,
             directions=[direction, minimize] if pareto else [direction],
-            sampler=PerTrial(experiment.sampler, experiment.seed, pareto),
+            sampler=PerTrialSampler(experiment.sampler, experiment.seed, pareto),
             pruner=make_pruner(experiment),
             load_if_exists=True,
         )
@@ -126,8 +131,7 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
     known = study.user_attrs.get(RULES)
     if known is None and not study.get_trials(deepcopy=False):
         study.set_user_attr(RULES, rules)
-    elif known != rules:
-        known = known or {}
+    elif (known := _with_public_names(known)) != rules:
         other = next(k for k in rules if known.get(k) != rules[k])
         raise ValueError(
             f"The study {name!r} exists with {other}={known.get(other)!r}, and is now asked for "
@@ -137,9 +141,10 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
     return study
 
 
-def _space_of(build: Any) -> dict[str, Any]:
-    """Return the shared space, where it is declared; functions only draw."""
-    return as_json(getattr(build, "space", ()))
+def _with_public_names(rules: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return stored rules with the compressor's public name; they used to hold its file as well."""
+    rules = dict(rules or {})
+    return rules | {"compressor": public_name(rules["compressor"])} if rules else rules
 
 
 def load_studies(storage: BaseStorage, experiment: str) -> dict[str, optuna.Study]:
@@ -153,17 +158,17 @@ def load_studies(storage: BaseStorage, experiment: str) -> dict[str, optuna.Stud
 
 
 def make_pruner(experiment: Experiment) -> BasePruner:
-    """Return what stops hopeless trials; it needs five others to compare with."""
+    """Return the pruner; the median one compares with five trials or more."""
     if experiment.pruner == "none":
         return NopPruner()
     return MedianPruner(n_startup_trials=5, n_warmup_steps=experiment.warmup)
 
 
-class PerTrial(BaseSampler):
-    """Seeds the sampler anew for every trial, from its number and the study's name.
+class PerTrialSampler(BaseSampler):
+    """Seeds the sampler for every trial from its number and the study's name.
 
-    So processes that share a study never draw the same, and a study that was interrupted goes on
-    with the draws that it would have made.
+    So processes that share a study never draw the same values, and a resumed study draws what it
+    would have drawn without the interruption.
 
     Args:
         kind: ``"random"`` or ``"tpe"``.
@@ -181,7 +186,7 @@ class PerTrial(BaseSampler):
         return TPESampler(seed=seed, multivariate=not self._pareto, constant_liar=True)
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Start anew."""
+        """Seed the sampler for this trial."""
         text = f"{self._seed} {study.study_name} {trial.number}"
         digest = hashlib.sha256(text.encode()).digest()
         self._sampler = self._make(int.from_bytes(digest[:4], "big"))
@@ -221,7 +226,7 @@ class PerTrial(BaseSampler):
 
 
 def best_trial(study: optuna.Study) -> FrozenTrial | None:
-    """Return the winner on the validation metric among those that kept to the budget, if any."""
+    """Return the trial with the best validation metric among those within the budget, if any."""
     done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     done = [trial for trial in done if trial.user_attrs.get("over_budget", -1) <= 0]
     if not done:

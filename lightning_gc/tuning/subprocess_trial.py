@@ -1,9 +1,9 @@
-"""A run of several processes: a tree of its own, which asks its parent and dies with it.
+"""Run a trial of several devices in a process group of its own, which talks to its parent by files.
 
-Lightning starts W workers, and none of them may talk to the study: they would each ask for a trial.
-So a run is a fresh process that starts the workers. After each validation worker 0 writes what was
-logged into a file and waits for the answer; the parent answers with another. That works with every
-storage and survives a crash, a hang and Ctrl-C.
+Lightning starts W workers, and each of them would ask the study for a trial of its own. So a run is
+a fresh process that starts the workers. After each validation worker 0 writes the logged metrics to
+a file and waits for the parent's answer in another. That works with every storage and survives a
+crash, a hang and Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lightning_gc.tuning.training_run import fit
 _PAUSE = 0.02  # seconds between two looks for a file
 
 
-class TreeError(RuntimeError):
+class SubprocessError(RuntimeError):
     """A run in processes of its own has failed."""
 
 
-def fit_in_tree(
+def fit_in_subprocess(
     experiment: Experiment,
     method: Method,
     params: Mapping[str, Any],
@@ -43,53 +43,48 @@ def fit_in_tree(
     seed: int,
     final: bool = False,
 ) -> float | None:
-    """Run ``fit`` in a fresh process, which may start others; same arguments, same result.
-
-    ``params`` stands for the trial, whose values must have been drawn before.
+    """Run ``fit`` in a fresh process, which may start others, with hyper-parameters drawn before.
 
     Raises:
-        TreeError: it has failed, has ended without a word, or has been silent for longer than
-            ``experiment.timeout``; nothing of it is left running.
+        SubprocessError: the run has failed, has ended without a result, or has been silent for
+            longer than ``experiment.timeout``; none of its processes is left.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="lightning_gc_") as name:
         folder = Path(name)
         arguments = (experiment, method, dict(params), seed, final, folder)
-        process = context.Process(target=_grow, args=arguments)
+        process = context.Process(target=_run_child, args=arguments)
         process.start()
         try:
-            for number, said in _follow(process, folder, experiment.timeout):
-                if "error" in said:
-                    raise TreeError(said["error"])
-                if "result" in said:
-                    result: float | None = said["result"]
+            for number, message in _messages(process, folder, experiment.timeout):
+                if "error" in message:
+                    raise SubprocessError(message["error"])
+                if "result" in message:
+                    result: float | None = message["result"]
                     return result
-                _write(folder / f"answer-{number}", ask(said["figures"]))
+                _write(folder / f"answer-{number}", ask(message["logged"]))
             raise AssertionError("unreachable")
         finally:
-            _fell(process)
+            _kill_group(process)
 
 
 @dataclass
-class _Question:
-    """Asks the parent by file. Travels to the workers, so it holds plain values only."""
+class _AskByFile:
+    """Asks the parent. Is pickled for the workers, so it holds plain values only."""
 
     folder: Path
     asked: int = 0
 
-    def __call__(self, figures: Mapping[str, float]) -> bool:
-        self.say({"figures": dict(figures)})
-        answer = self.folder / f"answer-{self.asked - 1}"
+    def __call__(self, logged: Mapping[str, float]) -> bool:
+        _write(self.folder / f"message-{self.asked}", {"logged": dict(logged)})
+        answer = self.folder / f"answer-{self.asked}"
+        self.asked += 1
         while not answer.exists():
             time.sleep(_PAUSE)
         return bool(json.loads(answer.read_text()))
 
-    def say(self, what: Mapping[str, Any]) -> None:
-        _write(self.folder / f"said-{self.asked}", what)
-        self.asked += 1
 
-
-def _grow(
+def _run_child(
     experiment: Experiment,
     method: Method,
     params: dict[str, Any],
@@ -97,17 +92,17 @@ def _grow(
     final: bool,
     folder: Path,
 ) -> None:
-    """Run in the child: a group of its own, so that it can be ended with all that it starts."""
+    """Run in the child, as leader of a process group, which can be killed as a whole."""
     os.setsid()
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    said: dict[str, Any]
+    message: dict[str, Any]
     try:
         trial = optuna.trial.FixedTrial(params)
-        said = {"result": fit(experiment, method, trial, _Question(folder), seed, final)}
+        message = {"result": fit(experiment, method, trial, _AskByFile(folder), seed, final)}
     except BaseException as error:
-        said = {"error": f"{type(error).__name__}: {error}"}
-    # Workers have counted for themselves: the last word has a name of its own.
-    _write(folder / "last", said)
+        message = {"error": f"{type(error).__name__}: {error}"}
+    # Its number is not known here: workers have copies of the counter.
+    _write(folder / "last", message)
 
 
 def _die_with_parent() -> None:
@@ -117,26 +112,27 @@ def _die_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _follow(process: Any, folder: Path, timeout: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield what the child says, in order."""
+def _messages(process: Any, folder: Path, timeout: float) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the child's messages in order, numbered."""
     number, deadline = 0, time.monotonic() + timeout
     while True:
-        alive = process.is_alive()  # looked at first: its last word comes before its end
-        for name in (f"said-{number}", "last"):
+        alive = process.is_alive()  # read first: the last message is written before the end
+        for name in (f"message-{number}", "last"):
             if (folder / name).exists():
                 yield number, json.loads((folder / name).read_text())
                 number, deadline = number + 1, time.monotonic() + timeout
                 break
         else:
             if not alive:
-                raise TreeError(f"The process of the run has ended with code {process.exitcode}.")
+                code = process.exitcode
+                raise SubprocessError(f"The process of the run has ended with code {code}.")
             if time.monotonic() > deadline:
-                raise TreeError(f"The run has been silent for {timeout:g} s and was killed.")
+                raise SubprocessError(f"The run has been silent for {timeout:g} s and was killed.")
             time.sleep(_PAUSE)
 
 
-def _fell(process: Any) -> None:
-    """End the child and all that it has started."""
+def _kill_group(process: Any) -> None:
+    """Kill the child and all processes that it has started."""
     try:
         # Its group exists once it has called setsid; until then it has started nothing.
         if os.getpgid(process.pid) == process.pid:
@@ -148,7 +144,7 @@ def _fell(process: Any) -> None:
 
 
 def _write(path: Path, what: Any) -> None:
-    """Write a file that is whole from the moment at which it can be seen."""
+    """Write a file atomically."""
     hidden = path.with_name(f".{path.name}")
     hidden.write_text(json.dumps(what))
     hidden.rename(path)

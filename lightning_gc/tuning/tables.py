@@ -1,4 +1,4 @@
-"""What the report shows, as tables: read from the studies alone, nothing is computed anew."""
+"""Tables of the report, read from the studies alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_gc.tuning.studies import RULES, best_trial
 from lightning_gc.tuning.trial_leases import counts
 
 TOP = 8
-"""Trials of a study that box plots show: the best ones, as in the thesis, if they are a third."""
+"""Greatest number of best trials of a study in box plots; at most a third of its trials."""
 
 Row = dict[str, Any]
 Studies = Mapping[str, optuna.Study]
@@ -28,11 +28,11 @@ Studies = Mapping[str, optuna.Study]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one kind, in a file of their own.
+    """A table, written to a CSV file.
 
     Attributes:
         columns: their names, in order.
-        rows: ``{column: value}``; what is missing is left empty.
+        rows: ``{column: value}``; missing values are left empty.
     """
 
     columns: tuple[str, ...]
@@ -48,7 +48,7 @@ class Table:
 
 def tables(studies: Studies) -> dict[str, Table]:
     """Return all tables of an experiment's studies, by name."""
-    # Those with dense first: it is what the others are compared with.
+    # The dense baseline first.
     ordered = dict(sorted(studies.items(), key=lambda item: item[0] != DENSE))
     columns = {
         "results": "method validation test test_spread seeds test_with_dense_hyper_parameters "
@@ -75,12 +75,12 @@ def tables(studies: Studies) -> dict[str, Table]:
 
 
 def lower_is_better(studies: Studies) -> bool:
-    """Return which way the metric goes; all studies of an experiment agree."""
+    """Return whether a lower metric is better; all studies of an experiment agree."""
     return next(iter(studies.values())).directions[0] == StudyDirection.MINIMIZE
 
 
 def metric_name(studies: Studies) -> str:
-    """Return the name of the metric that was selected on."""
+    """Return the name of the metric that trials were selected on."""
     rules = next(iter(studies.values())).user_attrs.get(RULES, {})
     return str(rules.get("metric", "metric"))
 
@@ -92,7 +92,7 @@ def log_scaled(studies: Studies, parameter: str) -> bool:
 
 
 def _complete(study: optuna.Study) -> list[FrozenTrial]:
-    """Return the trials that have got through, best first."""
+    """Return the complete trials, best first."""
     done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     down = study.directions[0] == StudyDirection.MINIMIZE
     return sorted(done, key=lambda trial: trial.values[0] if down else -trial.values[0])
@@ -127,7 +127,7 @@ def _results(studies: Studies) -> Iterator[Row]:
 
 
 def _mean(records: list[Row]) -> tuple[Any, float | None]:
-    """Return mean and standard deviation over seeds; a run that diverged spoils both."""
+    """Return mean and standard deviation over seeds, or "diverged" if a run has."""
     if any(record["diverged"] for record in records):
         return "diverged", None
     # Without a test metric the final runs' validation takes its place.

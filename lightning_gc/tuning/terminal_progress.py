@@ -1,4 +1,4 @@
-"""What a terminal shows of a comparison: a line per run, and a bar per study."""
+"""Progress of a comparison in a terminal: a line per run, and a bar per study."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_gc.tuning.comparison import Event
 from lightning_gc.tuning.experiment import Experiment
 
 
-def hush() -> None:
-    """Leave in the terminal what is worth reading: a line per run."""
+def quiet_libraries() -> None:
+    """Silence messages of Optuna and Lightning that are not worth reading."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     for package in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch"):
@@ -25,10 +25,10 @@ def hush() -> None:
 
 
 class Progress:
-    """Shows events; where there is no terminal, lines only.
+    """Shows events; without a terminal, lines only.
 
     Args:
-        experiment: knows how many trials a study will have.
+        experiment: tells the number of trials per study.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -37,7 +37,7 @@ class Progress:
         self._bars: dict[str, rich.progress.TaskID] = {}
 
     def __enter__(self) -> Self:
-        """Begin to draw."""
+        """Draw the bars."""
         self._progress.start()
         return self
 
@@ -47,7 +47,7 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the terminal as it was, lines apart."""
+        """Remove the bars; lines stay."""
         self._progress.stop()
 
     def show(self, event: Event) -> None:

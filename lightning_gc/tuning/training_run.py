@@ -1,4 +1,4 @@
-"""One run: draw, build, train, and test if it is a final one."""
+"""Train one model with a trial's hyper-parameters; test it if the run is a final one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_gc.tuning.early_stopping import MissingMetric
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.lightning_flavour import pl
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.training_callback import Ask, Watch
+from lightning_gc.tuning.training_callback import Ask, TrialCallback
 
-# What a Trainer must be told again to test the model that another one has trained.
-_ALIKE = ("accelerator", "precision", "plugins", "limit_test_batches")
+# Arguments of the Trainer that its tests need as well.
+_TEST_ARGUMENTS = ("accelerator", "precision", "plugins", "limit_test_batches")
 
 
 def fit(
@@ -28,27 +28,27 @@ def fit(
     seed: int,
     final: bool = False,
 ) -> float | None:
-    """Train one model with what the trial says, and return the test metric of a final run.
+    """Train one model and return the test metric of a final run.
 
     Args:
         experiment: the rules.
         method: how gradients are exchanged.
-        trial: says what the hyper-parameters are.
-        ask: whether to go on, after each validation.
+        trial: source of the hyper-parameters.
+        ask: decides after each validation whether training goes on.
         seed: of weights, order of data, and the compressor's random numbers.
-        final: end with the best epoch's weights, and test them.
+        final: restore the best epoch's weights, and test them.
 
     Raises:
-        KeyboardInterrupt: the user has had enough.
+        KeyboardInterrupt: the user pressed Ctrl-C.
         MissingMetric: the test metric was not logged.
     """
     pl.seed_everything(seed, verbose=False)
-    compressor = method.draw(trial)
+    compressor = method.suggest_compressor(trial)
     model, data, *more = experiment.build(trial)
     arguments = {**experiment.trainer, **(more[0] if more else {})}
     experiment.check_trainer(arguments)
     parts: dict[str, Any] = {
-        "memory": method.draw_memory(trial),
+        "memory": method.suggest_memory(trial),
         "scheme": method.scheme,
         "controller": method.controller,
         "seed": seed,
@@ -59,11 +59,11 @@ def fit(
     else:
         parts |= {"workers": experiment.workers, "network": experiment.network}
         strategy = lightning_gc.SimulatedDDPStrategy(compressor, **parts)
-    watch = Watch(ask, experiment if final else None)
+    ours = TrialCallback(ask, experiment if final else None)
     callbacks = arguments.pop("callbacks", None) or []
-    callbacks = [*(callbacks if isinstance(callbacks, list) else [callbacks])]
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     quiet: dict[str, Any] = {
-        "logger": _Silent(),
+        "logger": _NoLogger(),
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
@@ -72,25 +72,25 @@ def fit(
         strategy=strategy,
         devices=experiment.devices,
         enable_checkpointing=False,
-        callbacks=[*callbacks, lightning_gc.CompressionMonitor(), watch],
+        callbacks=[*callbacks, lightning_gc.CompressionMonitor(), ours],
     )
-    _train(trainer, watch, model, data)
+    _train(trainer, ours, model, data)
     if not final or experiment.test_metric is None:
         return None
-    alike = {name: arguments[name] for name in _ALIKE if name in arguments}
-    tester = pl.Trainer(**(quiet | alike), devices=1, enable_checkpointing=False)
+    kept = {name: arguments[name] for name in _TEST_ARGUMENTS if name in arguments}
+    tester = pl.Trainer(**(quiet | kept), devices=1, enable_checkpointing=False)
     tester.test(model, data, verbose=False)
     return _look_up(experiment.test_metric, tester.callback_metrics)
 
 
-def _train(trainer: pl.Trainer, watch: Watch, model: Any, data: Any) -> None:
+def _train(trainer: pl.Trainer, callback: TrialCallback, model: Any, data: Any) -> None:
     # Lightning answers Ctrl-C by ignoring further ones for ever and leaving the process.
     in_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if in_main else None
     try:
         trainer.fit(model, data)
     except SystemExit:
-        if not watch.interrupted:
+        if not callback.interrupted:
             raise
         if in_main:
             signal.signal(signal.SIGINT, handler)
@@ -107,5 +107,5 @@ def _look_up(metric: str, logged: Mapping[str, Any]) -> float:
     return float(logged[metric])
 
 
-class _Silent(pl.loggers.logger.DummyLogger):
-    """Writes nothing: what a trial has to say goes into the study."""
+class _NoLogger(pl.loggers.logger.DummyLogger):
+    """Writes nothing: results go into the study."""

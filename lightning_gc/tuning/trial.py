@@ -1,4 +1,4 @@
-"""One trial of a study, from its claim to its last word."""
+"""Run one trial and tell the study its result."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import optuna
 from optuna.trial import TrialState
 
 from lightning_gc.tuning import trial_leases
-from lightning_gc.tuning.early_stopping import Judge, MissingMetric
+from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.parameter_space import MEMORY_PREFIX, PREFIX, draw
-from lightning_gc.tuning.subprocess_trial import fit_in_tree
+from lightning_gc.tuning.parameter_space import MEMORY_PREFIX, PREFIX, suggest
+from lightning_gc.tuning.subprocess_trial import fit_in_subprocess
 from lightning_gc.tuning.training_run import fit
 
 
 class TrialError(RuntimeError):
-    """A run has failed in a way that looks like a mistake in the program."""
+    """A run has failed in a way that looks like a bug in the program."""
 
 
 def run_trial(
     experiment: Experiment, method: Method, study: optuna.Study, trial: optuna.Trial
 ) -> None:
-    """Train with what the trial draws and tell the study what has come of it.
+    """Train with the trial's hyper-parameters and tell the study the result.
 
-    A run that diverges is a result: the trial fails, with its parameters and the reason, and
-    counts. So does an error, once a trial of this study has got through.
+    A run that diverges counts as a failed trial, with its parameters and the reason. So does an
+    error, once a trial of this study has completed or been pruned.
 
     Raises:
         TrialError: an error in the first trials of a study.
         MissingMetric: the metric was not logged.
-        KeyboardInterrupt: the user has had enough. The trial is given up and does not count.
+        KeyboardInterrupt: the user pressed Ctrl-C. The trial fails and does not count.
     """
-    judge = Judge(experiment, method, trial)
+    stopping = EarlyStopping(experiment, method, trial)
     try:
-        with trial_leases.beating(lambda now: trial.set_user_attr("beat", now)):
-            train(experiment, method, trial, judge, experiment.seed)
-        if not judge.curve:
+        with trial_leases.heartbeat(lambda now: trial.set_user_attr("beat", now)):
+            train(experiment, method, trial, stopping, experiment.seed)
+        if not stopping.curve:
             raise MissingMetric(
                 f"No validation was run, so there is no {experiment.metric!r} to select on. Give "
                 f"the model a validation_step and the data a val_dataloader."
@@ -47,53 +47,53 @@ def run_trial(
         study.tell(trial, state=TrialState.FAIL)
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        trial.set_user_attr("error", said)
+        text = f"{type(error).__name__}: {error}"
+        trial.set_user_attr("error", text)
         study.tell(trial, state=TrialState.FAIL)
         through = (TrialState.COMPLETE, TrialState.PRUNED)
         if not study.get_trials(deepcopy=False, states=through):
             raise TrialError(
                 f"Trial {trial.number} of {study.study_name} failed before any has got through. "
-                f"{said} Its parameters were {trial.params}."
+                f"{text} Its parameters were {trial.params}."
             ) from error
         return
-    _conclude(experiment, study, trial, judge)
+    _tell(experiment, study, trial, stopping)
 
 
 def train(
     experiment: Experiment,
     method: Method,
     trial: optuna.trial.BaseTrial,
-    judge: Judge,
+    stopping: EarlyStopping,
     seed: int,
     final: bool = False,
 ) -> float | None:
-    """Train here, or in a tree of processes; return the test metric of a final run."""
+    """Train here, or in processes of its own; return the test metric of a final run."""
     if experiment.devices == 1:
-        return fit(experiment, method, trial, judge.hear, seed, final)
-    # The study is not for other processes to talk to: every value is drawn here.
-    draw(trial, method.tuned, PREFIX)
-    draw(trial, method.tuned_memory, MEMORY_PREFIX)
-    getattr(experiment.build, "draw", experiment.build)(trial)
-    return fit_in_tree(experiment, method, trial.params, judge.hear, seed, final)
+        return fit(experiment, method, trial, stopping.update, seed, final)
+    # Other processes have no access to the study: every value is drawn here.
+    suggest(trial, method.tuned, PREFIX)
+    suggest(trial, method.tuned_memory, MEMORY_PREFIX)
+    getattr(experiment.build, "suggest", experiment.build)(trial)
+    return fit_in_subprocess(experiment, method, trial.params, stopping.update, seed, final)
 
 
-def _conclude(
-    experiment: Experiment, study: optuna.Study, trial: optuna.Trial, judge: Judge
+def _tell(
+    experiment: Experiment, study: optuna.Study, trial: optuna.Trial, stopping: EarlyStopping
 ) -> None:
-    record: dict[str, Any] = {**judge.record(), "seed": experiment.seed}
-    if judge.budget is not None:
-        record["over_budget"] = judge.over_budget
+    record: dict[str, Any] = {**stopping.record(), "seed": experiment.seed}
+    if stopping.budget is not None:
+        record["over_budget"] = stopping.over_budget
         if hasattr(trial, "set_constraint"):  # since Optuna 5; feasible where 0 or less
-            trial.set_constraint("budget", judge.over_budget)
+            trial.set_constraint("budget", stopping.over_budget)
     for name, value in record.items():
         trial.set_user_attr(name, value)
-    if judge.verdict == "diverged":
-        trial.set_user_attr("error", f"diverged: {judge.reason}")
+    if stopping.outcome == "diverged":
+        trial.set_user_attr("error", f"diverged: {stopping.reason}")
         study.tell(trial, state=TrialState.FAIL)
-    elif judge.verdict == "pruned":
+    elif stopping.outcome == "pruned":
         study.tell(trial, state=TrialState.PRUNED)
     elif experiment.objective == "pareto":
-        study.tell(trial, [judge.best, math.log10(max(record["wire_bytes"], 1.0))])
+        study.tell(trial, [stopping.best, math.log10(max(record["wire_bytes"], 1.0))])
     else:
-        study.tell(trial, judge.best)
+        study.tell(trial, stopping.best)

@@ -1,8 +1,8 @@
-"""Who works on which trial: several processes share a study without a word to each other.
+"""Leases on trials: several processes share a study through its storage alone.
 
-A trial counts towards the budget of trials unless it was lost: its process died, or was stopped. A
-failure that is a result, such as a diverged run, carries an ``error``; one without it was lost. So
-a study has room as long as fewer trials count than are wanted, whoever has begun them.
+Each running trial holds its process and a heartbeat. A failed trial with an ``error`` is a result,
+such as a diverged run, and counts towards the number of trials; one without was lost, because its
+process died or was stopped, and is made up for.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-BEAT = 20.0
-"""Seconds between two signs of life of a trial."""
-STALE = 300.0
-"""Seconds after which a trial on another machine without a sign of life is taken for lost."""
+HEARTBEAT = 20.0
+"""Seconds between two heartbeats of a trial."""
+LEASE = 300.0
+"""Seconds without a heartbeat after which a trial on another machine is taken for lost."""
 
 
 def counts(trial: FrozenTrial) -> bool:
-    """Return whether a trial counts towards the budget of trials."""
+    """Return whether a trial counts towards the number of trials of its study."""
     if trial.state == TrialState.WAITING or trial.user_attrs.get("surplus"):
         return False
     return trial.state != TrialState.FAIL or "error" in trial.user_attrs
@@ -38,11 +38,11 @@ def has_room(study: optuna.Study, wanted: int) -> bool:
     return sum(counts(trial) for trial in study.get_trials(deepcopy=False)) < wanted
 
 
-def claim(study: optuna.Study, wanted: int) -> optuna.Trial | None:
-    """Begin a trial and return it, or None where others have been quicker.
+def begin_trial(study: optuna.Study, wanted: int) -> optuna.Trial | None:
+    """Begin a trial and return it, or None if there are enough.
 
-    Numbers are given by the storage, one after the other: whoever finds that enough trials with a
-    lower number count gives its own back.
+    The storage numbers trials one after the other: a process that finds enough trials with lower
+    numbers gives its own back.
     """
     if not has_room(study, wanted):
         return None
@@ -52,13 +52,13 @@ def claim(study: optuna.Study, wanted: int) -> optuna.Trial | None:
         trial.set_user_attr("surplus", True)
         study.tell(trial, state=TrialState.FAIL)
         return None
-    for name, value in identity().items():
+    for name, value in owner().items():
         trial.set_user_attr(name, value)
     return trial
 
 
-def release_lost(study: optuna.Study) -> list[int]:
-    """Mark trials whose process is gone as failed, and return their numbers."""
+def fail_lost_trials(study: optuna.Study) -> list[int]:
+    """Mark trials whose process is dead as failed, and return their numbers."""
     lost = []
     for trial in running(study):
         if _is_lost(trial):
@@ -69,21 +69,17 @@ def release_lost(study: optuna.Study) -> list[int]:
 
 
 def running(study: optuna.Study) -> list[FrozenTrial]:
-    """Return the trials that are under way, here or elsewhere."""
+    """Return the trials that any process is running."""
     return study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
 
 @contextlib.contextmanager
-def beating(write: Callable[[float], None]) -> Iterator[None]:
-    """Give a sign of life now and then, for other machines to see.
-
-    Args:
-        write: puts the time where they look.
-    """
+def heartbeat(write: Callable[[float], None]) -> Iterator[None]:
+    """Call ``write`` with the time every ``HEARTBEAT`` seconds, from a thread."""
     over = threading.Event()
 
     def beat() -> None:
-        while not over.wait(BEAT):
+        while not over.wait(HEARTBEAT):
             write(time.time())
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -95,24 +91,24 @@ def beating(write: Callable[[float], None]) -> Iterator[None]:
         thread.join()
 
 
-def identity() -> dict[str, Any]:
-    """Return who works here, and the first sign of life."""
+def owner() -> dict[str, Any]:
+    """Return what identifies this process, and its first heartbeat."""
     pid = os.getpid()
     return {"host": platform.node(), "pid": pid, "born": _born(pid), "beat": time.time()}
 
 
-def is_gone(worker: Mapping[str, Any]) -> bool:
-    """Return whether the process with this ``identity()`` works no more."""
+def is_dead(worker: Mapping[str, Any]) -> bool:
+    """Return whether the process with this ``owner()`` is dead, or silent for too long."""
     if worker["host"] != platform.node():
-        return bool(time.time() - worker["beat"] > STALE)
+        return bool(time.time() - worker["beat"] > LEASE)
     return not _alive(worker["pid"]) or _born(worker["pid"]) != worker["born"]
 
 
 def _is_lost(trial: FrozenTrial) -> bool:
     if "beat" in trial.user_attrs:
-        return is_gone(trial.user_attrs)
-    # Just begun, or begun by something else than us.
-    return trial.datetime_start is not None and _age(trial.datetime_start) > STALE
+        return is_dead(trial.user_attrs)
+    # Just begun, or begun by another program.
+    return trial.datetime_start is not None and _age(trial.datetime_start) > LEASE
 
 
 def _age(begun: datetime.datetime) -> float:
@@ -125,12 +121,12 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # somebody else's: it lives
+        pass  # another user's: it lives
     return True
 
 
 def _born(pid: int) -> str:
-    """Return when a process began, where the system says so: numbers of processes come again."""
+    """Return when a process began, where the system tells; process numbers are reused."""
     try:
         # After the name, which is in brackets and may hold anything, field 22 is the start time.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -17,17 +17,18 @@ from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.schemes import Scheme
+from lightning_gc.search_space import Space
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.lightning_flavour import pl
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.parameter_space import Space, draw, ends, parse_all
+from lightning_gc.tuning.parameter_space import endpoints, parse_all, suggest
 
 SECTIONS = ("model", "data", "trainer", "seed_everything", "tune")
 
 
 @dataclass
 class MethodSettings:
-    """What the file says about one method; see ``Method``."""
+    """One entry of the file's ``tune.methods``; see ``Method``."""
 
     compressor: str | None = None
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -40,13 +41,13 @@ class MethodSettings:
     memory_space: dict[str, Any] = field(default_factory=dict)
 
     def method(self, name: str) -> Method:
-        """Return the method that is meant."""
+        """Return the method."""
         spaces = {"space": parse_all(self.space), "memory_space": parse_all(self.memory_space)}
         return Method(name, **(vars(self) | spaces))
 
 
 @dataclass
-class Settings:
+class TuneSettings:
     """The section ``tune``; see ``Experiment``."""
 
     name: str
@@ -70,42 +71,42 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class FromFile:
-    """Builds model, data and Trainer arguments from the file's sections, with values drawn.
+class YAMLBuild:
+    """Builds model, data and Trainer arguments from the file's sections and a trial's values.
 
     Attributes:
-        sections: ``model``, ``data`` and ``trainer`` as they stand in the file.
-        space: what is drawn; the name of an entry is its place: ``model.learning_rate`` is
-            ``model: init_args: learning_rate:``.
+        sections: ``model``, ``data`` and ``trainer`` of the file.
+        space: what is tuned; the name of an entry is its path, without ``init_args``:
+            ``model.learning_rate``.
     """
 
     sections: Mapping[str, Any]
     space: Space
 
-    def draw(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
+    def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
         """Return the values of a trial."""
-        values: dict[str, Any] = draw(trial, self.space)
+        values: dict[str, Any] = suggest(trial, self.space)
         return values
 
     def __call__(self, trial: optuna.trial.BaseTrial) -> tuple[Any, Any, dict[str, Any]]:
         """Return model, datamodule and Trainer arguments."""
-        return self.make(self.draw(trial))
+        return self.make(self.suggest(trial))
 
     def make(self, values: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """Return what is built with these values in their places."""
+        """Return the same with these values at their paths."""
         sections = copy.deepcopy(dict(self.sections))
         for path, value in values.items():
-            _place(sections, path, value)
+            _set(sections, path, value)
         made = _parser().instantiate(_parse(_parser(), sections))
         trainer = made.trainer.as_dict()
         given = sections.get("trainer") or {}
         return made.model, made.get("data"), {name: trainer[name] for name in given}
 
     def check(self) -> None:
-        """Refuse a space that has no place in the file, before the first trial."""
+        """Refuse a path that the file does not have, before the first trial."""
         sections = copy.deepcopy(dict(self.sections))
         for entry in self.space:
-            _place(sections, entry.field, ends(entry)[0])
+            _set(sections, entry.field, endpoints(entry)[0])
         _parse(_parser(), sections)
 
 
@@ -114,10 +115,11 @@ def load(given: str | Path | Mapping[str, Any], **changes: Any) -> tuple[Experim
 
     Args:
         given: path of the YAML file, or its sections.
-        changes: of settings of its section ``tune``, such as ``trials=10``; None changes nothing.
+        changes: settings that replace those of its section ``tune``, such as ``trials=10``, unless
+            None.
 
     Raises:
-        ValueError: the file is not there, is no YAML, or says what cannot be.
+        ValueError: the file is missing, is no YAML, or holds invalid settings.
     """
     sections = given if isinstance(given, Mapping) else read(given)
     settings = _settings(sections, changes)
@@ -126,7 +128,7 @@ def load(given: str | Path | Mapping[str, Any], **changes: Any) -> tuple[Experim
     if not isinstance(devices, int):
         raise ValueError(f"trainer.devices={devices!r}: tuning needs a number.")
     parts = {name: sections.get(name) for name in ("model", "data")} | {"trainer": trainer}
-    build = FromFile(parts, parse_all(settings.space))
+    build = YAMLBuild(parts, parse_all(settings.space))
     build.check()
     methods = [each.method(name) for name, each in settings.methods.items()]
     rules = vars(settings) | {"seeds": tuple(settings.seeds), "build": build, "devices": devices}
@@ -136,7 +138,7 @@ def load(given: str | Path | Mapping[str, Any], **changes: Any) -> tuple[Experim
 
 
 def methods_in(sections: Mapping[str, Any]) -> dict[str, Method]:
-    """Return the methods of a file by name; none where it has no section ``tune``."""
+    """Return the methods of a file by name; none if it has no section ``tune``."""
     if not sections.get("tune"):
         return {}
     return {name: each.method(name) for name, each in _settings(sections, {}).methods.items()}
@@ -161,14 +163,14 @@ def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[st
     return sections
 
 
-def _settings(sections: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
+def _settings(sections: Mapping[str, Any], changes: Mapping[str, Any]) -> TuneSettings:
     given = dict(sections["tune"] or {})
     given["methods"] = {name: value or {} for name, value in (given.get("methods") or {}).items()}
     given |= {name: value for name, value in changes.items() if value is not None}
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--tune", type=Settings)
+    parser.add_argument("--tune", type=TuneSettings)
     made = parser.instantiate(_parse(parser, {"tune": given}))
-    settings: Settings = made.tune
+    settings: TuneSettings = made.tune
     return settings
 
 
@@ -177,7 +179,7 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(pl.LightningModule, "model", required=True)
     parser.add_subclass_arguments(pl.LightningDataModule, "data")
-    # As LightningCLI has it: what is nested is made, the Trainer itself is left to us.
+    # As in LightningCLI: nested classes are instantiated, the Trainer itself is not.
     parser.add_class_arguments(pl.Trainer, "trainer", instantiate=False)
     return parser
 
@@ -191,8 +193,8 @@ def _parse(parser: ArgumentParser, sections: Mapping[str, Any]) -> Namespace:
         raise ValueError(f"The configuration is refused. {error}") from error
 
 
-def _place(sections: dict[str, Any], path: str, value: Any) -> None:
-    """Put a value where its dotted name says, through ``init_args`` where there is a class."""
+def _set(sections: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value at its dotted path, through ``init_args`` of classes."""
     first, *middle, last = path.split(".")
     node = sections.get(first)
     if first not in ("model", "data", "trainer") or not isinstance(node, dict):
@@ -201,12 +203,12 @@ def _place(sections: dict[str, Any], path: str, value: Any) -> None:
             f"the file has; a compressor's fields belong to its method."
         )
     for name in middle:
-        node = _inside(node).setdefault(name, {})
+        node = _init_args(node).setdefault(name, {})
         if not isinstance(node, dict):
             raise ValueError(f"{path}: {name} has no parts.")
-    _inside(node)[last] = value
+    _init_args(node)[last] = value
 
 
-def _inside(node: dict[str, Any]) -> dict[str, Any]:
+def _init_args(node: dict[str, Any]) -> dict[str, Any]:
     inner: dict[str, Any] = node.setdefault("init_args", {}) if "class_path" in node else node
     return inner

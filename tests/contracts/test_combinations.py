@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lightning_gc import MEMORIES, SCHEMES
+from lightning_gc import MEMORIES
 from lightning_gc.compressors import Compressor
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import Memory
@@ -13,8 +13,7 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import refused
-from lightning_gc.testing.contracts.scheme import fits
-from tests.instances import ALL, ALL_MEMORIES
+from tests.instances import ALL, ALL_MEMORIES, schemes_for
 
 STEPS = 2
 SMALL = ("matrix", "smaller_than_workers")
@@ -24,7 +23,7 @@ def small(workers: int, step: int) -> list[cases.Named]:
     return [{n: g[n] for n in g if n in SMALL} for g in cases.gradients(workers, step)]
 
 
-def hold(compressor: Compressor, memory: Memory, scheme: Scheme, workers: int, steps: int) -> None:
+def hold(compressor: Compressor, memory: Memory, scheme: Scheme | None, workers: int, steps: int) -> None:
     """Replicas are the same (``Lockstep`` says where not), numbers finite, and nothing is lost."""
     what = f"{memory} {scheme} {workers}"
     lockstep = Lockstep(workers, compressor, memory, scheme)
@@ -60,11 +59,9 @@ def hold_all(compressor: Compressor, memories: Sequence[Memory], steps: int = ST
     for memory in memories:
         if refused(memory, compressor):
             continue
-        for kind in SCHEMES.values():
-            if not fits(kind(), compressor):
-                continue
+        for scheme in schemes_for(compressor):
             for workers in cases.WORKERS:
-                hold(compressor, memory, kind(), workers, steps)
+                hold(compressor, memory, scheme, workers, steps)
 
 
 def test_every_memory_goes_with_something() -> None:

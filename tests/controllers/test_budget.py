@@ -112,10 +112,10 @@ def test_budget_of_the_librarys_own_error_feedback() -> None:
 
     def law(threshold: float, start: int, stop: int) -> float:
         engine.set_levels(threshold)
-        before = engine.tally.sent
+        before = engine.statistics.tally.sent
         for _ in range(start, stop):
             alone.step([{"w": scale * torch.randn(2000, generator=generator)}])
-        return (engine.tally.sent - before) / ((stop - start) * 2000)
+        return (engine.statistics.tally.sent - before) / ((stop - start) * 2000)
 
     spent = spend(law, 400, 4, TotalError(budget=BUDGET, initial=15.0))
     assert spent == pytest.approx(1, abs=0.05)

@@ -63,7 +63,7 @@ def library(
     run = Lockstep(WORKERS, compressor, memory)
     for t, rate in enumerate(rates):
         for engine in run.engines:
-            engine.learning_rates = {"x": rate}
+            engine.learning_rates.now = {"x": rate}
         rows = torch.from_numpy(problem.gradients(x, t)).to(dtype)
         result = run.step([{"x": row} for row in rows])
         x = x - rate * result.mean["x"].double().numpy()
@@ -123,7 +123,7 @@ def test_rates_of_parameters_are_followed_one_by_one() -> None:
     run = Lockstep(1, TopK(0.5), Residual(lr_aware=True))
     (engine,) = run.engines
     for a, b in ((0.1, 0.2), (0.1, 0.1), (0.05, 0.1)):
-        engine.learning_rates = {"a": a, "b": b}
+        engine.learning_rates.now = {"a": a, "b": b}
         run.step([{"a": torch.tensor([9.0, 1.0]), "b": torch.tensor([9.0, 1.0])}])
     errors = {name: error.tolist() for name, error in engine.errors().items()}
     assert errors["a"] == pytest.approx([0, (1 + 1) * 2 + 1])

@@ -28,7 +28,7 @@ def test_any_number_anywhere(numel: int, scale: float) -> None:
 
 
 def test_a_position_outside_is_not_written() -> None:
-    """``checks.positions`` lets none through; the kernel does not rely on it."""
+    """``payload_validation.positions`` lets none through; the kernel does not rely on it."""
     whole = torch.zeros(8, device=DEVICE)
     positions = torch.tensor([-3, 0, 4, 1 << 40], device=DEVICE)
     accumulate(whole[2:6], positions, torch.ones(4, device=DEVICE), 1.0)

@@ -72,7 +72,7 @@ def test_an_error_is_raised_by_check_and_later_flows_are_refused() -> None:
 def test_recording_tells_phases_and_bytes_apart() -> None:
     gate = Gate()
     gate.open.set()
-    recording = Recording(gate, history=5)
+    recording = Recording(gate)
 
     def slow() -> Flow:
         time.sleep(0.05)
@@ -83,6 +83,4 @@ def test_recording_tells_phases_and_bytes_apart() -> None:
     account = recording.take()
     assert account.seconds["decode"] > account.seconds["compress"] > account.seconds["communicate"]
     assert account.wire_bytes == 10
-    assert account.messages == 1
-    assert [(sent.kind, sent.nbytes) for sent in recording.log] == [("Mean", 10)]
     assert recording.take().wire_bytes == 0

@@ -13,6 +13,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.flow import Exchange, Gather, Mean, join, split, together
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.memory import run
 from lightning_gc.transports import Simulated
 
 
@@ -106,7 +107,7 @@ def test_layout_may_change_between_steps() -> None:
 def test_errors_are_unscaled_whatever_the_loss_scale() -> None:
     engine = Engine(layerwise(TopK(0.5)))
     for scale in (1024.0, 2.0):
-        engine.loss_scale = torch.tensor(scale)
+        engine.loss_scaling.scale = torch.tensor(scale)
         result = alone(engine, w=torch.tensor([1.0, 3.0]) * scale)
     assert result["w"].tolist() == [0.0, 6.0]  # 3 a step, in the second step's scale
     assert engine.errors()["w"].tolist() == [2.0, 0.0]
@@ -115,21 +116,21 @@ def test_errors_are_unscaled_whatever_the_loss_scale() -> None:
 def test_a_skipped_step_gives_back_what_it_took() -> None:
     """A later bucket of the round is not finite: the earlier one's error is as before it."""
     engine = Engine(layerwise(TopK(0.5)))
-    engine.revocable = True
+    engine.loss_scaling.revocable = True
     alone(engine, a=torch.tensor([1.0, 2.0]))
     simulated = Simulated(1)
     simulated.run([engine.flow(torch.tensor([0.0, 5.0]), {"a": (2,)})])
     simulated.run([engine.flow(torch.tensor([float("inf"), 0.0]), {"b": (2,)})])
     engine.advance()
     assert engine.errors()["a"].tolist() == [1.0, 0.0]  # 5 went into a step that is skipped
-    engine.settle()
+    engine.loss_scaling.settle()
     assert engine.errors()["a"].tolist() == [1.0, 0.0]
     assert alone(engine, a=torch.tensor([0.5, 0.0]))["a"].tolist() == [1.5, 0.0]
 
 
 def test_a_skipped_step_gives_back_what_it_had_sent() -> None:
     engine = Engine(PerParameter(HardThreshold(2.0)))
-    engine.revocable = True
+    engine.loss_scaling.revocable = True
     alone(engine, a=torch.tensor([1.5]))  # stays
     simulated = Simulated(1)
     simulated.run([engine.flow(torch.tensor([1.0]), {"a": (1,)})])  # 2.5: sent
@@ -142,8 +143,7 @@ def test_a_skipped_step_gives_back_what_it_had_sent() -> None:
 def test_no_memory_costs_no_buffer_and_no_copy() -> None:
     engine = Engine(Identity())
     grad = torch.randn(5)
-    bucket = Bucket(grad, {"w": (5,)})
-    assert NoMemory().compensate(bucket, {}) is grad
+    assert run(NoMemory(), Bucket(grad, {"w": (5,)}), {}) is grad
     alone(engine, w=grad)
     assert engine.errors() == {}
     assert engine.state_dict()["memory"] == {}
@@ -155,7 +155,7 @@ def test_lr_aware_keep_rate_times_error_and_wait_out_zero() -> None:
     applied = given = torch.zeros(4)
     rates = [0.1, 0.5, 0.0, 0.2, 0.05]
     for step, rate in enumerate(rates):
-        engine.learning_rates = {"w": rate}
+        engine.learning_rates.now = {"w": rate}
         grad = torch.randn(4, generator=cases.generator(step)) * (rate > 0)
         given = given + rate * grad
         applied = applied + rate * alone(engine, w=grad.clone())["w"]
@@ -164,7 +164,7 @@ def test_lr_aware_keep_rate_times_error_and_wait_out_zero() -> None:
     resumed = Engine(layerwise(TopK(0.5)), Residual(lr_aware=True))
     resumed.load_state_dict(state)
     for one in (engine, resumed):
-        one.learning_rates = {"w": 0.01}
+        one.learning_rates.now = {"w": 0.01}
     results = [alone(one, w=torch.ones(4))["w"] for one in (engine, resumed)]
     assert torch.equal(*results)
 

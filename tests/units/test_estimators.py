@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import Codec, GaussianK, RedSync, SIDCo
-from lightning_gc.compressors import Estimating
+from lightning_gc import GaussianK, RedSync, SIDCo
+from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator
 from lightning_gc.testing.contracts import cases
 
 NUMEL = 20_000
@@ -77,7 +77,7 @@ METHODS = {
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
-def selected(codec: Codec, x: Tensor) -> Tensor:
+def selected(codec: ThresholdEstimator, x: Tensor) -> Tensor:
     return codec.choose(x, cases.bucket_of(x))
 
 
@@ -117,7 +117,7 @@ def test_what_is_beyond_the_threshold_is_sent(method: str, kind: str, density: f
 )
 @densities
 def test_density_is_met_where_the_assumption_is(
-    codec: Estimating, kind: str, density: float
+    codec: ThresholdEstimator, kind: str, density: float
 ) -> None:
     """To a quarter, at a thousandth: of 20 elements 5 are one standard deviation."""
     number = selected(codec.at(density), KINDS[kind]).numel()

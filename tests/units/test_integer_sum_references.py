@@ -18,6 +18,7 @@ from lightning_gc import (
     IntegerQSGD,
     NoMemory,
     Residual,
+    Scheme,
     TernGrad,
     TwoShot,
 )
@@ -182,8 +183,8 @@ def test_bound_of_terngrad(clip: float) -> None:
 def test_terngrad_keeps_its_error_to_itself() -> None:
     """It is dropped, as in the paper, clipped or not; with a memory what was clipped comes back."""
     assert isinstance(Lockstep(1, TernGrad()).engines[0].memory, NoMemory)
-    assert not TernGrad().unbiased
-    assert TernGrad(None).unbiased
+    assert not TernGrad().traits.unbiased
+    assert TernGrad(None).traits.unbiased
     x = torch.ones(100).index_fill(0, torch.tensor([3]), 50.0)
     limit = 2.5 * math.sqrt(float(x.square().mean()))
     result = Lockstep(1, TernGrad(), Residual()).step([{"w": x}])
@@ -195,6 +196,19 @@ def test_terngrad_trains_what_has_no_spread() -> None:
     """About its mean a constant tensor has no deviation, and would be clipped to nothing."""
     for x in (torch.full((1,), 0.3), torch.full((50,), -7.0)):
         assert Lockstep(1, TernGrad()).step([{"w": x}]).mean["w"].tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 16])
+def test_wire_is_what_a_single_worker_sends(bits: int) -> None:
+    """The norm, all codes, and their sums: dtypes and lengths, in the order of the messages."""
+    x = torch.randn(101, generator=cases.generator(0))
+    flow = IntegerQSGD(bits).rounds(cases.bucket_of(x), x.clone(), torch.zeros(101))
+    norm = next(flow)
+    codes = flow.send([norm.tensors])  # type: ignore[union-attr]
+    sums = flow.send(list(codes.payloads))  # type: ignore[union-attr]
+    sent = (*norm.tensors, *codes.payloads[0], *sums.tensors)  # type: ignore[union-attr]
+    declared = [(field.dtype, (field.length,)) for field in IntegerQSGD(bits).wire(101)]
+    assert [(tensor.dtype, tuple(tensor.shape)) for tensor in sent] == declared
 
 
 @pytest.mark.parametrize("compressor", [IntegerQSGD(4), IntegerQSGD(9), TernGrad()], ids=str)
@@ -276,7 +290,7 @@ def test_only_one_worker_need_want_the_mean() -> None:
     x = torch.randn(50)
     for wanted in (True, False):
         out, bucket = torch.full((50,), 3.0), replace(cases.bucket_of(x), wanted=wanted)
-        Simulated(1).run([IntegerQSGD().flow(bucket, x.clone(), out, AllReduce())])
+        Simulated(1).run([IntegerQSGD().rounds(bucket, x.clone(), out)])
         assert bool((out == 3.0).all()) is not wanted
         counted = bucket.tally.elements, bucket.tally.sent, bucket.tally.payload_bytes
         assert counted == (50, 50, 25 + 4)
@@ -290,5 +304,7 @@ def test_bad_arguments() -> None:
         with pytest.raises(ValueError, match=r"above 0; use the paper's 2\.5"):
             TernGrad(clip)
     assert IntegerQSGD().at(99).bits == 16
-    with pytest.raises(ValueError, match="AllReduce"):
-        Lockstep(2, TernGrad(), scheme=TwoShot())
+    schemes: tuple[Scheme, ...] = (AllReduce(), TwoShot())
+    for scheme in schemes:
+        with pytest.raises(ValueError, match="takes no scheme"):
+            Lockstep(2, TernGrad(), scheme=scheme)

@@ -47,8 +47,7 @@ def run(
 ) -> tuple[list[dict[str, Array]], list[Engine]]:
     """Return the mean of every step, and the engines."""
     lockstep = Lockstep(WORKERS, compressor, memory)
-    for engine in lockstep.engines:
-        engine.weights = {n: torch.tensor(w).float() for n, w in (weights or {}).items()}
+    lockstep.weights = {n: torch.tensor(w).float() for n, w in (weights or {}).items()}
     means = []
     for step in range(STEPS):
         made = gradients(step, idle(step))
@@ -284,5 +283,5 @@ def test_refusals(make: Callable[[], Any], word: str) -> None:
 
 
 def test_weight_decay_needs_weights() -> None:
-    with pytest.raises(ValueError, match=r"engine\.weights"):
+    with pytest.raises(ValueError, match=r"Engine\.flow\(weights=\.\.\.\)"):
         run(MomentumCorrection(weight_decay=0.1))

@@ -55,10 +55,14 @@ def test_its_length_is_what_is_promised(numel: int, density: float) -> None:
 
 
 def test_no_number_of_positions_takes_more_than_all() -> None:
-    """What ``HardThreshold.limits`` relies on."""
+    """Nor do up to so many take more than wire formats say."""
     for numel in (1, 2, 9, 64, 100, 1000):
         sizes = [coded_bytes(k, numel) for k in range(numel + 1)]
         assert sizes[-1] <= max(sizes) <= most_bytes(numel)
+        for most, size in enumerate(sizes):
+            assert sparse_payload.positions_field(most, numel, "no").length == size
+            longest = max(sizes[: most + 1])
+            assert longest <= sparse_payload.positions_field(most, numel, "worker").length
 
 
 def test_without_waiting_for_a_device() -> None:

@@ -1,5 +1,7 @@
 """TopK(selection="sampled") beside its formula in NumPy, and what it promises of any tensor."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_gc import AllGather, Compressor, Residual, Scheme, SparseReduce, TopK, TwoShot
+from lightning_gc import DGC, AllGather, Compressor, Residual, Scheme, SparseReduce, TopK, TwoShot
+from lightning_gc.coding.elias_fano import coded_bytes
 from lightning_gc.compressors.sparsifiers import sampled_threshold, sparse_payload
+from lightning_gc.schemes.base import decode
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 
@@ -87,7 +91,7 @@ def test_zeros_are_not_sent(kind: str) -> None:
     codec = TopK(0.1, selection="sampled")
     values, positions = codec.encode(x.clone(), cases.bucket_of(x))
     assert values.numel() == x.count_nonzero()
-    assert positions.numel() == sparse_payload.index_bytes(values.numel(), 20_000)
+    assert positions.numel() == coded_bytes(values.numel(), 20_000)
     assert values.all()
 
 
@@ -137,10 +141,9 @@ def test_of_any_tensor(kind: str, numel: int, density: float, step: int, value_d
     torch.testing.assert_close(out + left, x, rtol=1e-6, atol=0)
     k = sparse_payload.count(density, numel)
     sent = payload[0].numel()
-    limits = codec.limits(numel)
-    assert limits is not None
-    for tensor, limit in zip(payload, limits, strict=True):
-        assert tensor.numel() <= (limit or 0)
+    for tensor, field in zip(payload, codec.wire(numel), strict=True):
+        assert (field.dtype, field.varies) == (tensor.dtype, "worker")
+        assert tensor.numel() <= field.length
     assert min(sampled_threshold.rank(k, numel), int(x.count_nonzero())) <= sent <= k
     if value_dtype == "float32" and 0 < sent < numel:
         assert x.abs()[out != 0].min() >= left.abs().max()
@@ -179,13 +182,13 @@ def test_it_learns_as_fast_as_the_exact_one() -> None:
 
 
 def test_more_than_k_are_refused() -> None:
-    """A transport lets k elements through; so must the decoder, and no more."""
+    """A transport lets k elements through; so must what decodes, and no more."""
     x = draw("normal", 100, 0)
     bucket = cases.bucket_of(x)
     payload = TopK(0.2).encode(x.clone(), bucket)
-    with pytest.raises(ValueError, match=r"names 20 positions .* at most 10 are sent"):
-        TopK(0.1, selection="sampled").decode(payload, torch.zeros(100), 1.0, bucket)
-    TopK(0.3, selection="sampled").decode(payload, torch.zeros(100), 1.0, bucket)
+    with pytest.raises(ValueError, match=r"shapes \(\(20,\), .* \(at most 10 values, "):
+        decode(TopK(0.1, selection="sampled"), payload, torch.zeros(100), 1.0, bucket, 0)
+    decode(TopK(0.3, selection="sampled"), payload, torch.zeros(100), 1.0, bucket, 0)
 
 
 def test_what_it_says_of_itself() -> None:
@@ -195,3 +198,15 @@ def test_what_it_says_of_itself() -> None:
     assert TopK(0.1, selection="sampled").at(0.2).ragged
     with pytest.raises(ValueError, match=r"TopK\(selection='some'\): use 'exact'.*'sampled'"):
         TopK(0.1, selection="some")  # type: ignore[arg-type]
+
+
+def test_dgc_is_a_name_for_it_and_a_memory() -> None:
+    assert DGC(0.05).method == TopK(0.05, selection="sampled")
+    assert DGC(0.05, "bfloat16", "exact").method == TopK(0.05, "bfloat16")
+    assert DGC(0.05).at(0.2) == DGC(0.2)
+    assert repr(DGC()) == "DGC(density=0.001, value_dtype='float32', selection='sampled')"
+    assert DGC().traits == replace(TopK().traits, default_memory="momentum_correction")
+    with pytest.raises(ValueError, match=r"DGC\(density=2\)"):
+        DGC(2)
+    with pytest.raises(ValueError, match=r"selection='some'\): use 'exact'"):
+        DGC(selection="some")  # type: ignore[arg-type]

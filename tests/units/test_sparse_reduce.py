@@ -213,9 +213,9 @@ def test_what_it_counts() -> None:
     lockstep = Lockstep(4, TopK(0.05), Residual(), SparseReduce())
     lockstep.step([{"w": x} for x in gradients(4, 1000, "random", 0)])
     for engine in lockstep.engines:
-        assert engine.tally.elements == 1000
-        assert engine.tally.sent == 50
-        assert 50 * 4 < engine.tally.payload_bytes < 50 * 6
+        assert engine.statistics.tally.elements == 1000
+        assert engine.statistics.tally.sent == 50
+        assert 50 * 4 < engine.statistics.tally.payload_bytes < 50 * 6
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,8 @@ def test_gtopk_sends_a_logarithm_of_payloads(workers: int) -> None:
 
 
 def test_a_liar_in_the_tree_is_named() -> None:
-    flow = GTopK(0.1).flow(cases.bucket_of(torch.ones(20), workers=2), torch.ones(20), None, None)  # type: ignore[arg-type]
+    x = torch.ones(20)
+    flow = GTopK(0.1).rounds(cases.bucket_of(x, workers=2), x.clone(), x.clone())
     request = next(flow)
     assert isinstance(request, Exchange)
     wrong = (torch.ones(2), torch.full((2,), 255, dtype=torch.uint8))

@@ -1,9 +1,9 @@
-"""Send singular triplets of a matrix, drawn at random so that the mean stays true."""
+"""AtomoSVD: send singular triplets of a matrix, drawn at random so that it is unbiased."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,11 +11,12 @@ from torch.nn.functional import pad
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding import payload_validation
-from lightning_gc.compressors.base import Codec, Knob, Variance
-from lightning_gc.compressors.low_rank.factorisation import check_rank
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Variance
+from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank, sides
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.flow import Limits, Payload
-from lightning_gc.search_space import Range
+from lightning_gc.flow import Payload
 
 _EPS = 2.0**-23  # of float32: what is that much smaller than the greatest is its rounding
 
@@ -27,7 +28,7 @@ class AtomoSVD(Codec):
     With ``M = Σ σ_i·u_i·v_iᵀ``: ``C = Σ_kept (σ_i/p_i)·u_i·v_iᵀ``, where triplet i is kept with
     probability ``p_i``, each by itself, so that ``E C = M``. Of all probabilities whose sum is
     ``rank`` the variance ``Σ σ_i²·(1/p_i − 1)`` is least for ``p_i = min(1, σ_i/c)``: the greatest
-    are always sent, and c is what makes the sum right. Each worker draws for itself.
+    are always sent, and c follows from the sum. Each worker draws for itself.
 
     A tensor of shape (n, ...) is a matrix of n rows. A tensor of one dimension has its elements in
     ⌊√d⌋ rows, with some zeros at the end; so has a shard of ``TwoShot``. A tensor that ``rank``
@@ -41,12 +42,10 @@ class AtomoSVD(Codec):
         rank: how many triplets are sent on average, at least 1 (the paper's s). Higher means less
             compression, less variance.
 
-    Wire format:
-        Ragged; the number of triplets k differs between workers and steps: ``rank`` ± √rank.
-        ``u  # (k·n,) float32``, row after row
-        ``v  # (k·m,) float32``: those of the longer side with σ/p in them, the others of length 1
-        ``32·rank·(1/n + 1/m)`` bits an element on average: 0.25 for 512 x 512 at rank 2. Where that
-        is 32 or more, u is empty and v is the tensor.
+    The number of triplets k differs between workers and steps: ``rank`` ± √rank. The vectors of the
+    longer side are multiplied by σ/p, the others have length 1. An element takes
+    ``32·rank·(1/n + 1/m)`` bits on average: 0.25 for 512 x 512 at rank 2. Where that is 32 or more,
+    u is empty and v is the tensor.
 
     Raises:
         ValueError: ``rank`` below 1 or no whole number.
@@ -63,28 +62,24 @@ class AtomoSVD(Codec):
 
     rank: int = 2
 
-    kind = "low rank"
-    unbiased = True
-    ragged = True
-    knob = Knob("rank", low=1, high=256, integer=True)
-    space = (Range("rank", 1, 8, integer=True),)
+    traits = replace(RANK, unbiased=True)
 
     def __post_init__(self) -> None:
         check_rank("AtomoSVD", self.rank)
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Return whether ``rank`` triplets are smaller than the tensor."""
-        return self.rank * sum(_sides(shape)) < math.prod(shape)
+        return self.rank * sum(sides(shape)) < math.prod(shape)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take what is drawn, made larger. The host waits for how many there are."""
+        """Take triplets σ/p·u·vᵀ, drawn at random. The host waits for their number."""
         if not self.compresses(bucket.shape):
             whole = buffer.clone()
             buffer.zero_()
             return buffer.new_empty(0), whole
-        n, m = _sides(bucket.shape)
+        n, m = sides(bucket.shape)
         matrix = pad(buffer, (0, n * m - buffer.numel())).view(n, m)
-        # u are those of the shorter side: with n vectors of length 1 any n x m matrix is a sum.
+        # u are vectors of the shorter side: n orthonormal ones span all n x m matrices.
         u, v = self._drawn(matrix.t() if n > m else matrix, bucket)
         if n > m:
             u, v = v, u
@@ -101,7 +96,7 @@ class AtomoSVD(Codec):
         p = probabilities(values, self.rank)
         draw = bucket.generator(shared=False)
         kept = torch.rand(p.shape, generator=draw, device=p.device, dtype=p.dtype) < p
-        # What is not finite must not stay in the error unseen.
+        # Elements that are not finite must be sent: in the error nobody would see them.
         kept[:1] |= ~matrix.isfinite().all()
         chosen = kept.nonzero().view(-1)
         u = basis.t()[chosen].to(matrix.dtype)
@@ -125,7 +120,7 @@ class AtomoSVD(Codec):
             payload_validation.lengths(payload, 0, out.numel())
             out.add_(payload[1], alpha=scale)
             return
-        n, m = _sides(bucket.shape)
+        n, m = sides(bucket.shape)
         count = payload[0].numel() // n
         payload_validation.lengths(payload, count * n, count * m)
         if count > min(n, m):
@@ -144,9 +139,12 @@ class AtomoSVD(Codec):
         """
         return Variance(max(0.0, math.isqrt(numel) / self.rank - 1))
 
-    def limits(self, numel: int) -> Limits:
-        """As many triplets as the shorter side has elements, of a matrix or of a fold."""
-        return numel, numel + math.isqrt(numel)
+    def wire(self, numel: int) -> Wire:
+        """Return as many triplets as the shorter side of a matrix has elements, folded or not."""
+        return (
+            Field("u", torch.float32, numel, "worker", "(k, n) of an n x m matrix"),
+            Field("v", torch.float32, numel + math.isqrt(numel), "worker", "(k, m)"),
+        )
 
     @classmethod
     def examples(cls) -> tuple[AtomoSVD, ...]:
@@ -157,8 +155,8 @@ class AtomoSVD(Codec):
 def probabilities(values: Tensor, budget: float) -> Tensor:
     """Return the probabilities whose sum is ``budget``, or less where fewer values are not zero.
 
-    The paper's algorithm looks, one value after the other, whether ``budget·σ_i/Σσ`` of those that
-    remain reaches 1, takes such a value out, and 1 off the budget. All steps at once are these.
+    The paper's algorithm tests one value after the other: where ``budget·σ_i/Σσ`` over those that
+    remain reaches 1, it removes the value, and 1 from the budget. Here all steps are one.
 
     Args:
         values: ``(r,)``, at least one, descending, not negative.
@@ -170,14 +168,6 @@ def probabilities(values: Tensor, budget: float) -> Tensor:
     rest = tails.masked_fill(certain, 0).amax()
     shares = values / rest.where(rest > 0, 1.0) * (budget - certain.sum())
     return torch.where(certain, 1.0, shares)
-
-
-def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns; a tensor of one dimension is folded into nearly a square."""
-    if len(shape) > 1:
-        return shape[0], math.prod(shape[1:])
-    rows = max(1, math.isqrt(math.prod(shape)))
-    return rows, -(-math.prod(shape) // rows)
 
 
 def _product(u: Tensor, v: Tensor, numel: int) -> Tensor:

@@ -1,52 +1,45 @@
-"""What methods share that send a matrix as two thin factors, each the mean over all workers."""
+"""LowRank: base class of methods that send a matrix as two thin factors, by two all-reduces."""
 
 from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Compressor, Contraction, Knob, dense
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Collective, dense
+from lightning_gc.compressors.bounds import Contraction
+from lightning_gc.compressors.traits import Knob, Traits
 from lightning_gc.flow import Flow, Mean
 from lightning_gc.search_space import Range
 
-if TYPE_CHECKING:
-    from lightning_gc.schemes.base import Scheme
+RANK = Traits(
+    kind="low rank",
+    knob=Knob("rank", low=1, high=256, integer=True),
+    space=(Range("rank", 1, 8, integer=True),),
+)
+"""A low-rank method with a field ``rank``."""
 
 
 @dataclass(frozen=True)
-class LowRank(Compressor):
+class LowRank(Collective):
     """Sends M as ``C = P·Qᵀ``: P from the mean of M_i·Q, then Q from the mean of M_iᵀ·P.
 
-    Methods differ in what they make of either mean: ``basis`` and ``fit``. Both are computed alike
-    by all workers. Q is that of the step before, orthonormalised, at first random. All apply C, and
-    worker i keeps ``M_i − C``.
-
-    Args:
-        rank: columns of P and Q, at least 1. Higher means less compression, less error.
-        min_ratio: a tensor is compressed if that makes it smaller by more than this factor:
-            ``min_ratio·rank·(n + m) < n·m``.
-        dense_steps: steps at the beginning that send everything exactly.
-
-    Raises:
-        ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or
-            ``dense_steps``.
+    Subclasses compute P from the first mean (``basis``) and Q from the second (``fit``), with the
+    same result on all workers. Q is that of the step before, orthonormalised, at first random. All
+    apply C, and worker i keeps ``M_i − C``. Fields are as ``PowerSGD`` explains them.
     """
 
     rank: int = 2
     min_ratio: float = 2.0
     dense_steps: int = 0
 
-    kind = "low rank"
-    linear = True
-    averages = True
-    knob = Knob("rank", low=1, high=256, integer=True)
-    space = (Range("rank", 1, 8, integer=True),)
+    traits = replace(RANK, linear=True)
 
     def __post_init__(self) -> None:
         check_rank(type(self).__name__, self.rank)
@@ -65,10 +58,10 @@ class LowRank(Compressor):
         """Return whether two factors are smaller than the matrix by more than ``min_ratio``."""
         if len(shape) < 2:
             return False
-        n, m = shape[0], math.prod(shape[1:])
+        n, m = sides(shape)
         return self.min_ratio * self.rank * (n + m) < n * m
 
-    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
+    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Average P, average Q, multiply."""
         if not self.compresses(bucket.shape) or bucket.step < self.dense_steps:
             yield from dense(buffer, out)
@@ -82,7 +75,7 @@ class LowRank(Compressor):
         bucket.tally.count(buffer.numel(), buffer.numel(), (p, own))
         (q,) = yield Mean((own,))
         q = self.fit(q, p)
-        # What is zero or not finite would stay so for ever.
+        # A Q of zeros, or one that is not finite, would stay so for ever.
         good = q.isfinite().all() & q.any()
         state["q"] = torch.where(good, q, before)
         product = (p @ q.t()).view(-1)
@@ -102,8 +95,19 @@ class LowRank(Compressor):
         return torch.cat([kept, fresh], dim=1)
 
     def bound(self, numel: int) -> Contraction:
-        """Return δ = 0: for one worker a projection, usually a good one, but none is promised."""
+        """Return δ = 0: for one worker it is a projection, but of how much is not known."""
         return Contraction(0.0)
+
+    def wire(self, numel: int) -> Wire:
+        """Return the factors of a matrix as square as can be; what is not compressed goes dense."""
+        n, m = sides((numel,))
+        if not self.compresses((n, m)):
+            return (Field("values", torch.float32, numel),)
+        rank = min(self.rank, n, m)
+        return (
+            Field("p", torch.float32, n * rank, note="(n, rank) of an n x m matrix"),
+            Field("q", torch.float32, m * rank, note="(m, rank)"),
+        )
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
@@ -117,6 +121,14 @@ def check_rank(name: str, rank: float) -> None:
         raise ValueError(
             f"{name}(rank={rank!r}): the rank is a number of columns, 1 or more; use 2."
         )
+
+
+def sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns; a tensor of one dimension is folded into nearly a square."""
+    if len(shape) > 1:
+        return shape[0], math.prod(shape[1:])
+    rows = max(1, math.isqrt(math.prod(shape)))
+    return rows, -(-math.prod(shape) // rows)
 
 
 def orthonormal(columns: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Send a matrix as two thin factors, each fitted to it by least squares while the other rests."""
+"""GradZip: send a matrix as two thin factors, found by alternating least squares."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class GradZip(LowRank):
     """Approximate each gradient matrix by alternating, regularised least squares.
 
     A tensor of shape (n, ...) is a matrix M of n rows and m columns, M_i on worker i and M their
-    mean. Either factor is where ``‖M − P·Qᵀ‖² + λ·(‖P‖² + ‖Q‖²)`` is least while the other rests:
+    mean. Either factor minimises ``‖M − P·Qᵀ‖² + λ·(‖P‖² + ‖Q‖²)`` while the other is fixed:
     ``P = M·Q·(QᵀQ + λI)⁻¹`` with Q of the step before, ``Q = Mᵀ·P·(PᵀP + λI)⁻¹``, and
     ``C = P·Qᵀ``. Of M only the mean of M_i·Q and the mean of M_iᵀ·P are needed: sums of thin
-    matrices, so the bytes do not grow with W. The fits are solved by all workers alike. All apply
-    C, and worker i keeps ``M_i − C``: the mean of the errors is right.
+    matrices, so the bytes do not grow with W. All workers solve the same fits. All apply C, and
+    worker i keeps ``M_i − C``, which has the right mean over workers.
 
     Without λ this is the projection of M on the span of M·Q, which ``PowerSGD`` computes by a QR
     decomposition. Here the n x rank matrix P is only scaled, and a rank x rank system is solved,
@@ -48,13 +48,10 @@ class GradZip(LowRank):
             of C is about ``1e-14/λ``.
 
     Communication pattern:
-        Two all-reduces one after the other: M·Q, then Mᵀ·P; everything that goes dense rides on
-        the first. Per worker ``2·(W−1)/W`` times the payload.
+        Two all-reduces one after the other: M·Q, then Mᵀ·P; everything that goes dense is in the
+        first message. Per worker ``2·(W−1)/W`` times the payload.
 
-    Wire format:
-        ``p  # (n, rank) float32``
-        ``q  # (m, rank) float32``
-        ``32·rank·(1/n + 1/m)`` bits an element: 0.13 for 512 x 512 at rank 1.
+    An element takes ``32·rank·(1/n + 1/m)`` bits: 0.13 for 512 x 512 at rank 1.
 
     State:
         Q of every parameter, of the step before. It is in checkpoints. When a controller moves
@@ -62,7 +59,7 @@ class GradZip(LowRank):
 
     Raises:
         ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or
-            ``dense_steps``, a ``regulariser`` below 1e-12; any scheme but ``AllReduce``.
+            ``dense_steps``, a ``regulariser`` below 1e-12.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, GradZip
@@ -93,7 +90,7 @@ class GradZip(LowRank):
         return scaled
 
     def fit(self, q: Tensor, p: Tensor) -> Tensor:
-        """Solve for Q. Not by a call that looks whether it can: the host would wait."""
+        """Solve for Q, without the error check of other solvers, for which the host waits."""
         columns = p.double()
         gram = columns.t() @ columns  # (r, r)
         gram.diagonal().add_(self.regulariser)
@@ -102,5 +99,5 @@ class GradZip(LowRank):
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """As of all, and one that is held back."""
+        """As of LowRank, and one with much regularisation."""
         return (*super().examples(), cls(2, regulariser=0.1))

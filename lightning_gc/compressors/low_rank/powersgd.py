@@ -1,4 +1,4 @@
-"""Send a matrix as the product of two thin ones."""
+"""PowerSGD: send a matrix as two thin factors, found by a step of subspace iteration."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class PowerSGD(LowRank):
     A tensor of shape (n, ...) is a matrix M of n rows and m columns. With M_i of worker i and Q of
     the step before, orthonormalised, at first random and equal on all workers:
     ``P = orthonormal(mean M_i·Q)``, ``Q = mean M_iᵀ·P``, ``C = P·Qᵀ``. All workers apply C, and
-    worker i keeps ``M_i − C``: errors then differ by more than what a worker did not send, but
-    their mean is right. Both means are sums of matrices, so the bytes do not grow with W.
+    worker i keeps ``M_i − C``, which is more than what it did not send itself, but has the right
+    mean over workers. Both means are sums of matrices, so the bytes do not grow with W.
 
     Tensors of one dimension, and those that ``rank`` columns would hardly make smaller, go dense.
 
@@ -28,13 +28,10 @@ class PowerSGD(LowRank):
         dense_steps: steps at the beginning that send everything exactly.
 
     Communication pattern:
-        Two all-reduces one after the other: P, then Q; everything that goes dense rides on the
-        first. Per worker ``2·(W−1)/W`` times the payload.
+        Two all-reduces one after the other: P, then Q; everything that goes dense is in the first
+        message. Per worker ``2·(W−1)/W`` times the payload.
 
-    Wire format:
-        ``p  # (n, rank) float32``
-        ``q  # (m, rank) float32``
-        ``32·rank·(1/n + 1/m)`` bits an element: 0.13 for 512 x 512 at rank 1.
+    An element takes ``32·rank·(1/n + 1/m)`` bits: 0.13 for 512 x 512 at rank 1.
 
     State:
         Q of every parameter, of the step before. It is in checkpoints. When a controller moves
@@ -42,7 +39,7 @@ class PowerSGD(LowRank):
 
     Raises:
         ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or
-            ``dense_steps``; any scheme but ``AllReduce``.
+            ``dense_steps``.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, PowerSGD
@@ -57,5 +54,5 @@ class PowerSGD(LowRank):
     """
 
     def basis(self, p: Tensor) -> Tensor:
-        """Orthonormalise, so that the mean of M_iᵀ·P is the best Q as it is."""
+        """Orthonormalise, so that the mean of M_iᵀ·P is the Q of least error."""
         return orthonormal(p)

@@ -1,4 +1,4 @@
-"""What methods share that send one byte an element and a few numbers for each block."""
+"""Blockwise8Bit: base class of quantisers with one byte an element and a few numbers a block."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation
-from lightning_gc.coding.bit_packing import unpack
+from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.quantise import in_blocks, pieces
+from lightning_gc.search_space import Choice
+
+BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))
+"""Block sizes worth trying, of any quantiser."""
 
 
-class ByteCodes(Codec):
-    """Rounds the elements of each block to 256 values that a few numbers of the block tell.
+class Blockwise8Bit(Codec):
+    """Rounds the elements of each block to 256 values, which depend on a few numbers of the block.
 
-    Methods differ in these values: ``code`` finds them and ``values`` says what they are.
+    Subclasses say which values: ``code`` rounds to them and ``values`` computes them from codes.
 
     Attributes:
         block_size: elements of a block; the last block may have fewer.
-        numbers: how many numbers a block has.
-
-    Wire format:
-        ``codes    # (numel,) uint8``
-        ``numbers  # (ceil(numel / block_size),) float32``, as many times as there are numbers
+        coding: what a code means, for the documentation.
+        numbers: names of the numbers of a block.
     """
 
     block_size: int
-    numbers: int = 1
+    coding: str
+    numbers: tuple[str, ...]
 
-    kind = "quantiser"
+    def __post_init__(self) -> None:
+        check_block_size(type(self).__name__, self.block_size)
 
     @abc.abstractmethod
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
@@ -57,29 +59,28 @@ class ByteCodes(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add the values."""
-        numel, size = out.numel(), self._size(out.numel())
-        payload_validation.lengths(payload, numel, *[-(-numel // size)] * self.numbers)
-        coded, *numbers = payload
-        codes = unpack(coded, 8, numel, torch.uint8)
+        size = self._size(out.numel())
+        codes, *numbers = payload
         for piece, rows in pieces(out, size, 1):
             part = out[piece]
             blocks = in_blocks(codes[piece], size)
             values = self.values(blocks, *(number[rows] for number in numbers))
             part.add_(values.view(-1)[: part.numel()], alpha=scale)
 
+    def wire(self, numel: int) -> Wire:
+        """Return a code for each element, and each of the numbers for each block."""
+        blocks = -(-numel // self._size(numel))
+        numbers = [Field(name, torch.float32, blocks, note="per block") for name in self.numbers]
+        return (Field("codes", torch.uint8, numel, note=self.coding), *numbers)
+
     def _size(self, numel: int) -> int:
         return min(self.block_size, max(1, numel))
 
 
-def check_block_size(name: str, block_size: int, most: int | None = None) -> None:
+def check_block_size(name: str, block_size: int) -> None:
     """Refuse what is not a number of elements."""
     if block_size < 1 or block_size != int(block_size):
         raise ValueError(
             f"{name}(block_size={block_size!r}): a block needs a whole number of elements, at "
             f"least 1; use 512."
-        )
-    if most is not None and block_size > most:
-        raise ValueError(
-            f"{name}(block_size={block_size!r}): with more than {most:,} elements in a block the "
-            f"error may be larger than half of the gradient; use 512."
         )

@@ -1,4 +1,4 @@
-"""Halve the bytes by halving the floats."""
+"""Cast: send each element as a 16-bit float."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation
-from lightning_gc.compressors.base import Codec, Contraction
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Contraction
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.flow import Payload
 from lightning_gc.search_space import Choice
 
@@ -25,15 +27,13 @@ class Cast(Codec):
     ``float16`` has 11 bits of precision between 6e-5 and 65,504; larger magnitudes are sent as
     65,504 and tiny ones as less precise, and the difference stays in the error.
 
-    It is not declared linear: averaging 16-bit numbers rounds at every addition, and nobody could
-    book what is lost. Its default scheme, ``TwoShot``, adds in float32 and has the same volume as
-    a ring all-reduce of 16-bit numbers; it also works on backends that cannot reduce bfloat16.
+    It is not declared linear: averaging 16-bit numbers rounds at every addition, and no worker's
+    error would contain what is lost. Its default scheme, ``TwoShot``, adds in float32 and has the
+    same volume as a ring all-reduce of 16-bit numbers; it also works on backends that cannot reduce
+    bfloat16.
 
     Args:
         dtype: ``"bfloat16"`` or ``"float16"``.
-
-    Wire format:
-        ``values  # (numel,)`` in ``dtype``: 16 bits an element.
 
     Raises:
         ValueError: another ``dtype``.
@@ -46,12 +46,12 @@ class Cast(Codec):
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
-    kind = "quantiser"
-    elementwise = True
-    space = (Choice("dtype", ("bfloat16", "float16")),)
+    traits = Traits(
+        kind="quantiser", elementwise=True, space=(Choice("dtype", ("bfloat16", "float16")),)
+    )
 
     def __post_init__(self) -> None:
-        # A torch.dtype is what many will pass; a string is what YAML, hparams and repr can hold.
+        # Many will pass a torch.dtype; YAML, hparams and repr can only hold a string.
         name = str(self.dtype).removeprefix("torch.")
         if name not in _TYPES:
             raise ValueError(f"Cast(dtype={self.dtype!r}): use 'bfloat16' or 'float16'.")
@@ -69,13 +69,16 @@ class Cast(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add the values, in ``out``'s precision."""
-        payload_validation.lengths(payload, out.numel())
         (values,) = payload
         out.add_(values, alpha=scale)
 
     def bound(self, numel: int) -> Contraction:
-        """Return δ = 1 − 2⁻¹⁶ for bfloat16; float16 only promises to be no worse than silence."""
+        """Return δ = 1 − 2⁻¹⁶ for bfloat16; 0 for float16, which may round all to zero."""
         return Contraction(1 - 2**-16 if self.dtype == "bfloat16" else 0.0)
+
+    def wire(self, numel: int) -> Wire:
+        """Return all values, 16 bits each."""
+        return (Field("values", _TYPES[self.dtype], numel),)
 
     @classmethod
     def examples(cls) -> tuple[Cast, ...]:

@@ -1,27 +1,28 @@
-"""QSGD with a share of its errors fed back."""
+"""ECQSGD: QSGD with a share of its errors fed back."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Literal
 
-from lightning_gc.compressors.quantisers.qsgd import QSGD
+from lightning_gc.compressors.quantisers.blockwise_8bit import check_block_size
+from lightning_gc.compressors.quantisers.qsgd import QSGD, check_bits
+from lightning_gc.compressors.wrappers.preset import Preset
 
 
 @dataclass(frozen=True)
-class ECQSGD(QSGD):
+class ECQSGD(Preset):
     """Error Compensated Quantized SGD: ``QSGD`` of the gradient and a share of past errors.
 
-    It is a name for two things that belong together: QSGD, and the memory that goes with it unless
-    another is chosen, ``WeightedError(alpha=0.2, beta=0.9)``. QSGD by itself needs no memory; with
-    few bits its variance is large, and a share of the errors fed back reduces it.
+    This is ``QSGD`` with the memory ``WeightedError(alpha=0.2, beta=0.9)``, unless another is
+    chosen. QSGD by itself needs no memory; with few bits its variance is large, and a share of the
+    errors fed back reduces it.
 
     Args:
         bits: as ``QSGD``'s, and so are the two that follow.
         block_size: elements that share one norm.
         norm: ``"max"`` or ``"l2"``.
-
-    Wire format:
-        As that of ``QSGD``: ``bits`` an element and a float32 norm a block.
 
     Raises:
         ValueError: as ``QSGD``.
@@ -36,7 +37,21 @@ class ECQSGD(QSGD):
         Large-scale Distributed Optimization", ICML 2018.
     """
 
-    default_memory = "weighted_error"
+    bits: int = 4
+    block_size: int = 512
+    norm: Literal["max", "l2"] = "max"
+
+    memory_name = "weighted_error"
+
+    def __post_init__(self) -> None:
+        check_bits("ECQSGD", self.bits)
+        check_block_size("ECQSGD", self.block_size)
+        _ = self.inner  # QSGD checks the norm
+
+    @functools.cached_property
+    def inner(self) -> QSGD:
+        """QSGD with these fields."""
+        return QSGD(self.bits, self.block_size, self.norm)
 
     @classmethod
     def examples(cls) -> tuple[ECQSGD, ...]:

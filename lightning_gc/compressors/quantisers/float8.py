@@ -1,4 +1,4 @@
-"""Send each element as a floating-point number of eight bits, scaled block by block."""
+"""Float8: send each element as an 8-bit float, scaled block by block."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Contraction
-from lightning_gc.compressors.quantisers.blockwise_8bit import ByteCodes, check_block_size
+from lightning_gc.compressors.bounds import Contraction
+from lightning_gc.compressors.quantisers.blockwise_8bit import BLOCK_SIZES, Blockwise8Bit
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.search_space import Choice
 
 # Bits of the mantissa, and the code of the largest number.
@@ -19,7 +20,7 @@ _ROUNDING = 1.0001
 
 
 @dataclass(frozen=True)
-class Float8(ByteCodes):
+class Float8(Blockwise8Bit):
     """Round each element to the nearest number of an 8-bit format in which its block fits.
 
     ``C(x)_i = L/T · nearest(T·x_i / L)``, where L is the largest magnitude of the block and T the
@@ -35,10 +36,7 @@ class Float8(ByteCodes):
         block_size: elements that share one scale. Smaller means that fewer become zero, and more
             scales to send.
 
-    Wire format:
-        ``codes   # (numel,) uint8``: sign, exponent, mantissa
-        ``scales  # (ceil(numel / block_size),) float32``: L
-        8.06 bits an element in blocks of 512.
+    In blocks of 512 an element takes 8.06 bits.
 
     Raises:
         ValueError: an unknown ``format``, ``block_size`` below 1.
@@ -60,16 +58,17 @@ class Float8(ByteCodes):
     format: Literal["e4m3", "e5m2", "1-3-4"] = "e4m3"
     block_size: int = 512
 
-    space = (
-        Choice("format", ("e4m3", "e5m2", "1-3-4")),
-        Choice("block_size", (64, 256, 1024, 4096)),
+    coding = "sign, exponent, mantissa"
+    numbers = ("scales",)
+    traits = Traits(
+        kind="quantiser", space=(Choice("format", ("e4m3", "e5m2", "1-3-4")), BLOCK_SIZES)
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.format not in _FORMATS:
             known = ", ".join(map(repr, _FORMATS))
             raise ValueError(f"Float8(format={self.format!r}): formats are {known}; use 'e4m3'.")
-        check_block_size("Float8", self.block_size)
 
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """Round to the mantissa's bits, at the element's exponent or the smallest there is."""

@@ -1,4 +1,4 @@
-"""Send each element as one of 256 equidistant values between its block's smallest and largest."""
+"""Int8: send each element as one of 256 equidistant values in the range of its block."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Contraction
-from lightning_gc.compressors.quantisers.blockwise_8bit import ByteCodes, check_block_size
-from lightning_gc.search_space import Choice
+from lightning_gc.compressors.bounds import Contraction
+from lightning_gc.compressors.quantisers.blockwise_8bit import BLOCK_SIZES, Blockwise8Bit
+from lightning_gc.compressors.traits import Traits
 
 _STEPS = 255
 _LARGEST_BLOCK = 1 << 16
@@ -17,7 +17,7 @@ _ROUNDING = 1.0001
 
 
 @dataclass(frozen=True)
-class Int8(ByteCodes):
+class Int8(Blockwise8Bit):
     """Round each element to the nearest of 256 values from its block's smallest to its largest.
 
     ``C(x)_i = low + (high − low)·c_i / 255`` with ``c_i = round(255·(x_i − low) / (high − low))``.
@@ -27,12 +27,8 @@ class Int8(ByteCodes):
     Args:
         block_size: elements that share one range. Smaller means less error and more ranges to send.
 
-    Wire format:
-        ``codes  # (numel,) uint8``
-        ``lows   # (ceil(numel / block_size),) float32``
-        ``highs  # (ceil(numel / block_size),) float32``
-        8.125 bits an element in blocks of 512. The ends and not a step, since ``high − low`` may be
-        beyond float32 where neither of them is.
+    In blocks of 512 an element takes 8.125 bits. Of the range both ends are sent, since
+    ``high − low`` may be beyond float32 where neither of them is.
 
     Raises:
         ValueError: ``block_size`` below 1 or above 65,536.
@@ -53,11 +49,17 @@ class Int8(ByteCodes):
 
     block_size: int = 512
 
-    numbers = 2
-    space = (Choice("block_size", (64, 256, 1024, 4096)),)
+    coding = "steps from low to high"
+    numbers = ("lows", "highs")
+    traits = Traits(kind="quantiser", space=(BLOCK_SIZES,))
 
     def __post_init__(self) -> None:
-        check_block_size("Int8", self.block_size, _LARGEST_BLOCK)
+        super().__post_init__()
+        if self.block_size > _LARGEST_BLOCK:
+            raise ValueError(
+                f"Int8(block_size={self.block_size!r}): with more than {_LARGEST_BLOCK:,} elements "
+                f"in a block the error may be larger than half of the gradient; use 512."
+            )
 
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """Round to steps of the range."""

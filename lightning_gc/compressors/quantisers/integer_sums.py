@@ -1,16 +1,15 @@
-"""Add up the integer codes of all workers exactly: what quantisers with one common scale share.
+"""Exact sums of integer codes over workers, for quantisers with one scale for all workers.
 
 Code c of ``bits`` bits stands for level ``c − s``, a whole number in −s..s with
 ``s = 2^(bits−1) − 1``, and level l for ``scale·l / s``. Where all workers have the same scale, the
 mean of what they send follows from the sum of their codes, an integer: nothing is rounded a second
-time, and sent at the width that it needs it cannot overflow, however many workers there are.
+time, and the sum is sent at the width that W codes need, so that it cannot overflow.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,11 +17,10 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding import payload_validation
 from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Compressor
 from lightning_gc.flow import Exchange, Flow, Gather, Payload, Reply, Request
 from lightning_gc.kernels.quantise import quantise
-
-if TYPE_CHECKING:
-    from lightning_gc.compressors.base import Compressor
 
 _BLOCK = 512  # elements that ``quantise`` takes at a time; the scale is the same for all of them
 
@@ -89,15 +87,11 @@ def add(
 
     Args:
         compressor: for messages.
-        payloads: what ``take`` has returned.
+        payloads: as returned by ``take``.
         scale: ``(1,)``, the same on all workers.
         bits: of a code.
         bucket: the tensor's.
         out: ``(numel,)``: becomes ``scale·(sum of levels) / (s·W)``.
-
-    Communication pattern:
-        One all-to-all of b bits an element, and one all-gather of ``⌈log2(2·s·W + 1)⌉`` bits an
-        element, about ``b + log2 W``, both times ``(W−1)/W``.
 
     Raises:
         ValueError: codes or sums that no worker makes. Where looking would mean waiting for a
@@ -106,6 +100,8 @@ def add(
     workers, s, size = bucket.workers, levels(bits), _shard_size(out, bucket)
     highest = 2 * s * workers
     wide = highest.bit_length()
+    sent = (scale, *(codes for (codes,) in payloads))
+    bucket.tally.count(out.numel(), out.numel(), sent)
 
     arrived = yield Exchange(payloads)
     whole = torch.int32 if wide <= 31 else torch.int64
@@ -115,7 +111,7 @@ def add(
         codes, sound = _read(compressor, bucket, sender, payload, bits, size, 2 * s, sound)
         sums += codes
     if not payload_validation.on_host(sums):
-        # An even number has a greater one of as many bits, which is no sum: it says so to all.
+        # ``highest`` is even, so this code is above it: all workers see that the sum is invalid.
         sums.masked_fill_(sound.isnan(), (1 << wide) - 1)
     gathered = yield Gather((pack(sums, wide),))
 
@@ -127,6 +123,16 @@ def add(
         total = codes[: shard.numel()].to(whole) - s * workers  # the sum of levels
         # Divided first: the quotient is 1 at most, and so the product as large as the scale.
         shard.copy_((total.to(out.dtype) / (s * workers)).mul_(factor))
+
+
+def wire(scale: str, numel: int, bits: int) -> Wire:
+    """Return what a single worker sends. One of W sends the sums of a shard, at a greater width."""
+    length = packed_bytes(numel, bits)
+    return (
+        Field(scale, torch.float32, 1),
+        Field("codes", torch.uint8, length, note=f"level + s, {bits} bits each, by shards"),
+        Field("sums", torch.uint8, length, note="of W codes, 0..2·s·W, for one shard"),
+    )
 
 
 def variance(numel: int, bits: int) -> float:

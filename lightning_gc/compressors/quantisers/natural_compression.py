@@ -1,4 +1,4 @@
-"""Send signs and exponents, rounded at random so that the mean stays true."""
+"""NaturalCompression: send signs and exponents, rounded at random so that it is unbiased."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation
 from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.compressors.base import Codec, Variance
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Variance
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.flow import Payload
 
 _MANTISSA, _LARGEST = 23, 254  # bits of float32's mantissa; the exponent of its largest numbers
@@ -21,15 +23,10 @@ class NaturalCompression(Codec):
     """Round each element at random to one of the two powers of two around it.
 
     ``C(x) = sign(x)·2^⌊log₂|x|⌋`` with probability ``(2^⌈log₂|x|⌉ − |x|) / 2^⌊log₂|x|⌋``, else
-    ``sign(x)·2^⌈log₂|x|⌉``, so that ``E C(x) = x``. It is float32 without its mantissa, and as
-    cheap as that sounds. All of float32's exponents are kept, where the paper's own code cuts them
-    to a smaller range and spends 8 bits. Below 2⁻¹²⁶ an element becomes that or zero. Magnitudes of
-    2¹²⁷ and more are sent as 2¹²⁷, for 2¹²⁸ is none.
-
-    Wire format:
-        ``exponents  # (numel,) uint8``, as float32 has them; 0 is zero, 255 is not a number
-        ``signs      # (ceil(numel / 8),) uint8``, set where negative
-        9 bits an element.
+    ``sign(x)·2^⌈log₂|x|⌉``, so that ``E C(x) = x``. This is float32 without its mantissa, 9 bits an
+    element. All of float32's exponents are kept; the paper's own code cuts them to a smaller range
+    and spends 8 bits. Below 2⁻¹²⁶ an element becomes that or zero. Magnitudes of 2¹²⁷ and more are
+    sent as 2¹²⁷, since float32 has no 2¹²⁸.
 
     Example:
         >>> from lightning_gc import NaturalCompression
@@ -41,8 +38,7 @@ class NaturalCompression(Codec):
         Deep Learning", MSML 2022.
     """
 
-    kind = "quantiser"
-    unbiased = True
+    traits = Traits(kind="quantiser", unbiased=True)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take the powers of two; what rounding added or left stays."""
@@ -61,15 +57,20 @@ class NaturalCompression(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add the powers of two."""
-        numel = out.numel()
-        payload_validation.lengths(payload, numel, packed_bytes(numel, 1))
         exponents, packed = payload
-        negative = unpack(packed, 1, numel, torch.uint8).bool()
+        negative = unpack(packed, 1, out.numel(), torch.uint8).bool()
         out.add_(_powers(exponents.to(torch.int32), negative), alpha=scale)
 
     def bound(self, numel: int) -> Variance:
         """Return ω = 1/8, reached by elements in the middle between two powers."""
         return Variance(1 / 8)
+
+    def wire(self, numel: int) -> Wire:
+        """Return exponents and signs."""
+        return (
+            Field("exponents", torch.uint8, numel, note="as in float32; 255: not finite"),
+            Field("signs", torch.uint8, packed_bytes(numel, 1), note="bits, set where negative"),
+        )
 
 
 def _powers(exponents: Tensor, negative: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Send each element as a few bits, rounded at random so that the mean stays true."""
+"""QSGD: send each element as a few bits, rounded at random so that it is unbiased."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,11 +12,23 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding import payload_validation
 from lightning_gc.coding.bit_packing import packed_bytes
-from lightning_gc.compressors.base import Codec, Knob, Variance
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Variance
+from lightning_gc.compressors.quantisers.blockwise_8bit import BLOCK_SIZES, check_block_size
+from lightning_gc.compressors.traits import Knob, Traits
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.dequantise import dequantise
 from lightning_gc.kernels.quantise import in_blocks, pieces, quantise
-from lightning_gc.search_space import Choice, Range
+from lightning_gc.search_space import Range
+
+BITS = Traits(
+    kind="quantiser",
+    unbiased=True,
+    knob=Knob("bits", low=2, high=16, scale="linear", integer=True),
+    space=(Range("bits", 2, 8, integer=True),),
+)
+"""An unbiased quantiser with a field ``bits``, the sign included."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +43,7 @@ class QSGD(Codec):
         block_size: elements that share one norm. Smaller means less error and more norms to send.
         norm: ``"max"`` (largest magnitude; less error) or ``"l2"`` (the paper's; sparser codes).
 
-    Wire format:
-        ``codes   # (numel * bits / 8,) uint8``, ``level + s``, packed to the bit: 3 bits cost 3.
-        ``norms   # (ceil(numel / block_size),) float32``
-        4.06 bits an element for 4 bits in blocks of 512.
+    Codes are packed without padding. For 4 bits in blocks of 512 an element takes 4.06 bits.
 
     Raises:
         ValueError: ``bits`` outside 2..16, ``block_size`` below 1, an unknown ``norm``.
@@ -53,29 +62,13 @@ class QSGD(Codec):
     block_size: int = 512
     norm: Literal["max", "l2"] = "max"
 
-    kind = "quantiser"
-    unbiased = True
-    knob = Knob("bits", low=2, high=16, scale="linear", integer=True)
-    space = (Range("bits", 2, 8, integer=True), Choice("block_size", (64, 256, 1024, 4096)))
+    traits = replace(BITS, space=(*BITS.space, BLOCK_SIZES))
 
     def __post_init__(self) -> None:
-        if self.bits not in range(2, 17):
-            raise ValueError(
-                f"QSGD(bits={self.bits!r}): bits counts the sign and must be a whole number in "
-                f"2..16; use 4 for an eighth of the bytes of float32."
-            )
-        if self.block_size < 1 or self.block_size != int(self.block_size):
-            raise ValueError(
-                f"QSGD(block_size={self.block_size!r}): a block needs a whole number of elements, "
-                f"at least 1; use 512."
-            )
+        check_bits("QSGD", self.bits)
+        check_block_size("QSGD", self.block_size)
         if self.norm not in ("max", "l2"):
             raise ValueError(f"QSGD(norm={self.norm!r}): use 'max' or 'l2'.")
-
-    @property
-    def levels(self) -> int:
-        """The paper's s: levels above zero."""
-        return int(2 ** (self.bits - 1) - 1)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take the rounded values; the rounding errors stay."""
@@ -86,9 +79,7 @@ class QSGD(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add ``scale · norm · level / s``."""
-        numel = out.numel()
-        size = self._block_size(numel)
-        payload_validation.lengths(payload, packed_bytes(numel, self.bits), -(-numel // size))
+        size = self._block_size(out.numel())
         packed, norms = payload
         dequantise(packed, norms, size, self.bits, out, scale, payload_validation.codes)
 
@@ -114,15 +105,32 @@ class QSGD(Codec):
 
     def bound(self, numel: int) -> Variance:
         """Return ω = min(d/s², √d/s) for the L2 norm (the paper's), d/(4s²) for the max norm."""
-        d, s = min(self.block_size, numel), self.levels
+        d, s = min(self.block_size, numel), 2 ** (self.bits - 1) - 1
         if self.norm == "l2":
             return Variance(min(d / s**2, math.sqrt(d) / s))
         return Variance(d / (4 * s**2))
+
+    def wire(self, numel: int) -> Wire:
+        """Return codes, and a norm for each block."""
+        codes, blocks = packed_bytes(numel, self.bits), -(-numel // self._block_size(numel))
+        return (
+            Field("codes", torch.uint8, codes, note=f"level + s, {self.bits} bits each"),
+            Field("norms", torch.float32, blocks, note="per block"),
+        )
 
     @classmethod
     def examples(cls) -> tuple[QSGD, ...]:
         """Widths that pack in each way, both norms, blocks that do not divide the tensor."""
         return (cls(4), cls(2, 7), cls(3, 64, "l2"), cls(9, 512, "l2"), cls(16))
+
+
+def check_bits(name: str, bits: float) -> None:
+    """Refuse a number of bits that codes cannot have."""
+    if bits not in range(2, 17):
+        raise ValueError(
+            f"{name}(bits={bits!r}): bits counts the sign and must be a whole number in 2..16; use "
+            f"4 for about an eighth of the bytes of float32."
+        )
 
 
 def _largest(blocks: Tensor) -> Tensor:

@@ -1,28 +1,28 @@
-"""Send −1, 0 or 1 for each element, drawn so that the mean stays true, and one common scale."""
+"""TernGrad: send −1, 0 or 1 for each element, drawn at random, and one scale for all workers."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Compressor, Multiple, Variance
+from lightning_gc.coding.wire import Wire
+from lightning_gc.compressors.base import Collective
+from lightning_gc.compressors.bounds import Multiple, Variance
 from lightning_gc.compressors.quantisers import integer_sums
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.flow import Flow
 from lightning_gc.search_space import Choice
-
-if TYPE_CHECKING:
-    from lightning_gc.schemes.base import Scheme
 
 _BITS = 2  # of a ternary code
 
 
 @dataclass(frozen=True)
-class TernGrad(Compressor):
+class TernGrad(Collective):
     """Send the sign of an element with a probability proportional to its magnitude, else zero.
 
     With ``y = min(max(x, −c·σ), c·σ)`` on each worker, ``σ = √(mean x²)`` and the scale
@@ -43,18 +43,12 @@ class TernGrad(Compressor):
         sharing"); an all-to-all of codes; an all-gather of their sums. Per worker
         ``(2 + ⌈log2(2·W + 1)⌉)·(W−1)/W`` bits an element: 2 + 5 for 8 workers.
 
-    Wire format:
-        ``scale  # (1,) float32``
-        ``codes  # (ceil(shard / 4),) uint8`` to each worker: 1 + sign, of 2 bits
-        ``sums   # (packed_bytes(shard, width),) uint8``: the sum of W codes, 0..2·W
-
     Raises:
-        ValueError: ``clip`` not above 0; any scheme but ``AllReduce``, which stands for a
-            compressor's own rounds.
+        ValueError: ``clip`` not above 0.
 
     Example:
         >>> from lightning_gc import TernGrad
-        >>> TernGrad().unbiased, TernGrad(clip=None).unbiased
+        >>> TernGrad().traits.unbiased, TernGrad(clip=None).traits.unbiased
         (False, True)
 
     Reference:
@@ -64,20 +58,24 @@ class TernGrad(Compressor):
 
     clip: float | None = 2.5
 
-    kind = "quantiser"
-    averages = True
-    default_memory = "none"
-    space = (Choice("clip", (1.5, 2.0, 2.5, 3.0, 4.0, None)),)
-
     def __post_init__(self) -> None:
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(
                 f"TernGrad(clip={self.clip!r}): clip is a number of standard deviations, above 0; "
                 f"use the paper's 2.5, or None not to clip."
             )
-        object.__setattr__(self, "unbiased", self.clip is None)
 
-    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
+    @functools.cached_property
+    def traits(self) -> Traits:
+        """It is unbiased if it does not clip."""
+        return Traits(
+            kind="quantiser",
+            unbiased=self.clip is None,
+            default_memory="none",
+            space=(Choice("clip", (1.5, 2.0, 2.5, 3.0, 4.0, None)),),
+        )
+
+    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Clip, agree on the scale, draw, add up."""
         own = integer_sums.largest(buffer)
         excess = None
@@ -90,16 +88,14 @@ class TernGrad(Compressor):
         payloads = integer_sums.take(buffer, scale, _BITS, bucket)
         if excess is not None:
             buffer.add_(excess)
-        sent = (own, *(codes for (codes,) in payloads))
-        bucket.tally.count(buffer.numel(), buffer.numel(), sent)
         yield from integer_sums.add(self, payloads, scale, _BITS, bucket, out)
 
     def bound(self, numel: int) -> Variance | Multiple:
         """Return ω = (√d − 1)/2 unclipped, and 1 + c²/8 (c − 1 from c = 4 on) where it clips.
 
         Both for one worker, with a scale of its own. A common scale is at least that, and makes
-        errors greater where it is more; for the gradients of all W workers, taken as one tensor of
-        W·d elements, the first is true again.
+        errors greater where it is more; the first holds for the gradients of all W workers, taken
+        as one tensor of W·d elements.
 
         Where it clips: with S = 1 the error is ``Σ x² + Σ |y|·(1 − 2·|x|)``. If an element is
         clipped, then S = c·σ and ``‖x‖² = d/c²``. A term of the second sum is 1/8 at most, at
@@ -115,6 +111,10 @@ class TernGrad(Compressor):
         if self.clip**2 >= numel:
             return Multiple(unclipped)
         return Multiple(1 + self.clip**2 / 8 if self.clip < 4 else self.clip - 1)
+
+    def wire(self, numel: int) -> Wire:
+        """Return the scale, codes of all shards, and the sums of one; here for a single worker."""
+        return integer_sums.wire("scale", numel, _BITS)
 
     @classmethod
     def examples(cls) -> tuple[TernGrad, ...]:

@@ -1,4 +1,4 @@
-"""Send signs, and one magnitude for all of them."""
+"""EFSignSGD: send signs times the mean magnitude, with error feedback."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Contraction
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.signs import sign_payload
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.flow import Payload
 
 
@@ -18,12 +21,7 @@ class EFSignSGD(Codec):
     """Send each element's sign times the mean magnitude of the tensor; keep the rest as the error.
 
     ``C(x) = ‖x‖₁/d · sign(x)``, with ``sign(0) = +1``. Signs alone need not converge; with the
-    magnitude and the error they do as SGD does.
-
-    Wire format:
-        ``signs  # (ceil(numel / 8),) uint8``: one bit an element, set where it is not negative
-        ``scale  # (1,) float32``
-        1 bit an element and 4 bytes.
+    magnitude and the error they do as SGD does. 1 bit an element and 4 bytes.
 
     Example:
         >>> import torch
@@ -37,7 +35,7 @@ class EFSignSGD(Codec):
         Compression Schemes", ICML 2019.
     """
 
-    kind = "quantiser"
+    traits = Traits(kind="quantiser")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take sign times scale."""
@@ -46,9 +44,13 @@ class EFSignSGD(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add sign times scale."""
-        bits, magnitude = sign_payload.checked(payload, out.numel(), 1)
+        bits, magnitude = payload
         sign_payload.add(bits, torch.cat([-magnitude, magnitude]), out, scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1/d: ``‖x‖₁² / (d·‖x‖₂²)`` of a single large element; mostly it is more."""
         return Contraction(1 / max(1, numel))
+
+    def wire(self, numel: int) -> Wire:
+        """Return signs and the magnitude."""
+        return (sign_payload.field(numel), Field("scale", torch.float32, 1))

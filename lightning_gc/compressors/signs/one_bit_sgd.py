@@ -1,4 +1,4 @@
-"""Send signs, and a magnitude for either of them."""
+"""OneBitSGD: send one bit per element, and one mean for each of its values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Contraction
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.signs import sign_payload
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.flow import Payload
 
 
@@ -17,14 +20,9 @@ from lightning_gc.flow import Payload
 class OneBitSGD(Codec):
     """Send one bit an element, and the means of the negative and of the other elements.
 
-    ``C(x)_i = mean{x_j : x_j ≥ 0}`` if ``x_i ≥ 0``, else ``mean{x_j : x_j < 0}``: of all ways to
-    stand for either side by one number, that of least squared error. The paper has two means for
-    each column of a matrix; here, as in most code, it is two for each tensor.
-
-    Wire format:
-        ``signs  # (ceil(numel / 8),) uint8``: one bit an element, set where it is not negative
-        ``means  # (2,) float32``: of the negative elements, of the others
-        1 bit an element and 8 bytes.
+    ``C(x)_i = mean{x_j : x_j ≥ 0}`` if ``x_i ≥ 0``, else ``mean{x_j : x_j < 0}``: with one number
+    per side, the least squared error. The paper has two means for each column of a matrix; here, as
+    in most code, it is two for each tensor. 1 bit an element and 8 bytes.
 
     Example:
         >>> import torch
@@ -38,7 +36,7 @@ class OneBitSGD(Codec):
         Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
     """
 
-    kind = "quantiser"
+    traits = Traits(kind="quantiser")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take the mean of each element's side."""
@@ -50,9 +48,14 @@ class OneBitSGD(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add the mean of each element's side."""
-        bits, means = sign_payload.checked(payload, out.numel(), 2)
+        bits, means = payload
         sign_payload.add(bits, means, out, scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1/d: at least the share of the greatest element is taken; usually far more."""
         return Contraction(1 / max(1, numel))
+
+    def wire(self, numel: int) -> Wire:
+        """Return signs and the two means."""
+        means = Field("means", torch.float32, 2, note="of negative elements, of the others")
+        return (sign_payload.field(numel), means)

@@ -1,13 +1,12 @@
-"""What the sign methods share: one bit an element, and a number for either value of it."""
+"""Payload of sign methods: one bit per element, each value of which stands for a level."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lightning_gc.coding import payload_validation
 from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.flow import Payload
+from lightning_gc.coding.wire import Field
 
 
 def mean(parts: Tensor, count: int | Tensor) -> Tensor:
@@ -18,21 +17,19 @@ def mean(parts: Tensor, count: int | Tensor) -> Tensor:
 
 
 def take(buffer: Tensor, levels: Tensor) -> Tensor:
-    """Take ``levels[1]`` out of what is not negative and ``levels[0]`` out of the rest.
+    """Subtract ``levels[1]`` from elements that are not negative, ``levels[0]`` from others.
 
     Returns:
-        ``(ceil(numel / 8),)`` uint8: a bit an element, set where it is not negative.
+        The tensor of ``field``.
     """
     positive = buffer >= 0
     buffer.sub_(_pick(positive, levels.to(buffer.dtype)))
     return pack(positive.to(torch.uint8), 1)
 
 
-def checked(payload: Payload, numel: int, levels: int) -> tuple[Tensor, Tensor]:
-    """Return bits and levels whose lengths are right."""
-    payload_validation.lengths(payload, packed_bytes(numel, 1), levels)
-    bits, magnitudes = payload
-    return bits, magnitudes
+def field(numel: int, set_where: str = "not negative") -> Field:
+    """Return the format of one bit per element."""
+    return Field("signs", torch.uint8, packed_bytes(numel, 1), note=f"bits, set where {set_where}")
 
 
 def add(bits: Tensor, levels: Tensor, out: Tensor, scale: float) -> None:

@@ -1,9 +1,8 @@
-"""Send signs, and go where most workers point."""
+"""SignSGD: send signs, and follow the majority vote of all workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,12 +10,12 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding import payload_validation
 from lightning_gc.coding.bit_packing import pack
-from lightning_gc.compressors.base import Codec, Unbounded
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Unbounded
 from lightning_gc.compressors.signs import sign_payload
-from lightning_gc.flow import Flow, Payload
-
-if TYPE_CHECKING:
-    from lightning_gc.schemes.base import Scheme
+from lightning_gc.compressors.traits import Traits
+from lightning_gc.flow import Payload
 
 
 @dataclass(frozen=True)
@@ -24,25 +23,20 @@ class SignSGD(Codec):
     """Vote on each element's sign; the result is +1 or −1 where most workers agree.
 
     ``out_i = sign(Σ_workers sign(x_i))``. It is a direction and no mean of gradients: the learning
-    rate alone is the length of a step, so it is chosen anew, usually 100 to 10,000 times smaller.
-    An even number of workers may be divided: under ``AllGather`` the result is then 0, under
-    ``TwoShot``, whose answer has one bit too, a sign drawn at random. Elements that are zero vote
-    at random; a tensor of zeros does not vote.
+    rate alone is the length of a step, and is to be chosen anew, usually 100 to 10,000 times
+    smaller. Where an even number of workers is evenly divided, the result is 0 under ``AllGather``,
+    and under ``TwoShot``, whose second encoding has one bit too, a sign drawn at random. Elements
+    that are zero vote at random; a tensor of zeros does not vote.
 
-    All tensors vote, small ones and those of one dimension too: a mean gradient would need another
-    learning rate. ``SizeSwitch(SignSGD())`` leaves them dense all the same.
+    All tensors vote, small ones and those of one dimension too, as their mean gradient would need
+    another learning rate. ``SizeSwitch(SignSGD())`` leaves them dense all the same.
 
-    No error is fed back, for the result does not tell how much has been sent; see ``EFSignSGD``.
-    ``Signum`` votes with the signs of a momentum.
+    There is no error feedback, as the length of what was sent is not known; see ``EFSignSGD``.
+    ``Signum`` votes with the signs of a momentum. 1 bit an element and 4 bytes.
 
     Communication pattern:
         As the scheme's. With ``TwoShot``, the default, the owners of shards count the votes and
         send the outcome, a bit an element each way.
-
-    Wire format:
-        ``signs  # (ceil(numel / 8),) uint8``: one bit an element, set where positive
-        ``votes  # (1,) float32``: 1, or 0 of a tensor of zeros
-        1 bit an element and 4 bytes.
 
     Example:
         >>> import torch
@@ -57,9 +51,7 @@ class SignSGD(Codec):
         Non-Convex Problems", ICML 2018; with majority vote: Bernstein et al., ICLR 2019.
     """
 
-    kind = "quantiser"
-    conserves = False
-    default_memory = "none"
+    traits = Traits(kind="quantiser", conserves=False, default_memory="none")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take signs."""
@@ -75,16 +67,19 @@ class SignSGD(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add signs."""
-        bits, votes = sign_payload.checked(payload, out.numel(), 1)
+        bits, votes = payload
         sign_payload.add(bits, torch.cat([-votes, votes]), out, scale)
 
-    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
-        """Hand the conversation to the scheme; of the mean of votes, the sign counts."""
-        yield from scheme.flow(self, bucket, buffer, out)
-        if bucket.wanted:
-            # The mean of W votes is ±1/W at least, or zero but for the order of addition.
-            out.masked_fill_(out.abs() < 0.5 / bucket.workers, 0).sign_()
+    def finish(self, out: Tensor, bucket: Bucket) -> None:
+        """Take the sign of the mean of votes."""
+        # The mean of W votes is at least 1/W in magnitude, or zero up to rounding.
+        out.masked_fill_(out.abs() < 0.5 / bucket.workers, 0).sign_()
 
     def bound(self, numel: int) -> Unbounded:
         """Return no bound: a sign has length 1 whatever the gradient's."""
         return Unbounded()
+
+    def wire(self, numel: int) -> Wire:
+        """Return signs, and whether the worker votes."""
+        votes = Field("votes", torch.float32, 1, note="1, or 0 of a tensor of zeros")
+        return (sign_payload.field(numel, "positive"), votes)

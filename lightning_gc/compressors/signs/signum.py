@@ -1,24 +1,20 @@
-"""Send the signs of a momentum."""
+"""Signum: majority vote on the signs of a momentum."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from lightning_gc.compressors.signs.sign_sgd import SignSGD
+from lightning_gc.compressors.wrappers.preset import Preset
 
 
 @dataclass(frozen=True)
-class Signum(SignSGD):
-    """Vote on the sign of each worker's own moving average of gradients.
+class Signum(Preset):
+    """Vote on the sign of each worker's own moving average of gradients: ``SignSGD`` of a momentum.
 
-    It is a name for two things that belong together: ``SignSGD``, and the memory that goes with it
-    unless another is chosen, ``LocalMomentum(momentum=0.9)``. The optimizer must have no momentum.
-
-    Communication pattern:
-        As that of ``SignSGD``.
-
-    Wire format:
-        As that of ``SignSGD``: 1 bit an element and 4 bytes.
+    Unless another memory is chosen, it comes with ``LocalMomentum(momentum=0.9)``. The optimizer
+    must have no momentum.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, Signum
@@ -30,4 +26,9 @@ class Signum(SignSGD):
         Non-Convex Problems", ICML 2018.
     """
 
-    default_memory = "local_momentum"
+    memory_name = "local_momentum"
+
+    @functools.cached_property
+    def inner(self) -> SignSGD:
+        """The vote."""
+        return SignSGD()

@@ -1,17 +1,21 @@
-"""Send, of each stretch of elements, those that the newest gradient makes large."""
+"""AdaComp: send, of each bin of elements, those that the newest gradient makes large."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Knob, Multiple
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Multiple
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload
-from lightning_gc.flow import Limits, Payload
+from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.flow import Payload
 from lightning_gc.search_space import Range
 
 
@@ -21,29 +25,20 @@ class AdaComp(Codec):
 
     With G the error plus the newest gradient dW, and the soft score ``H = G + dW``, each bin of
     ``bin_size`` elements sends those with ``|H_i| ≥ max|G|``, the maximum being that of the bin.
-    What is sent is ``s·sign(G_i)``, s being the mean over all bins of these maxima; what that
-    leaves of G_i, or adds to it, is the error. So how many are sent follows from the gradients:
-    many where they change, few where an old error outweighs them. That the sign is that of G, that
-    s is one number a tensor, and that a last bin which is shorter counts as any other is our
-    reading of the paper.
+    Each is sent as ``s·sign(G_i)``, s being the mean over all bins of these maxima, and the
+    difference from G_i is the error. How many are sent follows from the gradients: many where they
+    change, few where an old error outweighs them. Our reading of the paper: the sign is that of G,
+    s is one number per tensor, and a last bin that is shorter counts as any other.
 
-    dW is ``bucket.grad``. Without a memory that is G itself, so elements of half the maximum are
-    sent; so are they in the second encoding of a two-shot scheme, where the mean is as new as can
-    be. Where the bucket's gradient is shorter than what is encoded, which is padded then, zeros
-    follow it.
+    dW is ``bucket.grad``, padded with zeros where the buffer is padded. Without a memory it is G
+    itself, so elements of half the maximum are sent; likewise in the second encoding of a two-shot
+    scheme, where the mean stands for dW.
+
+    A sent element takes 9.6 bits where one in a hundred is sent.
 
     Args:
         bin_size: elements in a bin, at least 1. Larger means more compression: each bin sends
             about one element or a few. The paper has 50 for convolutions and 500 for others.
-
-    Wire format:
-        Ragged; c differs between workers and steps.
-        ``scale      # (1,) float32``
-        ``positions  # (coded_bytes(c, numel),) uint8``, Elias-Fano coded, ascending: at most
-        ``2 + log2(numel/c)`` bits each and a byte or two
-        ``signs      # (floor(c / 8),) uint8``, eight elements a byte
-        ``last       # (c mod 8,) uint8``, the last signs, one a byte, whose number tells c
-        At one element in a hundred that makes 9.6 bits a sent element.
 
     Raises:
         ValueError: ``bin_size`` below 1 or not whole.
@@ -63,10 +58,11 @@ class AdaComp(Codec):
 
     bin_size: int = 500
 
-    kind = "sparsifier"
-    ragged = True
-    knob = Knob("bin_size", low=8, high=1 << 14, more="compression", integer=True)
-    space = (Range("bin_size", 50, 5000, scale="log", integer=True),)
+    traits = Traits(
+        kind="sparsifier",
+        knob=Knob("bin_size", low=8, high=1 << 14, more="compression", integer=True),
+        space=(Range("bin_size", 50, 5000, scale="log", integer=True),),
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.bin_size < float("inf") or self.bin_size != int(self.bin_size):
@@ -92,7 +88,6 @@ class AdaComp(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add the scale or its negative to as many elements as came."""
-        sparse_sign_payload.check(payload, out.numel(), 1)
         sparse_sign_payload.add(payload[1:], sparse_sign_payload.both(payload[0][0]), out, scale)
 
     def bound(self, numel: int) -> Multiple:
@@ -105,9 +100,9 @@ class AdaComp(Codec):
         bins = -(-numel // int(min(self.bin_size, max(1, numel))))
         return Multiple(1 + numel / max(1, bins))
 
-    def limits(self, numel: int) -> Limits:
-        """All elements at most."""
-        return None, *sparse_sign_payload.limits(numel, numel)
+    def wire(self, numel: int) -> Wire:
+        """Return the scale, and positions and signs of all elements at most."""
+        return (Field("scale", torch.float32, 1), *sparse_sign_payload.fields(numel, numel))
 
     def sent(self, payload: Payload, numel: int) -> int:
         """Return how many were chosen."""

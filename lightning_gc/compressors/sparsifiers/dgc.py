@@ -1,29 +1,28 @@
-"""Top-k with a sampled threshold, for momentum that is corrected before it."""
+"""DGC: TopK with a sampled threshold and momentum correction."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_gc.compressors.sparsifiers import sparse_payload
 from lightning_gc.compressors.sparsifiers.topk import TopK
+from lightning_gc.compressors.wrappers.preset import Preset
 
 
 @dataclass(frozen=True)
-class DGC(TopK):
+class DGC(Preset):
     """Deep Gradient Compression: ``TopK(selection="sampled")`` of each worker's velocity.
 
-    It is a name for two things that belong together: this compressor, and the memory that goes
-    with it unless another is chosen, ``MomentumCorrection(momentum=0.9)``. The paper raises the
-    compression over four epochs: ``controller=Schedule.dgc_warmup(final=0.001)``. Use plain SGD
-    without momentum and weight decay; the memory has both.
+    Unless another memory is chosen, it comes with ``MomentumCorrection(momentum=0.9)``. The paper
+    raises the compression over four epochs: ``controller=Schedule.dgc_warmup(final=0.001)``. Use
+    plain SGD without momentum and weight decay; the memory has both.
 
     Args:
         density: share of elements sent at most, in (0, 1]. Lower means more compression.
         value_dtype: as ``TopK``'s.
         selection: as ``TopK``'s.
-
-    Wire format:
-        As that of ``TopK``: at most k values and their coded positions, ragged.
 
     Raises:
         ValueError: as ``TopK``.
@@ -41,11 +40,21 @@ class DGC(TopK):
     """
 
     density: float = 0.001
+    value_dtype: Literal["float32", "bfloat16"] = "float32"
     selection: Literal["exact", "sampled"] = "sampled"
 
-    default_memory = "momentum_correction"
+    memory_name = "momentum_correction"
+
+    def __post_init__(self) -> None:
+        sparse_payload.check_density("DGC", self.density)
+        _ = self.inner  # TopK checks the other fields
+
+    @functools.cached_property
+    def inner(self) -> TopK:
+        """The same selection, by itself."""
+        return TopK(self.density, self.value_dtype, self.selection)
 
     @classmethod
     def examples(cls) -> tuple[DGC, ...]:
-        """One that has something to send of a small tensor."""
+        """One that sends something of a small tensor."""
         return (cls(0.1),)

@@ -1,4 +1,4 @@
-"""Send which elements are the most positive and the most negative, and the mean of either."""
+"""FixedProportion: send the greatest elements of each sign as one mean per sign."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Contraction, Knob
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_payload, sparse_sign_payload, topk_selection
-from lightning_gc.flow import Limits, Payload
-from lightning_gc.search_space import Range
+from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY
+from lightning_gc.flow import Payload
 
 _LEAST = 2 / 3  # of the wanted share of a side, that rounding leaves: one element of 1.5
 
@@ -22,21 +24,12 @@ class FixedProportion(Codec):
     """Send a fixed share of the positive and of the negative elements, each as its side's mean.
 
     ``C(x)_i = mean{x_j : j in P}`` for i in P, the ``density·n₊`` greatest of n₊ positive elements;
-    likewise for the least of the negative ones; else 0. The two thresholds that
-    this means are found exactly, not by a sample. It is ``OneBitSGD`` of the elements that matter.
+    likewise for the least of the negative ones; else 0. Both thresholds are exact, not sampled. It
+    is ``OneBitSGD`` of the largest elements. At density 1 % a sent element takes 9.6 bits.
 
     Args:
         density: share of either side sent, in (0, 1]; at least one element of a side that is not
             empty. Lower means more compression, more error.
-
-    Wire format:
-        Ragged; c depends on how many elements are positive, negative and zero.
-        ``means      # (2,) float32``: of the negative elements sent, of the positive ones
-        ``positions  # (coded_bytes(c, numel),) uint8``, Elias-Fano coded, ascending: at most
-        ``2 + log2(numel/c)`` bits each and a byte or two
-        ``signs      # (floor(c / 8),) uint8``, eight elements a byte
-        ``last       # (c mod 8,) uint8``, the last signs, one a byte, whose number tells c
-        At density 1 % that makes 9.6 bits a sent element.
 
     Raises:
         ValueError: ``density`` outside (0, 1].
@@ -56,10 +49,7 @@ class FixedProportion(Codec):
 
     density: float = 0.01
 
-    kind = "sparsifier"
-    ragged = True
-    knob = Knob("density", low=1e-5, high=1.0)
-    space = (Range("density", 1e-4, 0.1, scale="log"),)
+    traits = DENSITY
 
     def __post_init__(self) -> None:
         sparse_payload.check_density("FixedProportion", self.density)
@@ -84,12 +74,7 @@ class FixedProportion(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add the mean of each element's side."""
-        sparse_sign_payload.check(payload, out.numel(), 2, most=self._most(out.numel()))
         sparse_sign_payload.add(payload[1:], payload[0], out, scale)
-
-    def _most(self, numel: int) -> int:
-        """Return how many are sent at most: two sides may round up where the whole would not."""
-        return min(numel, sparse_payload.count(self.density, numel) + 1)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = min(1/k, ⅔·density), for k = density·numel.
@@ -102,9 +87,12 @@ class FixedProportion(Codec):
             min(1 / max(1, sparse_payload.count(self.density, numel)), _LEAST * self.density)
         )
 
-    def limits(self, numel: int) -> Limits:
-        """The share of both sides at most."""
-        return None, *sparse_sign_payload.limits(self._most(numel), numel)
+    def wire(self, numel: int) -> Wire:
+        """Return the two means, and positions and signs of the share of both sides at most."""
+        # Two sides may round up where the whole would not.
+        most = min(numel, sparse_payload.count(self.density, numel) + 1)
+        means = Field("means", torch.float32, 2, note="of negative, of positive elements sent")
+        return (means, *sparse_sign_payload.fields(most, numel))
 
     def sent(self, payload: Payload, numel: int) -> int:
         """Return how many of both sides were sent."""

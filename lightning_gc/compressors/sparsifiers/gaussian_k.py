@@ -1,4 +1,4 @@
-"""Guess the threshold as if elements were normally distributed."""
+"""GaussianK: threshold sparsification that assumes normally distributed elements."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.sparsifiers.threshold_estimator import Estimating, reached
+from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator, reached
 
 _CORRECTIONS = 3
 
 
 @dataclass(frozen=True)
-class GaussianK(Estimating):
+class GaussianK(ThresholdEstimator):
     """Send elements beyond the quantile of a normal distribution with the tensor's own spread.
 
     The threshold is ``√(mean x²)·Φ⁻¹(1 − density/2)``. While fewer than two thirds of the wanted
     number reach it, it is halved, and while more than four thirds do, multiplied by 1.5: three
     times at most. Gradients have heavier tails than a normal distribution, whose quantile at 1 % is
-    then too low and at 0.01 % too high; that is what the corrections are for.
+    then too low and at 0.01 % too high; hence the corrections.
 
     Args:
         density: wanted share of elements, in (0, 1]. Lower means more compression, more error.
-
-    Wire format:
-        As ``Estimating``'s: values and coded positions, ragged, at most 2·k of them.
 
     Raises:
         ValueError: ``density`` outside (0, 1].

@@ -1,56 +1,49 @@
-"""Send the largest elements of a sum that is made pair by pair."""
+"""GTopK: apply the k largest elements of a sum that workers merge in a tree."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding import elias_fano, payload_validation
-from lightning_gc.compressors.base import Compressor, Contraction, Knob
+from lightning_gc.coding.wire import Wire, limits
+from lightning_gc.compressors.base import Collective
+from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_payload, topk_selection
+from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY
 from lightning_gc.flow import Exchange, Flow, Payload
-from lightning_gc.search_space import Range
-
-if TYPE_CHECKING:
-    from lightning_gc.schemes.base import Scheme
 
 Sparse = tuple[Tensor, Tensor]  # ascending positions, values
 
 
 @dataclass(frozen=True)
-class GTopK(Compressor):
+class GTopK(Collective):
     """Select k elements on each worker, add up two selections at a time, keep k of every sum.
 
     The tree has ⌈log2 W⌉ levels and takes any W: at level l worker i·2^(l+1) adds what comes from
     worker i·2^(l+1) + 2^l, where there is one, to its own and keeps the k elements of greatest
-    magnitude. What worker 0 ends with goes back down the tree, and all apply it, divided by W. So
-    k elements are applied however many workers there are, and no worker receives more than k in a
-    round.
+    magnitude. The selection of worker 0 then goes back down the tree, and all apply it, divided by
+    W. So k elements are applied however many workers there are, and no worker receives more than k
+    in a round.
 
-    An element that is applied nowhere returns to the error of each worker that had selected it. One
-    that is applied may still have lost, at some merge, what a part of the workers had sent of it:
-    that goes into the error of the worker who merged. Nothing is lost; the paper, which clears
-    errors at all that is applied, loses the latter.
+    An element that is not applied returns to the error of each worker that had selected it. Of one
+    that is applied, some workers' part may have been dropped at a merge: that part goes into the
+    error of the worker that merged. So nothing is lost; the paper, which clears errors at all
+    positions applied, loses these parts.
 
     Args:
         density: share of elements applied, in (0, 1]. Lower means more compression, more error.
 
     Communication pattern:
         2·⌈log2 W⌉ rounds, one after the other, each a ragged all-to-all in which a worker sends
-        k elements to one other at most. Worker 0 sends ⌈log2 W⌉ payloads in all, the others fewer:
-        where bandwidth is scarce ``AllGather``, with W − 1 each, is overtaken from 4 workers on.
-
-    Wire format:
-        ``values     # (m,) float32``, m ≤ k
-        ``positions  # (coded_bytes(m, numel),) uint8``, Elias-Fano coded, ascending.
+        at most k elements to one other. Worker 0 sends ⌈log2 W⌉ payloads in all, the others fewer:
+        less than with ``AllGather``, W − 1 each, from 4 workers on.
 
     Raises:
-        ValueError: ``density`` outside (0, 1]; any scheme but ``AllReduce``, which stands for a
-            compressor's own rounds.
+        ValueError: ``density`` outside (0, 1]; a scheme, since it takes no scheme.
 
     Example:
         >>> import torch
@@ -68,26 +61,20 @@ class GTopK(Compressor):
 
     density: float = 0.01
 
-    kind = "sparsifier"
-    averages = True
-    knob = Knob("density", low=1e-5, high=1.0)
-    space = (Range("density", 1e-4, 0.1, scale="log"),)
+    traits = DENSITY
 
     def __post_init__(self) -> None:
         sparse_payload.check_density("GTopK", self.density)
 
-    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
-        """Select, merge up the tree, hand the outcome down, take back what has not survived."""
-        k, me, workers = (
-            sparse_payload.count(self.density, buffer.numel()),
-            bucket.worker,
-            bucket.workers,
-        )
+    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        """Select, merge up the tree, send the result down, take back what was dropped."""
+        k = sparse_payload.count(self.density, buffer.numel())
+        me, workers = bucket.worker, bucket.workers
         chosen = topk_selection.largest(buffer, k)
         own = (chosen, buffer[chosen])
         buffer[chosen] = 0
-        bucket.tally.count(buffer.numel(), k, self._packed(own, buffer))
-        # One level at least: a worker by itself asks too, or nobody would hear of a bad gradient.
+        bucket.tally.count(buffer.numel(), k, _packed(own, buffer))
+        # One level at least: a single worker asks too, or its bad gradient would go unnoticed.
         spans = [1 << level for level in range(max(1, (workers - 1).bit_length()))]
 
         partial, lost = own, []
@@ -115,31 +102,34 @@ class GTopK(Compressor):
     def _towards(
         self, receiver: int | None, selected: Sparse, bucket: Bucket, buffer: Tensor
     ) -> Exchange:
-        """Ask for an exchange in which only ``receiver`` is sent something, if anybody."""
+        """Return an exchange in which only ``receiver`` is sent something, if anybody."""
         nothing = (buffer.new_empty(0), buffer.new_empty(0, dtype=torch.uint8))
         payloads = [
-            self._packed(selected, buffer) if i == receiver else nothing
-            for i in range(bucket.workers)
+            _packed(selected, buffer) if i == receiver else nothing for i in range(bucket.workers)
         ]
-        k = sparse_payload.count(self.density, buffer.numel())
-        return Exchange(tuple(payloads), (k, sparse_payload.most_index_bytes(k, buffer.numel())))
-
-    def _packed(self, selected: Sparse, buffer: Tensor) -> Payload:
-        where, values = selected
-        return values, elias_fano.encode(where, buffer.numel())
+        return Exchange(tuple(payloads), limits(self.wire(buffer.numel())))
 
     def _read(self, payload: Payload, bucket: Bucket, buffer: Tensor, sender: int) -> Sparse:
         with payload_validation.naming(self, bucket, sender):
             return sparse_payload.places(tuple(payload), buffer.numel())
 
     def bound(self, numel: int) -> Contraction:
-        """Return δ = k / numel, as ``TopK``'s, for one worker; of several, what survives."""
+        """Return δ = k / numel, as ``TopK``'s, for one worker."""
         return Contraction(sparse_payload.count(self.density, numel) / numel if numel else 1.0)
+
+    def wire(self, numel: int) -> Wire:
+        """Return one message: k elements at most."""
+        return sparse_payload.wire(sparse_payload.count(self.density, numel), numel, "worker")
 
     @classmethod
     def examples(cls) -> tuple[GTopK, ...]:
         """A sparse one, and one that sends all."""
         return (cls(0.1), cls(1.0))
+
+
+def _packed(selected: Sparse, buffer: Tensor) -> Payload:
+    where, values = selected
+    return values, elias_fano.encode(where, buffer.numel())
 
 
 def merged(one: Sparse, other: Sparse, k: int) -> tuple[Sparse, Sparse]:

@@ -1,4 +1,4 @@
-"""Positions drawn at random without replacement, and the payload of values at such positions."""
+"""Positions drawn at random without replacement, and payloads of values at such positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def positions(numel: int, k: int, generator: torch.Generator) -> Tensor:
 
     A permutation of all positions takes longer than anything else that a sparsifier does. Where
     few are wanted the host draws somewhat more, with replacement, and keeps k of those that
-    differ: no position is preferred in any part of this, so neither is any set.
+    differ: no step of this prefers any position, so all sets stay equally likely.
     """
     device = generator.device
     if not k:
@@ -46,8 +46,8 @@ def shared(density: float, numel: int, bucket: Bucket) -> Tensor:
 def how_many(density: float, numel: int, bucket: Bucket) -> int:
     """Return how many of ``numel`` elements a mask of independent draws keeps in this step.
 
-    Binomial, drawn on the host, which must know it: it is a shape. So it depends on the tensor's
-    size and on nothing else of it, and the shards of a two-shot scheme are equally long.
+    Binomial, and drawn on the host, as it is a shape. It depends on nothing but seed, step and the
+    tensor's size, so payloads of a two-shot scheme's shards are equally long.
     """
     draw = replace(bucket, shapes={f"{numel} elements": (numel,)}).generator(shared=True)
     host = torch.Generator().manual_seed(draw.initial_seed())
@@ -56,7 +56,7 @@ def how_many(density: float, numel: int, bucket: Bucket) -> int:
 
 
 def put(payload: Payload, chosen: Tensor, out: Tensor, scale: float) -> None:
-    """Add ``scale`` times a payload of values, and nothing else, to ``out`` where they belong.
+    """Add ``scale`` times the values, which are all of the payload, to ``out`` at ``chosen``.
 
     Raises:
         ValueError: another number of values than positions.

@@ -1,32 +1,34 @@
-"""Send the elements under a random mask, the same one on every worker."""
+"""RandomMask: send the elements under a random mask, the same one on every worker."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Contraction, Knob
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import random_indices, sparse_payload
+from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY
 from lightning_gc.flow import Payload
 from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)
 class RandomMask(Codec):
-    """Send each element with probability ``density``, decided for each on its own.
+    """Send each element with probability ``density``, independently of the others.
 
     ``C(x)_i = x_i`` with probability ``density``, else 0. All workers draw the same mask from
-    (seed, parameter name, step), so that no position travels and values can be all-reduced. The
-    number sent varies from step to step, and of a small tensor often nothing is sent at all:
-    ``RandomK`` sends as many at every step, and at least one. Both wait in the error as long.
+    (seed, parameter name, step), so no positions are sent and values can be all-reduced: 32 bits a
+    sent element. Their number is binomial, and of a small tensor often nothing is sent at all:
+    ``RandomK`` sends as many at every step, and at least one. With both an element waits in the
+    error equally long on average.
 
     Args:
         density: probability of each element, in (0, 1]. Lower means more compression, more error.
-
-    Wire format:
-        ``values  # (c,) float32``: 32 bits a sent element. c is binomial and alike on all workers.
 
     Raises:
         ValueError: ``density`` outside (0, 1].
@@ -44,10 +46,7 @@ class RandomMask(Codec):
 
     density: float = 0.01
 
-    kind = "sparsifier"
-    linear = True
-    knob = Knob("density", low=1e-5, high=1.0)
-    space = (Range("density", 1e-3, 0.5, scale="log"),)
+    traits = replace(DENSITY, linear=True, space=(Range("density", 1e-3, 0.5, scale="log"),))
 
     def __post_init__(self) -> None:
         sparse_payload.check_density("RandomMask", self.density)
@@ -66,8 +65,8 @@ class RandomMask(Codec):
     def _mask(self, numel: int, bucket: Bucket) -> Tensor:
         """Return the positions under this step's mask, ``(c,)`` int64.
 
-        Of a mask that is drawn element by element the number is binomial, and of masks with that
-        number all are equally likely. So it is enough to draw c, and c positions. Tensors of equal
+        A mask drawn element by element has a binomial number of elements, and all masks with that
+        number are equally likely. So it is enough to draw c, and then c positions. Tensors of equal
         size have masks of their own with the same c.
         """
         c = random_indices.how_many(self.density, numel, bucket)
@@ -76,6 +75,10 @@ class RandomMask(Codec):
     def bound(self, numel: int) -> Contraction:
         """Return δ = density, in expectation over the draw."""
         return Contraction(self.density)
+
+    def wire(self, numel: int) -> Wire:
+        """Return c values."""
+        return (Field("values", torch.float32, numel, "step", "binomial number"),)
 
     def sent(self, payload: Payload, numel: int) -> int:
         """Return c."""

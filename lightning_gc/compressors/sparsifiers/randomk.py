@@ -1,14 +1,18 @@
-"""Send elements drawn at random, the same ones on every worker."""
+"""RandomK: send k elements drawn at random, the same ones on every worker."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Contraction, Knob
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import random_indices, sparse_payload
+from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY
 from lightning_gc.flow import Payload
 from lightning_gc.search_space import Range
 
@@ -18,20 +22,18 @@ class RandomK(Codec):
     """Send k = density·numel elements drawn without replacement from a seed that workers share.
 
     ``C(x)_i = x_i`` for i in a random set of size k, else 0. All workers draw the same set from
-    (seed, parameter name, step), so no index travels and values can be all-reduced.
+    (seed, parameter name, step), so no positions are sent and values can be all-reduced: 32 bits a
+    sent element.
 
     Args:
         density: share of elements sent, in (0, 1]. Lower means more compression, more error.
-
-    Wire format:
-        ``values  # (k,) float32``: 32 bits a sent element.
 
     Raises:
         ValueError: ``density`` outside (0, 1].
 
     Example:
         >>> from lightning_gc import RandomK
-        >>> RandomK(density=0.01).linear
+        >>> RandomK(density=0.01).traits.linear
         True
 
     Reference:
@@ -40,10 +42,7 @@ class RandomK(Codec):
 
     density: float = 0.01
 
-    kind = "sparsifier"
-    linear = True
-    knob = Knob("density", low=1e-5, high=1.0)
-    space = (Range("density", 1e-3, 0.5, scale="log"),)
+    traits = replace(DENSITY, linear=True, space=(Range("density", 1e-3, 0.5, scale="log"),))
 
     def __post_init__(self) -> None:
         sparse_payload.check_density("RandomK", self.density)
@@ -64,6 +63,10 @@ class RandomK(Codec):
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, in expectation over the draw."""
         return Contraction(sparse_payload.count(self.density, numel) / numel)
+
+    def wire(self, numel: int) -> Wire:
+        """Return k values."""
+        return (Field("values", torch.float32, sparse_payload.count(self.density, numel)),)
 
     def sent(self, payload: Payload, numel: int) -> int:
         """Return k."""

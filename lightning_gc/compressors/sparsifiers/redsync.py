@@ -1,4 +1,4 @@
-"""Look for a threshold between the mean and the greatest magnitude."""
+"""RedSync: find a threshold between the mean and the greatest magnitude by bisection."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.sparsifiers.threshold_estimator import MOST, Estimating, reached
+from lightning_gc.compressors.sparsifiers.threshold_estimator import (
+    MOST,
+    ThresholdEstimator,
+    reached,
+)
 
 
 @dataclass(frozen=True)
-class RedSync(Estimating):
-    """Send elements beyond a threshold between mean and maximum, found by halving.
+class RedSync(ThresholdEstimator):
+    """Send elements beyond a threshold between mean and maximum, found by bisection.
 
     The threshold is ``mean + r·(max − mean)`` of magnitudes. r is found by bisection of 0..1, until
     between k and 2·k elements reach it, or its interval is shorter than ``tolerance``. What is
@@ -19,12 +23,9 @@ class RedSync(Estimating):
 
     Args:
         density: wanted share of elements, in (0, 1]. Lower means more compression, more error.
-        tolerance: at which the search ends, above 0. Each halving is a pass over the tensor. The
-            paper's code has 0.2: three passes, too few where one element is much larger than all
-            others.
-
-    Wire format:
-        As ``Estimating``'s: values and coded positions, ragged, at most 2·k of them.
+        tolerance: length of the interval at which the search ends, above 0. Each halving is a pass
+            over the tensor. The paper's code has 0.2: three passes, too few where one element is
+            much larger than all others.
 
     Raises:
         ValueError: ``density`` outside (0, 1], a ``tolerance`` that is not above 0.

@@ -1,10 +1,10 @@
-"""About the k largest magnitudes, by a threshold that a sample tells: no sorting, no k-th element.
+"""About the k largest magnitudes, by a threshold estimated from a sample: no sorting.
 
 The sample has so many elements that 256 of them are expected to be among the k largest, but at most
-a hundredth of the tensor, or 65,536 where that is more. Its quantile is the threshold, so how many
-elements of the tensor reach it is a matter of luck: k ± 6 % with 256, k ± 6 %·sqrt(256/h) with h.
-Too few, and the threshold is lowered, a few times at most; too many, and the k largest are sought
-among those alone.
+a hundredth of the tensor, or 65,536 where that is more. Its quantile is the threshold, which a
+random number of elements reaches: k ± 6 % with 256 in the sample, k ± 6 %·sqrt(256/h) with h. Where
+too few reach it, the threshold is lowered, a few times at most; where too many do, the k largest
+are sought among those alone.
 
 Reference:
     Lin et al., "Deep Gradient Compression", ICLR 2018, and its code, which lowers the threshold

@@ -1,4 +1,4 @@
-"""Fit a distribution to the magnitudes, then to what is beyond the threshold, and so on."""
+"""SIDCo: fit a sparsity-inducing distribution to the magnitudes, in stages, for a threshold."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.sparsifiers.threshold_estimator import Estimating
+from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator
 
 _FIRST = 0.25
 """The share that every stage but the last lets through."""
 
 
 @dataclass(frozen=True)
-class SIDCo(Estimating):
+class SIDCo(ThresholdEstimator):
     """Send elements beyond the quantile of a sparsity-inducing distribution, fitted in stages.
 
     A stage fits a distribution to what is beyond the threshold η of the stage before (at first 0),
@@ -37,9 +37,6 @@ class SIDCo(Estimating):
         density: wanted share of elements, in (0, 1]. Lower means more compression, more error.
         fit: the distribution.
         stages: how many, at least 1; fewer where ``density`` is too large for as many.
-
-    Wire format:
-        As ``Estimating``'s: values and coded positions, ragged, at most 2·k of them.
 
     Raises:
         ValueError: ``density`` outside (0, 1], an unknown ``fit``, ``stages`` below 1.

@@ -1,11 +1,14 @@
-"""What the sparsifiers share: densities, and a payload of values and coded positions."""
+"""Payload of sparsifiers: values and Elias-Fano coded positions; and how many a density sends."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_gc.coding import elias_fano, payload_validation
+from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
 
@@ -24,14 +27,22 @@ def count(density: float, numel: int) -> int:
     return min(numel, max(1, round(density * numel)))
 
 
-def index_bytes(chosen: int, numel: int) -> int:
-    """Return the bytes that ``chosen`` coded positions take."""
-    return elias_fano.coded_bytes(chosen, numel)
+def wire(
+    most: int,
+    numel: int,
+    varies: Literal["no", "step", "worker"],
+    dtype: torch.dtype = torch.float32,
+) -> Wire:
+    """Return the format of ``take``: ``most`` values of ``numel`` elements, or up to as many."""
+    return (Field("values", dtype, most, varies), positions_field(most, numel, varies))
 
 
-def most_index_bytes(most: int, numel: int) -> int:
-    """Return a length that ``most`` coded positions, or fewer, do not exceed."""
-    return elias_fano.coded_bytes(most, numel) + 2  # each of two parts is rounded up to a byte
+def positions_field(most: int, numel: int, varies: Literal["no", "step", "worker"]) -> Field:
+    """Return the format of ``most`` coded positions, or up to as many."""
+    nbytes = elias_fano.coded_bytes(most, numel)
+    if varies != "no":
+        nbytes += 2  # of fewer positions each of two parts is rounded up to a byte
+    return Field("positions", torch.uint8, nbytes, varies, "Elias-Fano, ascending")
 
 
 def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> Payload:
@@ -55,41 +66,18 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
         ValueError: positions outside the tensor or not ascending, or lengths that disagree.
     """
     values, coded = payload
-    payload_validation.lengths(payload, values.numel(), index_bytes(values.numel(), numel))
-    found = elias_fano.decode(coded, values.numel(), numel, payload_validation.on_host(coded))
+    chosen = values.numel()
+    payload_validation.lengths(payload, chosen, elias_fano.coded_bytes(chosen, numel))
+    found = elias_fano.decode(coded, chosen, numel, payload_validation.on_host(coded))
     return payload_validation.positions(found, values, numel)
 
 
-def add(values: Tensor, coded: Tensor, out: Tensor, scale: float) -> None:
-    """Add ``scale * values`` to ``out`` at the coded positions; O(k), no dense intermediate.
+def add(payload: Payload, out: Tensor, scale: float) -> None:
+    """Add ``scale`` times what ``take`` has made to ``out``; O(k), no dense intermediate.
 
     Raises:
         ValueError: positions outside ``out`` or not ascending, or lengths that disagree.
     """
-    look = payload_validation.on_host(coded)
-    indices = elias_fano.decode(coded, values.numel(), out.numel(), look)  # (k,)
-    indices, values = payload_validation.positions(indices, values.to(out.dtype), out.numel())
-    accumulate(out, indices, values, scale)
-
-
-def put(payload: Payload, out: Tensor, scale: float, most: int | None = None) -> None:
-    """Add ``scale`` times what ``take`` has made of any number of elements to ``out``.
-
-    Args:
-        payload: (values, coded positions).
-        out: where they are added.
-        scale: by what they are multiplied.
-        most: how many elements its sender may send; as many as there are where None.
-
-    Raises:
-        ValueError: more elements, and what ``add`` raises.
-    """
-    chosen = payload[0].numel()
-    if most is not None and chosen > most:
-        raise ValueError(
-            f"The payload names {chosen:,} positions of a tensor of {out.numel():,} elements, of "
-            f"which at most {most:,} are sent; its sender has another configuration."
-        )
-    payload_validation.lengths(payload, chosen, index_bytes(chosen, out.numel()))
     values, coded = payload
-    add(values, coded, out, scale)
+    indices, values = places((values.to(out.dtype), coded), out.numel())
+    accumulate(out, indices, values, scale)

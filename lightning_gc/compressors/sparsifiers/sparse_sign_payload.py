@@ -1,4 +1,4 @@
-"""What sparsifiers share that send no values: positions, and of each which of two levels it has."""
+"""Payload of sparsifiers that send no values: coded positions, and a sign for each."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from torch import Tensor
 
 from lightning_gc.coding import elias_fano, payload_validation
 from lightning_gc.coding.bit_packing import pack, unpack
+from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.sparsifiers import sparse_payload
-from lightning_gc.flow import Limits, Payload
+from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
-
-Places = tuple[Tensor, Tensor]
-"""Positions, ascending, and what is added there."""
 
 
 def both(magnitude: Tensor) -> Tensor:
-    """Return the levels of a method with one magnitude, 0-dim: ``(-magnitude, magnitude)``."""
+    """Return ``(-magnitude, magnitude)``, the levels of a method with one magnitude, 0-dim."""
     return torch.stack([-magnitude, magnitude])
 
 
 def take(buffer: Tensor, chosen: Tensor, levels: Tensor) -> Payload:
-    """Take ``levels[0]`` out of chosen elements that are negative and ``levels[1]`` out of others.
+    """Subtract ``levels[0]`` from chosen elements that are negative, ``levels[1]`` from others.
+
+    The lengths of the two sign tensors give c, so no receiver has to read it from its device.
 
     Args:
         buffer: ``(numel,)``, changed in place.
@@ -29,10 +29,7 @@ def take(buffer: Tensor, chosen: Tensor, levels: Tensor) -> Payload:
         levels: ``(2,)`` float32.
 
     Returns:
-        ``positions  # (coded_bytes(c, numel),) uint8``, Elias-Fano coded
-        ``signs      # (floor(c / 8),) uint8``, eight elements a byte, set where negative
-        ``last       # (c mod 8,) uint8``: the signs of the last elements, one a byte. So lengths
-        tell c, and no receiver has to read it from its device.
+        The tensors of ``fields``.
     """
     negative = buffer[chosen] < 0
     buffer[chosen] -= _pick(negative, levels.to(buffer.dtype))
@@ -43,57 +40,41 @@ def take(buffer: Tensor, chosen: Tensor, levels: Tensor) -> Payload:
 
 
 def count(payload: Payload) -> int:
-    """Return how many elements a payload carries whose last tensors are those of ``take``."""
+    """Return how many elements a payload carries that ends with the tensors of ``take``."""
     return 8 * payload[-2].numel() + payload[-1].numel()
 
 
-def limits(most: int, numel: int) -> Limits:
-    """Return the most elements of the three tensors for up to ``most`` of ``numel`` elements."""
-    return sparse_payload.most_index_bytes(most, numel), most // 8, min(most, 7)
+def fields(most: int, numel: int) -> Wire:
+    """Return the format of ``take`` for up to ``most`` of ``numel`` elements."""
+    return (
+        sparse_payload.positions_field(most, numel, "worker"),
+        Field("signs", torch.uint8, most // 8, "worker", "eight per byte, set where negative"),
+        Field("last signs", torch.uint8, min(most, 7), "worker", "one per byte"),
+    )
 
 
-def check(payload: Payload, numel: int, *before: int, most: int | None = None) -> None:
-    """Refuse a payload unless it is tensors of lengths ``before``, and then those of ``take``.
-
-    Args:
-        payload: what has arrived.
-        numel: how many elements the tensor has.
-        before: lengths of the tensors before the last three.
-        most: how many elements the sender may send; all of them where None.
-
-    Raises:
-        ValueError: other lengths, or more elements.
-    """
-    number, signs, last = count(payload), payload[-2].numel(), payload[-1].numel()
-    coded = sparse_payload.index_bytes(min(number, numel), numel)
-    payload_validation.lengths(payload, *before, coded, signs, min(last, 7))
-    if number > (numel if most is None else most):
-        raise ValueError(
-            f"The payload names {number:,} positions of a tensor of {numel:,} elements, of which "
-            f"at most {numel if most is None else most:,} are sent; its sender has another "
-            f"configuration."
-        )
-
-
-def places(payload: Payload, levels: Tensor, numel: int) -> Places:
-    """Return where the three tensors of ``take`` add which of two levels.
+def places(payload: Payload, levels: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Return positions in ``numel`` elements, ascending, and the level that is added at each.
 
     Args:
-        payload: those three, of which ``check`` has seen the lengths.
+        payload: the three tensors of ``take``.
         levels: ``(2,)``, of the dtype that is added.
         numel: how many elements the tensor has.
 
     Raises:
-        ValueError: on the host, positions outside the tensor or not ascending.
+        ValueError: lengths that disagree; on the host, positions outside the tensor or not
+            ascending.
     """
     coded, packed, last = payload
-    found = elias_fano.decode(coded, count(payload), numel, payload_validation.on_host(coded))
+    chosen = count(payload)
+    payload_validation.lengths((coded,), elias_fano.coded_bytes(chosen, numel))
+    found = elias_fano.decode(coded, chosen, numel, payload_validation.on_host(coded))
     signs = torch.cat([unpack(packed, 1, 8 * packed.numel(), torch.uint8), last & 1])
     return payload_validation.positions(found, _pick(signs.bool(), levels), numel)
 
 
 def add(payload: Payload, levels: Tensor, out: Tensor, scale: float) -> None:
-    """Add ``scale`` times the levels to ``out`` where the three tensors of ``take`` say.
+    """Add ``scale`` times the levels of chosen elements to ``out``.
 
     Raises:
         ValueError: as for ``places``.

@@ -1,4 +1,4 @@
-"""Send one bit, and a position, of every element that reaches a threshold."""
+"""StromThreshold: send the sign and position of every element that reaches a threshold."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Contraction, Knob
+from lightning_gc.coding.wire import Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload, topk_selection
-from lightning_gc.flow import Limits, Payload
+from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.flow import Payload
 from lightning_gc.search_space import Range
 
 
@@ -20,18 +23,11 @@ class StromThreshold(Codec):
 
     ``C(x)_i = τ·sign(x_i)`` if ``|x_i| ≥ τ``, else 0. So an element of 3.5·τ needs three steps. An
     element that grows by more than τ a step is sent at every step, and its error still grows: τ
-    should be above the magnitude of most elements of one gradient.
+    should be above the magnitude of most elements of one gradient. At density 1 % a sent element
+    takes 9.6 bits; the paper spends 32.
 
     Args:
         threshold: τ, in units of the (unscaled) gradient, above 0. Higher means more compression.
-
-    Wire format:
-        Ragged; c differs between workers and steps.
-        ``positions  # (coded_bytes(c, numel),) uint8``, Elias-Fano coded, ascending: at most
-        ``2 + log2(numel/c)`` bits each and a byte or two
-        ``signs      # (floor(c / 8),) uint8``, eight elements a byte
-        ``last       # (c mod 8,) uint8``, the last signs, one a byte, whose number tells c
-        At density 1 % that makes 9.6 bits a sent element; the paper spends 32.
 
     Raises:
         ValueError: a ``threshold`` that is not in float32's range above 0.
@@ -51,10 +47,11 @@ class StromThreshold(Codec):
 
     threshold: float = 0.01
 
-    kind = "sparsifier"
-    ragged = True
-    knob = Knob("threshold", low=1e-7, high=1e3, more="compression")
-    space = (Range("threshold", 1e-5, 0.1, scale="log"),)
+    traits = Traits(
+        kind="sparsifier",
+        knob=Knob("threshold", low=1e-7, high=1e3, more="compression"),
+        space=(Range("threshold", 1e-5, 0.1, scale="log"),),
+    )
 
     def __post_init__(self) -> None:
         if not 1e-37 <= self.threshold <= 1e38:
@@ -70,7 +67,6 @@ class StromThreshold(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add τ or −τ to as many elements as came."""
-        sparse_sign_payload.check(payload, out.numel())
         sparse_sign_payload.add(payload, self._levels(out), out, scale)
 
     def _levels(self, like: Tensor) -> Tensor:
@@ -80,9 +76,9 @@ class StromThreshold(Codec):
         """Return δ = 0: no error grows, but nothing at all is sent of a tensor below τ."""
         return Contraction(0.0)
 
-    def limits(self, numel: int) -> Limits:
-        """All elements at most."""
-        return sparse_sign_payload.limits(numel, numel)
+    def wire(self, numel: int) -> Wire:
+        """Return positions and signs of all elements at most."""
+        return sparse_sign_payload.fields(numel, numel)
 
     def sent(self, payload: Payload, numel: int) -> int:
         """Return how many reached the threshold."""

@@ -1,48 +1,41 @@
-"""Send as few elements as a variance allows: the large ones as they are, others by chance."""
+"""VarianceSparsifier: send the fewest elements for a given variance, at random but unbiased."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Knob, Variance
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.sparsifiers import sparse_payload, sparse_sign_payload, topk_selection
-from lightning_gc.flow import Limits, Payload
+from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
 from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)
 class VarianceSparsifier(Codec):
-    """Send elements with probability ``min(1, |x_i|/m)``, made larger so that the mean stays true.
+    """Send elements with probability ``min(1, |x_i|/m)``, scaled so that the result is unbiased.
 
     ``C(x)_i = x_i`` if ``|x_i| ≥ m``, else ``m·sign(x_i)`` with probability ``|x_i|/m``, else 0, so
     that ``E C(x) = x``. Of all probabilities with ``E‖C(x)‖² ≤ (1 + ε)·‖x‖²`` these make the number
     sent least, if over the elements below m ``m = (ε·Σ_all x² + Σ x²) / Σ |x|``: the closed form
-    (Algorithm 2) with λ = 1/m. The paper finds it by sorting; here the m of all elements is
-    lowered until those below it are those of which it was made, in a few passes.
+    (Algorithm 2) with λ = 1/m. The paper finds it by sorting; here m starts from all elements and
+    is lowered, in a few passes, until it agrees with the elements below it.
 
-    The knob is ε, and no density as in the paper's greedy Algorithm 3, since ε is what can be
-    promised: how few elements it takes is the tensor's to say. Of d normal ones ``0.64·d / (1+ε)``
-    are sent; where few of them make up the norm, far fewer.
+    The knob is ε, and no density as in the paper's greedy Algorithm 3: ε can be guaranteed, while
+    the number sent depends on the tensor. Of d normal elements ``0.64·d / (1+ε)`` are sent; where
+    few of them make up the norm, far fewer. An element sent by chance has no value to send: where
+    they are one in a hundred it takes 9.6 bits.
 
     Args:
         epsilon: ε, the variance allowed in units of ``‖x‖²``, in 1e-4..1e9. Higher means more
             compression.
-
-    Wire format:
-        Ragged; k elements are sent as they are and c by chance, differently at every step.
-        ``values     # (k,) float32``
-        ``positions  # (coded_bytes(k, numel),) uint8``, Elias-Fano coded, ascending: at most
-        ``2 + log2(numel/k)`` bits each and a byte or two
-        ``magnitude  # (1,) float32``: m
-        ``drawn      # (coded_bytes(c, numel),) uint8``, positions likewise
-        ``signs      # (floor(c / 8),) uint8``, eight elements a byte
-        ``last       # (c mod 8,) uint8``, the last signs, one a byte, whose number tells c
-        Elements by chance have no value to send: one in a hundred takes 9.6 bits.
 
     Raises:
         ValueError: ``epsilon`` outside 1e-4..1e9.
@@ -59,11 +52,12 @@ class VarianceSparsifier(Codec):
 
     epsilon: float = 1.0
 
-    kind = "sparsifier"
-    unbiased = True
-    ragged = True
-    knob = Knob("epsilon", low=0.01, high=1000.0, more="compression")
-    space = (Range("epsilon", 0.1, 100.0, scale="log"),)
+    traits = Traits(
+        kind="sparsifier",
+        unbiased=True,
+        knob=Knob("epsilon", low=0.01, high=1000.0, more="compression"),
+        space=(Range("epsilon", 0.1, 100.0, scale="log"),),
+    )
 
     def __post_init__(self) -> None:
         if not 1e-4 <= self.epsilon <= 1e9:
@@ -109,9 +103,7 @@ class VarianceSparsifier(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add what came as it is, and m or −m where it was drawn."""
-        numel, k = out.numel(), payload[0].numel()
-        coded = sparse_payload.index_bytes(min(k, numel), numel)
-        sparse_sign_payload.check(payload, numel, k, coded, 1)
+        numel = out.numel()
         values, positions, m, *drawn = payload
         large = sparse_payload.places((values.to(out.dtype), positions), numel)
         others = sparse_sign_payload.places(
@@ -121,16 +113,18 @@ class VarianceSparsifier(Codec):
         accumulate(out, *others, scale)
 
     def bound(self, numel: int) -> Variance:
-        """Return ω = ε: ``E‖C(x) − x‖² = E‖C(x)‖² − ‖x‖²`` where the mean is true.
+        """Return ω = ε: ``E‖C(x) − x‖² = E‖C(x)‖² − ‖x‖²`` without bias.
 
         It is reached by every tensor, but for those of zeros.
         """
         return Variance(self.epsilon)
 
-    def limits(self, numel: int) -> Limits:
-        """All elements at most, of either kind."""
-        coded = sparse_payload.most_index_bytes(numel, numel)
-        return numel, coded, None, *sparse_sign_payload.limits(numel, numel)
+    def wire(self, numel: int) -> Wire:
+        """Return elements sent as they are, m, and elements sent by chance: all at most of each."""
+        large = sparse_payload.wire(numel, numel, "worker")
+        drawn, *signs = sparse_sign_payload.fields(numel, numel)
+        m = Field("magnitude", torch.float32, 1, note="of those sent by chance")
+        return (*large, m, replace(drawn, name="drawn positions"), *signs)
 
     def sent(self, payload: Payload, numel: int) -> int:
         """Return how many came as they are or were drawn."""

@@ -1,31 +1,33 @@
-"""Compress layer by layer, as the papers do."""
+"""PerParameter: run a compressor on each parameter of a bucket by itself, as the papers do."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Compressor, dense
+from lightning_gc.compressors.base import CodecScheme, Compressor, dense
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.flow import Flow, together
-
-if TYPE_CHECKING:
-    from lightning_gc.schemes.base import Scheme
 
 
 @dataclass(frozen=True)
 class PerParameter(Wrapper):
     """Run the inner compressor on each parameter of a bucket by itself.
 
-    The conversations of all parameters are merged, so a bucket still costs one message a round.
-    A controller may set a level of its own for every parameter.
+    The flows of all parameters are merged, so a bucket still costs one message a round. A
+    controller may set a level of its own for every parameter.
 
     Args:
         inner: what compresses one parameter.
+        levels: pairs of parameter name and level, for those whose level is not the inner one's;
+            None sends the parameter uncompressed.
+        others_dense: send the parameters that ``levels`` does not name uncompressed.
 
     Communication pattern:
         As the inner one's, with the payloads of all parameters in one message.
@@ -37,28 +39,53 @@ class PerParameter(Wrapper):
     """
 
     inner: Compressor
+    levels: tuple[tuple[str, float | None], ...] = field(default=(), repr=False)
+    others_dense: bool = field(default=False, repr=False)
 
-    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
+    @functools.cached_property
+    def _level_by_name(self) -> dict[str, float | None]:
+        return dict(self.levels)
+
+    def flow(
+        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
+    ) -> Flow:
         """Run one inner flow per parameter, side by side."""
+        others = None if self.others_dense else self.inner
         flows = []
         for name, start, stop in bucket.spans():
-            part, x, y = bucket.part(name, start, stop), buffer[start:stop], out[start:stop]
-            level = bucket.levels.get(name, self.inner.level)
-            if level is None and name in bucket.levels:
-                flows.append(dense(x, y))
-            elif stop > start:
-                flows.append(_at(self.inner, level).flow(part, x, y, scheme))
+            if stop == start:
+                continue
+            inner = others
+            if name in self._level_by_name:
+                inner = _at(self.inner, self._level_by_name[name])
+            if inner is not None:
+                inner = _for_shape(inner, bucket.shapes[name])
+            part, own, mean = bucket.part(name, start, stop), buffer[start:stop], out[start:stop]
+            flows.append(
+                dense(own, mean) if inner is None else inner.flow(part, own, mean, scheme)
+            )
         yield from together(flows)
+
+    def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
+        """Return this compressor with levels of their own for some parameters."""
+        return dataclasses.replace(self, levels=tuple(levels.items()), others_dense=dense)
+
+
+# Levels change per epoch and shapes never; flows are made in every step.
+@functools.lru_cache(maxsize=4096)
+def _at(compressor: Compressor, level: float | None) -> Compressor | None:
+    if level is None:
+        return None
+    return compressor if level == compressor.level else compressor.at(level)
 
 
 @functools.lru_cache(maxsize=4096)
-def _at(compressor: Compressor, level: float | None) -> Compressor:
-    """Return ``compressor`` at ``level``, made once: levels change per epoch, flows per step."""
-    return compressor if level is None or level == compressor.level else compressor.at(level)
+def _for_shape(compressor: Compressor, shape: tuple[int, ...]) -> Compressor | None:
+    return compressor.for_shape(shape)
 
 
 def layerwise(compressor: Compressor) -> Compressor:
     """Return ``compressor`` at the default granularity: per parameter, where that matters."""
-    if compressor.elementwise or isinstance(compressor, PerParameter):
+    if compressor.traits.elementwise or isinstance(compressor, PerParameter):
         return compressor
     return PerParameter(compressor)

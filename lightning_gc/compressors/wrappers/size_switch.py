@@ -1,20 +1,16 @@
-"""Leave small tensors alone: compressing them saves little and costs accuracy."""
+"""SizeSwitch: send small and one-dimensional tensors uncompressed."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Compressor, dense
+from lightning_gc.compressors.base import CodecScheme, Compressor, dense
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.flow import Flow
-
-if TYPE_CHECKING:
-    from lightning_gc.schemes.base import Scheme
 
 
 @dataclass(frozen=True)
@@ -49,14 +45,23 @@ class SizeSwitch(Wrapper):
         if self.min_numel < 0 or self.min_dims < 0:
             raise ValueError(f"{self!r}: limits must be at least 0; 0 turns a limit off.")
 
-    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: Scheme) -> Flow:
+    def flow(
+        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
+    ) -> Flow:
         """Choose by the tensor's shape, which is the same on all workers."""
-        if self.compresses(bucket.shape):
-            yield from self.inner.flow(bucket, buffer, out, scheme)
-        else:
+        inner = self.for_shape(bucket.shape)
+        if inner is None:
             yield from dense(buffer, out)
+        else:
+            yield from inner.flow(bucket, buffer, out, scheme)
+
+    def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
+        """Return the inner compressor for large tensors."""
+        return self.inner.for_shape(shape) if self._large(shape) else None
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of this shape is large enough, and the inner one takes it."""
-        large = math.prod(shape) >= self.min_numel and len(shape) >= self.min_dims
-        return large and self.inner.compresses(shape)
+        return self._large(shape) and self.inner.compresses(shape)
+
+    def _large(self, shape: tuple[int, ...]) -> bool:
+        return math.prod(shape) >= self.min_numel and len(shape) >= self.min_dims

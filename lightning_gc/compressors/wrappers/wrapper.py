@@ -1,23 +1,19 @@
-"""A compressor around a compressor: what the wrappers share."""
+"""Wrapper: a compressor around another one, which keeps its traits, level and wire format."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Self
 
-from lightning_gc.compressors.base import Bound, Compressor
-
-_DECLARED = (
-    *("kind", "linear", "averages", "unbiased", "ragged"),
-    *("elementwise", "exact", "selects", "knob", "conserves", "default_memory"),
-)
+from lightning_gc.coding.wire import Wire
+from lightning_gc.compressors.base import Compressor
+from lightning_gc.compressors.bounds import Bound
+from lightning_gc.compressors.traits import Traits
 
 
 class Wrapper(Compressor):
-    """Changes where or when the inner compressor works, never what it is.
-
-    A wrapper takes over everything that its inner compressor declares.
-    """
+    """Changes where or when the inner compressor works, never what it is."""
 
     inner: Compressor
 
@@ -27,12 +23,24 @@ class Wrapper(Compressor):
                 f"{type(self).__name__} wraps a compressor, such as TopK(0.01), but was given "
                 f"{self.inner!r}."
             )
-        for declared in _DECLARED:
-            object.__setattr__(self, declared, getattr(self.inner, declared))
+
+    @property
+    def traits(self) -> Traits:
+        """The inner traits."""
+        return self.inner.traits
+
+    @property
+    def method(self) -> Compressor:
+        """The innermost compressor."""
+        return self.inner.method
 
     def bound(self, numel: int) -> Bound:
         """Return the inner bound: what goes dense only does better."""
         return self.inner.bound(numel)
+
+    def wire(self, numel: int) -> Wire:
+        """Return the inner wire format."""
+        return self.inner.wire(numel)
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """As the inner one."""
@@ -46,3 +54,8 @@ class Wrapper(Compressor):
     def at(self, level: float) -> Self:
         """Return the same wrapper around the inner compressor at ``level``."""
         return dataclasses.replace(self, inner=self.inner.at(level))  # type: ignore[type-var]
+
+    def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
+        """Return the same wrapper around the inner compressor with these levels."""
+        inner = self.inner.with_levels(levels, dense=dense)
+        return dataclasses.replace(self, inner=inner)  # type: ignore[type-var]

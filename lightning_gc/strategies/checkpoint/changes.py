@@ -1,4 +1,4 @@
-"""What of a checkpoint still fits when compressor, memory, controller or model have changed."""
+"""Decide which error state fits when compressor, memory, controller or model have changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of several workers made one: nested dicts whose leaves are tensors and numbers."""
+"""Average, map and reduce nested dicts whose leaves are tensors and numbers."""
 
 from __future__ import annotations
 

@@ -1,47 +1,28 @@
-"""The part of a strategy that makes a resumed run the run that was not interrupted."""
+"""Lightning's checkpoint hooks: write error state with a checkpoint, restore it on resume."""
 
 # No "from __future__ import annotations": see ddp.py, whose base this is.
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, cast
 
 import torch
 
-from lightning_gc.engine import Engine
+from lightning_gc.controllers import Controller
 from lightning_gc.strategies.checkpoint import side_files
-from lightning_gc.strategies.checkpoint.save_restore import Checkpoints
-from lightning_gc.synchronizer.bucket_regrouping import Regrouping
+from lightning_gc.strategies.checkpoint.save_restore import Checkpoints, Host
+from lightning_gc.synchronizer import Workers
+from lightning_gc.synchronizer.control_loop import ControlLoop
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Keeps(Protocol):
-    """Whatever has state of one worker that should be in checkpoints."""
-
-    def own_state(self) -> dict[str, Any]:
-        """Return nested dicts of tensors and numbers; their mean must make sense."""
-
-    def load_own_state(self, state: Any) -> None:
-        """Go on from what ``own_state`` returned, or from the mean over workers."""
-
-
 class Resuming:
-    """Saves and restores what compression must not forget. Knows Lightning's calls only.
+    """Mixin that makes a resumed run the run that was not interrupted, bit for bit.
 
-    Attributes:
-        engines: one per worker of this process, in the order of the workers; none before fitting
-            has started.
-        kept: name -> what else has state of its own, for each of these workers.
-        layout: the parameters in each bucket of the last round.
-        regrouping: sends the first round after a resume in the layout of the last one before.
+    It is mixed into a strategy, which is a ``Host``.
     """
 
-    engines: Sequence[Engine] = ()
-    regrouping: Regrouping | None = None
-
-    @property
-    def engine(self) -> Engine | None:
-        """State and configuration of this process's first worker; kept between fits."""
-        return self.engines[0] if self.engines else None
+    local_workers: Workers
+    controller: Controller | None
+    control_loop: ControlLoop | None
 
     def _keep_state(
         self,
@@ -57,8 +38,6 @@ class Resuming:
             raise ValueError(f"state={state!r}: use 'full', 'mean' or 'off'.")
         if state_dtype not in _DTYPES:
             raise ValueError(f"state_dtype={state_dtype!r}: use 'float32' or 'bfloat16'.")
-        self.layout: list[tuple[str, ...]] = []
-        self.kept: dict[str, Sequence[Keeps]] = {}
         self._checkpoints = Checkpoints(state, _DTYPES[state_dtype])
         self._stems: dict[str, list[str]] = {}  # path -> what its side files begin with, in time
         self._resumed_from: Any = None
@@ -67,15 +46,15 @@ class Resuming:
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write error state beside a full checkpoint, then the checkpoint, whole or not at all."""
-        full = self.engine is not None and "optimizer_states" in checkpoint
+        full = bool(self.local_workers.engines) and "optimizer_states" in checkpoint
         full = full and self._checkpoints.mode != "off"
         if full:
-            self._checkpoints.save(self, checkpoint, filepath, storage_options)
+            self._checkpoints.save(cast(Host, self), checkpoint, filepath, storage_options)
 
         def write(path: Any) -> None:
             super(Resuming, self).save_checkpoint(checkpoint, path, storage_options)  # type: ignore[misc]
 
-        self._checkpoints.publish(self, filepath, write)
+        self._checkpoints.publish(cast(Host, self), filepath, write)
         if full:
             self._forget_old_files(filepath)
 
@@ -88,8 +67,8 @@ class Resuming:
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restore ours after the optimizers': Lightning's first call when the engine is there."""
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
-        if self.engine is not None:
-            self._checkpoints.restore(self, checkpoint, self._resumed_from)
+        if self.local_workers.engines:
+            self._checkpoints.restore(cast(Host, self), checkpoint, self._resumed_from)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove side files as well; every node's first worker those on its disk."""
@@ -102,9 +81,8 @@ class Resuming:
 
         A ``CheckpointIO`` around another one may not have written yet; then two older ones stay.
         """
-        assert self.engine is not None
         stems = self._stems.setdefault(str(path), [])
-        stem = side_files.stem_of(path, self.engine.step)
+        stem = side_files.stem_of(path, self.local_workers.first.step)
         if stem not in stems:
             stems.append(stem)
         wrapped = hasattr(self.checkpoint_io, "checkpoint_io")  # type: ignore[attr-defined]

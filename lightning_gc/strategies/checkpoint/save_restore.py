@@ -1,4 +1,4 @@
-"""What a checkpoint holds of compression, and what comes back from it."""
+"""Save error state, levels and the controller in a Lightning checkpoint, and restore them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,54 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_gc.controllers import Controller
 from lightning_gc.strategies.checkpoint import side_files
 from lightning_gc.strategies.checkpoint.changes import changes
 from lightning_gc.strategies.checkpoint.pytree import Tree, average, each_tensor, reduced
+from lightning_gc.synchronizer import Workers
 from lightning_gc.synchronizer.bucket_regrouping import Regrouping
+from lightning_gc.synchronizer.control_loop import ControlLoop
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 KEY = "lightning_gc"
 FORMAT = 1
 _log = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """What saving and restoring need of a Lightning host."""
+
+    local_workers: Workers
+    controller: Controller | None
+    control_loop: ControlLoop | None
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """Lightning's plugin that reads and writes files."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where this process's tensors are."""
+
+    @property
+    def global_rank(self) -> int:
+        """This process's index."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module, which knows its Trainer."""
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Return the mean over processes."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +78,14 @@ class Checkpoints:
     mode: Literal["full", "mean", "off"]
     dtype: torch.dtype
 
-    def save(self, strategy: Any, checkpoint: Tree, path: Any, options: Any) -> None:
+    def save(self, host: Host, checkpoint: Tree, path: Any, options: Any) -> None:
         """Add to a checkpoint that is about to be written, and write these workers' side files."""
-        engine, turn, trainer = strategy.engine, strategy.turn, strategy.lightning_module.trainer
+        workers, control, trainer = (
+            host.local_workers,
+            host.control_loop,
+            host.lightning_module.trainer,
+        )
+        engine = workers.first
         # After an exception this may be the only worker that saves: then nobody would answer.
         alone = trainer.interrupted
         stem = side_files.stem_of(path, engine.step)
@@ -56,24 +95,24 @@ class Checkpoints:
             "workers": engine.workers,
             "step": engine.step,
             "stem": stem,
-            "torn": engine.torn,
-            "layout": [list(names) for names in strategy.layout],
-            "configuration": configuration(strategy),
-            "learning_rates": dict(engine.error_rates),
-            "turn": None if turn is None else turn.state_dict(trainer.callback_metrics),
+            "torn": engine.rounds.torn,
+            "layout": [list(names) for names in workers.layout],
+            "configuration": configuration(host),
+            "learning_rates": dict(engine.learning_rates.of_errors),
+            "turn": None if control is None else control.state_dict(trainer.callback_metrics),
         }
         checkpoint[KEY] = main
-        if engine.torn:
+        if engine.rounds.torn:
             return  # buckets are on their way: errors are neither those before nor those after
-        owns = [self.own(strategy, index) for index in range(len(strategy.engines))]
+        owns = [self.own(host, index) for index in range(len(workers.engines))]
         if self.mode == "mean" and not alone:
             own = owns[0]
             if len(owns) > 1:
                 own["averaged"] = average([each["averaged"] for each in owns])
 
             def mean(tensor: Tensor) -> Tensor:
-                there = tensor.to(strategy.root_device)
-                result: Tensor = strategy.reduce(there, reduce_op="mean")
+                there = tensor.to(host.root_device)
+                result: Tensor = host.reduce(there, reduce_op="mean")
                 return result.cpu()
 
             own["averaged"] = reduced(own["averaged"], mean)
@@ -81,22 +120,22 @@ class Checkpoints:
             checkpoint[KEY] = main | own
             return
         main["mode"] = "full"
-        for each, own in zip(strategy.engines, owns, strict=True):
+        for each, own in zip(workers.engines, owns, strict=True):
             target = side_files.path_of(path, stem, each.worker, each.workers)
             own |= {"format": FORMAT, "worker": each.worker}
             own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
-            save = strategy.checkpoint_io.save_checkpoint
+            save = host.checkpoint_io.save_checkpoint
             write = partial(save, own, target, storage_options=options)
             what = f"its error state to {target}. {path} has not been written"
-            self._together(strategy, write, what, alone)
+            self._together(host, write, what, alone)
 
-    def restore(self, strategy: Any, checkpoint: Tree, path: Any) -> None:
+    def restore(self, host: Host, checkpoint: Tree, path: Any) -> None:
         """Give engine, controller and the others what the checkpoint holds of them."""
-        engine, main = strategy.engine, checkpoint.get(KEY)
+        engines, main = host.local_workers.engines, checkpoint.get(KEY)
         if self.mode == "off" or main is None:
-            if main is None and engine.memory.buffers:
-                self._say(strategy, f"{path} holds no error state: errors begin at zero.")
-            for each in strategy.engines:
+            if main is None and engines[0].memory.buffers:
+                self._say(host, f"{path} holds no error state: errors begin at zero.")
+            for each in engines:
                 each.reset(main["step"] if main else 0)
             return
         if main["format"] > FORMAT:
@@ -107,35 +146,36 @@ class Checkpoints:
         found: list[Tree] = []
 
         def collect() -> None:
-            found.extend(self._collect(strategy, main, path))
+            found.extend(self._collect(host, main, path))
 
-        self._together(strategy, collect, f"the error state of {path}", alone=False, verb="read")
-        self._apply(strategy, main, found)
+        self._together(host, collect, f"the error state of {path}", alone=False, verb="read")
+        self._apply(host, main, found)
 
-    def publish(self, strategy: Any, path: Any, write: Callable[[Any], None]) -> None:
+    def publish(self, host: Host, path: Any, write: Callable[[Any], None]) -> None:
         """Have ``write`` write the checkpoint; if worker 0 cannot, all workers raise.
 
         A local file is written under another name and then put into place at once: a disk that is
         full must not cost the checkpoint that is there.
         """
-        alone = strategy.lightning_module.trainer.interrupted
+        alone = host.lightning_module.trainer.interrupted
         where = os.fspath(path)
-        wrapped = hasattr(strategy.checkpoint_io, "checkpoint_io")  # may write later, in a thread
+        wrapped = hasattr(host.checkpoint_io, "checkpoint_io")  # may write later, in a thread
         direct = "://" in where or wrapped or os.path.isdir(where)
 
         def act() -> None:
-            if direct or strategy.global_rank != 0:
+            if direct or host.global_rank != 0:
                 write(path)  # which is nothing, elsewhere than on worker 0
             else:
                 _replace(where, write)
 
-        self._together(strategy, act, f"{where}. If there was one of that name, it is kept", alone)
+        self._together(host, act, f"{where}. If there was one of that name, it is kept", alone)
 
-    def own(self, strategy: Any, index: int = 0) -> Tree:
+    def own(self, host: Host, index: int = 0) -> Tree:
         """Return a copy, on the host, of what one worker alone knows."""
-        state = strategy.engines[index].state_dict()
+        workers = host.local_workers
+        state = workers.engines[index].state_dict()
         averaged: Tree = {"memory": state["memory"]}
-        averaged |= {name: kept[index].own_state() for name, kept in strategy.kept.items()}
+        averaged |= {name: kept[index].own_state() for name, kept in workers.kept.items()}
         own = {"averaged": averaged, "compressor": state["compressor"]}
         return each_tensor(own, lambda t: t.detach().cpu())
 
@@ -143,33 +183,31 @@ class Checkpoints:
         """Return errors in the dtype for files."""
         return each_tensor(memory, lambda t: t.to(self.dtype))
 
-    def _collect(self, strategy: Any, main: Tree, path: Any) -> list[Tree]:
+    def _collect(self, host: Host, main: Tree, path: Any) -> list[Tree]:
         """Return each worker's part, as it was or as the mean of all old workers'."""
-        engines = strategy.engines
+        engines = host.local_workers.engines
         if main["mode"] == "mean":
             common = {"averaged": main["averaged"], "compressor": main["compressor"]}
             return [common] * len(engines)
         if main["torn"]:
-            self._say(strategy, f"{path} was saved within a step: errors begin at zero.")
+            self._say(host, f"{path} was saved within a step: errors begin at zero.")
             return [{"averaged": {}, "compressor": {}}] * len(engines)
         before, now = main["workers"], engines[0].workers
         if before == now:
             wanted = [engine.worker for engine in engines]
-            own = self._read(strategy, main, path, wanted)
+            own = self._read(host, main, path, wanted)
             return [state or {"averaged": {}, "compressor": {}} for state in own]
-        own = self._read(strategy, main, path, range(before))
-        self._say(strategy, f"{before} workers' errors are averaged: each of {now} has the mean.")
+        own = self._read(host, main, path, range(before))
+        self._say(host, f"{before} workers' errors are averaged: each of {now} has the mean.")
         known: Tree = next((state for state in own if state is not None), {"compressor": {}})
         averaged = average([None if state is None else state["averaged"] for state in own])
         return [{"averaged": averaged, "compressor": known["compressor"]}] * len(engines)
 
-    def _read(
-        self, strategy: Any, main: Tree, path: Any, workers: Iterable[int]
-    ) -> list[Tree | None]:
+    def _read(self, host: Host, main: Tree, path: Any, workers: Iterable[int]) -> list[Tree | None]:
         """Return what the side files of these workers hold; None where one is missing."""
         files = [side_files.path_of(path, main["stem"], i, main["workers"]) for i in workers]
         own = [
-            side_files.read(file, strategy.checkpoint_io) if side_files.exists(file) else None
+            side_files.read(file, host.checkpoint_io) if side_files.exists(file) else None
             for file in files
         ]
         lost = [file for file, state in zip(files, own, strict=True) if state is None]
@@ -181,14 +219,15 @@ class Checkpoints:
             )
         return own
 
-    def _apply(self, strategy: Any, main: Tree, found: list[Tree]) -> None:
-        shapes = {name: tuple(param.shape) for param, name in strategy.names.items()}
-        now = configuration(strategy)
+    def _apply(self, host: Host, main: Tree, found: list[Tree]) -> None:
+        workers, control = host.local_workers, host.control_loop
+        shapes = workers.shapes
+        now = configuration(host)
         changed = [changes(main["configuration"], now, own, shapes) for own in found]
-        if changed[0].sentences and strategy.global_rank == 0:
+        if changed[0].sentences and host.global_rank == 0:
             sentences = " ".join(changed[0].sentences)
             warnings.warn(f"Resumed with changes. {sentences}", stacklevel=2)
-        for engine, kept in zip(strategy.engines, changed, strict=True):
+        for engine, kept in zip(workers.engines, changed, strict=True):
             engine.load_state_dict(
                 {
                     "memory": kept.memory,
@@ -198,17 +237,17 @@ class Checkpoints:
                 }
             )
         same_controller = changed[0].same_controller
-        if strategy.turn is not None and main["turn"] is not None and same_controller:
-            strategy.turn.load_state_dict(main["turn"])
+        if control is not None and main["turn"] is not None and same_controller:
+            control.load_state_dict(main["turn"])
         regrouping = Regrouping(main["layout"])
-        strategy.regrouping = regrouping if regrouping.fits(shapes) else None
-        for name, parts in strategy.kept.items():
+        workers.regrouping = regrouping if regrouping.fits(shapes) else None
+        for name, parts in workers.kept.items():
             for part, own in zip(parts, found, strict=True):
                 if name in own["averaged"] and (name != "turn" or same_controller):
                     part.load_own_state(own["averaged"][name])
 
     def _together(
-        self, strategy: Any, act: Callable[[], None], what: str, alone: bool, verb: str = "write"
+        self, host: Host, act: Callable[[], None], what: str, alone: bool, verb: str = "write"
     ) -> None:
         """Act on all workers; if one fails, all raise, and say who and why."""
         problem, cause = "", None
@@ -217,8 +256,8 @@ class Checkpoints:
         except Exception as error:
             problem, cause = f"{type(error).__name__}: {error}", error
         problems = [problem]
-        if not alone and strategy.world_size > 1:
-            problems = gather_text(problem, Distributed(), strategy.root_device)
+        if not alone and host.world_size > 1:
+            problems = gather_text(problem, Distributed(), host.root_device)
         failed = [i for i, text in enumerate(problems) if text]
         if failed:
             raise RuntimeError(
@@ -227,8 +266,8 @@ class Checkpoints:
             ) from cause
 
     @staticmethod
-    def _say(strategy: Any, sentence: str) -> None:
-        if strategy.global_rank == 0:
+    def _say(host: Host, sentence: str) -> None:
+        if host.global_rank == 0:
             _log.info(sentence)
 
 
@@ -247,10 +286,11 @@ def _replace(where: str, write: Callable[[Any], None]) -> None:
         side_files.tidy(where)
 
 
-def configuration(strategy: Any) -> dict[str, str]:
+def configuration(host: Host) -> dict[str, str]:
     """Return what state depends on, in words."""
+    parts = host.local_workers.configuration
     return {
-        "compressor": repr(strategy.compressor),
-        "memory": repr(strategy.memory),
-        "controller": repr(strategy.controller),
+        "compressor": repr(parts.compressor),
+        "memory": repr(parts.memory),
+        "controller": repr(host.controller),
     }

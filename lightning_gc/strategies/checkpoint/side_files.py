@@ -1,4 +1,4 @@
-"""Where the workers' own state lies beside a checkpoint, and how it is written and read."""
+"""Side files: where each worker's error state lies beside a checkpoint; read, list, remove."""
 
 from __future__ import annotations
 

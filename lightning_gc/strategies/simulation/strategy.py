@@ -1,4 +1,4 @@
-"""W workers on one device inside an ordinary run. Knows Lightning's hooks, imports no Lightning."""
+"""SimulatedDDP: DDP of W workers on one device, by gradient accumulation."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.memories import Memory
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.schemes import Scheme
-from lightning_gc.strategies.base import Compressing
+from lightning_gc.strategies.base import CompressedStrategy
 from lightning_gc.strategies.simulation.micro_batches import (
     MicroBatches,
     to_batches,
@@ -19,12 +19,12 @@ from lightning_gc.strategies.simulation.micro_batches import (
 from lightning_gc.strategies.simulation.module_buffers import Buffers
 from lightning_gc.strategies.simulation.sharded_loader import deal
 from lightning_gc.strategies.simulation.worker_gradients import Gradients
-from lightning_gc.strategies.validation import refuse_sparse_gradients
+from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.transports.simulated_accounting import Ledger
 from lightning_gc.transports.timer import COMPUTE
 
 
-class SimulatedDDP(Compressing):
+class SimulatedDDP(CompressedStrategy):
     """DDP of W workers, simulated on one device by accumulating gradients over W micro-batches.
 
     Use it as ``Trainer(devices=1, strategy=SimulatedDDPStrategy(TopK(density=0.01), workers=4))``;
@@ -144,14 +144,13 @@ class SimulatedDDP(Compressing):
         refuse_sparse_gradients(module)
         self._units = MicroBatches(self.workers, trainer)  # before optimizers ask how many steps
         super().setup(trainer)  # type: ignore[misc]
-        self._name(module)
+        self.local_workers.name(module)
         self._done = 0
         self._gradients = Gradients(self.names, self.workers)
         self._buffers = Buffers(module.buffers(), self.workers)
         self._ledger = Ledger(self.workers)
-        self._start(self._ledger.pages)
-        for engine in self.engines[1:]:
-            engine.wanted = False
+        self.local_workers.start(self._ledger.pages, revocable=self._scaler() is not None)
+        self._started()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal training samples to the workers, as Lightning does to processes."""
@@ -225,14 +224,12 @@ class SimulatedDDP(Compressing):
         self._refuse_newcomers()
         self._prepare_round()
         for part in self._gradients.parts:
-            flows = [
-                engine.flow(flat, part.shapes)
+            flows = [  # all get the same mean, so the first one alone decodes it
+                self.local_workers.flow(engine, flat, part.shapes, wanted=engine.worker == 0)
                 for engine, flat in zip(self.engines, part.flats, strict=True)
             ]
             self._ledger.run(flows, self.root_device)  # type: ignore[attr-defined]
-        for engine in self.engines:
-            engine.advance()
-        self.layout = [tuple(part.shapes) for part in self._gradients.parts]
+        self.local_workers.end_round(part.shapes for part in self._gradients.parts)
         self._gradients.end()
         self._buffers.end()
         self._done = 0

@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors import Codec, Compressor
+from lightning_gc.coding import wire
+from lightning_gc.compressors import Codec, Compressor, SparseCodec
 from lightning_gc.compressors.sparsifiers import sparse_payload
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.flow import Payload
 from lightning_gc.memories import NoMemory, Residual
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.decoder import DecoderContract
+from lightning_gc.testing.contracts.collective import CollectiveContract
+from lightning_gc.testing.contracts.decoder import DecoderContract, codecs
 from lightning_gc.testing.lockstep import Lockstep
 
 
-class CompressorContract(DecoderContract):
+class CompressorContract(DecoderContract, CollectiveContract):
     """Holds compressors to what they declare.
 
     Attributes:
@@ -34,14 +36,20 @@ class CompressorContract(DecoderContract):
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Parametrise over instances, shapes and numbers of workers."""
+        found = codecs(self.instances)
         cases.parametrize(
             metafunc,
             compressor=self.instances,
-            codec=[c for c in self.instances if isinstance(c, Codec)],
+            codec=found,
+            unbiased=[codec for codec in found if codec.traits.unbiased],
+            linear=[codec for codec in found if codec.traits.linear],
+            sparse=[codec for codec in found if isinstance(codec, SparseCodec)],
+            conserving=[c for c in self.instances if c.traits.conserves],
             numel=[1, 2, 19, 101, 221],
             workers=cases.WORKERS,
             dtype=cases.DTYPES,
         )
+        CollectiveContract.pytest_generate_tests(self, metafunc)
 
     # Laws of the codec's arithmetic.
 
@@ -81,11 +89,9 @@ class CompressorContract(DecoderContract):
             slack = 4 * float(measured.std(correction=0)) / draws**0.5
             assert float(measured.mean()) <= allowed * (1 + 1e-5) + slack, kind
 
-    def test_3_unbiased_if_declared(self, codec: Codec) -> None:
+    def test_3_unbiased_if_declared(self, unbiased: Codec) -> None:
         """Along random directions, the mean over 400 draws is the tensor's, up to 4 sigma."""
-        if not codec.unbiased:
-            return
-        x = cases.tensors(221)["normal"]
+        codec, x = unbiased, cases.tensors(221)["normal"]
         directions = torch.randn(221, 16, generator=cases.generator(3), dtype=torch.float64).sign()
         draws = []
         for step in range(400):
@@ -95,20 +101,18 @@ class CompressorContract(DecoderContract):
         gap = (projected.mean(0) - x.double() @ directions).abs()
         assert (gap <= 4 * projected.std(0) / 400**0.5 + 1e-4).all()
 
-    def test_3_linear_if_declared(self, codec: Codec) -> None:
+    def test_3_linear_if_declared(self, linear: Codec) -> None:
         """Decoding the mean of payloads gives the mean of what they decode to."""
-        if not codec.linear:
-            return
+        codec = linear
         xs = [cases.tensors(221)[kind] for kind in ("normal", "heavy tails", "constant")]
         payloads = [codec.encode(x.clone(), cases.bucket_of(x)) for x in xs]
         averaged = tuple(torch.stack(parts).mean(0) for parts in zip(*payloads, strict=True))
         apart = torch.stack([decoded(codec, p, xs[0]) for p in payloads]).mean(0)
         torch.testing.assert_close(decoded(codec, averaged, xs[0]), apart)
 
-    def test_3_selects_if_declared(self, codec: Codec, numel: int) -> None:
+    def test_3_sends_what_it_chooses(self, sparse: SparseCodec, numel: int) -> None:
         """``encode`` takes what ``choose`` names; parts that ``take`` makes sum to the same."""
-        if not codec.selects:
-            return
+        codec = sparse
         for kind, x in cases.tensors(numel).items():
             bucket, before = cases.bucket_of(x), x.clone()
             chosen = codec.choose(x, bucket)
@@ -121,7 +125,7 @@ class CompressorContract(DecoderContract):
                 mine = chosen[(chosen >= start) & (chosen < stop)] - start
                 payload = codec.take(parts[start:stop], mine)
                 assert payload[0].numel() == mine.numel()
-                sparse_payload.put(payload, out[start:stop], 1.0)
+                sparse_payload.add(payload, out[start:stop], 1.0)
             assert torch.equal(out, sent), kind
             assert torch.equal(parts, whole), kind
 
@@ -142,17 +146,30 @@ class CompressorContract(DecoderContract):
         assert sizes[0] != sizes[-1]
         assert codec.at(high * 10).level == knob.clamp(high)
 
-    def test_5_payload_shapes_follow_from_shapes(self, codec: Codec, numel: int) -> None:
-        """Values change no shape, unless ``ragged``; then lengths stay within ``limits``."""
-        seen = set()
-        for x in cases.tensors(numel).values():
+    def test_5_payloads_are_as_declared(self, codec: Codec, numel: int) -> None:
+        """Number, dtypes and lengths of tensors are those of ``wire``, whatever the values."""
+        declared = codec.wire(numel)
+        assert (wire.limits(declared) is None) == all(f.varies != "worker" for f in declared)
+        for kind, x in cases.tensors(numel).items():
             payload = codec.encode(x.clone(), cases.bucket_of(x))
-            limits = codec.limits(numel)
-            assert (limits is not None) == codec.ragged
-            for tensor, limit in zip(payload, limits or [None] * len(payload), strict=True):
-                assert limit is None or tensor.numel() <= limit
-            seen.add(tuple((t.dtype, "ragged" if limits else t.shape) for t in payload))
-        assert len(seen) == 1
+            assert len(payload) == len(declared), kind
+            for tensor, field in zip(payload, declared, strict=True):
+                assert tensor.dim() == 1, field
+                assert tensor.dtype == field.dtype, field
+                assert tensor.numel() <= field.length, (kind, field)
+                assert field.varies != "no" or tensor.numel() == field.length, (kind, field)
+
+    def test_5_lengths_vary_with_the_step_alone(self, codec: Codec, numel: int) -> None:
+        """Unless a field varies with the worker, all workers send the same lengths in a step."""
+        if wire.limits(codec.wire(numel)) is not None:
+            return
+        for step in range(3):
+            seen = {
+                tuple(t.numel() for t in codec.encode(x.clone(), bucket))
+                for worker, x in enumerate(cases.tensors(numel).values())
+                for bucket in [cases.bucket_of(x, step=step, worker=worker, workers=9)]
+            }
+            assert len(seen) == 1
 
     def test_6_randomness_is_private(self, codec: Codec) -> None:
         """Equal (seed, name, step) give equal payloads; the global generator is not touched."""
@@ -169,18 +186,17 @@ class CompressorContract(DecoderContract):
     # Laws of the whole conversation.
 
     def test_nothing_is_lost(
-        self, compressor: Compressor, workers: int, dtype: torch.dtype
+        self, conserving: Compressor, workers: int, dtype: torch.dtype
     ) -> None:
         """Conservation over 20 steps, while the order of the bucket changes at every step.
 
         With the compressor's own memory; where that loses something by design, with ``Residual``
         if it is biased and with none if it is not.
         """
-        if not compressor.conserves:
-            return
+        compressor = conserving
         _, memory, _ = combine(compressor)
         if memory.buffers and not memory.conserves:
-            memory = NoMemory() if compressor.unbiased else Residual()
+            memory = NoMemory() if compressor.traits.unbiased else Residual()
         lockstep = Lockstep(workers, compressor, memory)
         assert cases.lost(lockstep, 20, dtype) < cases.TOLERANCE[dtype]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Generator
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import QSGD, Compressor, HardThreshold, RandomK, TopK
 from lightning_gc.engine.compatibility import combine
+from lightning_gc.flow import Reply, Request
 from lightning_gc.memories import Memory
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.lockstep import Lockstep
@@ -50,20 +54,18 @@ class MemoryContract:
         assert lost < cases.TOLERANCE[dtype]
 
     def test_2_gradient_is_left_alone(self, memory: Memory) -> None:
-        """``compensate`` changes the gradient only if it returns it."""
+        """``flow`` changes nothing of the gradient itself; the exchange may."""
         grad = torch.randn(19, generator=cases.generator(0))
         before = grad.clone()
-        bucket = cases.bucket_of(grad)
         state = {name: torch.ones(19) for name in memory.buffers}
-        buffer = memory.compensate(bucket, state)
+        exchanged = run(memory, cases.bucket_of(grad), state)
         assert torch.equal(grad, before)
-        assert buffer is (state[memory.buffers[0]] if memory.buffers else grad)
+        assert exchanged is (state[memory.buffers[0]] if memory.buffers else grad)
 
     def test_3_zeros_stay_zeros(self, memory: Memory) -> None:
         """No gradient and no error: nothing to compress."""
-        bucket = cases.bucket_of(torch.zeros(19))
         state = {name: torch.zeros(19) for name in memory.buffers}
-        assert not memory.compensate(bucket, state).any()
+        assert not run(memory, cases.bucket_of(torch.zeros(19)), state).any()
 
     def test_state_survives_a_round_trip(self, memory: Memory, compressor: Compressor) -> None:
         """After saving and loading, the next step is the same bit for bit."""
@@ -87,3 +89,23 @@ def refused(memory: Memory, compressor: Compressor) -> bool:
     except ValueError:
         return True
     return False
+
+
+def run(memory: Memory, bucket: Bucket, state: dict[str, Tensor]) -> Tensor:
+    """Run a memory's flow by itself; return the buffer that it has exchanged, once."""
+
+    class Exchanged:
+        buffers: ClassVar[list[Tensor]] = []
+
+        def __call__(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
+            self.buffers.append(buffer)
+            yield from ()
+            return torch.zeros_like(buffer)
+
+        dense = __call__
+
+    exchange = Exchanged()
+    for _ in memory.flow(bucket, state, exchange):
+        raise AssertionError(f"{memory!r} asks for more than the exchange in its first step.")
+    (buffer,) = exchange.buffers
+    return buffer

@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gc.compressors import QSGD, Compressor, HardThreshold, Identity, RandomK, TopK
+from lightning_gc.compressors import (
+    QSGD,
+    Compressor,
+    HardThreshold,
+    Identity,
+    PowerSGD,
+    RandomK,
+    TopK,
+)
 from lightning_gc.memories import Residual
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing.contracts import cases
@@ -98,18 +106,23 @@ class SchemeContract:
     def test_2_without_compression_it_is_the_mean(self, scheme: Scheme, workers: int) -> None:
         """Around ``Identity``, or ``TopK`` of all elements, any scheme is an all-reduce."""
         made = cases.gradients(workers, 0)
-        all_of_it = TopK(1.0) if scheme.splits else Identity()
+        all_of_it = Identity() if fits(scheme, Identity()) else TopK(1.0)
         result = Lockstep(workers, all_of_it, None, scheme).step(made)
         torch.testing.assert_close(cases.flat(result.mean), cases.mean(made), rtol=1e-6, atol=1e-6)
 
     def test_3_refuses_what_cannot_work(self, scheme: Scheme, compressor: Compressor) -> None:
-        """A codec that a scheme cannot carry, as both declare, is refused in a sentence."""
+        """What ``check`` refuses is refused when it is built, in a sentence."""
         if fits(scheme, compressor):
             return
         message = refusal(scheme, compressor)
         assert message is not None, f"{scheme!r} accepted {compressor!r}"
         assert repr(compressor) in message
         assert "Use " in message
+
+    def test_3_refuses_what_no_scheme_can(self, scheme: Scheme) -> None:
+        """Rounds of their own take no scheme; what is not linear cannot be averaged."""
+        assert "no scheme" in (refusal(scheme, PowerSGD(2)) or "")
+        assert not (scheme.averages and fits(scheme, TopK(0.1)))
 
 
 def refusal(scheme: Scheme, compressor: Compressor) -> str | None:
@@ -122,9 +135,9 @@ def refusal(scheme: Scheme, compressor: Compressor) -> str | None:
 
 
 def fits(scheme: Scheme, compressor: Compressor) -> bool:
-    """Return whether the declared properties allow the combination."""
-    if scheme.averages and not (compressor.linear or compressor.averages):
+    """Return whether the scheme can carry the compressor's payloads."""
+    try:
+        scheme.check(compressor)
+    except ValueError:
         return False
-    if compressor.averages and not scheme.averages:
-        return False
-    return compressor.selects or not scheme.splits
+    return True

@@ -1,37 +1,14 @@
-"""What is refused before the first step, each in a sentence with the value and the fix."""
+"""Refuse controllers and models that cannot work, before the first step."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
-from lightning_gc.transports.distributed import Distributed, gather_text
-
-
-def check_agreement(
-    configuration: Mapping[str, str], transport: Distributed, device: torch.device
-) -> None:
-    """Refuse workers whose configuration or model differs from worker 0's; on all workers.
-
-    Raises:
-        ValueError: naming the worker, what it has, and what worker 0 has.
-    """
-    ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
-    texts = [text.splitlines() for text in gather_text(ours, transport, device)]
-    for worker, text in enumerate(texts):
-        for expected, found in itertools.zip_longest(texts[0], text, fillvalue="nothing more"):
-            if found != expected:
-                raise ValueError(
-                    f"Worker {worker} has {found}, but worker 0 has {expected}. All workers "
-                    f"need the same configuration; give them the same arguments."
-                )
 
 
 def check_controller(controller: Any, compressor: Compressor, memory: Memory, whose: str) -> None:

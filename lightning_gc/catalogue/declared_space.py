@@ -1,0 +1,63 @@
+"""The search space that a compressor class declares, and the check of an entry against its knob."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lightning_gc.compressors.base import Compressor
+from lightning_gc.compressors.traits import Traits
+from lightning_gc.registry import required_fields
+from lightning_gc.search_space import Choice, Range, Space, check_field
+
+
+def traits_of(compressor: type[Compressor]) -> Traits:
+    """Return the traits of a class's default instance, or where it has none, of an example."""
+    found: object = compressor.traits  # a property, if it depends on fields
+    if isinstance(found, Traits):
+        return found
+    return (compressor.examples()[0] if required_fields(compressor) else compressor()).traits
+
+
+def declared(compressor: type[Compressor]) -> Space:
+    """Return what a compressor class says is worth tuning: its ``space``, and its knob anyway.
+
+    Raises:
+        ValueError: the declaration names no field, or leaves the knob's range.
+
+    Example:
+        >>> from lightning_gc import TopK
+        >>> declared(TopK)
+        (Range(field='density', low=0.0001, high=0.1, scale='log', integer=False),)
+    """
+    traits = traits_of(compressor)
+    space, knob = {entry.field: entry for entry in traits.space}, traits.knob
+    fields = {field.name for field in dataclasses.fields(compressor)}  # type: ignore[arg-type]
+    if knob is not None and knob.field in fields - space.keys():  # else it is an inner compressor's
+        space[knob.field] = Range(knob.field, knob.low, knob.high, knob.scale, knob.integer)
+    for entry in space.values():
+        check_entry(compressor, entry)
+    return tuple(space.values())
+
+
+def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
+    """Refuse an entry that the compressor has no field for, or that contradicts its knob."""
+    check_field(compressor, entry)
+    name, knob = compressor.__name__, traits_of(compressor).knob
+    if knob is None or entry.field != knob.field:
+        return
+    if isinstance(entry, Choice):
+        values = [v for v in entry.values if not isinstance(v, int | float) or isinstance(v, bool)]
+        if values:
+            raise ValueError(f"{name}.{entry.field} is a number, but could become {values[0]!r}.")
+        low, high = min(map(float, entry.values)), max(map(float, entry.values))  # type: ignore[arg-type]
+    else:
+        low, high = entry.low, entry.high
+        if knob.integer and not entry.integer:
+            raise ValueError(
+                f"{name}.{entry.field} takes whole numbers only; add integer: true to its range."
+            )
+    if low < knob.low or high > knob.high:
+        raise ValueError(
+            f"{name}.{entry.field} from {low:g} to {high:g} leaves the range of its knob, "
+            f"{knob.low:g} to {knob.high:g}; choose within it."
+        )

@@ -1,0 +1,65 @@
+"""Bounds on the compression error that a compressor may declare; the contract tests hold it to them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """The bound ``E‖x − C(x)‖² ≤ (1 − delta)·‖x‖²``, with ``0 ≤ delta ≤ 1``."""
+
+    delta: float
+
+    def allowed(self, squared_norm: float) -> float:
+        """Return the greatest ``E‖x − C(x)‖²`` for ``‖x‖² = squared_norm``."""
+        return (1 - self.delta) * squared_norm
+
+
+@dataclass(frozen=True)
+class AbsoluteError:
+    """The bound ``‖x − C(x)‖² ≤ v²``, whatever x is."""
+
+    v: float
+
+    def allowed(self, squared_norm: float) -> float:
+        """Return the greatest ``‖x − C(x)‖²``."""
+        return self.v**2
+
+
+@dataclass(frozen=True)
+class Variance:
+    """The bound ``E C(x) = x`` and ``E‖x − C(x)‖² ≤ omega·‖x‖²``."""
+
+    omega: float
+
+    def allowed(self, squared_norm: float) -> float:
+        """Return the greatest ``E‖x − C(x)‖²`` for ``‖x‖² = squared_norm``."""
+        return self.omega * squared_norm
+
+
+@dataclass(frozen=True)
+class Multiple:
+    """The bound ``E‖x − C(x)‖² ≤ omega·‖x‖²`` of a compressor that may be biased; no contraction.
+
+    With ``omega > 1`` errors may grow, so such a compressor is used without error feedback.
+    """
+
+    omega: float
+
+    def allowed(self, squared_norm: float) -> float:
+        """Return the greatest ``E‖x − C(x)‖²`` for ``‖x‖² = squared_norm``."""
+        return self.omega * squared_norm
+
+
+@dataclass(frozen=True)
+class Unbounded:
+    """No bound: what is sent is a direction, whose length says nothing about the gradient's."""
+
+    def allowed(self, squared_norm: float) -> float:
+        """Return infinity."""
+        return math.inf
+
+
+Bound = Contraction | AbsoluteError | Variance | Multiple | Unbounded

@@ -1,0 +1,82 @@
+"""SparseCodec: base of sparsifiers that choose elements and send their values and positions."""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.coding.wire import Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.sparsifiers import sparse_payload
+from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.flow import Payload
+from lightning_gc.search_space import Range
+
+DENSITY = Traits(
+    kind="sparsifier",
+    knob=Knob("density", low=1e-5, high=1.0),
+    space=(Range("density", 1e-4, 0.1, scale="log"),),
+)
+"""A sparsifier with a field ``density``, the share of elements sent."""
+
+
+class SparseCodec(Codec):
+    """Sends the elements that ``choose`` names, as values and Elias-Fano coded positions.
+
+    Positions take at most ``2 + log2(numel/k)`` bits each, and a byte or two in all. As any part of
+    the chosen elements can be sent, schemes may split them: see ``SparseReduce``.
+    """
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the number of elements depends on values, and so differs between workers."""
+        return True
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """What values are rounded to; what rounding leaves of them stays in the error."""
+        return torch.float32
+
+    @abc.abstractmethod
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        """Return the ascending positions of the elements to send, ``(k,)`` int64.
+
+        Args:
+            buffer: as for ``encode``; it stays as it is.
+            bucket: as for ``encode``.
+        """
+
+    def most(self, numel: int) -> int:
+        """Return how many of ``numel`` elements are sent at most; if not ``ragged``, always."""
+        return numel
+
+    def take(self, buffer: Tensor, positions: Tensor) -> Payload:
+        """Move elements out of ``buffer`` into (values, coded positions).
+
+        Args:
+            buffer: as for ``encode``, or a part of it.
+            positions: ``(k,)`` int64, ascending, of this buffer.
+        """
+        narrow = None if self.sent_dtype == torch.float32 else self.sent_dtype
+        return sparse_payload.take(buffer, positions, narrow)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        """Take what was chosen."""
+        return self.take(buffer, self.choose(buffer, bucket))
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        """Add as many elements as came."""
+        sparse_payload.add(payload, out, scale)
+
+    def wire(self, numel: int) -> Wire:
+        """Return values and coded positions."""
+        return sparse_payload.wire(
+            self.most(numel), numel, "worker" if self.ragged else "no", self.sent_dtype
+        )
+
+    def sent(self, payload: Payload, numel: int) -> int:
+        """Return how many values there are."""
+        return payload[0].numel()

@@ -1,0 +1,66 @@
+"""Properties that a compressor declares: linearity, bias, its level and its hyper-parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_gc.search_space import Choice, Range
+
+Kind = Literal["dense", "sparsifier", "quantiser", "low rank"]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """The one field that a controller turns, Optuna samples and the monitor names.
+
+    Attributes:
+        field: name of the dataclass field.
+        low: least sensible value.
+        high: greatest sensible value.
+        scale: whether steps along the range multiply (``"log"``) or add (``"linear"``).
+        more: what a higher value means: ``"bytes"`` (less compression) or ``"compression"``.
+        integer: whether only whole numbers make sense.
+    """
+
+    field: str
+    low: float
+    high: float
+    scale: Literal["log", "linear"] = "log"
+    more: Literal["bytes", "compression"] = "bytes"
+    integer: bool = False
+
+    def clamp(self, level: float) -> float:
+        """Return the value of the range nearest to ``level``."""
+        level = min(max(level, self.low), self.high)
+        return round(level) if self.integer else level
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a compressor is. Wrappers hand on the traits of the compressor inside.
+
+    Attributes:
+        kind: the family; quantisers default to ``TwoShot``, sparsifiers to ``AllGather``.
+        linear: payloads of several workers may be averaged before they are decoded.
+        unbiased: the expectation of what is sent is the gradient; error feedback is not needed.
+        elementwise: each element is treated by itself, so a bucket need not be cut into parameters.
+        exact: what is sent is the gradient itself: the error is always zero.
+        conserves: the result is the mean of what workers sent, so that with error feedback nothing
+            is lost. False where workers vote.
+        default_memory: name of the memory that goes with it if none is chosen; None stands for
+            ``"none"`` where it is unbiased and ``"residual"`` where it is not.
+        knob: the one field that a controller turns, or None.
+        space: what is worth tuning, and in which range. Without an entry of its own the knob is
+            tuned over all of its range.
+    """
+
+    kind: Kind
+    linear: bool = False
+    unbiased: bool = False
+    elementwise: bool = False
+    exact: bool = False
+    conserves: bool = True
+    default_memory: str | None = None
+    knob: Knob | None = None
+    space: tuple[Range | Choice, ...] = ()

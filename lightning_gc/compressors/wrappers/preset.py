@@ -1,0 +1,64 @@
+"""Preset: a published method that is another compressor together with a memory."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.coding.wire import Wire
+from lightning_gc.compressors.base import CodecScheme, Compressor
+from lightning_gc.compressors.bounds import Bound
+from lightning_gc.compressors.traits import Traits
+from lightning_gc.flow import Flow
+
+
+class Preset(Compressor):
+    """Names a compressor and the memory that goes with it unless another is chosen.
+
+    Subclasses have the fields of the compressor, and say which it is and which memory.
+
+    Attributes:
+        memory_name: the registry's name of the memory.
+    """
+
+    memory_name: str
+
+    @property
+    @abc.abstractmethod
+    def inner(self) -> Compressor:
+        """The compressor that this is."""
+
+    @property
+    def traits(self) -> Traits:
+        """Those of the compressor, with this memory."""
+        return dataclasses.replace(self.inner.traits, default_memory=self.memory_name)
+
+    @property
+    def method(self) -> Compressor:
+        """The compressor that this is."""
+        return self.inner.method
+
+    def flow(
+        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
+    ) -> Flow:
+        """As the compressor."""
+        yield from self.inner.flow(bucket, buffer, out, scheme)
+
+    def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
+        """As the compressor."""
+        return self.inner.for_shape(shape)
+
+    def bound(self, numel: int) -> Bound:
+        """As the compressor."""
+        return self.inner.bound(numel)
+
+    def wire(self, numel: int) -> Wire:
+        """As the compressor."""
+        return self.inner.wire(numel)
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        """As the compressor."""
+        return self.inner.compresses(shape)

@@ -1,0 +1,106 @@
+"""Sums over an epoch that a controller asks for: gradients, squared norms, squared errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.engine.error_buffers import ErrorBuffers
+
+
+class EpochStatistics:
+    """Adds up, on the device, what a controller has declared that it needs.
+
+    Args:
+        gradients: sum local raw gradients ``"epoch sum"``, keep those of the epoch's
+            ``"first batch"``, or ``"none"``. Costs one float32 per parameter and one pass.
+        moments: also sum their squared norms, to tell gradient from noise; needs the epoch sum.
+        errors: sum ``‖e_t‖²`` over steps. Costs one pass over the error.
+    """
+
+    def __init__(
+        self,
+        gradients: Literal["none", "epoch sum", "first batch"] = "none",
+        moments: bool = False,
+        errors: bool = False,
+    ) -> None:
+        if moments and gradients == "first batch":
+            raise ValueError(
+                "Moments are taken over the whole epoch, but gradients of the first batch only "
+                "are asked for; use a controller that looks at the epoch's sum."
+            )
+        self.first_only = gradients == "first batch"
+        self.sums = gradients != "none" or moments
+        self.moments = moments
+        self.errors = errors
+        self._store = ErrorBuffers(("sum",))
+        self._first: int | None = None
+        self._squares: list[Tensor] = []
+        self._total: Tensor | None = None
+
+    def see_gradient(self, bucket: Bucket) -> None:
+        """Add a local gradient: raw, unscaled, zeros where it was not finite."""
+        if not self.sums:
+            return
+        if self._first is None:
+            self._first = bucket.step
+        if self.first_only and bucket.step != self._first:
+            return
+        self._store.flat(bucket)["sum"].add_(bucket.grad)
+        if self.moments:
+            self._squares.append(torch.linalg.vector_norm(bucket.grad, dtype=torch.float64) ** 2)
+
+    def see_error(self, error: Tensor) -> None:
+        """Add what one bucket left behind."""
+        if self.errors:
+            squared = torch.linalg.vector_norm(error).double() ** 2
+            self._total = squared if self._total is None else self._total + squared
+
+    @property
+    def total_error(self) -> float:
+        """``Σ‖e_t‖²`` over all steps so far."""
+        return 0.0 if self._total is None else float(self._total)
+
+    def norms(self) -> dict[str, float]:
+        """Return the norm of the sum per parameter."""
+        views = {name: kept["sum"] for name, kept in self._store.named.items()}
+        if not views:
+            return {}
+        norms = torch.stack([torch.linalg.vector_norm(view) for view in views.values()])
+        return dict(zip(views, norms.tolist(), strict=True))
+
+    def sum(self) -> Tensor:
+        """Return the sum of all parameters in one flat tensor, in the order of their names.
+
+        Not in that of DDP's buckets: after a resume these are others until the first step.
+        """
+        named = self._store.named
+        return torch.cat([named[name]["sum"].reshape(-1) for name in sorted(named)])
+
+    def squares(self) -> float:
+        """Return ``Σ‖g_t‖²`` over the epoch."""
+        return float(torch.stack(self._squares).sum()) if self._squares else 0.0
+
+    def end_epoch(self) -> None:
+        """Start the next epoch's sums at zero; the total error goes on."""
+        for kept in self._store.named.values():
+            kept["sum"].zero_()
+        self._squares.clear()
+        self._first = None
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what this worker has collected: tensors and numbers that may be averaged."""
+        sums = {name: kept["sum"].clone() for name, kept in self._store.named.items()}
+        state = {"sums": sums, "squares": self.squares(), "total_error": self.total_error}
+        return state if self._first is None else state | {"first": self._first}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``own_state()``."""
+        self._store.load({name: {"sum": tensor} for name, tensor in state["sums"].items()})
+        self._squares = [torch.tensor(state["squares"], dtype=torch.float64)]
+        self._total = torch.tensor(state["total_error"], dtype=torch.float64)
+        self._first = round(state["first"]) if "first" in state else None

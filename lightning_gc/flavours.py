@@ -1,0 +1,63 @@
+"""The two packages called Lightning: which one the program uses, and our strategies' names in both.
+
+Lightning has no entry point for strategies, so names such as ``"compressed_ddp"`` are registered by
+importing our adaptor: at once for a package that is imported already, else by an import hook.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+ADAPTORS = {
+    "pytorch_lightning": "lightning_gc.strategies.for_pytorch_lightning",
+    "lightning.pytorch": "lightning_gc.strategies.for_lightning",
+}
+"""Lightning package -> module with our strategies for it, which registers their names."""
+
+
+def lightning() -> str:
+    """Return the Lightning package that the program has imported, else one that is installed."""
+    imported = [name for name in ADAPTORS if sys.modules.get(name)]
+    installed = (name for name in ADAPTORS if find_spec(name.partition(".")[0]))
+    return imported[0] if imported else next(installed, "pytorch_lightning")
+
+
+def adaptor() -> ModuleType:
+    """Return the module with our strategies for ``lightning()``."""
+    return importlib.import_module(ADAPTORS[lightning()])
+
+
+def register_names() -> None:
+    """Register our strategies in each Lightning package, now or as soon as it is imported."""
+    for name, module in ADAPTORS.items():
+        if sys.modules.get(name):
+            importlib.import_module(module)
+    sys.meta_path.insert(0, _RegisterAfterImport())
+
+
+class _RegisterAfterImport(MetaPathFinder):
+    """Imports our adaptor after a Lightning package."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return what the other finders find, with a loader that imports the adaptor as well."""
+        if name not in ADAPTORS:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                importlib.import_module(ADAPTORS[name])
+
+            # Of this instance: another loader in its place would hide the sources of the package.
+            loader.exec_module = exec_module
+        return spec

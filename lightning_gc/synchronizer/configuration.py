@@ -1,0 +1,73 @@
+"""Configuration: compressor, memory, scheme and seed, with defaults filled in and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.engine import Engine
+from lightning_gc.engine.compatibility import by_default, combine
+from lightning_gc.memories import MEMORIES, Memory
+from lightning_gc.registry import make
+from lightning_gc.schemes import SCHEMES, Scheme
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What all workers must have in common. Built by ``configure``.
+
+    Attributes:
+        compressor: with its wrappers.
+        memory: as given, or the compressor's default.
+        scheme: as given, or the default; None where the compressor has rounds of its own.
+        seed: of private random numbers.
+    """
+
+    compressor: Compressor
+    memory: Memory
+    scheme: Scheme | None
+    seed: int
+
+    def engine(self, worker: int, workers: int) -> Engine:
+        """Return the engine of one of ``workers`` workers."""
+        return Engine(
+            self.compressor,
+            self.memory,
+            self.scheme,
+            worker=worker,
+            workers=workers,
+            seed=self.seed,
+        )
+
+    def in_words(self) -> dict[str, str]:
+        """Return each part's ``repr``."""
+        return {name: repr(value) for name, value in vars(self).items()}
+
+
+def configure(
+    owner: str,
+    compressor: Compressor | str,
+    memory: Memory | str | None,
+    scheme: Scheme | str | None,
+    seed: int,
+) -> Configuration:
+    """Look names up, fill in defaults, and refuse what cannot work.
+
+    Args:
+        owner: the class or function whose arguments these are, for error messages.
+        compressor: an instance, or a name from the registry; a bare one works layer by layer.
+        memory: likewise; None is the compressor's default.
+        scheme: likewise.
+        seed: of private random numbers.
+
+    Raises:
+        ValueError: a combination that cannot work, an unknown name, a seed that is no number.
+    """
+    if not isinstance(seed, int):
+        raise ValueError(f"{owner}(seed={seed!r}): the seed is a whole number.")
+    compressor = make("compressor", compressor, COMPRESSORS, Compressor)
+    if memory is not None:
+        memory = make("memory", memory, MEMORIES, Memory)
+    if scheme is not None:
+        scheme = make("scheme", scheme, SCHEMES, Scheme)
+    return Configuration(*combine(by_default(compressor), memory, scheme), seed)

@@ -1,0 +1,253 @@
+"""Control loop: between epochs, worker 0's controller decides and all workers set its levels."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gc.controllers import Controller, Decision, Observation
+from lightning_gc.synchronizer.worker_statistics import WorkerStatistics
+from lightning_gc.synchronizer.workers import Workers
+from lightning_gc.transports.distributed import broadcast_text
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run stands when a controller may decide.
+
+    Attributes:
+        metrics: the newest value of each metric that was logged.
+        max_epochs: how many epochs the run will have; None if unknown or without end.
+        total_steps: how many steps the run will have; likewise.
+        progress: the share of the run that is over; likewise.
+    """
+
+    metrics: Mapping[str, float]
+    max_epochs: int | None = None
+    total_steps: int | None = None
+    progress: float | None = None
+
+
+@dataclass(frozen=True)
+class Peers:
+    """How the workers of a run agree on numbers, and which process decides.
+
+    Attributes:
+        decides: this process has worker 0.
+        device: one that the group's backend can send from.
+        mean: replaces a tensor by its mean over processes.
+    """
+
+    decides: bool
+    device: torch.device
+    mean: Callable[[Tensor], Tensor]
+
+
+class ControlLoop:
+    """Asks a controller before the first step of every epoch, and within an epoch if it wants.
+
+    At the beginning of an epoch validation is over and the learning rate is that of the next step,
+    so the observation is complete. All workers take part in one packed all-reduce of plain numbers;
+    worker 0 decides; one broadcast carries decision, reason and new state, or the error on which
+    all workers stop. It also says after how many steps the next decision is due, as workers may
+    have different notions of an epoch's length.
+
+    Args:
+        controller: the policy.
+        workers: whose levels it sets.
+
+    Attributes:
+        statistics: what each of these workers has done since the last decision.
+        state: the controller's state, equal on all workers.
+        decision: the last decision.
+        ended: it was taken between two epochs.
+    """
+
+    def __init__(self, controller: Controller, workers: Workers) -> None:
+        self.controller = controller
+        self._workers = workers
+        self.statistics = [WorkerStatistics(engine, controller) for engine in workers.engines]
+        self.state = controller.init()
+        self.decision: Decision | None = None
+        self.ended = True
+        self._epoch: int | None = None  # the epoch that has been decided on
+        self._pause = 0  # steps between two decisions within an epoch; 0: none
+        self._epoch_step = self._step  # where the epoch began
+        self._rate = 0.0
+        self._metrics: dict[str, float] = {}  # of a checkpoint
+        self._resumed = -1  # the step at which the run went on from it
+        self._seen_step = self._step
+
+    @property
+    def _step(self) -> int:
+        return self._workers.first.step
+
+    def attach(self) -> None:
+        """Read bytes from the accounts of a new fit, one per worker."""
+        for each, account in zip(self.statistics, self._workers.accounts, strict=True):
+            each.attach(account)
+
+    def decide(self, epoch: int, rate: float, moment: Callable[[], Moment], peers: Peers) -> None:
+        """Decide, if it is time. Called before every training batch, by all workers.
+
+        Args:
+            epoch: the epoch that the batch belongs to.
+            rate: the learning rate of the next step.
+            moment: the rest of what a controller may look at; called only if it is time.
+            peers: the other workers.
+        """
+        begins = self._epoch != epoch
+        if begins or self._due():
+            now = moment()
+            observation = self._observe(epoch, rate, now, peers, begins)
+            said = self._ask(observation, epoch, now.total_steps) if peers.decides else None
+            self.ended, self._epoch = begins, epoch
+            self._obey(peers, said)
+        self._rate = rate
+
+    def _due(self) -> bool:
+        """Whether as many steps have been done as the pause has, or as before the last decision."""
+        done = self._step - self._seen_step
+        return self._pause > 0 and done >= max(min(self._seen_step, self._pause), 1)
+
+    def state_dict(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is equal on all workers, in plain values.
+
+        Args:
+            metrics: as they are now: a checkpoint comes before the turn that reads them.
+        """
+        return {
+            "state": self.state,
+            "decision": None if self.decision is None else dataclasses.asdict(self.decision),
+            "ended": self.ended,
+            "epoch": self._epoch,
+            "pause": self._pause,
+            "rate": self._rate,
+            "steps": self._step - self._seen_step,
+            "epoch_steps": self._step - self._epoch_step,
+            "metrics": {name: float(value) for name, value in metrics.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``; the engine's step has been restored."""
+        self.state, self.ended, self._epoch = state["state"], state["ended"], state["epoch"]
+        self._pause, self._rate = state["pause"], state["rate"]
+        self._seen_step = self._step - state["steps"]
+        self._epoch_step = self._step - state["epoch_steps"]
+        self._metrics, self._resumed = state["metrics"], self._step
+        if state["decision"] is not None:
+            self.decision = Decision(**state["decision"])
+            self._set_levels(self.decision)
+
+    def _ask(self, observation: Observation, epoch: int, steps: int | None) -> str:
+        """Ask the controller; return what is broadcast."""
+        try:
+            decision, state = self.controller.decide(observation, self.state)
+            turns = self.controller.turns(epoch)
+            pause = 0 if steps is None or turns < 1 else max(steps // turns, 1)
+            said = {"decision": dataclasses.asdict(decision), "state": state, "pause": pause}
+            return json.dumps(said)
+        except Exception as error:  # whatever it is, the other workers must not wait for ever
+            return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+    def _obey(self, peers: Peers, text: str | None) -> None:
+        said = json.loads(broadcast_text(text, peers.device))
+        if "error" in said:
+            raise RuntimeError(
+                f"The controller failed on worker 0, so all workers stop. {said['error']}"
+            )
+        self.decision, self.state = Decision(**said["decision"]), said["state"]
+        self._pause = said["pause"]
+        self._set_levels(self.decision)
+
+    def _set_levels(self, decision: Decision) -> None:
+        self._workers.set_levels(decision.level, decision.levels)
+
+    def _observe(
+        self, epoch: int, rate: float, now: Moment, peers: Peers, ended: bool
+    ) -> Observation:
+        steps, self._seen_step = self._step - self._seen_step, self._step
+        figures = [each.figures() for each in self.statistics]
+        wire, dense, density, total_error = _mean(peers, figures)
+        for each in self.statistics:
+            each.begin()
+        return Observation(
+            epoch=epoch - 1,
+            learning_rate=self._rate if steps else rate,
+            next_learning_rate=rate,
+            metrics=self._seen_metrics(now.metrics) if steps else {},
+            total_error=total_error,
+            wire_bytes=wire,
+            dense_bytes=dense,
+            steps=steps,
+            num_elements=sum(param.numel() for param in self._workers.names),
+            density=density,
+            max_epochs=now.max_epochs,
+            progress=now.progress,
+            ended=ended,
+            **(self._close_epoch(peers) if ended else {}),
+        )
+
+    def _seen_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return what has been logged; Lightning does not restore it where a run goes on."""
+        before = self._metrics if self._resumed == self._step else {}
+        return before | {name: float(value) for name, value in metrics.items()}
+
+    def _close_epoch(self, peers: Peers) -> dict[str, Any]:
+        """Return what is known of whole epochs only, and begin the next one."""
+        steps, self._epoch_step = self._step - self._epoch_step, self._step
+        moments = self._moments(peers, steps)
+        gradients = self.controller.gradients != "none" and steps
+        norms = self.statistics[0].epoch.norms() if gradients else {}
+        for each in self.statistics:
+            each.epoch.end_epoch()
+        return {
+            "gradient_norms": self._compressed(norms),
+            "error_norms": self._compressed(_norms(self._workers.first.errors())),
+            **moments,
+        }
+
+    def _compressed(self, norms: dict[str, float]) -> dict[str, float]:
+        compressor, shapes = self._workers.first.compressor, self._workers.shapes
+        return {name: v for name, v in norms.items() if compressor.compresses(shapes[name])}
+
+    def _moments(self, peers: Peers, steps: int) -> dict[str, float]:
+        """Estimate E‖g−∇fᵢ‖², ‖∇fᵢ‖² and meanᵢ‖∇fᵢ−∇f‖², with the 1/steps bias removed."""
+        epochs = [each.epoch for each in self.statistics]
+        if not epochs[0].moments or steps < 2:
+            return {}
+        means = [epoch.sum() / steps for epoch in epochs]
+        owns = [float(mean.double().square().sum()) for mean in means]
+        spread = [
+            (epoch.squares() / steps - own) * steps / (steps - 1)
+            for epoch, own in zip(epochs, owns, strict=True)
+        ]
+        mean = peers.mean(sum(means[1:], means[0]) / len(means))
+        together = float(mean.double().square().sum())
+        noise, own = _mean(peers, zip(spread, owns, strict=True))
+        apart = own - together - noise / steps * (1 - 1 / self._workers.first.workers)
+        return {
+            "gradient_noise": max(noise, 0.0),
+            "gradient_squared": max(own - noise / steps, 0.0),
+            "gradient_dissimilarity": max(apart, 0.0),
+        }
+
+
+def _norms(named: dict[str, Tensor]) -> dict[str, float]:
+    if not named:
+        return {}
+    norms = torch.stack([torch.linalg.vector_norm(tensor) for tensor in named.values()])
+    return dict(zip(named, norms.tolist(), strict=True))
+
+
+def _mean(peers: Peers, rows: Iterable[Sequence[float]]) -> list[float]:
+    """Return the mean over workers, in one message; a row for each worker of this process."""
+    packed = torch.tensor(list(rows), dtype=torch.float64, device=peers.device).mean(0)
+    mean: list[float] = peers.mean(packed).tolist()
+    return mean

@@ -1,0 +1,116 @@
+"""Synchronizer: compressed gradient exchange of one DDP worker, on a background thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gc.synchronizer.agreement import check_agreement, digest_of
+from lightning_gc.synchronizer.workers import Shapes, Workers
+from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.background import Background
+from lightning_gc.transports.distributed import Distributed
+
+
+class Synchronizer:
+    """Exchanges the gradients of one real worker. Knows torch.distributed, but no Lightning.
+
+    Args:
+        workers: this worker's engine, made by ``start`` if there is none, and parameter names.
+        device: where gradients are.
+        process_group: the group whose members exchange; None is the default group.
+        timeout: of every collective.
+        before_round: called before the first bucket of each round.
+        revocable: optimizer steps may be skipped, as by a gradient scaler.
+        agreed: what else must be equal on all workers, in words.
+
+    Communication pattern:
+        Each bucket goes to one background thread, which talks over a process group of its own, so
+        that it never interleaves with DDP's collectives.
+
+    Raises:
+        ValueError: workers whose configurations or models differ, on all workers.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        device: torch.device,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        *,
+        before_round: Callable[[], None] = lambda: None,
+        revocable: bool = False,
+        agreed: Mapping[str, str] | None = None,
+    ) -> None:
+        self.workers = workers
+        self._before_round = before_round
+        members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self._group = dist.new_group(
+            members,
+            timeout=timeout,
+            backend=dist.get_backend(process_group),
+            use_local_synchronization=len(members) < dist.get_world_size(),
+        )
+        transport = Distributed(self._group)
+        configuration = workers.configuration.in_words() | dict(agreed or {})
+        parameters = {"names and shapes of parameters": digest_of(workers.shapes)}
+        check_agreement(configuration | parameters, transport, device)
+        recording = Recording(transport)
+        workers.start([recording], revocable=revocable)
+        self._background = Background(recording, device)
+        self._round: list[tuple[str, ...]] = []  # the buckets of this round, so far
+
+    def hook(self, state, bucket):  # type: ignore[no-untyped-def]
+        """Synchronise a bucket: what ``DistributedDataParallel.register_comm_hook`` calls."""
+        names = self.workers.names
+        shapes = {names[param]: tuple(param.shape) for param in bucket.parameters()}
+        future = self.submit(bucket.buffer(), shapes)
+        if bucket.is_last():
+            self.end_round()
+        return future
+
+    def submit(self, grad: Tensor, shapes: Shapes) -> torch.futures.Future[Tensor]:
+        """Queue a bucket; the future is completed when ``grad`` holds the mean over workers.
+
+        Args:
+            grad: flat local gradients, ``(numel,)``, replaced in place.
+            shapes: parameter name -> shape, in the order in which they lie in ``grad``.
+
+        Raises:
+            PeerError: an earlier exchange has failed.
+        """
+        self._background.check()
+        if not self._round:
+            self._before_round()
+        self._round.append(tuple(shapes))
+        workers = self.workers
+        if workers.regrouping is not None:
+            return workers.regrouping.hold(grad, shapes, self._background)
+        return self._background.submit(workers.flow(workers.first, grad, shapes), grad)
+
+    def end_round(self) -> None:
+        """Say that all buckets of a step have been submitted."""
+        workers = self.workers
+        if workers.regrouping is not None:
+            self._round = workers.regrouping.layout
+            workers.regrouping.send(
+                lambda grad, shapes: workers.flow(workers.first, grad, shapes), self._background
+            )
+            workers.regrouping = None
+        workers.end_round(self._round)
+        self._round = []
+
+    def check(self) -> None:
+        """Raise here what went wrong in the background."""
+        self._background.check()
+
+    def close(self) -> None:
+        """Let queued buckets end, stop the thread and leave the group."""
+        stopped = self._background.close()
+        if stopped and dist.is_initialized():
+            dist.destroy_process_group(self._group)

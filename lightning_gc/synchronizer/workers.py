@@ -1,0 +1,132 @@
+"""State of the workers that live in one process: an engine each, parameter names, bucket layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gc.engine import Engine
+from lightning_gc.flow import Flow
+from lightning_gc.synchronizer.bucket_regrouping import Regrouping
+from lightning_gc.synchronizer.configuration import Configuration
+from lightning_gc.transports.accounting import Recorder
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class HasWorkerState(Protocol):
+    """Something else that keeps state of one worker which belongs into checkpoints."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Return nested dicts of tensors and numbers; their mean must make sense."""
+
+    def load_own_state(self, state: Any) -> None:
+        """Go on from what ``own_state`` returned, or from the mean over workers."""
+
+
+class Workers:
+    """One engine per worker of this process: one in a real run, W in a simulated one.
+
+    Args:
+        configuration: of the engines.
+
+    Attributes:
+        engines: in the order of the workers; none before ``start``.
+        accounts: bytes and seconds of these workers, while training.
+        names: parameter -> name, of all that are trained.
+        layout: the parameters in each bucket of the last round.
+        regrouping: sends the first round after a resume in the layout of the last one before.
+        kept: name -> what else keeps state, for each of these workers.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.configuration = configuration
+        self.engines: list[Engine] = []
+        self.accounts: Sequence[Recorder] = ()
+        self.names: dict[Tensor, str] = {}
+        self.layout: list[tuple[str, ...]] = []
+        self.regrouping: Regrouping | None = None
+        self.kept: dict[str, Sequence[HasWorkerState]] = {}
+
+    def name(self, module: nn.Module) -> None:
+        """Note which parameters are trained, and under which names their state is kept."""
+        trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        self.names = {param: plain_name(name) for name, param in trained}
+
+    def start(self, accounts: Sequence[Recorder], *, revocable: bool) -> None:
+        """Make an engine for each account, or go on with those of an earlier fit.
+
+        Args:
+            accounts: one per worker of this process.
+            revocable: optimizer steps may be skipped, as by a gradient scaler.
+        """
+        self.accounts = accounts
+        if not self.engines:
+            self.engines = [self.configuration.engine(a.worker, a.workers) for a in accounts]
+        for engine in self.engines:
+            engine.loss_scaling.revocable = revocable
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameter name -> shape."""
+        return {name: tuple(param.shape) for param, name in self.names.items()}
+
+    @property
+    def first(self) -> Engine:
+        """The first worker's engine."""
+        return self.engines[0]
+
+    def prepare_round(
+        self, loss_scale: Tensor | None, learning_rates: Mapping[str, float] | None
+    ) -> None:
+        """Tell the engines what gradients have been scaled by, and how far the step goes."""
+        for engine in self.engines:
+            engine.loss_scaling.scale = loss_scale
+            if learning_rates is not None:
+                engine.learning_rates.now = dict(learning_rates)
+
+    def flow(self, engine: Engine, grad: Tensor, shapes: Shapes, *, wanted: bool = True) -> Flow:
+        """Return the flow that replaces one worker's ``grad`` by the mean over workers."""
+        weights = None
+        if engine.memory.reads_weights:
+            weights = {name: param.detach() for param, name in self.names.items()}
+        return engine.flow(grad, shapes, weights=weights, wanted=wanted)
+
+    def end_round(self, layout: Iterable[Iterable[str]]) -> None:
+        """Count a round whose buckets held these parameters."""
+        self.layout = [tuple(names) for names in layout]
+        for engine in self.engines:
+            engine.advance()
+
+    def levels(self) -> dict[str, float | None]:
+        """Return the level of every parameter that is compressed; None: uncompressed for now."""
+        if not self.engines:
+            return {}
+        return {
+            name: self.first.level_of(name)
+            for name, shape in self.shapes.items()
+            if self.first.compressor.compresses(shape)
+        }
+
+    def set_levels(
+        self, level: float | None, levels: Mapping[str, float | None] | None = None
+    ) -> None:
+        """Move the knob of all workers, between rounds; see ``Engine.set_levels``."""
+        for engine in self.engines:
+            engine.set_levels(level, levels)
+
+
+def learning_rates_of(
+    optimizers: Iterable[torch.optim.Optimizer], names: Mapping[Tensor, str]
+) -> dict[str, float]:
+    """Return the learning rate of every parameter that an optimizer steps, by name."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in names}
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the prefix of torch.compile, so that state outlives it."""
+    return name.replace("_orig_mod.", "")

@@ -1,0 +1,52 @@
+"""Tables of text cells: as Markdown, and as plain text that fits a terminal."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Collection, Sequence
+
+
+def markdown(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] | None = None
+) -> str:
+    """Return a Markdown table.
+
+    Args:
+        columns: their headings.
+        rows: a text for each column.
+        left: headings of the columns that are aligned to the left; by default the first one's.
+    """
+    left = columns[:1] if left is None else left
+    rule = ["---" if column in left else "---:" for column in columns]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, rule, *rows))
+
+
+def plain(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """Return a table whose lines have at most ``width`` characters.
+
+    Args:
+        columns: their headings; like all cells, of one or several lines.
+        rows: a text for each column.
+        width: longer cells are wrapped, those of the widest columns first; words are broken if need
+            be, but not those of the first column.
+    """
+    table = [columns, *rows]
+    cells = ["\n".join(column) for column in zip(*table, strict=True)]
+    widths = [max(map(len, text.split("\n"))) for text in cells]
+    words = [max(map(len, text.split()), default=1) for text in cells]
+    while sum(widths) + 2 * (len(widths) - 1) > max(width, words[0] + 3 * len(widths)):
+        # The widest column with lines to break at a space, else with words to break.
+        i = max(range(len(widths)), key=lambda i: (widths[i] > words[i], i > 0, widths[i]))
+        widths[i] -= 1
+    lines = []
+    for row in table:
+        wrapped = [
+            [part for line in cell.split("\n") for part in textwrap.wrap(line, size) or [""]]
+            for cell, size in zip(row, widths, strict=True)
+        ]
+        for parts in itertools.zip_longest(*wrapped, fillvalue=""):
+            padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+        lines.append("" if row is not columns else "  ".join("-" * size for size in widths))
+    return "\n".join(lines)

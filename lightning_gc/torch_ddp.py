@@ -1,0 +1,294 @@
+"""attach: compressed gradient exchange for a plain DistributedDataParallel module, no Lightning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
+from lightning_gc.synchronizer import Synchronizer, Workers, configure
+from lightning_gc.synchronizer.bucket_regrouping import Regrouping
+from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
+from lightning_gc.synchronizer.validation import check_controller, refuse_sparse_gradients
+from lightning_gc.synchronizer.workers import learning_rates_of
+from lightning_gc.transports.accounting import Account
+
+FORMAT = 1
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    compressor: Compressor | str,
+    memory: Memory | str | None = None,
+    scheme: Scheme | str | None = None,
+    controller: Controller | None = None,
+    *,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    scaler: torch.amp.GradScaler | None = None,
+    seed: int = 0,
+    timeout: timedelta | None = None,
+) -> Attached:
+    """Compress the gradients that a ``DistributedDataParallel`` module exchanges.
+
+    Registers a communication hook. Call it on all workers, after wrapping the module and before the
+    first backward pass. What a compressor does not send stays in this worker's error, and is added
+    to its next gradient.
+
+    Args:
+        ddp: the wrapped module, without a communication hook of its own.
+        compressor: an instance, or a name from the registry. As with ``CompressedDDPStrategy``, a
+            bare one works layer by layer and leaves small and 1-D tensors dense.
+        memory: what is kept of what was not sent; the compressor's default if left out.
+        scheme: how workers reach a mean; the compressor's default if left out.
+        controller: moves the level; the loop calls ``begin_epoch``, or ``begin_batch``.
+        optimizers: those that step the module's parameters: for memories that depend on learning
+            rates or refuse some settings, and for controllers.
+        scaler: of fp16 training. Errors are kept unscaled, and as they were where it skips a step.
+        seed: of the compressor's private random numbers, the same on all workers.
+        timeout: of the exchange's collectives; that of the process group if left out.
+
+    Returns:
+        A handle for levels, byte counts, checkpoints and the end.
+
+    Communication pattern:
+        As ``CompressedDDPStrategy``: buckets go to one background thread with a process group of
+        its own.
+
+    Raises:
+        ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
+            differ, a memory that needs more than a hook.
+        RuntimeError: the module has a communication hook already.
+
+    Example:
+        ``examples/plain_torch.py`` trains and resumes; in short::
+
+            ddp = DistributedDataParallel(model)
+            handle = lightning_gc.attach(ddp, TopK(0.01), optimizers=optimizer)
+            ...
+            loss.backward()
+            optimizer.step()
+    """
+    return Attached(ddp, compressor, memory, scheme, controller, optimizers, scaler, seed, timeout)
+
+
+class Attached:
+    """What ``attach`` returns: the handle of a module whose gradients are compressed."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        compressor: Compressor | str,
+        memory: Memory | str | None,
+        scheme: Scheme | str | None,
+        controller: Controller | None,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        seed: int,
+        timeout: timedelta | None,
+    ) -> None:
+        if not isinstance(ddp, DistributedDataParallel):
+            raise ValueError(
+                f"attach({type(ddp).__name__}(...)): give a DistributedDataParallel module; wrap "
+                f"the model first: attach(DistributedDataParallel(model), ...)."
+            )
+        configuration = configure("attach", compressor, memory, scheme, seed)
+        if isinstance(optimizers, torch.optim.Optimizer):
+            optimizers = [optimizers]
+        self._optimizers = list(optimizers)
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._check(configuration.memory)
+        if controller is not None:
+            check_controller(controller, configuration.compressor, configuration.memory, "attach")
+        refuse_sparse_gradients(ddp.module)
+        self._workers = Workers(configuration)
+        self._workers.name(ddp.module)
+        self._device = next(iter(self._workers.names)).device
+        self._group = ddp.process_group
+        self._synchronizer = Synchronizer(
+            self._workers,
+            self._device,
+            self._group,
+            timeout,
+            before_round=self._before_round,
+            revocable=self._scaler is not None,
+            agreed={"controller": repr(controller)},
+        )
+        self._control: ControlLoop | None = None
+        if controller is not None:
+            self._control = ControlLoop(controller, self._workers)
+            self._control.attach()
+        ddp.register_comm_hook(None, self._synchronizer.hook)
+
+    def _check(self, memory: Memory) -> None:
+        if memory.lookahead:
+            raise ValueError(
+                f"{memory!r} moves the weights around each forward and backward pass, which a "
+                f"communication hook cannot; use CompressedDDPStrategy, or memory=Residual()."
+            )
+        if memory.lr_aware and not self._optimizers:
+            raise ValueError(
+                f"{memory!r} rescales errors when learning rates change, but attach does not know "
+                f"them; give attach(..., optimizers=optimizer)."
+            )
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                memory.check_optimizer(group)
+
+    def _before_round(self) -> None:
+        rates = None
+        if self._workers.configuration.memory.lr_aware:
+            rates = learning_rates_of(self._optimizers, self._workers.names)
+        scale = None if self._scaler is None else self._scaler._scale  # a tensor: no waiting
+        self._workers.prepare_round(scale, rates)
+
+    @property
+    def levels(self) -> dict[str, float | None]:
+        """The level of every parameter that is compressed; None: uncompressed for now."""
+        return self._workers.levels()
+
+    def set_levels(
+        self, level: float | None, levels: Mapping[str, float | None] | None = None
+    ) -> None:
+        """Move the compressor's knob, between steps, equally on all workers. Errors stay.
+
+        Args:
+            level: for all parameters; None sends them uncompressed, errors included.
+            levels: parameter name -> level, for those that differ.
+
+        Raises:
+            ValueError: a level that is nonsense, or a compressor without a knob.
+        """
+        self._workers.set_levels(level, levels)
+
+    def begin_epoch(
+        self, epoch: int, metrics: Mapping[str, float] | None = None, **run: Any
+    ) -> None:
+        """Let the controller decide on the levels of an epoch that is about to begin.
+
+        Call it on all workers, before the first step of each epoch, when validation is over and the
+        learning rate is that of the next step.
+
+        Args:
+            epoch: the epoch's number, from 0.
+            metrics: the newest value of each metric that the controller watches.
+            run: ``max_epochs``, ``total_steps``, ``progress`` (the share of the run that is over),
+                as far as known; a controller with a budget needs ``total_steps`` and ``progress``.
+
+        Raises:
+            ValueError: there is no controller, or no optimizer.
+            RuntimeError: the controller has failed; on all workers.
+        """
+        self.begin_batch(epoch, metrics, **run)
+
+    def begin_batch(
+        self, epoch: int, metrics: Mapping[str, float] | None = None, **run: Any
+    ) -> None:
+        """Let the controller decide, if it is time: for controllers that decide within epochs.
+
+        Call it on all workers before every training batch instead of ``begin_epoch``; same
+        arguments.
+        """
+        if self._control is None or not self._optimizers:
+            raise ValueError(
+                "There is no controller, or no optimizer whose learning rate it could see; give "
+                "attach(..., controller=Accordion(...), optimizers=optimizer)."
+            )
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        rate = float(max(group["lr"] for group in groups))
+        moment = partial(Moment, metrics or {}, **run)
+        decides = dist.get_rank(self._group) == 0
+        self._control.decide(epoch, rate, moment, Peers(decides, self._device, self._mean))
+
+    def _mean(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=self._group)
+        return total / dist.get_world_size(self._group)
+
+    def account(self) -> Account:
+        """Return bytes and seconds of this worker since the last call, and start anew."""
+        return self._workers.accounts[0].take()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this worker's state, between steps: every worker saves its own.
+
+        Tensors, numbers and strings only, so ``torch.load(..., weights_only=True)`` reads it.
+
+        Raises:
+            RuntimeError: a step is under way.
+        """
+        self._synchronizer.check()
+        engine = self._workers.first
+        if engine.rounds.torn:
+            raise RuntimeError("A step is under way, so its errors are not final; save after it.")
+        control = self._control
+        return {
+            "format": FORMAT,
+            "worker": engine.worker,
+            "workers": engine.workers,
+            "configuration": self._workers.configuration.in_words(),
+            "layout": [list(names) for names in self._workers.layout],
+            "engine": engine.state_dict(),
+            "control": None
+            if control is None
+            else {"loop": control.state_dict({}), "worker": control.statistics[0].own_state()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict()`` of the same worker: bit for bit as if not interrupted.
+
+        Raises:
+            ValueError: another worker's state, another number of workers, another configuration, or
+                parameters of other shapes.
+        """
+        engine = self._workers.first
+        now = self._workers.configuration.in_words()
+        for what, found, own in (
+            ("format", state["format"], FORMAT),
+            ("worker", state["worker"], engine.worker),
+            ("workers", state["workers"], engine.workers),
+            ("configuration", state["configuration"], now),
+        ):
+            if found != own:
+                raise ValueError(
+                    f"The state has {what}={found!r}, but here it is {own!r}; give every worker "
+                    f"the state that it has saved, and attach with the same arguments."
+                )
+        shapes = self._workers.shapes
+        for name, kept in state["engine"]["memory"].items():
+            for tensor in kept.values():
+                if tuple(tensor.shape) != shapes.get(name):
+                    raise ValueError(
+                        f"The state has an error of {name} of shape {tuple(tensor.shape)}, but "
+                        f"the model has {shapes.get(name, 'no such parameter')}."
+                    )
+        engine.load_state_dict(copy.deepcopy(_on(dict(state["engine"]), self._device)))
+        regrouping = Regrouping(state["layout"])
+        self._workers.regrouping = regrouping if regrouping.fits(shapes) else None
+        if self._control is not None and state["control"] is not None:
+            self._control.load_state_dict(state["control"]["loop"])
+            self._control.statistics[0].load_own_state(state["control"]["worker"])
+
+    def close(self) -> None:
+        """Stop the background thread and leave its process group; the module's last use."""
+        self._synchronizer.close()
+
+
+def _on(tree: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return nested dicts with their tensors on ``device``."""
+    return {
+        name: _on(leaf, device)
+        if isinstance(leaf, dict)
+        else (leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+        for name, leaf in tree.items()
+    }
