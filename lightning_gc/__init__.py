@@ -1,7 +1,6 @@
-"""Gradient compression for DistributedDataParallel, with error feedback and true byte counts.
+"""Gradient compression for DistributedDataParallel: compressors, error feedback, strategies.
 
-Names are imported when they are first used: ``import lightning_gc`` by itself imports neither torch
-nor Lightning.
+Names are imported when first used: ``import lightning_gc`` alone loads neither torch nor Lightning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command ``lightning-gc``: tune, report, fit, bench, list.."""
+"""The command ``lightning-gc``: tune, report, fit, bench, list."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("Stopped. What is done is kept; the same command goes on.", file=sys.stderr)  # noqa: T201
         return INTERRUPTED
     except (ValueError, ImportError, RuntimeError) as error:
-        if not _is_ours(error):
+        if not _is_for_users(error):
             raise
         print(f"lightning-gc: {error}", file=sys.stderr)  # noqa: T201
         return USAGE if isinstance(error, ValueError) else FAILED
 
 
-def _is_ours(error: Exception) -> bool:
+def _is_for_users(error: Exception) -> bool:
     """Return whether an error is a sentence for users; others are shown with their traceback."""
     module = type(error).__module__
     return module.startswith("lightning_gc") or type(error) in (ValueError, ImportError)
@@ -179,12 +179,12 @@ def _outcome(study: Any) -> str:
 
     best = best_trial(study)
     if best is None:
-        return "no trial got through within the rules"
-    said = ", ".join(
+        return "no trial has completed within its budget"
+    params = ", ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in best.params.items()
     )
-    return f"best {best.values[0]:.5g} with {said}"
+    return f"best {best.values[0]:.5g} with {params}"
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""The two packages called Lightning: which one the program uses, and our strategies' names in both.
+"""Which of the two Lightning packages the program uses, and the strategies' names in both.
 
-Lightning has no entry point for strategies, so names such as ``"compressed_ddp"`` are registered by
-importing our adaptor: at once for a package that is imported already, else by an import hook.
+Names such as ``"compressed_ddp"`` are registered by importing our adaptor: at once if Lightning is
+imported already, else by an import hook, as Lightning has no entry point for strategies.
 """
 
 from __future__ import annotations

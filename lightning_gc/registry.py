@@ -19,7 +19,7 @@ def export(namespace: dict[str, Any], *more: str) -> None:
 
     Args:
         namespace: the package's ``globals()``.
-        more: further names, of what is neither class nor function.
+        more: names of constants to export as well.
     """
     found = (
         name
@@ -55,7 +55,7 @@ def required_fields(cls: type) -> set[str]:
 
 
 def public_name(path: str) -> str:
-    """Return the dotted path that users write; classes of ours stand in ``lightning_gc.<package>``.
+    """Return the dotted path that users write; ours are in ``lightning_gc.<package>``.
 
     Example:
         >>> public_name("lightning_gc.compressors.sparsifiers.topk.TopK")
@@ -92,6 +92,6 @@ def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T])
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
-    """Return a half sentence that names the closest of the known names, or nothing."""
+    """Return " (did you mean '...'?)" with the closest known name, or an empty string."""
     close = difflib.get_close_matches(str(value), known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -13,7 +13,7 @@ class Range:
     """The numbers from ``low`` to ``high``, both included.
 
     Args:
-        field: what is tuned: a field of a compressor, or an argument by its name.
+        field: name of the tuned field or argument.
         low: least value.
         high: greatest value.
         scale: whether equal shares of the range are equal factors (``"log"``) or equal
@@ -51,8 +51,8 @@ class Choice:
     """One of a few values: numbers, strings, booleans or None.
 
     Args:
-        field: what is tuned.
-        values: what it may be.
+        field: name of the tuned field or argument.
+        values: its possible values.
 
     Raises:
         ValueError: nothing to choose from, or something that is not a plain value.

@@ -11,7 +11,7 @@ from lightning_gc.search_space import Choice, Range, Space, check_field
 
 
 def traits_of(compressor: type[Compressor]) -> Traits:
-    """Return the traits of a class's default instance, or where it has none, of an example."""
+    """Return the traits of a class's default instance, else of its first example."""
     found: object = compressor.traits  # a property, if it depends on fields
     if isinstance(found, Traits):
         return found
@@ -19,7 +19,7 @@ def traits_of(compressor: type[Compressor]) -> Traits:
 
 
 def declared(compressor: type[Compressor]) -> Space:
-    """Return what a compressor class says is worth tuning: its ``space``, and its knob anyway.
+    """Return the search space of a compressor class: its ``space``, and its knob in any case.
 
     Raises:
         ValueError: the declaration names no field, or leaves the knob's range.

@@ -12,10 +12,11 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Wire
+from lightning_gc.coding import payload_validation
+from lightning_gc.coding.wire import Wire, limits
 from lightning_gc.compressors.bounds import Bound
 from lightning_gc.compressors.traits import Knob, Traits
-from lightning_gc.flow import Flow, Mean, Payload
+from lightning_gc.flow import Flow, Limits, Mean, Payload
 
 
 class CodecScheme(Protocol):
@@ -39,9 +40,7 @@ class Compressor(abc.ABC):
         """What this compressor is: a class attribute, or a property where it depends on fields."""
 
     @abc.abstractmethod
-    def flow(
-        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
-    ) -> Flow:
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         """Exchange ``buffer`` with the other workers.
 
         When the flow ends, ``out`` holds the mean of what all workers sent, bit-identical on all
@@ -158,12 +157,29 @@ class Codec(Compressor):
         """Return how many of ``numel`` elements the payload carries."""
         return numel
 
+    def send(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        """Encode, and count what the payload carries. For schemes."""
+        payload = self.encode(buffer, bucket)
+        if bucket.phase == 0:
+            bucket.tally.count(buffer.numel(), self.sent(payload, buffer.numel()), payload)
+        return payload
+
+    def receive(
+        self, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None
+    ) -> None:
+        """Check and decode what worker ``sender`` sent, or the mean of all where None.
+
+        Raises:
+            ValueError: the payload cannot come from this compressor; it names the sender.
+        """
+        with payload_validation.naming(self, bucket, sender):
+            payload_validation.fields(payload, wire_of(self, out.numel()))
+            self.decode(payload, out, scale, bucket)
+
     def finish(self, out: Tensor, bucket: Bucket) -> None:
         """Turn the mean of what workers sent into the result, in place. By default it is."""
 
-    def flow(
-        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
-    ) -> Flow:
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         """Hand the conversation to the scheme."""
         assert scheme is not None
         yield from scheme.flow(self, bucket, buffer, out)
@@ -191,9 +207,7 @@ class Collective(Compressor):
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Exchange ``buffer``; as ``flow``."""
 
-    def flow(
-        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
-    ) -> Flow:
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         """Run the method's own rounds."""
         yield from self.rounds(bucket, buffer, out)
 
@@ -207,7 +221,14 @@ def dense(buffer: Tensor, out: Tensor) -> Flow:
         buffer.zero_()
 
 
+# Made once, since they are asked for every tensor in every step.
 @functools.lru_cache(maxsize=4096)
-def cached_wire(codec: Codec, numel: int) -> Wire:
-    """Return ``codec.wire(numel)``, made once: it is asked for every tensor in every step."""
+def wire_of(codec: Codec, numel: int) -> Wire:
+    """Return ``codec.wire(numel)``."""
     return codec.wire(numel)
+
+
+@functools.lru_cache(maxsize=4096)
+def limits_of(codec: Codec, numel: int) -> Limits | None:
+    """Return the most elements of each ragged tensor of a payload; None if none is ragged."""
+    return limits(codec.wire(numel))

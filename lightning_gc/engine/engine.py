@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,14 +14,37 @@ from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.error_buffers import ErrorBuffers
 from lightning_gc.engine.exchange import BucketExchange
 from lightning_gc.engine.guard import Guard
-from lightning_gc.engine.learning_rates import LearningRates, restore
+from lightning_gc.engine.learning_rates import LearningRates
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.loss_scaling import LossScaling
-from lightning_gc.engine.rounds import Rounds
 from lightning_gc.engine.statistics import Statistics
 from lightning_gc.flow import Flow
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+
+
+@dataclass
+class Rounds:
+    """Counts rounds: in a round, all buckets of a step are synchronised once.
+
+    Attributes:
+        step: rounds finished.
+        opened: the step of the round whose first flow has begun to run.
+        begun: flows made so far.
+        ended: flows that have ended.
+        advanced: flows made in rounds that are finished.
+    """
+
+    step: int = 0
+    opened: int = -1
+    begun: int = 0
+    ended: int = 0
+    advanced: int = 0
+
+    @property
+    def torn(self) -> bool:
+        """Whether a round is under way, so that errors are neither those before nor after it."""
+        return not self.begun == self.ended == self.advanced
 
 
 class Engine:
@@ -97,11 +121,11 @@ class Engine:
             weights: parameter name -> value; read only where the memory ``reads_weights``.
             wanted: false if ``grad`` need not hold the mean in the end.
         """
-        self.rounds.begin_flow()
+        self.rounds.begun += 1
         bucket = Bucket(
             grad,
             shapes,
-            step=self.step,
+            step=self.rounds.step,
             seed=self.seed,
             worker=self.worker,
             workers=self.workers,
@@ -114,37 +138,48 @@ class Engine:
 
     def _synchronise(self, bucket: Bucket) -> Flow:
         """Clean the gradient, let the memory exchange it, and keep bad results out of all state."""
-        grad = bucket.grad
-        if self.rounds.opens(bucket.step):
-            self._open_round()
+        grad, scale = bucket.grad, self.loss_scaling.scale
+        if self.rounds.opened != bucket.step:
+            self._open_round(bucket.step)
         self.statistics.tally.grad_bytes += bucket.numel * grad.element_size()
-        guard = None if self.compressor.traits.exact or not bucket.numel else Guard(bucket)
+        guard = None if self.levels.traits.exact or not bucket.numel else Guard(bucket)
         if guard is not None:
             guard.silence(grad)
-        self.loss_scaling.unscale(grad)
-        self.statistics.see_gradient(bucket)
+        if scale is not None:
+            grad.div_(scale)
+        if self.statistics.epoch is not None:
+            self.statistics.epoch.see_gradient(bucket)
 
         state = self.buffers.flat(bucket) if self.memory.buffers else {}
-        self.loss_scaling.back_up(state.values())
+        if self.loss_scaling.revocable:
+            self.loss_scaling.back_up(state.values())
         resting = self.learning_rates.back_up(bucket, self.buffers) if self.memory.lr_aware else []
         held = guard.hold(self._besides_error(state)) if guard is not None else []
         exchange = BucketExchange(bucket, self.levels, self.scheme, guard, self.statistics)
         yield from self.memory.flow(bucket, state, exchange)
         if guard is not None:
             guard.release(held)
-            self.loss_scaling.note(guard.verdict)
-        restore(resting)
+            if self.loss_scaling.revocable and guard.verdict is not None:
+                self.loss_scaling.note(guard.verdict)
+        for live, copy in resting:
+            live.copy_(copy)
 
-        kept = bool(self.memory.buffers)
-        self.statistics.see_error(bucket, exchange.error, exchange.norm_before, kept)
+        if self.statistics.norms_wanted or self.statistics.epoch is not None:
+            self.statistics.see_error(
+                bucket, exchange.error, exchange.norm_before, kept=bool(self.memory.buffers)
+            )
         if exchange.mean is not grad:
             grad.copy_(exchange.mean)
-        self.loss_scaling.rescale(grad)
-        self.rounds.end_flow()
+        if scale is not None:
+            grad.mul_(scale)
+        self.rounds.ended += 1
 
-    def _open_round(self) -> None:
-        self.loss_scaling.settle()
-        self.statistics.begin_round()
+    def _open_round(self, step: int) -> None:
+        self.rounds.opened = step
+        if self.loss_scaling.revocable:
+            self.loss_scaling.settle()
+        if self.statistics.norms:
+            self.statistics.begin_round()
         if self.memory.lr_aware:
             self.learning_rates.follow(self.buffers)
 
@@ -155,7 +190,8 @@ class Engine:
 
     def advance(self) -> None:
         """Count a finished round: flows have been made of all buckets."""
-        self.rounds.advance()
+        self.rounds.step += 1
+        self.rounds.advanced = self.rounds.begun
 
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None
@@ -209,4 +245,6 @@ class Engine:
         self.buffers.load({})
         self.compressor_state = {}
         self.learning_rates.of_errors = {}
-        self.rounds.restart(step)
+        rounds = self.rounds  # the next one is new, whatever its number
+        rounds.step, rounds.opened = step, -1
+        rounds.ended = rounds.advanced = rounds.begun

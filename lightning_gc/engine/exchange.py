@@ -50,7 +50,7 @@ class BucketExchange:
         self._scheme = scheme
         self._guard = guard
         self._statistics = statistics
-        self._exact = levels.compressor.traits.exact and scheme is not None and scheme.averages
+        self._exact = levels.traits.exact and scheme is not None and scheme.averages
 
     def __call__(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
         """Compress ``buffer`` at the level in force."""
@@ -84,7 +84,8 @@ class BucketExchange:
     def _run(
         self, flow: Flow, buffer: Tensor, own: Tensor, mean: Tensor
     ) -> Generator[Request, Reply, Tensor]:
-        self.norm_before = self._statistics.norm_before(own)
+        wanted = self._statistics.norms_wanted
+        self.norm_before = torch.linalg.vector_norm(own) if wanted else None
         guard = self._guard
         if guard is None:
             yield from flow

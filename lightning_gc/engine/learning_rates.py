@@ -35,7 +35,7 @@ class LearningRates:
                     kept.mul_(ratio)
 
     def back_up(self, bucket: Bucket, buffers: ErrorBuffers) -> Copies:
-        """Copy the errors of parameters whose learning rate is 0; ``restore`` puts them back.
+        """Copy the errors of parameters whose learning rate is 0; to be put back after the round.
 
         In units of the update, a step at learning rate 0 neither adds γ·g to an error nor takes
         anything out of it. The gradient is sent all the same: an optimizer may average it.
@@ -46,9 +46,3 @@ class LearningRates:
         names = [name for name in bucket.names if self.now.get(name) == 0]
         views = [view for name in names for view in buffers.named[name].values()]
         return [(view, view.clone()) for view in views]
-
-
-def restore(copies: Copies) -> None:
-    """Put copies back into what they are copies of."""
-    for live, copy in copies:
-        live.copy_(copy)

@@ -14,11 +14,13 @@ class Levels:
 
     Attributes:
         compressor: the compressor to run, at the common level and with the levels by name.
+        traits: the compressor's, which levels do not change.
         uncompressed: all parameters are sent dense, so that the compressor is not run.
     """
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = self._common_compressor = compressor
+        self.traits = compressor.traits
         self.uncompressed = False
         self._common = compressor.level
         self._by_name: dict[str, float | None] = {}

@@ -26,25 +26,13 @@ class LossScaling:
         self._flags: list[Tensor] = []  # (1,) each: NaN where a bucket was not finite
         self._before: list[tuple[Tensor, Tensor]] = []  # (live flat buffer, its copy)
 
-    def unscale(self, grad: Tensor) -> None:
-        """Divide a gradient by the scale, in place."""
-        if self.scale is not None:
-            grad.div_(self.scale)
-
-    def rescale(self, grad: Tensor) -> None:
-        """Multiply a mean by the scale, in place: the optimizer expects scaled gradients."""
-        if self.scale is not None:
-            grad.mul_(self.scale)
-
     def back_up(self, buffers: Iterable[Tensor]) -> None:
         """Copy buffers that a round is about to change."""
-        if self.revocable:
-            self._before += [(buffer, buffer.clone()) for buffer in buffers]
+        self._before += [(buffer, buffer.clone()) for buffer in buffers]
 
-    def note(self, flag: Tensor | None) -> None:
+    def note(self, flag: Tensor) -> None:
         """Take down whether a bucket's result is finite: zero or NaN, ``(1,)``."""
-        if flag is not None and self.revocable:
-            self._flags.append(flag)
+        self._flags.append(flag)
 
     def settle(self) -> None:
         """Roll back the last round if its result was not finite: its step has been skipped."""

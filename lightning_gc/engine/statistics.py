@@ -32,15 +32,6 @@ class Statistics:
         self.norms.clear()
         self.leftovers.clear()
 
-    def see_gradient(self, bucket: Bucket) -> None:
-        """Count a local gradient: raw, unscaled, zeros where it was not finite."""
-        if self.epoch is not None:
-            self.epoch.see_gradient(bucket)
-
-    def norm_before(self, buffer: Tensor) -> Tensor | None:
-        """Return the norm of what is about to be compressed, if norms are wanted."""
-        return torch.linalg.vector_norm(buffer) if self.norms_wanted else None
-
     def see_error(self, bucket: Bucket, error: Tensor, before: Tensor | None, kept: bool) -> None:
         """Measure what was not sent of a bucket.
 

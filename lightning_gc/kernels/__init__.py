@@ -1,5 +1,5 @@
-"""Passes over a gradient that are worth fusing, one plain function per file.
+"""Kernels: fused passes over a gradient, one function per file.
 
-Each function has two bodies with the same results: torch's operations, beside it, which are the
-reference; and a Triton kernel in ``triton_kernels``, which runs where ``dispatch.fused`` says so.
+Each has two implementations with the same results: the reference in torch, in the same file, and a
+Triton kernel in ``triton_kernels``, used where ``dispatch.fused`` returns True.
 """

@@ -1,4 +1,4 @@
-"""Add a sparse payload to a dense tensor."""
+"""accumulate: add a sparse payload to a dense tensor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
     Args:
         out: ``(numel,)``, changed in place.
         positions: ``(k,)`` int64, distinct and below ``numel``, as returned by
-            ``payload_validation.positions``. Of positions that are not distinct, whose values it
-            has made NaN, one is added.
+            ``payload_validation.positions``. Of equal positions, whose values it has made NaN, one
+            is added.
         values: ``(k,)``, of a floating dtype no wider than that of ``out``.
-        scale: the weight, 1/W for a mean over W workers.
+        scale: 1/W for a mean over W workers.
 
-    On CUDA each thread reads, adds and writes an element of its own: no atomics.
+    On CUDA each thread reads, adds and writes one element; no atomics.
 
     Status:
         Equal to the reference bit for bit in Triton's interpreter, and compiled for NVIDIA GPUs;
@@ -42,5 +42,5 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
 
 
 def reference(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> None:
-    """Do the same with torch's operations."""
+    """Compute the same with torch operations."""
     out.index_add_(0, positions, values.to(out.dtype), alpha=scale)

@@ -1,4 +1,4 @@
-"""Unpack codes and add what they stand for: QSGD's decoder."""
+"""dequantise: unpack codes and add their values to a tensor (QSGD's decoder)."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def dequantise(
         packed: ``(packed_bytes(numel, bits),)`` uint8.
         norms: ``(ceil(numel / block_size),)`` float32.
         block_size: elements that share a norm.
-        bits: 2..16, of a code.
+        bits: bits per code, 2..16.
         out: ``(numel,)``, changed in place.
-        scale: the weight, 1/W for a mean over W workers.
-        check: is asked about a code above 2s, which no encoder makes: called with the codes, 2s
-            and the norms, it raises or returns the norms to use (``payload_validation.codes``).
-            The kernel does not ask: such an element becomes NaN.
+        scale: 1/W for a mean over W workers.
+        check: called with the codes, 2s and the norms; raises or returns the norms to use where a
+            code is above 2s, which no encoder makes (``payload_validation.codes``). The Triton
+            kernel does not call it: such an element becomes NaN.
 
-    On CUDA one kernel reads ``4 + bits/8`` bytes and writes 4 an element.
+    On CUDA one kernel reads ``4 + bits/8`` bytes and writes 4 per element.
 
     Status:
         Equal to the reference bit for bit in Triton's interpreter, and compiled for NVIDIA GPUs;
-        not yet run on one. (The interpreter of 3.2 rounds the product before the sum; torch and the
-        kernel do not.)
+        not yet run on one. (Triton 3.2's interpreter rounds the product before the sum; torch and
+        the kernel do not.)
 
     Raises:
-        ValueError: ``packed`` of another length; what ``check`` raises.
+        ValueError: ``packed`` has a wrong length; whatever ``check`` raises.
 
     Example:
         >>> from lightning_gc.coding import payload_validation
@@ -76,7 +76,7 @@ def reference(
     scale: float,
     check: Check,
 ) -> None:
-    """Do the same with torch's operations."""
+    """Compute the same with torch operations."""
     numel, s = out.numel(), 2 ** (bits - 1) - 1
     codes = unpack(packed, bits, numel, torch.uint8 if bits <= 8 else torch.int32)
     norms = check(codes, 2 * s, norms)

@@ -1,4 +1,4 @@
-"""The one place that says whether a fused kernel runs, or torch."""
+"""Dispatch: choose between a Triton kernel and its torch reference, for all kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MAX_NUMEL = 1 << 30  # kernels count in int32
 
 
 def fused(tensor: Tensor) -> bool:
-    """Return whether the Triton kernels can work on ``tensor``, ``(numel,)``.
+    """Return whether the Triton kernels are used for ``tensor``, ``(numel,)``.
 
-    So they do on CUDA where triton can be imported (torch's CUDA wheels for Linux bring it) and a
-    first small kernel gives the right result; otherwise torch runs, after a warning where a kernel
-    failed. On CPU they do only in Triton's interpreter, for tests: ``TRITON_INTERPRET=1`` in the
-    environment before triton is imported. Other dtypes than float32 are torch's in any case.
+    They are for float32 on CUDA, if triton can be imported (torch's CUDA wheels for Linux bring it)
+    and a first small kernel gives the right result; if that fails, a warning is given and torch is
+    used. On CPU they run in Triton's interpreter only, for tests: set ``TRITON_INTERPRET=1`` before
+    triton is imported.
     """
     if tensor.dtype != torch.float32 or not 0 < tensor.numel() < MAX_NUMEL:
         return False
@@ -32,7 +32,7 @@ def fused(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor, numel: int | None = None) -> bool:
-    """Return whether a kernel may walk ``tensor`` as ``numel`` numbers, one after the other."""
+    """Return whether ``tensor`` is contiguous and, if ``numel`` is given, of shape ``(numel,)``."""
     return tensor.is_contiguous() and (numel is None or tensor.shape == (numel,))
 
 
@@ -43,7 +43,7 @@ def _found() -> bool:
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Try a kernel, once per device: it may lack a C compiler, or be too old."""
+    """Try a kernel, once per device: there may be no C compiler, or too old a GPU."""
     if not _found():
         return False
     try:
@@ -53,7 +53,7 @@ def _works(device: torch.device) -> bool:
         accumulate(out, torch.tensor([0, 2], device=device), torch.ones(2, device=device), 0.5)
         if out.tolist() != [1.5, 1.0, 1.5]:
             raise ArithmeticError(f"a first kernel returned {out.tolist()}")
-    except Exception as error:  # whatever a compiler or a driver may raise
+    except Exception as error:  # any exception of a compiler or driver
         warnings.warn(
             f"Triton's kernels do not run on {device} ({type(error).__name__}: {error}); torch's "
             f"operations are used instead, with the same results.",

@@ -1,4 +1,4 @@
-"""Round at random to the levels of a block's norm, and pack to the bit: QSGD's encoder."""
+"""quantise: stochastic rounding to fractions of a block's norm, and bit packing (QSGD's encoder)."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Noise = Tensor | torch.Generator | np.random.SFC64
 def quantise(
     buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Tensor | torch.Generator
 ) -> Tensor:
-    """Take the rounded values out of ``buffer`` and return their packed codes.
+    """Subtract the rounded values from ``buffer`` and return their packed codes.
 
     ``level_i = sign(x_i) · min(s, floor(s·|x_i| / norm + u_i))``, ``code_i = level_i + s`` and
     ``x_i −= norm · level_i / s``, with ``s = 2^(bits−1) − 1`` and u_i uniform in [0, 1), so that
-    the expectation of what is taken is x. The code of NaN is 0; its element stays NaN.
+    the expectation of what is subtracted is x. NaN has code 0 and stays NaN in ``buffer``.
 
     Args:
         buffer: x, ``(numel,)`` float32, changed in place.
         norms: ``(ceil(numel / block_size),)``, at least the largest magnitude of each block; 0 for
             a block of zeros.
         block_size: elements that share a norm.
-        bits: 2..16, of a code.
+        bits: bits per code, 2..16.
         noise: u, one number for each element of all blocks, ``(len(norms) · block_size,)``; or a
-            generator whose ``initial_seed()`` they follow from. On the host element i gets 24 bits
-            of an SFC64 stream, in half the time that torch would take. The kernel gives it
+            generator whose ``initial_seed()`` determines them. On the host element i gets 24 bits
+            of an SFC64 stream, in half the time of torch's generator. The Triton kernel uses
             word ``i mod 4`` of Philox-4×32-10 with that seed as key and counter ``(i // 4, 0, 0,
-            0)``, made a float as by ``tl.rand``. These are other numbers, equal in distribution.
+            0)``, made a float as by ``tl.rand``: other numbers, equal in distribution.
 
     Returns:
-        ``(packed_bytes(numel, bits),)`` uint8, as by ``packing.pack``.
+        ``(packed_bytes(numel, bits),)`` uint8, as by ``bit_packing.pack``.
 
-    On CUDA one kernel reads 4 bytes and writes ``4 + bits/8`` an element.
+    On CUDA one kernel reads 4 bytes and writes ``4 + bits/8`` per element.
 
     Status:
         Given the same u, equal to the reference bit for bit in Triton's interpreter, and compiled
@@ -56,17 +56,17 @@ def quantise(
         return program(buffer, norms, block_size, bits, noise)
     drawn = _stream(noise)
     packed = [
-        reference(buffer[piece], norms[blocks], block_size, bits, _part(drawn, blocks, block_size))
+        reference(buffer[piece], norms[blocks], block_size, bits, _noise_of(drawn, blocks, block_size))
         for piece, blocks in pieces(buffer, block_size, bits)
     ]
     return packed[0] if len(packed) == 1 else torch.cat(packed)
 
 
 def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of ``(numel,)`` and of its blocks that can be coded one after the other.
+    """Yield slices of ``(numel,)`` and of its blocks that can be coded independently.
 
-    On the host they are so short that what is made on the way stays in the cache. Each has whole
-    blocks and whole bytes; codes of a byte and more lie in planes and are not cut.
+    On the host they are so short that intermediate tensors stay in the cache. Each has whole blocks
+    and whole bytes; codes of 8 bits and more lie in byte planes and are not cut.
     """
     numel, together = tensor.numel(), 8 * block_size
     size = -(-_PIECE // together) * together
@@ -77,21 +77,21 @@ def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, 
         yield slice(start, start + size), slice(start // block_size, (start + size) // block_size)
 
 
-def _part(noise: Noise, blocks: slice, block_size: int) -> Noise:
+def _noise_of(noise: Noise, blocks: slice, block_size: int) -> Noise:
     if not isinstance(noise, Tensor) or blocks.stop is None:
         return noise
     return noise[blocks.start * block_size : blocks.stop * block_size]
 
 
 def _stream(noise: Noise) -> Noise:
-    """Return what gives piece after piece other numbers."""
+    """Return a source that continues from piece to piece: on the host an SFC64 stream."""
     if isinstance(noise, torch.Generator) and noise.device.type == "cpu":
         return np.random.SFC64(noise.initial_seed())
     return noise
 
 
 def _uniform(noise: Noise, like: Tensor) -> Tensor:
-    """Return a number in [0, 1) for every element."""
+    """Return one number in [0, 1) per element of ``like``."""
     if isinstance(noise, Tensor):
         return noise.view(like.shape)
     if isinstance(noise, torch.Generator):
@@ -103,17 +103,17 @@ def _uniform(noise: Noise, like: Tensor) -> Tensor:
 
 
 def reference(buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Noise) -> Tensor:
-    """Do the same with torch's operations."""
+    """Compute the same with torch operations."""
     numel, column, s = buffer.numel(), norms.view(-1, 1), 2 ** (bits - 1) - 1
-    blocks = in_blocks(buffer, block_size)  # (b, block_size), a copy where it is padded
-    # A block of zeros has norm 0: its elements are sent as level 0, not as 0/0.
+    blocks = in_blocks(buffer, block_size)  # (b, block_size), a copy if padded
+    # A block of zeros has norm 0: its elements get level 0, not 0/0.
     ratio = blocks / column.where(column > 0, 1.0)
     levels = ratio.abs().mul_(s).add_(_uniform(_stream(noise), ratio)).floor_().clamp_(max=s)
     levels.copysign_(ratio)
-    # Divided by a tensor: by a Python number CUDA would multiply with the inverse, a bit beside.
+    # Divided by a tensor: by a Python number CUDA would multiply with the inverse, 1 ulp off.
     steps = torch.full((), s, dtype=levels.dtype, device=levels.device)
     buffer.sub_((levels / steps).mul_(column).view(-1)[:numel])
-    codes = levels.add_(s).view(-1)[:numel].to(torch.int32)  # NaN: the least int, whose bits are 0
+    codes = levels.add_(s).view(-1)[:numel].to(torch.int32)  # NaN: the least int, low bits 0
     return pack(codes, bits)
 
 

@@ -1,4 +1,4 @@
-"""Add the gradient to the error and move what reaches a threshold out of it, in ascending order."""
+"""select: add the gradient to the error and move elements at or above a threshold out of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_gc.kernels.dispatch import flat, fused
 
 
 class Selection(NamedTuple):
-    """What ``select`` has moved out of the error, on the error's device.
+    """Elements that ``select`` has moved out of the error, on the error's device.
 
     Attributes:
-        values: ``(capacity,)`` float32; zero where there was nothing more to take.
-        positions: ``(capacity,)`` int64, ascending; ``numel`` where there was nothing more.
-        reached: 0-dim int64, how many elements reach the threshold. Of more than ``capacity`` those
-            of the lowest positions are taken.
+        values: ``(capacity,)`` float32, padded with 0.
+        positions: ``(capacity,)`` int64, ascending, padded with ``numel``.
+        reached: 0-dim int64, how many elements reach the threshold. If more than ``capacity``, those
+            at the lowest positions are moved.
     """
 
     values: Tensor
@@ -28,32 +28,32 @@ class Selection(NamedTuple):
 def select(
     gradient: Tensor | None, error: Tensor, threshold: float | Tensor, capacity: int | None = None
 ) -> Selection:
-    """Compensate, select and compact: ``x = e + g``; ``|x_i| ≥ λ`` is taken, up to ``capacity``.
+    """Compensate, select and compact: ``x = e + g``; move ``|x_i| ≥ λ`` out, up to ``capacity``.
 
-    What is taken becomes 0 in ``error``; the rest stays there, so nothing is lost. NaN is taken,
+    Moved elements become 0 in ``error``; the rest stays there, so nothing is lost. NaN is moved
     whatever the threshold: it must be sent, or it would stay in the error unseen.
 
     Args:
         gradient: g, ``(numel,)``, float32, bfloat16 or float16, in the units of the error; None
-            where it has been added before.
+            if already added.
         error: e, ``(numel,)`` float32, changed in place.
         threshold: λ, a magnitude; a tensor of one element on the error's device is not read by the
             host.
-        capacity: most elements to take; None: all of them, at the price that the host must wait
-            to know how many. With a number it never waits on CUDA.
+        capacity: most elements to move. None moves all; then the host waits for their number on
+            CUDA, else it never does.
 
-    Two kernels on CUDA: the first adds, counts by blocks and marks what reaches λ in a bitmap; the
-    second looks at the bitmap and gathers. They move ``12 + 1/4`` bytes an element with a float32
-    gradient, ``4 + 1/4`` without one, and some 50 bytes a taken element. Blocks are joined in
-    order by a running sum, without atomics, so results do not vary.
+    Two kernels on CUDA: the first adds, marks elements that reach λ in a bitmap and counts them by
+    block; the second gathers. They move ``12 + 1/4`` bytes per element with a float32 gradient,
+    ``4 + 1/4`` without, and some 50 bytes per selected element. A running sum over blocks, no
+    atomics, so results are deterministic.
 
     Status:
         Equal to the reference bit for bit in Triton's interpreter, and compiled for NVIDIA GPUs;
-        not yet run on one. ``HardThreshold`` uses it without the gradient, since between a memory
-        and a compressor the engine sets errors of unused parameters aside.
+        not yet run on one. ``HardThreshold`` uses it without the gradient, since between memory and
+        compressor the guard sets aside the errors of unused parameters.
 
     Raises:
-        ValueError: gradient and error of different shapes, a negative capacity.
+        ValueError: gradient and error differ in shape, or a negative capacity.
 
     Example:
         >>> error = torch.tensor([0.5, 0.0, -2.0])
@@ -79,10 +79,10 @@ def select(
 
 
 def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
-    """Return the ascending positions that ``select`` would take of all, ``(k,)`` int64.
+    """Return the ascending positions with ``|x_i| ≥ λ`` or NaN, ``(k,)`` int64.
 
-    ``buffer``, ``(numel,)``, stays as it is. The host waits for k. The two kernels move ``4 + 1/4``
-    bytes an element; torch's operations make an absolute value, two masks and a count of their own.
+    ``buffer``, ``(numel,)``, is not changed. The host waits for k. The two kernels move ``4 + 1/4``
+    bytes per element; torch operations allocate an absolute value, two masks and a count.
     """
     if fused(buffer):
         from lightning_gc.kernels.triton_kernels.select import reaching as program
@@ -92,14 +92,14 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
 
 
 def reaching_reference(buffer: Tensor, threshold: float | Tensor) -> Tensor:
-    """Do the same with torch's operations."""
+    """Compute the same with torch operations."""
     return (buffer.abs() < threshold).logical_not_().nonzero().view(-1)
 
 
 def reference(
     gradient: Tensor | None, error: Tensor, threshold: float | Tensor, capacity: int | None
 ) -> Selection:
-    """Do the same with torch's operations. The host waits."""
+    """Compute the same with torch operations. The host waits."""
     if gradient is not None:
         error.add_(gradient)
     found = reaching_reference(error, threshold)

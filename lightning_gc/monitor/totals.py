@@ -10,9 +10,8 @@ import torch
 
 from lightning_gc.engine import Engine
 from lightning_gc.network_model import NetworkModel
-from lightning_gc.transports.accounting import Recorder
+from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, COMPUTE, DECODE, Recorder
 from lightning_gc.transports.base import all_reduce_bytes
-from lightning_gc.transports.timer import COMMUNICATE, COMPRESS, COMPUTE, DECODE
 
 
 @dataclass

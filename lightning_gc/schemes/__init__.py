@@ -1,4 +1,4 @@
-"""How payloads become a mean, one file per pattern of communication."""
+"""Schemes: how workers turn payloads into their mean, one communication pattern per file."""
 
 from lightning_gc.registry import concrete as _concrete
 from lightning_gc.registry import export as _export

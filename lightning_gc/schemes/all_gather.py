@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.coding import wire
-from lightning_gc.compressors.base import Codec, cached_wire
+from lightning_gc.compressors.base import Codec, limits_of
 from lightning_gc.flow import Flow, Gather
-from lightning_gc.schemes.base import Scheme, decode, encode
+from lightning_gc.schemes.base import Scheme
 
 
 @dataclass(frozen=True)
 class AllGather(Scheme):
-    """Send the payload to all workers; each adds up all of them, in the same order.
+    """Send the payload to all workers; each adds up all payloads, in the same order.
 
     Communication pattern:
         One all-gather: ``(W−1)`` times the payload's bytes per worker, growing with W. Ragged
-        payloads are preceded by their lengths, 8 bytes each, and padded to the longest.
+        payloads first send their lengths, 8 bytes per tensor, and are padded to the longest.
 
     Example:
         >>> from lightning_gc import AllGather
@@ -29,10 +28,10 @@ class AllGather(Scheme):
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Encode, gather, decode W payloads."""
-        payload = encode(codec, buffer, bucket)
-        payloads = yield Gather(payload, wire.limits(cached_wire(codec, buffer.numel())))
+        payload = codec.send(buffer, bucket)
+        payloads = yield Gather(payload, limits_of(codec, buffer.numel()))
         if not bucket.wanted:
             return
         out.zero_()
         for sender, arrived in enumerate(payloads):
-            decode(codec, tuple(arrived), out, 1 / bucket.workers, bucket, sender)
+            codec.receive(tuple(arrived), out, 1 / bucket.workers, bucket, sender)

@@ -9,12 +9,12 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, dense
 from lightning_gc.flow import Flow, Mean
-from lightning_gc.schemes.base import Scheme, decode, encode
+from lightning_gc.schemes.base import Scheme
 
 
 @dataclass(frozen=True)
 class AllReduce(Scheme):
-    """Average the payloads of all workers, then decode the mean once. For linear codecs only.
+    """Average the payloads of all workers, then decode the mean. For linear codecs only.
 
     Communication pattern:
         One all-reduce of the payload: ``2·(W−1)/W`` times its bytes per worker, flat in W.
@@ -30,10 +30,10 @@ class AllReduce(Scheme):
     averages = True
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Encode, average, decode; in place where the payload is the gradient itself."""
+        """Encode, average, decode; in place where the payload is the buffer itself."""
         if codec.traits.exact:
             yield from dense(buffer, out)
             return
-        mean = yield Mean(encode(codec, buffer, bucket))
+        mean = yield Mean(codec.send(buffer, bucket))
         out.zero_()
-        decode(codec, tuple(mean), out, 1.0, bucket, None)
+        codec.receive(tuple(mean), out, 1.0, bucket, None)

@@ -1,4 +1,4 @@
-"""Scheme: the communication rounds by which one-round codecs reach a common mean."""
+"""Scheme: base class of the communication patterns by which codecs' payloads become a mean."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import abc
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation
-from lightning_gc.compressors.base import Codec, Collective, Compressor, cached_wire
-from lightning_gc.flow import Flow, Payload
+from lightning_gc.compressors.base import Codec, Collective, Compressor
+from lightning_gc.flow import Flow
 
 
 class Scheme(abc.ABC):
@@ -17,20 +16,20 @@ class Scheme(abc.ABC):
 
     Laws, each held by a test of the same number in ``lightning_gc.testing``:
 
-    1. The mean over workers of what each sent is the result: what a scheme itself rounds away is
-       booked in somebody's error.
+    1. The result is the mean over workers of what each sent: what the scheme itself rounds away is
+       added to one worker's error.
     2. All workers decode the result from the same bytes, so replicas stay bit-identical.
     3. A codec that cannot work is refused at construction.
 
     Attributes:
-        averages: payloads are averaged before they are decoded, so the codec must be linear.
+        averages: payloads are averaged before decoding, so the codec must be linear.
     """
 
     averages: bool = False
 
     @abc.abstractmethod
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Exchange what ``codec`` takes out of ``buffer`` and leave the mean in ``out``."""
+        """Move the payload out of ``buffer``, exchange it and write the mean to ``out``."""
 
     def check(self, compressor: Compressor) -> None:
         """Raise ValueError if the compressor cannot be used with this scheme."""
@@ -44,20 +43,3 @@ class Scheme(abc.ABC):
                 f"{self!r} averages payloads, but those of {compressor!r} are not linear: their "
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
             )
-
-
-def encode(codec: Codec, buffer: Tensor, bucket: Bucket) -> Payload:
-    """Encode and count what the payload carries."""
-    payload = codec.encode(buffer, bucket)
-    if bucket.phase == 0:
-        bucket.tally.count(buffer.numel(), codec.sent(payload, buffer.numel()), payload)
-    return payload
-
-
-def decode(
-    codec: Codec, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None
-) -> None:
-    """Decode what worker ``sender`` sent, or the mean of all where None; an error says which."""
-    with payload_validation.naming(codec, bucket, sender):
-        payload_validation.fields(payload, cached_wire(codec, out.numel()))
-        codec.decode(payload, out, scale, bucket)

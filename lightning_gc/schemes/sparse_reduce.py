@@ -1,4 +1,4 @@
-"""SparseReduce: sparse reduce-scatter of selected elements by position, then all-gather."""
+"""SparseReduce: sparse reduce-scatter of selected elements by index range, then all-gather."""
 
 from __future__ import annotations
 
@@ -19,37 +19,35 @@ from lightning_gc.flow import Exchange, Flow, Gather, Limits, Mean
 from lightning_gc.schemes.base import Scheme
 
 SLACK = 1.25
-"""How many times its equal share of the survivors an owner may send."""
+"""An owner sends at most this many times its equal share of the survivors."""
 
 GRID = 1 << 16
-"""The most places of a tensor where it may be cut."""
+"""Maximal number of positions at which a tensor may be cut."""
 
 
 @dataclass(frozen=True)
 class SparseReduce(Scheme):
-    """Select over the whole tensor, send each element to the owner of its range, who averages.
+    """Select over the whole tensor and send each element to the owner of its range to average.
 
     Worker j selects k_j elements and sends those of range i to worker i, its *owner*. The owner
-    adds up the a_i elements that arrive, divides by W, and sends the
-    ``min(ceil(a_i / W), ceil(1.25·k / W))`` of greatest magnitude to all, k being the mean of
-    k_j. So survivors are shared out by what arrives, and about k survive in all. All see which have
-    survived, and what has not returns to the error of the worker that sent it.
+    averages the a_i elements received and sends the ``min(ceil(a_i / W), ceil(1.25·k / W))`` of
+    greatest magnitude (*survivors*) to all, k being the mean of k_j; about k survive in all. Each
+    worker adds the elements it sent that have not survived back to its error.
 
     ``TwoShot`` cuts the tensor into equal shards instead and selects in each; a shard that holds
     all large elements then sends as many as any other.
 
-    Ranges: every worker has cuts that split its own selection into W equal parts, and the common
-    cuts are the mean of these. Where workers select alike, all ranges are equally busy, however
-    unevenly large elements lie; where they do not, an owner may be sent more than others (at worst
-    all W·k elements, while what one worker sends stays below its own k), and of what exceeds 1.25
-    times its share of the survivors the rest returns. Nothing is lost, and the bytes that a worker
-    sends stay bounded, but what returns arrives later.
+    Ranges: every worker proposes cuts that split its own selection into W equal parts; their mean
+    is used. If workers select alike, all owners receive equally much, however unevenly large
+    elements lie. If not, an owner may receive more (at worst all W·k elements, while each worker
+    sends fewer than its own k), and what exceeds 1.25 times its share of the survivors returns to
+    errors. Nothing is lost and bytes sent per worker stay bounded, but what returns is delayed.
 
     Communication pattern:
-        One small all-reduce, of W numbers; one ragged all-to-all, of ``(W−1)/W`` times the
-        worker's own payload P; one ragged all-gather, of ``(W−1)/W·P`` for equal ranges and at
-        most 1.25 times that. So ``2·(W−1)/W·P`` per worker as in a ring all-reduce, and lengths:
-        32·(W−1) bytes. On an accelerator the host waits for the cuts and for lengths.
+        One all-reduce of W numbers; one ragged all-to-all of ``(W−1)/W`` times the worker's own
+        payload P; one ragged all-gather of ``(W−1)/W·P`` for equal ranges, at most 1.25 times that.
+        So ``2·(W−1)/W·P`` per worker as in a ring all-reduce, and lengths: 32·(W−1) bytes. On an
+        accelerator the host waits for the cuts and the lengths.
 
     Wire format:
         ``proposal   # (W,) float32``: W − 1 cuts, in 65,536ths of a larger tensor, and k_j
@@ -65,12 +63,11 @@ class SparseReduce(Scheme):
 
     Reference:
         Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk),
-        PPoPP 2022. There the thresholds and the ranges are kept for many steps; here both are found
-        anew.
+        PPoPP 2022. There thresholds and ranges are kept for many steps; here both are new each step.
     """
 
     def check(self, compressor: Compressor) -> None:
-        """Refuse what does not send positions."""
+        """Refuse compressors that do not send positions."""
         super().check(compressor)
         if not isinstance(compressor.method, SparseCodec):
             other = "AllReduce()" if compressor.traits.linear else "TwoShot()"
@@ -86,8 +83,8 @@ class SparseReduce(Scheme):
         limits: Limits = (numel, elias_fano.most_bytes(numel))
         assert isinstance(codec, SparseCodec)  # check() has seen to it
         chosen = codec.choose(buffer, bucket)  # (k_j,) int64, ascending
-        (means,) = yield Mean((_proposal(chosen, workers, buffer),))
-        cuts, most = _agreed(means.tolist(), numel)
+        (means,) = yield Mean((_proposed_cuts(chosen, workers, buffer),))
+        cuts, most = _common_cuts(means.tolist(), numel)
 
         edges = torch.searchsorted(chosen, torch.tensor(cuts, device=chosen.device)).tolist()
         mine = [chosen[edges[i] : edges[i + 1]] - cuts[i] for i in range(workers)]
@@ -106,7 +103,7 @@ class SparseReduce(Scheme):
         nonzero = topk_selection.reaching(mean, topk_selection.smallest(mean))
         survivors = topk_selection.best(mean, nonzero, min(share, most))
         payload = codec.take(mean, survivors)
-        # What a second rounding of values has left; it has W senders, so the owner remembers it.
+        # The error of rounding the mean; times W, since the mean over workers must hold it once.
         error[survivors] += workers * mean[survivors].nan_to_num_(0.0, 0.0, 0.0)
         gathered = yield Gather(payload, limits)
 
@@ -117,23 +114,23 @@ class SparseReduce(Scheme):
                 found, values = sparse_payload.places(tuple(payload), cuts[owner + 1] - cuts[owner])
             if bucket.wanted:
                 out[ranges[owner]].index_add_(0, found, values.to(out.dtype))
-            _give_back(buffer[ranges[owner]], mine[owner], payloads[owner][0], found)
+            _return_to_error(buffer[ranges[owner]], mine[owner], payloads[owner][0], found)
 
 
-def _give_back(error: Tensor, sent: Tensor, values: Tensor, survivors: Tensor) -> None:
-    """Add to ``error`` what was sent and has not survived; positions ascend in both."""
+def _return_to_error(error: Tensor, sent: Tensor, values: Tensor, survivors: Tensor) -> None:
+    """Add to ``error`` the elements sent that have not survived; positions ascend in both."""
     if survivors.numel():
         at = torch.searchsorted(survivors, sent).clamp_(max=survivors.numel() - 1)
         dropped = survivors[at] != sent
         sent, values = sent[dropped], values[dropped]
-    # NaN and overflow are in what survives, or came too late; no error must keep them.
+    # NaN and overflow are among the survivors or were cut off; no error must keep them.
     error[sent] += values.to(error.dtype).nan_to_num(0.0, 0.0, 0.0)
 
 
-def _proposal(chosen: Tensor, workers: int, like: Tensor) -> Tensor:
-    """Return what is averaged, ``(W,)``: W − 1 cuts in units of the grid, and the number selected.
+def _proposed_cuts(chosen: Tensor, workers: int, like: Tensor) -> Tensor:
+    """Return ``(W,)`` to be averaged: W − 1 cuts in units of the grid, and the number selected.
 
-    Whole numbers, of which ``_rounded`` tells the mean whatever the order in which they are added.
+    Whole numbers, so that ``_rounded`` finds their mean in whatever order they were added.
     """
     number = chosen.numel()
     if number:
@@ -141,28 +138,28 @@ def _proposal(chosen: Tensor, workers: int, like: Tensor) -> Tensor:
         cuts = chosen[torch.tensor(marks, dtype=torch.int64, device=chosen.device)]
     else:
         cuts = torch.arange(1, workers, device=chosen.device) * like.numel() // workers
-    units = cuts // _unit(like.numel())
+    units = cuts // _grid_width(like.numel())
     return torch.cat([units, units.new_tensor([number])]).to(like.dtype)
 
 
-def _agreed(means: Sequence[float], numel: int) -> tuple[list[int], int]:
-    """Return W + 1 ascending cuts, from 0 to ``numel``, and the most that one owner sends."""
+def _common_cuts(means: Sequence[float], numel: int) -> tuple[list[int], int]:
+    """Return W + 1 ascending cuts, from 0 to ``numel``, and the most elements an owner sends."""
     workers = len(means)
     *units, number = (_rounded(mean, workers, numel) for mean in means)
-    cuts = sorted(min(unit * _unit(numel), numel) for unit in units)
+    cuts = sorted(min(unit * _grid_width(numel), numel) for unit in units)
     return [0, *cuts, numel], math.ceil(SLACK * max(number, 1) / workers)
 
 
-def _unit(numel: int) -> int:
-    """Return the width of the grid on which cuts lie: a tensor has at most 65,536 of them."""
+def _grid_width(numel: int) -> int:
+    """Return the width in elements of the grid on which cuts lie."""
     return max(1, -(-numel // GRID))
 
 
 def _rounded(mean: float, workers: int, most: int) -> int:
-    """Return the whole number next to a mean of W whole numbers; any bytes may have arrived.
+    """Round a mean of W whole numbers, in 0..``most`` whatever bytes arrived.
 
-    Such a mean is a multiple of 1/W, so no number is within 1/(4·W) of where rounding changes
-    sides, and float32's own rounding, which depends on the order of addition, changes nothing.
+    Such a mean is a multiple of 1/W, hence at least 1/(4·W) away from where this rounding jumps;
+    float32's own rounding, which depends on the order of addition, changes nothing.
     """
     if mean != mean:
         return 0

@@ -17,9 +17,9 @@ from lightning_gc.strategies.checkpoint.resuming import Resuming
 from lightning_gc.strategies.lookahead import Lookahead
 from lightning_gc.strategies.single_trainer import SingleTrainer
 from lightning_gc.strategies.training_progress import moment_of
-from lightning_gc.synchronizer.validation import check_controller
 from lightning_gc.synchronizer import Workers, configure
 from lightning_gc.synchronizer.control_loop import ControlLoop, Peers
+from lightning_gc.synchronizer.validation import check_controller
 from lightning_gc.synchronizer.workers import learning_rates_of
 from lightning_gc.transports.accounting import Recorder
 

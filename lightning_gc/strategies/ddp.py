@@ -18,8 +18,8 @@ from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.base import CompressedStrategy
-from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.synchronizer import Synchronizer
+from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 
 # Workers import and build for a while, not equally long. The seconds after which a silent peer
 # counts as lost are often fewer.

@@ -1,4 +1,4 @@
-"""What carries requests to other workers. None of them knows a compressor."""
+"""Transports: fulfil the requests of flows, over a process group or between simulated workers."""
 
 from lightning_gc.registry import export as _export
 from lightning_gc.transports.accounting import Recording as Recording

@@ -1,7 +1,8 @@
-"""Accounts of one worker: the bytes that a transport sends, and seconds by phase."""
+"""Account: wire bytes and seconds by phase of one worker; Recording measures, Stopwatch times."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,7 +10,8 @@ import torch
 
 from lightning_gc.flow import Flow, Reply, Request
 from lightning_gc.transports.base import Transport
-from lightning_gc.transports.timer import COMMUNICATE, COMPRESS, DECODE, Stopwatch
+
+COMPUTE, COMPRESS, COMMUNICATE, DECODE = "compute", "compress", "communicate", "decode"
 
 
 @dataclass
@@ -17,9 +19,10 @@ class Account:
     """Totals of one worker since the last ``take``.
 
     Attributes:
-        wire_bytes: what it sent.
-        message_bytes: what it had to say, each byte once; counted in simulations only.
-        seconds: by phase; empty where nothing was timed.
+        wire_bytes: bytes sent.
+        message_bytes: bytes of its messages, each counted once whatever the number of receivers;
+            in simulations only.
+        seconds: phase -> seconds; empty where nothing was timed.
     """
 
     wire_bytes: int = 0
@@ -28,7 +31,7 @@ class Account:
 
 
 class Recorder(Protocol):
-    """Keeps the account of one worker, real or simulated."""
+    """Account of one worker, real or simulated."""
 
     @property
     def worker(self) -> int:
@@ -36,27 +39,27 @@ class Recorder(Protocol):
 
     @property
     def workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers, W."""
 
     @property
     def sent_bytes(self) -> int:
-        """What the worker has sent so far."""
+        """Bytes sent so far."""
 
     timing: bool
 
     def take(self) -> Account:
-        """Return the totals since the last call and start anew."""
+        """Return and reset the totals."""
 
 
 class Recording(Transport):
-    """Delegates to ``inner`` and records what it sends and how long that takes.
+    """Transport that delegates to ``inner`` and records bytes and seconds.
 
     Time before the first request is compression, time inside requests is communication, and the
-    rest (decoding, and encoding again in two-shot schemes) is decoding. On CUDA the times are
-    those of the stream, taken by events and only while ``timing`` is on.
+    rest (decoding, and the second encoding of two-shot schemes) is decoding. CUDA streams are timed
+    by events, and only while ``timing`` is on.
 
     Args:
-        inner: the transport that does the work.
+        inner: the transport that communicates.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -73,7 +76,7 @@ class Recording(Transport):
 
     @property
     def timing(self) -> bool:
-        """Whether CUDA is timed."""
+        """Whether CUDA streams are timed."""
         return self._watch.timing
 
     @timing.setter
@@ -85,7 +88,7 @@ class Recording(Transport):
         return self.inner.fulfil(request)
 
     def run(self, flow: Flow, device: torch.device) -> None:
-        """Drive a flow to its end, timing its phases."""
+        """Run a flow and time its phases."""
         self._watch.start(device)
         phase = COMPRESS
         try:
@@ -100,6 +103,55 @@ class Recording(Transport):
             self._watch.lap(phase)
 
     def take(self) -> Account:
-        """Return the totals since the last call and start anew. Waits for CUDA where timed."""
+        """Return and reset the totals. Waits for CUDA where it is timed."""
         before, self._taken_bytes = self._taken_bytes, self.inner.sent_bytes
         return Account(self._taken_bytes - before, seconds=self._watch.take())
+
+
+class Stopwatch:
+    """Adds up the seconds of consecutive phases.
+
+    CUDA streams are timed by events, and only while ``timing`` is on.
+
+    Attributes:
+        timing: whether CUDA streams are timed.
+    """
+
+    def __init__(self) -> None:
+        self.timing = True
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._mark: float | torch.cuda.Event | None = None
+        self._device = torch.device("cpu")
+
+    def start(self, device: torch.device) -> None:
+        """Start the first phase, on ``device``."""
+        self._device = device
+        self._mark = self._now()
+
+    def lap(self, phase: str) -> None:
+        """End ``phase`` and start the next one."""
+        now = self._now()
+        if isinstance(self._mark, torch.cuda.Event) and isinstance(now, torch.cuda.Event):
+            self._events.append((phase, self._mark, now))
+        elif isinstance(self._mark, float) and isinstance(now, float):
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
+        self._mark = now
+
+    def take(self) -> dict[str, float]:
+        """Return and reset the seconds by phase. Waits for CUDA where it is timed."""
+        seconds, self._seconds = self._seconds, {}
+        for phase, start, stop in self._events:
+            stop.synchronize()
+            seconds[phase] = seconds.get(phase, 0.0) + start.elapsed_time(stop) / 1e3
+        self._events.clear()
+        return seconds
+
+    def _now(self) -> float | torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        if not self.timing:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,4 +1,4 @@
-"""One thread that drives flows in bucket order while the backward pass goes on."""
+"""Background: one thread that runs flows in bucket order, in parallel to the backward pass."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightning_gc.transports.accounting import Recording
 
 
 class Background:
-    """Runs flows one after the other on a thread of its own, and completes a future for each.
+    """Runs flows one after the other on its own thread and completes a future for each.
 
-    On CUDA the thread works on a stream of its own that waits for the gradient, and whoever waits
-    for the future waits on the device, not on the host. Callbacks chained on Gloo's own futures
-    would dead-lock with several buckets and two rounds; a single thread cannot.
+    On CUDA the thread uses its own stream, which waits for the gradient; waiting for the future
+    blocks the device, not the host. Callbacks chained on Gloo's own futures would dead-lock with
+    several buckets and two requests each; a single thread cannot.
 
-    After a flow has failed, the error is kept for ``check`` and all later flows are refused: the
-    group's workers are no longer in step.
+    After a flow has failed, ``check`` raises its exception and later flows are not run: the group's
+    workers no longer agree on the next collective.
 
     Args:
         transport: used by the thread only, from the first ``submit`` on.
-        device: where the gradients are.
+        device: of the gradients.
     """
 
     def __init__(self, transport: Recording, device: torch.device) -> None:
@@ -34,12 +34,12 @@ class Background:
         self.error: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # A daemon: a process that ends while a peer is silent must not wait for the timeout.
+        # A daemon: a process that exits while a peer hangs must not wait for the timeout.
         self._thread = threading.Thread(target=self._work, name="lightning_gc", daemon=True)
         self._thread.start()
 
     def promise(self) -> torch.futures.Future[Tensor]:
-        """Return a future to hand to ``submit`` later."""
+        """Return a future for a later ``submit``."""
         on_cuda: list[int | str | torch.device] | None = (
             [self.device] if self._stream is not None else None
         )
@@ -48,10 +48,10 @@ class Background:
     def submit(
         self, flow: Flow, result: Tensor, future: torch.futures.Future[Tensor] | None = None
     ) -> torch.futures.Future[Tensor]:
-        """Queue a flow; return a future that is completed with ``result`` when it has ended.
+        """Queue a flow; return a future that is completed with ``result`` when the flow ends.
 
-        The future is completed even if the flow fails, so that DDP's reducer comes to its end and
-        ``check`` can raise the error itself, not a translation of it.
+        It is completed even if the flow fails: DDP's reducer finishes, and ``check`` raises the
+        original exception.
         """
         promised = self.promise() if future is None else future
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream else None
@@ -62,7 +62,7 @@ class Background:
             try:
                 if self.error is None:
                     self.transport.run(flow, self.device)
-            except BaseException as error:  # handed to the training thread by check()
+            except BaseException as error:  # raised in the training thread by check()
                 self.error = error
             finally:
                 promised.set_result(result)
@@ -71,14 +71,14 @@ class Background:
         return promised
 
     def check(self) -> None:
-        """Raise what a flow raised, in the thread that trains."""
+        """Raise a flow's exception in the calling (training) thread."""
         if self.error is not None:
             raise self.error
 
     def close(self) -> bool:
-        """Let the queued flows end, stop the thread, and say whether it has stopped.
+        """Finish the queued flows, stop the thread, and return whether it has stopped.
 
-        It has not where a peer is silent: then it ends with the group's timeout, or the process.
+        With a hanging peer it stops at the group's timeout only, or with the process.
         """
         self._jobs.put(None)
         self._thread.join(timeout=1.0 if self.error else 30.0)

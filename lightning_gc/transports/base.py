@@ -1,4 +1,4 @@
-"""What a transport is: it fulfils requests and knows no compressor."""
+"""Transport: base class, byte counts of ring collectives, and the layout of a message."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_gc.flow import Flow, Limits, Payload, Reply, Request
 
 
 class Transport(abc.ABC):
-    """Moves tensors between workers, and counts the bytes that this worker hands to the network.
+    """Moves tensors between workers and counts the bytes that this worker sends.
 
     Attributes:
         worker: this worker's index.
-        workers: how many workers there are.
+        workers: W.
         sent_bytes: bytes sent since construction, by the volume of the algorithms used: a ring for
-            all-reduce and all-gather. Not counted: frame headers of the network, and the backend's
-            own handshakes (Gloo: 0.4 to 1.7 KB a request and other worker).
+            all-reduce and all-gather. Not counted: network frame headers and the backend's
+            handshakes (Gloo: 0.4 to 1.7 KB per request and other worker).
     """
 
     worker: int
@@ -32,7 +32,7 @@ class Transport(abc.ABC):
 
 
 def run(flow: Flow, transport: Transport) -> None:
-    """Drive a flow to its end."""
+    """Run a flow over a transport."""
     try:
         request = next(flow)
         while True:
@@ -42,12 +42,12 @@ def run(flow: Flow, transport: Transport) -> None:
 
 
 def all_reduce_bytes(nbytes: int, workers: int) -> int:
-    """Return what one worker sends in a ring all-reduce of ``nbytes``."""
+    """Return the bytes that one worker sends in a ring all-reduce of ``nbytes``."""
     return 2 * (workers - 1) * nbytes // workers
 
 
 def all_gather_bytes(nbytes: int, workers: int) -> int:
-    """Return what one worker sends in an all-gather of messages of ``nbytes``."""
+    """Return the bytes that one worker sends in an all-gather of ``nbytes`` per worker."""
     return (workers - 1) * nbytes
 
 
@@ -56,10 +56,10 @@ LENGTH_BYTES = 8
 
 
 class Message:
-    """The layout of one payload as one contiguous byte string.
+    """Byte layout of one payload as one contiguous message.
 
-    Tensors lie in the order of falling element size, each aligned to it without padding between
-    them; the end is padded to 8 bytes so that messages can stand in a row.
+    Tensors are sorted by descending element size, so each is aligned without padding; the end is
+    padded to 8 bytes, so that messages can be concatenated.
     """
 
     def __init__(self, like: Payload, lengths: Sequence[int] | None = None) -> None:
@@ -67,7 +67,7 @@ class Message:
 
         Args:
             like: the tensors.
-            lengths: where given, element counts that override the tensors' own (ragged payloads).
+            lengths: element counts that override the tensors' own (ragged payloads).
         """
         self.dtypes = [t.dtype for t in like]
         self.shapes: list[tuple[int, ...]] = [tuple(t.shape) for t in like]
@@ -95,10 +95,10 @@ class Message:
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """Return the tensors, as views of a message which may be longer than they need.
+        """Return the tensors as views of ``message``, which may be longer than needed.
 
         Raises:
-            ValueError: it is shorter, or not of bytes.
+            ValueError: the message is shorter, or not flat uint8.
         """
         if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() < self.nbytes:
             raise ValueError(
@@ -120,15 +120,15 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
-    # A bool of any other byte than 0 and 1 would be neither true nor false.
+    # A bool from a byte other than 0 and 1 is undefined behaviour.
     return data != 0 if dtype == torch.bool else data.view(dtype)
 
 
 def check_lengths(lengths: Sequence[int], own: Payload, limits: Limits, sender: int) -> None:
-    """Refuse lengths that no honest worker of this configuration can announce.
+    """Refuse announced lengths that are impossible in this configuration.
 
     Raises:
-        ValueError: a fixed length that differs, a negative one, or one over its limit.
+        ValueError: a fixed length that differs, a negative length, or one above its limit.
     """
     for length, tensor, limit in zip(lengths, own, limits, strict=True):
         if limit is None and length != tensor.numel():

@@ -1,4 +1,4 @@
-"""Real workers: requests become collectives of torch.distributed."""
+"""Distributed: fulfil requests by collectives of torch.distributed, over NCCL or Gloo."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ _NAMES = {Mean: "all-reduce", Gather: "all-gather", Exchange: "all-to-all"}
 
 
 class PeerError(RuntimeError):
-    """A collective has failed because of another worker."""
+    """A collective failed because of another worker."""
 
 
 class Distributed(Transport):
     """Fulfils requests over a process group of NCCL or Gloo, one contiguous message each.
 
-    Calls block the thread that makes them (on CUDA: the current stream), for the group's timeout
-    at most. Only one thread may use the group.
+    Calls block the calling thread (on CUDA: the current stream), for the group's timeout at most.
+    Only one thread may use the group.
 
     Args:
         group: the process group; None is the default group.
 
     Communication pattern:
         ``Mean`` is one all-reduce per dtype; ``Gather`` one all-gather; ``Exchange`` one
-        all-to-all. Ragged payloads send 8 bytes per tensor ahead, with their lengths. On the
-        host an ``Exchange``, and a large ``Gather`` of two workers, goes in pieces, straight from
-        worker to worker.
+        all-to-all. Ragged payloads first send their lengths, 8 bytes per tensor. On the host an
+        ``Exchange``, and a large ``Gather`` of two workers, is sent point to point in pieces.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -84,7 +83,7 @@ class Distributed(Transport):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
             views = [tensors[i].view(-1) for i in members]
             flat = torch.cat(views) if len(views) > 1 else views[0]
-            # Divided before it is summed, as DDP does: half precision must not overflow.
+            # Divided before the sum, as DDP does: half precision must not overflow.
             flat.mul_(1 / self.workers)
             dist.all_reduce(flat, group=self.group)
             self.sent_bytes += all_reduce_bytes(flat.numel() * flat.element_size(), self.workers)
@@ -147,7 +146,7 @@ class Distributed(Transport):
         return [m.unpack(row) for m, row in zip(incoming, rows, strict=True)]
 
     def _lengths(self, toward: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
-        """Send ``toward[i]`` to worker i and return what every worker sent here."""
+        """Send lengths ``toward[i]`` to worker i; return the lengths that each worker sent here."""
         ours = torch.tensor(toward, dtype=torch.int64, device=device)
         theirs = torch.empty_like(ours)
         dist.all_to_all_single(theirs, ours, group=self.group)
@@ -156,27 +155,27 @@ class Distributed(Transport):
 
 
 MAX_TEXT = 1 << 24
-"""The most bytes of a text that one worker sends to others."""
+"""Maximal bytes of a text sent between workers."""
 
 
 def gather_text(text: str, transport: Transport, device: torch.device) -> list[str]:
-    """Return every worker's text, in worker order. For start-up checks: no pickle involved."""
+    """Return every worker's text, in worker order, without pickle."""
     texts = transport.fulfil(Gather((_encoded(text, device),), (MAX_TEXT,)))
     return [_decoded(payload[0]) for payload in texts]
 
 
 def broadcast_text(text: str | None, device: torch.device) -> str:
-    """Return worker 0's text on all workers of the default group. No pickle involved.
+    """Return worker 0's text on all workers of the default group, without pickle.
 
-    Unlike ``broadcast_object_list``, behind Lightning's ``strategy.broadcast``, which makes of the
-    bytes whatever object they describe.
+    ``broadcast_object_list``, behind Lightning's ``strategy.broadcast``, unpickles whatever object
+    the bytes describe.
 
     Args:
-        text: what worker 0 says; ignored on the others.
+        text: worker 0's; ignored on the others.
         device: one that the group's backend can send from: a GPU with NCCL.
 
     Communication pattern:
-        Two broadcasts: the length in bytes, as 8 bytes, and the text in UTF-8.
+        Two broadcasts: the length in bytes, as int64, and the text in UTF-8.
 
     Raises:
         ValueError: on all workers, a text of more than ``MAX_TEXT`` bytes.

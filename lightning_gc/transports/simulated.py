@@ -1,4 +1,4 @@
-"""W workers in one thread, in lockstep: what tests and simulations run on."""
+"""Simulated: transport between W workers in one thread, for tests and simulations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.flow import Exchange, Flow, Gather, Mean, Payload, Reply, Request
+from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, DECODE
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Message,
@@ -15,19 +16,19 @@ from lightning_gc.transports.base import (
     all_reduce_bytes,
     check_lengths,
 )
-from lightning_gc.transports.timer import COMMUNICATE, COMPRESS, DECODE
 
 
 class Simulated:
-    """Run one flow per worker, round by round, and answer each round for all of them at once.
+    """Runs one flow per worker in lockstep and fulfils each request for all workers at once.
 
-    What would hang on a real network is an error here: workers that ask for different things, or
-    for different shapes of the same thing.
+    What would hang on a real network is an error here: workers that make different requests, or
+    requests of different shapes.
 
     Attributes:
-        workers: how many workers there are.
-        sent_bytes: per worker, what it would have sent; the same figures as the real transport.
-        message_bytes: per worker, what it had to say, each byte once, however many were to hear it.
+        workers: W.
+        sent_bytes: per worker, the bytes that ``Distributed`` would have sent.
+        message_bytes: per worker, the bytes of its messages, each counted once whatever the number
+            of receivers.
     """
 
     def __init__(self, workers: int) -> None:
@@ -42,14 +43,14 @@ class Simulated:
         flows: Sequence[Flow],
         lap: Callable[[str, int | None], None] = lambda phase, worker: None,
     ) -> None:
-        """Drive all flows to their end.
+        """Run all flows.
 
         Args:
             flows: one per worker.
-            lap: called where a phase ends, with its name and whose it was; None: that of all.
+            lap: called at the end of each phase with its name and worker; None: all workers.
 
         Raises:
-            ValueError: a wrong number of flows, or workers that disagree.
+            ValueError: a wrong number of flows, or requests that differ.
         """
         if len(flows) != self.workers:
             raise ValueError(f"{self.workers} workers need as many flows, but got {len(flows)}.")
@@ -67,7 +68,7 @@ class Simulated:
                 lap(DECODE, worker)
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
-        """Answer one round: a reply per worker."""
+        """Fulfil one request of all workers; return a reply per worker."""
         first = requests[0]
         if isinstance(first, Mean):
             return self._mean([r for r in requests if isinstance(r, Mean)])
@@ -76,11 +77,11 @@ class Simulated:
         return self._exchange([r for r in requests if isinstance(r, Exchange)])
 
     def _mean(self, requests: Sequence[Mean]) -> list[Reply]:
-        """Average in place: the tensors that are given are consumed."""
+        """Average in place: the requests' tensors are consumed."""
         given = [r.tensors for r in requests]
         means: list[Tensor] = []
         for first, *others in zip(*given, strict=True):
-            if first.dtype.itemsize < 4:  # rounded once, not with every worker
+            if first.dtype.itemsize < 4:  # rounded once, not once per worker
                 first.copy_(torch.stack([t * (1 / self.workers) for t in (first, *others)]).sum(0))
             else:
                 first.mul_(1 / self.workers)
@@ -89,7 +90,7 @@ class Simulated:
             for other in others:
                 other.copy_(first)
             means.append(first)
-        for dtype in {mean.dtype for mean in means}:  # an all-reduce each, as on a network
+        for dtype in {mean.dtype for mean in means}:  # one all-reduce each, as in Distributed
             nbytes = _nbytes(tuple(mean for mean in means if mean.dtype == dtype))
             self._count([all_reduce_bytes(nbytes, self.workers)] * self.workers)
             self.message_bytes = [old + nbytes for old in self.message_bytes]
@@ -143,7 +144,7 @@ def _send(flow: Flow, reply: Reply) -> Request | None:
 
 
 def _describe(request: Request | None) -> str:
-    """Return what must agree between workers: the kind of request and the fixed shapes."""
+    """Return what must be equal on all workers: the kind of request and the fixed shapes."""
     if request is None:
         return "nothing"
     payloads = request.payloads if isinstance(request, Exchange) else (request.tensors,)

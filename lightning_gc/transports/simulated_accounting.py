@@ -1,4 +1,4 @@
-"""The accounts of W simulated workers: bytes of each, seconds of one of them."""
+"""Ledger: accounts of W simulated workers, bytes of each worker and seconds of worker 0."""
 
 from __future__ import annotations
 
@@ -7,78 +7,77 @@ from collections.abc import Sequence
 import torch
 
 from lightning_gc.flow import Flow
-from lightning_gc.transports.accounting import Account
+from lightning_gc.transports.accounting import COMPUTE, Account, Stopwatch
 from lightning_gc.transports.simulated import Simulated
-from lightning_gc.transports.timer import COMPUTE, Stopwatch
 
-_REST = "rest"
+_OTHER = "rest"
 
 
 class Ledger:
-    """Runs the flows of W workers in one thread and keeps a page for each.
+    """Runs the flows of W workers in one thread and keeps an account (``Page``) for each.
 
-    Compression and decoding are timed at worker 0, who alone decodes the mean: all get the same.
-    Of forward and backward passes, each is given the W-th part of the time of all. What it takes to
-    hand messages over is left out, for no network does that.
+    Compression and decoding are timed at worker 0, which alone decodes the mean. Each worker's
+    compute time is the total of all forward and backward passes divided by W. The time to pass
+    messages within the process is left out, as it says nothing about a network.
 
     Args:
         workers: W.
 
     Attributes:
         pages: the accounts, one per worker.
-        compute: the watch for forward and backward passes; phase ``"compute"``.
+        compute: stopwatch of forward and backward passes; phase ``"compute"``.
     """
 
     def __init__(self, workers: int) -> None:
         self.transport = Simulated(workers)
         self.compute = Stopwatch()
         self.pages = [Page(self, worker) for worker in range(workers)]
-        self._exchange = Stopwatch()
+        self._phases = Stopwatch()
 
     @property
     def timing(self) -> bool:
-        """Whether CUDA is timed."""
-        return self._exchange.timing
+        """Whether CUDA streams are timed."""
+        return self._phases.timing
 
     @timing.setter
     def timing(self, on: bool) -> None:
-        self._exchange.timing = self.compute.timing = on
+        self._phases.timing = self.compute.timing = on
 
     def run(self, flows: Sequence[Flow], device: torch.device) -> None:
-        """Drive one flow per worker to their end, timing their phases."""
-        self._exchange.start(device)
+        """Run one flow per worker and time their phases."""
+        self._phases.start(device)
         with torch.no_grad():
             self.transport.run(flows, self._lap)
 
     def seconds(self) -> dict[str, float]:
-        """Return seconds by phase since the last call, of one worker."""
-        seconds = self._exchange.take()
-        seconds.pop(_REST, None)
+        """Return and reset the seconds by phase of one worker."""
+        seconds = self._phases.take()
+        seconds.pop(_OTHER, None)
         computed = self.compute.take().get(COMPUTE, 0.0) / self.transport.workers
         return seconds | ({COMPUTE: computed} if computed else {})
 
     def _lap(self, phase: str, worker: int | None) -> None:
-        self._exchange.lap(phase if worker == 0 else _REST)
+        self._phases.lap(phase if worker == 0 else _OTHER)
 
 
 class Page:
-    """One simulated worker's account; what ``Recording`` is to a real one."""
+    """Account of one simulated worker; ``Recording`` is that of a real one."""
 
     def __init__(self, ledger: Ledger, worker: int) -> None:
         self.ledger = ledger
         self.worker = worker
         self.workers = ledger.transport.workers
-        self.noted: dict[str, float] = {}  # seconds that another page's ``take`` has read
+        self.noted: dict[str, float] = {}  # seconds already read by another page's ``take``
         self._taken = (0, 0)
 
     @property
     def sent_bytes(self) -> int:
-        """What this worker would have sent so far."""
+        """Bytes that this worker would have sent so far."""
         return self.ledger.transport.sent_bytes[self.worker]
 
     @property
     def timing(self) -> bool:
-        """Whether CUDA is timed, for all workers."""
+        """Whether CUDA streams are timed, for all workers."""
         return self.ledger.timing
 
     @timing.setter
@@ -86,7 +85,7 @@ class Page:
         self.ledger.timing = on
 
     def take(self) -> Account:
-        """Return the totals since the last call and start anew. Waits for CUDA where timed."""
+        """Return and reset the totals. Waits for CUDA where it is timed."""
         for phase, spent in self.ledger.seconds().items():
             for page in self.ledger.pages:
                 page.noted[phase] = page.noted.get(phase, 0.0) + spent

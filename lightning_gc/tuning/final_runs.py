@@ -33,7 +33,7 @@ def run_finals(
 ) -> Iterator[dict[str, Any]]:
     """Do the final runs that no process has done, and yield each one's record.
 
-    Records are kept under the number of the best trial: a new best trial is run anew.
+    Records are kept under the number of the best trial: a new best trial has runs of its own.
     """
     for source, params in _candidates(method, study, dense):
         for seed in experiment.seeds:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,37 +192,21 @@ class PerTrialSampler(BaseSampler):
         self._sampler = self._make(int.from_bytes(digest[:4], "big"))
         self._sampler.before_trial(study, trial)
 
-    def infer_relative_search_space(
-        self, study: optuna.Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        """As the sampler does."""
-        return self._sampler.infer_relative_search_space(study, trial)
+    def infer_relative_search_space(self, *args: Any, **kwargs: Any) -> dict[str, BaseDistribution]:
+        """As the sampler."""
+        return self._sampler.infer_relative_search_space(*args, **kwargs)
 
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """As the sampler does."""
-        return self._sampler.sample_relative(study, trial, search_space)
+    def sample_relative(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the sampler."""
+        return self._sampler.sample_relative(*args, **kwargs)
 
-    def sample_independent(
-        self,
-        study: optuna.Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        """As the sampler does."""
-        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+    def sample_independent(self, *args: Any, **kwargs: Any) -> Any:
+        """As the sampler."""
+        return self._sampler.sample_independent(*args, **kwargs)
 
-    def after_trial(
-        self,
-        study: optuna.Study,
-        trial: FrozenTrial,
-        state: TrialState,
-        values: Sequence[float] | None,
-    ) -> None:
-        """As the sampler does."""
-        self._sampler.after_trial(study, trial, state, values)
+    def after_trial(self, *args: Any, **kwargs: Any) -> None:
+        """As the sampler."""
+        self._sampler.after_trial(*args, **kwargs)
 
 
 def best_trial(study: optuna.Study) -> FrozenTrial | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from lightning_gc.tuning.trial_leases import counts
 
 TOP = 8
 """Greatest number of best trials of a study in box plots; at most a third of its trials."""
+
+_RESULTS = """method validation test test_spread seeds test_with_dense_hyper_parameters
+test_with_dense_hyper_parameters_spread ratio wire_bytes epochs complete pruned failed"""
 
 Row = dict[str, Any]
 Studies = Mapping[str, optuna.Study]
@@ -50,28 +53,20 @@ def tables(studies: Studies) -> dict[str, Table]:
     """Return all tables of an experiment's studies, by name."""
     # The dense baseline first.
     ordered = dict(sorted(studies.items(), key=lambda item: item[0] != DENSE))
-    columns = {
-        "results": "method validation test test_spread seeds test_with_dense_hyper_parameters "
-        "test_with_dense_hyper_parameters_spread ratio wire_bytes epochs complete pruned failed",
-        "winners": "method parameter value dense_value",
-        "metric_against_ratio": "method trial metric ratio wire_bytes on_front",
-        "tuned_parameters": "method parameter trial value",
-        "seconds_per_step": "method computation compression communication estimated",
-        "convergence": "method epoch metric",
-        "epochs_to_converge": "method trial best_epoch epochs",
-        "importance": "method parameter importance",
+    contents: dict[str, tuple[Callable[[Studies], Iterable[Row]], str]] = {
+        "results": (_results, _RESULTS),
+        "winners": (_winners, "method parameter value dense_value"),
+        "metric_against_ratio": (_scatter, "method trial metric ratio wire_bytes on_front"),
+        "tuned_parameters": (_parameters, "method parameter trial value"),
+        "seconds_per_step": (_seconds, "method computation compression communication estimated"),
+        "convergence": (_convergence, "method epoch metric"),
+        "epochs_to_converge": (_epochs, "method trial best_epoch epochs"),
+        "importance": (_importance, "method parameter importance"),
     }
-    rows = {
-        "results": _results(ordered),
-        "winners": _winners(ordered),
-        "metric_against_ratio": _scatter(ordered),
-        "tuned_parameters": _parameters(ordered),
-        "seconds_per_step": _seconds(ordered),
-        "convergence": _convergence(ordered),
-        "epochs_to_converge": _epochs(ordered),
-        "importance": _importance(ordered),
+    return {
+        name: Table(tuple(columns.split()), tuple(rows(ordered)))
+        for name, (rows, columns) in contents.items()
     }
-    return {name: Table(tuple(columns[name].split()), tuple(rows[name])) for name in columns}
 
 
 def lower_is_better(studies: Studies) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from types import TracebackType
 from typing import Self
 
 import optuna
@@ -41,12 +40,7 @@ class Progress:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the bars; lines stay."""
         self._progress.stop()
 

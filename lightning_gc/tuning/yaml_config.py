@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 import yaml
@@ -15,7 +15,6 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
-from lightning_gc.network_model import NetworkModel
 from lightning_gc.schemes import Scheme
 from lightning_gc.search_space import Space
 from lightning_gc.tuning.experiment import Experiment
@@ -44,30 +43,6 @@ class MethodSettings:
         """Return the method."""
         spaces = {"space": parse_all(self.space), "memory_space": parse_all(self.memory_space)}
         return Method(name, **(vars(self) | spaces))
-
-
-@dataclass
-class TuneSettings:
-    """The section ``tune``; see ``Experiment``."""
-
-    name: str
-    metric: str
-    space: dict[str, Any]
-    methods: dict[str, MethodSettings] = field(default_factory=dict)
-    mode: Literal["min", "max"] = "min"
-    test_metric: str | None = None
-    trials: int = 60
-    sampler: Literal["tpe", "random"] = "tpe"
-    objective: Literal["metric", "pareto"] = "metric"
-    budget: float | None = None
-    pruner: Literal["median", "none"] = "median"
-    warmup: int = 3
-    patience: int | None = None
-    seed: int = 0
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    workers: int = 1
-    network: NetworkModel = field(default_factory=NetworkModel)
-    timeout: float = 3600.0
 
 
 @dataclass(frozen=True)
@@ -128,11 +103,10 @@ def load(given: str | Path | Mapping[str, Any], **changes: Any) -> tuple[Experim
     if not isinstance(devices, int):
         raise ValueError(f"trainer.devices={devices!r}: tuning needs a number.")
     parts = {name: sections.get(name) for name in ("model", "data")} | {"trainer": trainer}
-    build = YAMLBuild(parts, parse_all(settings.space))
+    build = YAMLBuild(parts, parse_all(settings.pop("space")))
     build.check()
-    methods = [each.method(name) for name, each in settings.methods.items()]
-    rules = vars(settings) | {"seeds": tuple(settings.seeds), "build": build, "devices": devices}
-    experiment = Experiment(**{n: v for n, v in rules.items() if n not in ("space", "methods")})
+    methods = [each.method(name) for name, each in settings.pop("methods").items()]
+    experiment = Experiment(**settings, build=build, devices=devices)
     experiment.check_trainer(trainer)
     return experiment, methods
 
@@ -141,7 +115,7 @@ def methods_in(sections: Mapping[str, Any]) -> dict[str, Method]:
     """Return the methods of a file by name; none if it has no section ``tune``."""
     if not sections.get("tune"):
         return {}
-    return {name: each.method(name) for name, each in _settings(sections, {}).methods.items()}
+    return {name: each.method(name) for name, each in _settings(sections, {})["methods"].items()}
 
 
 def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[str, Any]:
@@ -163,15 +137,17 @@ def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[st
     return sections
 
 
-def _settings(sections: Mapping[str, Any], changes: Mapping[str, Any]) -> TuneSettings:
+def _settings(sections: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section ``tune``: fields of ``Experiment``, ``space`` and ``methods``."""
     given = dict(sections["tune"] or {})
     given["methods"] = {name: value or {} for name, value in (given.get("methods") or {}).items()}
     given |= {name: value for name, value in changes.items() if value is not None}
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--tune", type=TuneSettings)
-    made = parser.instantiate(_parse(parser, {"tune": given}))
-    settings: TuneSettings = made.tune
-    return settings
+    elsewhere = {"build", "devices", "trainer"}  # made of other sections
+    parser.add_class_arguments(Experiment, "tune", skip=elsewhere, instantiate=False)
+    parser.add_argument("--tune.space", type=dict[str, Any], required=True)
+    parser.add_argument("--tune.methods", type=dict[str, MethodSettings])
+    return dict(vars(parser.instantiate(_parse(parser, {"tune": given})).tune))
 
 
 @functools.cache

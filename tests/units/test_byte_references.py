@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lightning_gc import Codec, Float8, Int8
-from lightning_gc.schemes import base
 from lightning_gc.testing.contracts import cases
 from tests.units import codecs
 from tests.units.codecs import STUDENT, apply
@@ -217,4 +216,4 @@ def test_lengths_are_checked() -> None:
             wrong = [*payload]
             wrong[i] = torch.cat([wrong[i], wrong[i]])
             with pytest.raises(ValueError, match="another configuration"):
-                base.decode(codec, tuple(wrong), torch.zeros(9), 1.0, cases.bucket_of(x), 0)
+                codec.receive(tuple(wrong), torch.zeros(9), 1.0, cases.bucket_of(x), 0)

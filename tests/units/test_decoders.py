@@ -21,7 +21,6 @@ from lightning_gc.coding import payload_validation
 from lightning_gc.coding.bit_packing import unpack
 from lightning_gc.coding.elias_fano import encode
 from lightning_gc.flow import Payload
-from lightning_gc.schemes import base
 from lightning_gc.testing.contracts import cases
 
 METHODS = [c.method for cls in COMPRESSORS.values() for c in cls.examples()]
@@ -36,7 +35,7 @@ def payload_of(codec: Codec) -> Payload:
 def decode(codec: Codec, payload: Payload) -> Tensor:
     out = X.clone()
     try:
-        base.decode(codec, payload, out, 1.0, cases.bucket_of(X), 0)
+        codec.receive(payload, out, 1.0, cases.bucket_of(X), 0)
     except ValueError:
         assert torch.equal(out, X)
         raise
@@ -140,8 +139,8 @@ def test_an_error_names_codec_sender_and_parameter(codec: Codec) -> None:
     with pytest.raises(
         ValueError, match=r"cannot decode what worker 3 sent for body.weight.*"
     ) as e:
-        base.decode(codec, (torch.ones(7),), X.clone(), 1.0, bucket, 3)
+        codec.receive((torch.ones(7),), X.clone(), 1.0, bucket, 3)
     assert str(e.value).startswith(repr(codec))
     assert "..." in str(e.value)
     with pytest.raises(ValueError, match="the mean of all payloads"):
-        base.decode(codec, (torch.ones(7),), X.clone(), 1.0, bucket, None)
+        codec.receive((torch.ones(7),), X.clone(), 1.0, bucket, None)

@@ -10,7 +10,6 @@ import torch
 from lightning_gc import AdaComp, FixedProportion, StromThreshold
 from lightning_gc.coding.elias_fano import coded_bytes
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload
-from lightning_gc.schemes.base import decode
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.units.codecs import KINDS, STUDENT, apply, each_kind
@@ -45,7 +44,7 @@ def test_more_than_its_sender_may_send() -> None:
     x = torch.arange(1.0, 101)
     payload = FixedProportion(0.5).encode(x.clone(), cases.bucket_of(x))
     with pytest.raises(ValueError, match=r"shapes .* \(6,\), .* at most 1 signs, "):
-        decode(FixedProportion(0.1), payload, x.clone(), 1.0, cases.bucket_of(x), 0)
+        FixedProportion(0.1).receive(payload, x.clone(), 1.0, cases.bucket_of(x), 0)
 
 
 # StromThreshold.

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_gc import DGC, AllGather, Compressor, Residual, Scheme, SparseReduce, TopK, TwoShot
 from lightning_gc.coding.elias_fano import coded_bytes
 from lightning_gc.compressors.sparsifiers import sampled_threshold, sparse_payload
-from lightning_gc.schemes.base import decode
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 
@@ -187,8 +186,8 @@ def test_more_than_k_are_refused() -> None:
     bucket = cases.bucket_of(x)
     payload = TopK(0.2).encode(x.clone(), bucket)
     with pytest.raises(ValueError, match=r"shapes \(\(20,\), .* \(at most 10 values, "):
-        decode(TopK(0.1, selection="sampled"), payload, torch.zeros(100), 1.0, bucket, 0)
-    decode(TopK(0.3, selection="sampled"), payload, torch.zeros(100), 1.0, bucket, 0)
+        TopK(0.1, selection="sampled").receive(payload, torch.zeros(100), 1.0, bucket, 0)
+    TopK(0.3, selection="sampled").receive(payload, torch.zeros(100), 1.0, bucket, 0)
 
 
 def test_what_it_says_of_itself() -> None:

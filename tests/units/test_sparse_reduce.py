@@ -238,9 +238,3 @@ def test_wrappers_of_who_selects_are_taken() -> None:
     for compressor in (inner, PerParameter(inner)):
         lockstep = Lockstep(3, compressor, Residual(), SparseReduce())
         assert cases.lost(lockstep, 10) < cases.TOLERANCE[torch.float32]
-
-
-def test_who_does_not_select_has_nothing_to_choose() -> None:
-    x = torch.ones(3)
-    with pytest.raises(NotImplementedError, match="does not select"):
-        RandomK(0.5).choose(x, cases.bucket_of(x))

@@ -79,7 +79,8 @@ class LowRank(Collective):
         good = q.isfinite().all() & q.any()
         state["q"] = torch.where(good, q, before)
         product = (p @ q.t()).view(-1)
-        buffer.sub_(product)
+        # NaN and overflow in what another worker sent show in ``out``; no error must keep them.
+        buffer.sub_(product).nan_to_num_(0.0, 0.0, 0.0)
         out.copy_(product)
 
     def _columns(self, kept: Tensor | None, matrix: Tensor, bucket: Bucket) -> Tensor:

@@ -72,14 +72,14 @@ class AdaComp(Codec):
             )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the scale out of what is chosen. On CUDA the host waits for their number."""
+        """Take the signed scale out of what is chosen. On CUDA the host waits for their number."""
         size = int(min(self.bin_size, max(1, buffer.numel())))
         bins = pad(buffer, (0, -buffer.numel() % size)).view(-1, size)  # (b, size)
         greatest = bins.abs().amax(dim=1) if len(bins) else bins.new_zeros(0)  # (b,)
         scale = sign_payload.mean(greatest, len(bins))
         newest = buffer if bucket.phase else bucket.grad.to(buffer.dtype)
         score = bins + pad(newest, (0, bins.numel() - newest.numel())).view(-1, size)
-        # Not "reaches": a bin with something that is not a number must not keep it unseen.
+        # Negated, so that NaN is chosen: it must not stay in the error unnoticed.
         below = (score.abs_() < greatest.view(-1, 1)).view(-1)[: buffer.numel()]
         chosen = below.logical_not_().logical_and_(buffer != 0).nonzero().view(-1)
         return scale.view(1), *sparse_sign_payload.take(

@@ -55,8 +55,8 @@ class FixedProportion(Codec):
         sparse_payload.check_density("FixedProportion", self.density)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the mean of either side's greatest. On CUDA the host waits for their number."""
-        # What is not a number counts as positive, so that it is in one of them, and only in one.
+        """Take its side's mean out of what is chosen. On CUDA the host waits for their number."""
+        # NaN counts as positive, so that it is on exactly one side.
         below = self._greatest(torch.where(buffer < 0, buffer, 0))
         above = self._greatest(torch.where(buffer < 0, 0, buffer))
         means = torch.stack(

@@ -61,7 +61,7 @@ class HardThreshold(SparseCodec):
             )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take what reaches the threshold. On CUDA the host waits to know how much that is."""
+        """Take what reaches the threshold. On CUDA the host waits for its number."""
         if fused(buffer):
             values, found, _ = select(None, buffer, self.threshold)
             return values, elias_fano.encode(found, buffer.numel())

@@ -25,7 +25,7 @@ CORRECTIONS = 4
 """How often the threshold is lowered at most; each time costs a pass over the tensor."""
 
 FACTOR = 0.8
-"""By what it is multiplied then, and the share of k below which too few have reached it."""
+"""By what it is lowered, and the share of k below which too few elements reach it."""
 
 
 def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:

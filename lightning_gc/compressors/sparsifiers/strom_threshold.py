@@ -61,7 +61,7 @@ class StromThreshold(Codec):
             )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take τ of what reaches it. On CUDA the host waits to know how much that is."""
+        """Take ±τ out of elements that reach it. On CUDA the host waits for their number."""
         found = topk_selection.reaching(buffer, self.threshold)
         return sparse_sign_payload.take(buffer, found, self._levels(buffer))
 

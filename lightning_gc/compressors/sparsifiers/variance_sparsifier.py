@@ -67,10 +67,10 @@ class VarianceSparsifier(Codec):
             )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the large ones, and m of what is drawn. On CUDA the host waits for numbers."""
+        """Take large elements, and ±m of drawn ones. On CUDA the host waits for their number."""
         m = self.magnitude(buffer)
         draw = bucket.generator(shared=False)
-        # Of float32's 24 random bits a probability below 2**-24 would be none, or too large.
+        # float32 has 24 random bits: probabilities below 2**-24 would become 0, or too large.
         noise = torch.rand(buffer.shape, generator=draw, device=buffer.device, dtype=torch.float64)
         by_chance = noise.mul_(m) < buffer.abs()
         large = topk_selection.reaching(buffer, m)
@@ -94,7 +94,7 @@ class VarianceSparsifier(Codec):
         squares = (1 + self.epsilon) * magnitudes.square().sum(dtype=torch.float64)
         m = squares / total
         above = 0
-        # m falls, since every element that leaves is m or more; so those above it only grow.
+        # m falls, since every element that leaves is m or more; so ever more elements reach it.
         while (large := topk_selection.reaching(magnitudes, m.to(buffer.dtype))).numel() > above:
             above = large.numel()
             taken = magnitudes[large].double()

@@ -46,9 +46,7 @@ class PerParameter(Wrapper):
     def _level_by_name(self) -> dict[str, float | None]:
         return dict(self.levels)
 
-    def flow(
-        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
-    ) -> Flow:
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         """Run one inner flow per parameter, side by side."""
         others = None if self.others_dense else self.inner
         flows = []
@@ -61,9 +59,7 @@ class PerParameter(Wrapper):
             if inner is not None:
                 inner = _for_shape(inner, bucket.shapes[name])
             part, own, mean = bucket.part(name, start, stop), buffer[start:stop], out[start:stop]
-            flows.append(
-                dense(own, mean) if inner is None else inner.flow(part, own, mean, scheme)
-            )
+            flows.append(dense(own, mean) if inner is None else inner.flow(part, own, mean, scheme))
         yield from together(flows)
 
     def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 
 from torch import Tensor
 
@@ -31,7 +32,7 @@ class Preset(Compressor):
     def inner(self) -> Compressor:
         """The compressor that this is."""
 
-    @property
+    @functools.cached_property
     def traits(self) -> Traits:
         """Those of the compressor, with this memory."""
         return dataclasses.replace(self.inner.traits, default_memory=self.memory_name)
@@ -41,9 +42,7 @@ class Preset(Compressor):
         """The compressor that this is."""
         return self.inner.method
 
-    def flow(
-        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
-    ) -> Flow:
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         """As the compressor."""
         yield from self.inner.flow(bucket, buffer, out, scheme)
 

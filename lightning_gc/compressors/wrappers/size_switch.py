@@ -45,9 +45,7 @@ class SizeSwitch(Wrapper):
         if self.min_numel < 0 or self.min_dims < 0:
             raise ValueError(f"{self!r}: limits must be at least 0; 0 turns a limit off.")
 
-    def flow(
-        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
-    ) -> Flow:
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         """Choose by the tensor's shape, which is the same on all workers."""
         inner = self.for_shape(bucket.shape)
         if inner is None:

@@ -1,11 +1,11 @@
-"""The Triton kernels, one file each. Nothing else imports triton, and nothing imports these early.
+"""Triton kernels, one file each; the only files that import triton, and imported lazily.
 
-They keep to what Triton 3.2 (torch 2.6) knows. Results are those of the torch reference bit for
-bit, so all of them are launched with ``EXACT``, divide with ``div_rn`` (``/`` is approximate), and
-never ask a minimum or maximum about NaN, which devices answer differently. No kernel uses atomics.
+They use only features of Triton 3.2 (torch 2.6). To equal the torch reference bit for bit, all are
+launched with ``EXACT``, divide with ``div_rn`` (``/`` is approximate), and take no minimum or
+maximum of NaN, on which devices differ. No kernel uses atomics.
 """
 
 from typing import Any
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Launch options: a product and a sum round twice, as two operations of torch do."""
+"""Launch options: a product and a sum round twice, as two torch operations do."""

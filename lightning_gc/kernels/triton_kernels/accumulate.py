@@ -1,4 +1,4 @@
-"""Gather, add, scatter: one thread per arriving element."""
+"""Triton kernel of ``accumulate``: gather, add, scatter, one thread per payload element."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 512
 
 @triton.jit
 def scatter_add(out, positions, values, scale, chosen, numel, BLOCK: tl.constexpr):
-    """Add BLOCK elements of the payload. A position outside is skipped: it is not trusted."""
+    """Add BLOCK elements of the payload. Positions outside ``out`` are skipped: not trusted."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < chosen
     place = tl.load(positions + at, mask=inside, other=0)

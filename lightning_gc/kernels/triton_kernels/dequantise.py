@@ -1,4 +1,4 @@
-"""The way back: a row of a tile is eight codes, which lie in ``bits`` bytes."""
+"""Triton kernel of ``dequantise``: a tile's row is eight codes, unpacked from ``bits`` bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def unpack_and_add(
     rounded = tl.div_rn((code - STEPS).to(tl.float32), steps) * norm
     rounded = tl.where(code > 2 * STEPS, float("nan"), rounded)
     kept = tl.load(out + at, mask=inside, other=0.0)
-    # One rounding for the product and the sum, as torch's add with alpha has.
+    # One rounding for product and sum, as in torch's add with alpha.
     weight = tl.zeros([GROUPS, 8], tl.float32) + scale
     tl.store(out + at, tl.fma(rounded, weight, kept), mask=inside)
 
@@ -59,7 +59,7 @@ def unpack_and_add(
 def dequantise(
     packed: Tensor, norms: Tensor, block_size: int, bits: int, out: Tensor, scale: float
 ) -> None:
-    """Add what the codes stand for; see ``kernels.dequantise``."""
+    """Add the values of the codes; see ``kernels.dequantise``."""
     numel = out.numel()
     with torch.cuda.device_of(out):
         unpack_and_add[(triton.cdiv(numel, 8 * GROUPS),)](

@@ -1,4 +1,4 @@
-"""Eight elements make ``bits`` bytes: a group of eight is what one row of a tile holds."""
+"""Triton kernel of ``quantise``: a tile's row is eight elements, packed into ``bits`` bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUPS = 128
 
 @triton.jit
 def uniforms(seed, groups, GROUPS: tl.constexpr):
-    """Return ``(GROUPS, 8)`` numbers in [0, 1): four words of each of two Philox counters."""
+    """Return ``(GROUPS, 8)`` numbers in [0, 1): four words each of two Philox counters."""
     counters = groups[:, None] * 2 + tl.arange(0, 2)[None, :]
     a, b, c, d = tl.rand4x(seed, counters)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (GROUPS, 8))  # a b c d, twice
@@ -35,14 +35,14 @@ def round_and_pack(
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Take ``8 · GROUPS`` elements; STEPS is s, a float."""
+    """Round and pack ``8 · GROUPS`` elements; STEPS is s, a float."""
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)[None, :]
     at = groups[:, None] * 8 + lane  # (GROUPS, 8)
     inside = at < numel
     x = tl.load(buffer + at, mask=inside, other=0.0)
     norm = tl.load(norms + at // block_size, mask=inside, other=0.0)
-    # Older versions of Triton divide as if subnormal numbers were zero: they are made larger.
+    # Older versions of Triton flush subnormal numbers to zero in divisions: scale them up.
     larger = tl.where(norm < 2.0**-64, 2.0**96, 1.0)
     ratio = tl.div_rn(x * larger, tl.where(norm > 0, norm, 1.0) * larger)
     if DRAW:

@@ -1,4 +1,4 @@
-"""Compensate, mark and count; then compact, by a running sum over blocks."""
+"""Triton kernels of ``select``: add, mark and count; then compact by a running sum over blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 2048  # elements; 16 to a thread
 def mark(
     gradient, error, threshold, bitmap, counts, numel, ADD: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Leave in ``bitmap`` one bit per element, in ``counts`` the number of bits per block."""
+    """Write one bit per element to ``bitmap`` and the number of set bits per block to ``counts``."""
     block = tl.program_id(0)
     groups = block * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)[None, :]
@@ -37,7 +37,7 @@ def mark(
 def compact(
     error, bitmap, ends, values, positions, capacity, numel, MOVE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write positions, or move elements, to their ranks; ``ends``: the ranks where blocks end."""
+    """Write positions, and with MOVE elements, in order; ``ends``: selected up to a block's end."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     marks = tl.load(bitmap + at // 8, mask=at < numel, other=0).to(tl.int32)
@@ -57,7 +57,7 @@ def select(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (values, positions, reached); see ``kernels.select``."""
     with torch.cuda.device_of(error):
-        bitmap, ends = _survey(gradient, error, threshold)
+        bitmap, ends = _mark_and_count(gradient, error, threshold)
         reached = ends[-1].long()
         room = int(reached) if capacity is None else capacity
         values = torch.zeros(room, dtype=torch.float32, device=error.device)
@@ -67,14 +67,14 @@ def select(
 def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     """Return the positions; see ``kernels.select``."""
     with torch.cuda.device_of(buffer):
-        bitmap, ends = _survey(None, buffer, threshold)
+        bitmap, ends = _mark_and_count(None, buffer, threshold)
         return _compact(buffer, bitmap, ends, None, int(ends[-1]))
 
 
-def _survey(
+def _mark_and_count(
     gradient: Tensor | None, error: Tensor, threshold: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compensate; return one bit per element, and how many are set up to each block's end."""
+    """Add and mark; return one bit per element, and how many are set up to each block's end."""
     numel, device = error.numel(), error.device
     if isinstance(threshold, Tensor):
         limit = threshold.to(device, torch.float32)

@@ -20,8 +20,8 @@ from lightning_gc.strategies.simulation.module_buffers import Buffers
 from lightning_gc.strategies.simulation.sharded_loader import deal
 from lightning_gc.strategies.simulation.worker_gradients import Gradients
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients
+from lightning_gc.transports.accounting import COMPUTE
 from lightning_gc.transports.simulated_accounting import Ledger
-from lightning_gc.transports.timer import COMPUTE
 
 
 class SimulatedDDP(CompressedStrategy):

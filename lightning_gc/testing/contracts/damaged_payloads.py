@@ -39,12 +39,16 @@ class Lying(Simulated):
         workers: how many workers there are.
         liar: which one it is.
         data: where the damages are drawn from.
+
+    Attributes:
+        to_each_another: in an ``Exchange``, each worker has been sent another damaged payload.
     """
 
     def __init__(self, workers: int, liar: int, data: st.DataObject) -> None:
         super().__init__(workers)
         self.liar = liar
         self.data = data
+        self.to_each_another = False
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
         """Answer one round with one worker's request damaged."""
@@ -57,6 +61,7 @@ class Lying(Simulated):
             return Mean(damaged(self.data, request.tensors, None))
         if isinstance(request, Gather):
             return Gather(damaged(self.data, request.tensors, request.limits), request.limits)
+        self.to_each_another = True
         lies = tuple(damaged(self.data, payload, request.limits) for payload in request.payloads)
         return Exchange(lies, request.limits)
 
