@@ -2,13 +2,22 @@
 
 import ast
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
 
+WIRE_TABLE = Path(__file__).parent / "tables" / "wire.md"
+"""Wire formats of all compressors, read from ``wire(numel)`` by ``lightning-gc list wire``."""
+
+_LINK = re.compile(r"\[`(\w+)`\]\[lightning_gc\.compressors\.\1\]")
+
 
 class HouseStyle(griffe.Extension):
     """What our packages and docstrings mean, where griffe would read something else."""
+
+    def __init__(self) -> None:
+        self._wire_formats = wire_formats(WIRE_TABLE.read_text()) if WIRE_TABLE.exists() else {}
 
     def on_alias_instance(self, *, node: Any, alias: griffe.Alias, **kwargs: Any) -> None:
         """Take ``from x import Y as Y`` for public: our ``__all__`` is computed at import."""
@@ -21,3 +30,27 @@ class HouseStyle(griffe.Extension):
             obj.docstring.value = re.sub(
                 r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE
             )
+
+    def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        """Add error bound and wire format to the docstring of a compressor."""
+        finished = any("dataclass" in str(decorator.value) for decorator in cls.decorators)
+        if cls.docstring and finished and cls.path.startswith("lightning_gc.compressors."):
+            bound = cls.members.get("bound")
+            if bound is not None and bound.docstring is not None:
+                said = bound.docstring.value.removeprefix("Return ")
+                cls.docstring.value += f"\n\n**Error bound**: {said}"
+            cls.docstring.value += self._wire_formats.get(cls.name, "")
+
+
+def wire_formats(table: str) -> dict[str, str]:
+    """Return class -> Markdown, from a table with class, name, tensors and bytes in its columns."""
+    heading, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
+    found = {}
+    for link, _, tensors, nbytes in rows:
+        name = _LINK.fullmatch(link)
+        if name is None:
+            raise ValueError(f"{WIRE_TABLE}: {link} links to no compressor; run make docs-tables.")
+        lines = [f"| {tensor} |" for tensor in tensors.split("; ")]
+        title = f"\n\n**Wire format** with default fields: {nbytes} bytes"
+        found[name[1]] = "\n".join([title, "", f"| {heading[2]} |", "| --- |", *lines])
+    return found

@@ -26,10 +26,12 @@ if _TYPE_CHECKING:
     from lightning_gc.strategies.for_pytorch_lightning import (
         SimulatedDDPStrategy as SimulatedDDPStrategy,
     )
+    from lightning_gc.torch_ddp import attach as attach
 
 __version__ = "0.1.0"
 
-_SOURCES = ("compressors", "memories", "schemes", "network_model")
+_PACKAGES = ("compressors", "memories", "schemes")
+_SINGLE = {"NetworkModel": "network_model", "attach": "torch_ddp"}
 _ADAPTED = ("CompressedDDPStrategy", "CompressionMonitor", "SimulatedDDPStrategy")
 
 
@@ -42,6 +44,8 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
         """
         if name in _ADAPTED:
             return getattr(_flavours.adaptor(), name)
+        if name in _SINGLE:
+            return getattr(_importlib.import_module(f"{__name__}.{_SINGLE[name]}"), name)
         if name == "__all__" or not name.startswith("_"):
             if _find_spec(f"{__name__}.{name}"):
                 return _importlib.import_module(f"{__name__}.{name}")
@@ -56,10 +60,10 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
 
 
 def _import_all() -> None:
-    """Import everything but what needs Lightning."""
-    sources = [_importlib.import_module(f"{__name__}.{source}") for source in _SOURCES]
-    names = {name: getattr(source, name) for source in sources for name in source.__all__}
-    globals().update(names, __all__=sorted([*names, *_ADAPTED]))
+    """Import the packages of compressors, memories and schemes, and list all public names."""
+    packages = [_importlib.import_module(f"{__name__}.{package}") for package in _PACKAGES]
+    names = {name: getattr(package, name) for package in packages for name in package.__all__}
+    globals().update(names, __all__=sorted([*names, *_SINGLE, *_ADAPTED]))
 
 
 _flavours.register_names()

@@ -1,4 +1,4 @@
-"""Bucket: a flat gradient with its parameter names, shapes, step and random generators."""
+"""Bucket: a flat gradient with its parameters' names and shapes, step and random generators."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from torch import Tensor
 
 @dataclass
 class Tally:
-    """What has been done so far, in plain numbers known without looking at the data.
+    """Counts of elements and bytes, known without reading the data.
 
-    Only tensors that went through a codec count as elements; what a ``SizeSwitch`` left dense does
-    not.
+    Only tensors that a codec encoded count as elements, not those that a ``SizeSwitch`` left dense.
     """
 
     grad_bytes: int = 0  # bytes of all gradients, in their own dtype
-    elements: int = 0  # elements that codecs were given
-    sent: int = 0  # of these, how many they sent (quantisers send all)
-    payload_bytes: int = 0  # bytes of these payloads, before the transport multiplies them
+    elements: int = 0  # given to codecs
+    sent: int = 0  # of these, sent (quantisers send all)
+    payload_bytes: int = 0  # of codecs' payloads, each counted once
 
     def count(self, elements: int, sent: int, payload: Iterable[Tensor]) -> None:
-        """Add that ``sent`` of ``elements`` elements go out in this payload."""
+        """Count a payload that holds ``sent`` of ``elements`` elements."""
         self.elements += elements
         self.sent += sent
         self.payload_bytes += sum(t.numel() * t.element_size() for t in payload)
@@ -34,20 +33,20 @@ class Tally:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat gradient and where it comes from. A unit of transport: no state is ever keyed by it.
+    """A flat gradient and its origin. A unit of transport: no state is keyed by it.
 
     Attributes:
         grad: the local gradient, flat, ``(numel,)``.
         shapes: parameter name -> shape, in the order in which the parameters lie in ``grad``.
-        step: number of synchronisation rounds finished before this one.
+        step: number of rounds finished before this one.
         seed: the run's seed, equal on all workers.
         worker: this worker's index, ``0 <= worker < workers``.
-        workers: how many workers take part.
-        state: parameter name -> the compressor's own state for it, owned by the engine.
+        workers: W.
+        state: parameter name -> the compressor's state for it, owned by the engine.
         phase: 0 for a first encoding, 1 for the second one of a two-shot scheme.
-        tally: where codecs' counts of this round are added.
-        wanted: false if this worker need not decode the mean, as simulated workers beside the first.
-        weights: parameter name -> its value, for memories that read it; else empty.
+        tally: to which codecs add their counts.
+        wanted: False if this worker need not decode the mean: simulated workers except worker 0.
+        weights: parameter name -> value, for memories that read it; else empty.
     """
 
     grad: Tensor
@@ -64,17 +63,17 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the flat gradient."""
+        """Elements of the flat gradient."""
         return self.grad.numel()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters, in the order of the flat gradient."""
+        """Parameter names, in the order of the flat gradient."""
         return tuple(self.shapes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's own shape where the bucket holds one parameter, else the flat one."""
+        """The parameter's shape if the bucket holds one parameter, else ``(numel,)``."""
         if len(self.shapes) == 1:
             return next(iter(self.shapes.values()))
         return (self.numel,)
@@ -94,7 +93,7 @@ class Bucket:
         }
 
     def part(self, name: str, start: int, stop: int) -> Bucket:
-        """Return the bucket of one parameter that lies at ``grad[start:stop]``."""
+        """Return a bucket of the one parameter at ``grad[start:stop]``."""
         return replace(
             self,
             grad=self.grad[start:stop],
@@ -103,24 +102,24 @@ class Bucket:
         )
 
     def shard(self, index: int, size: int) -> Bucket:
-        """Return the bucket of shard ``index``, of ``size`` elements, for a two-shot scheme.
+        """Return a bucket of shard ``index``, of ``size`` elements, for a two-shot scheme.
 
-        Shards of one tensor get different random numbers, the same on every worker.
+        Shards of one tensor get different random numbers, equal on all workers.
         """
         name = "+".join(self.shapes)
         grad = self.grad[index * size : (index + 1) * size]
         return replace(self, grad=grad, shapes={f"{name}#{index}": (size,)}, state={})
 
     def again(self) -> Bucket:
-        """Return this bucket for a second encoding, with private random numbers of its own."""
+        """Return this bucket for a second encoding, with other private random numbers."""
         return replace(self, phase=1)
 
     def generator(self, *, shared: bool) -> torch.Generator:
-        """Return a fresh random generator on the gradient's device; the global one is never used.
+        """Return a new random generator on the gradient's device; the global one is never used.
 
         Args:
-            shared: seeded from (seed, names, step), the same on all workers, when true; from
-                these and the worker and the phase when false.
+            shared: seed it from (seed, names, step), equal on all workers; if False, also from
+                worker and phase.
         """
         key: tuple[Any, ...] = (self.seed, self.step, *self.shapes)
         if not shared:

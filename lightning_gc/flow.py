@@ -1,8 +1,8 @@
-"""The conversation: what a compressor may ask of a transport, and how conversations are joined.
+"""Flow: a generator that yields communication requests and is sent the replies; merging of flows.
 
-A *flow* is a generator that yields requests and is sent the replies. It never communicates by
-itself, so the same flow runs over NCCL or Gloo, between simulated workers in one thread, and under
-a transport that records it. Rule for authors: no context manager may span a ``yield``.
+A flow never communicates itself, so it runs unchanged over NCCL or Gloo, between simulated workers
+in one thread, and under a recording transport. Rule for authors: no context manager may span a
+``yield``.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 Payload: TypeAlias = tuple[Tensor, ...]
-"""What one worker sends for one tensor: values, indices, scales."""
+"""The tensors that one worker sends for one gradient tensor: values, indices, scales."""
 
 Limits: TypeAlias = tuple[int | None, ...]
-"""Per payload tensor: the most elements that it may have where its length is ragged, else None."""
+"""Per payload tensor: its maximal number of elements if its length is ragged, else None."""
 
 Reply: TypeAlias = list[Any]
 
 
 class Mean(NamedTuple):
-    """Ask for the element-wise mean over workers of each tensor.
+    """Request the element-wise mean over workers of each tensor.
 
-    The transport may reduce in place: the tensors given are consumed, and the reply, a list of
-    tensors of the same shapes, may share their storage.
+    The tensors are consumed: the transport may reduce in place, and the reply, a list of tensors of
+    the same shapes, may share their storage.
     """
 
     tensors: Payload
 
 
 class Gather(NamedTuple):
-    """Ask for every worker's tensors. The reply is a list of payloads in worker order.
+    """Request every worker's tensors. The reply is a list of payloads in worker order.
 
-    Shapes must agree on all workers, except for 1-D tensors with a limit: their lengths may
-    differ, up to that limit.
+    Shapes must be equal on all workers, except that 1-D tensors with a limit may have any length up
+    to it.
     """
 
     tensors: Payload
@@ -44,7 +44,7 @@ class Gather(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Send ``payloads[i]`` to worker i. The reply is what every worker sent here, in their order.
+    """Send ``payloads[i]`` to worker i. The reply is the payloads sent here, in worker order.
 
     All payloads have the same shapes on all workers, except for tensors with a limit.
     """
@@ -58,9 +58,9 @@ Flow: TypeAlias = Generator[Request, Reply, None]
 
 
 def together(flows: Sequence[Flow]) -> Flow:
-    """Run several flows side by side and merge each round into one request per kind.
+    """Run flows in lockstep and merge their requests into one per kind.
 
-    This is what makes layer-wise compression cost one message per bucket, not one per layer.
+    So layer-wise compression costs one message per bucket, not one per layer.
     """
     waiting = [(flow, request) for flow in flows if (request := next(flow, None)) is not None]
     while waiting:
@@ -98,7 +98,7 @@ def join(requests: Sequence[Request]) -> Request:
 
 
 def split(reply: Reply, requests: Sequence[Request]) -> list[Reply]:
-    """Hand the reply of a merged request back in parts, one per original request."""
+    """Split the reply to a merged request into one reply per original request."""
     parts, start = [], 0
     for request in requests:
         width = len(request.payloads[0] if isinstance(request, Exchange) else request.tensors)

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["NetworkModel"]
-
 Topology = Literal["parameter_server", "ring", "all_gather"]
 
 

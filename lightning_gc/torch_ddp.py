@@ -1,4 +1,4 @@
-"""attach: compressed gradient exchange for a plain DistributedDataParallel module, no Lightning."""
+"""attach: compressed gradient exchange for a plain DistributedDataParallel module."""
 
 from __future__ import annotations
 
@@ -42,33 +42,32 @@ def attach(
     """Compress the gradients that a ``DistributedDataParallel`` module exchanges.
 
     Registers a communication hook. Call it on all workers, after wrapping the module and before the
-    first backward pass. What a compressor does not send stays in this worker's error, and is added
-    to its next gradient.
+    first backward pass.
 
     Args:
-        ddp: the wrapped module, without a communication hook of its own.
+        ddp: the wrapped module, without a communication hook.
         compressor: an instance, or a name from the registry. As with ``CompressedDDPStrategy``, a
             bare one works layer by layer and leaves small and 1-D tensors dense.
-        memory: what is kept of what was not sent; the compressor's default if left out.
-        scheme: how workers reach a mean; the compressor's default if left out.
-        controller: moves the level; the loop calls ``begin_epoch``, or ``begin_batch``.
-        optimizers: those that step the module's parameters: for memories that depend on learning
-            rates or refuse some settings, and for controllers.
-        scaler: of fp16 training. Errors are kept unscaled, and as they were where it skips a step.
-        seed: of the compressor's private random numbers, the same on all workers.
+        memory: the error feedback rule; the compressor's default if left out.
+        scheme: how payloads become a mean; the compressor's default if left out.
+        controller: chooses levels; the training loop calls ``begin_epoch`` or ``begin_batch``.
+        optimizers: those of the module's parameters: for memories that depend on learning rates or
+            refuse some settings, and for controllers.
+        scaler: of fp16 training. Errors are kept unscaled, and restored when it skips a step.
+        seed: of the compressor's private random numbers, equal on all workers.
         timeout: of the exchange's collectives; that of the process group if left out.
 
     Returns:
-        A handle for levels, byte counts, checkpoints and the end.
+        A handle for levels, byte counts, checkpoints and closing.
 
     Communication pattern:
-        As ``CompressedDDPStrategy``: buckets go to one background thread with a process group of
-        its own.
+        As ``CompressedDDPStrategy``: one background thread with its own process group exchanges the
+        buckets.
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
             differ, a memory that needs more than a hook.
-        RuntimeError: the module has a communication hook already.
+        RuntimeError: the module already has a communication hook.
 
     Example:
         ``examples/plain_torch.py`` trains and resumes; in short::
@@ -83,7 +82,7 @@ def attach(
 
 
 class Attached:
-    """What ``attach`` returns: the handle of a module whose gradients are compressed."""
+    """Handle of a module whose gradients are compressed; returned by ``attach``."""
 
     def __init__(
         self,
@@ -160,44 +159,43 @@ class Attached:
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None
     ) -> None:
-        """Move the compressor's knob, between steps, equally on all workers. Errors stay.
+        """Set the compression level, between steps, equally on all workers. Errors are kept.
 
         Args:
-            level: for all parameters; None sends them uncompressed, errors included.
+            level: for all parameters; None sends them uncompressed, with their errors.
             levels: parameter name -> level, for those that differ.
 
         Raises:
-            ValueError: a level that is nonsense, or a compressor without a knob.
+            ValueError: an invalid level, or a compressor without a knob.
         """
         self._workers.set_levels(level, levels)
 
     def begin_epoch(
         self, epoch: int, metrics: Mapping[str, float] | None = None, **run: Any
     ) -> None:
-        """Let the controller decide on the levels of an epoch that is about to begin.
+        """Let the controller decide on the levels of the next epoch.
 
-        Call it on all workers, before the first step of each epoch, when validation is over and the
+        Call it on all workers before the first step of each epoch, after validation, when the
         learning rate is that of the next step.
 
         Args:
             epoch: the epoch's number, from 0.
-            metrics: the newest value of each metric that the controller watches.
-            run: ``max_epochs``, ``total_steps``, ``progress`` (the share of the run that is over),
-                as far as known; a controller with a budget needs ``total_steps`` and ``progress``.
+            metrics: the latest value of each metric that the controller uses.
+            run: ``max_epochs``, ``total_steps``, ``progress`` (finished share of the run), as far
+                as known; a controller with a budget needs ``total_steps`` and ``progress``.
 
         Raises:
             ValueError: there is no controller, or no optimizer.
-            RuntimeError: the controller has failed; on all workers.
+            RuntimeError: on all workers, if the controller fails.
         """
         self.begin_batch(epoch, metrics, **run)
 
     def begin_batch(
         self, epoch: int, metrics: Mapping[str, float] | None = None, **run: Any
     ) -> None:
-        """Let the controller decide, if it is time: for controllers that decide within epochs.
+        """Let the controller decide if a decision is due: for those that decide within epochs.
 
-        Call it on all workers before every training batch instead of ``begin_epoch``; same
-        arguments.
+        Call it on all workers before every training batch, instead of ``begin_epoch``.
         """
         if self._control is None or not self._optimizers:
             raise ValueError(
@@ -216,16 +214,16 @@ class Attached:
         return total / dist.get_world_size(self._group)
 
     def account(self) -> Account:
-        """Return bytes and seconds of this worker since the last call, and start anew."""
+        """Return and reset the bytes and seconds of this worker."""
         return self._workers.accounts[0].take()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this worker's state, between steps: every worker saves its own.
+        """Return this worker's state, between steps; every worker must save its own.
 
         Tensors, numbers and strings only, so ``torch.load(..., weights_only=True)`` reads it.
 
         Raises:
-            RuntimeError: a step is under way.
+            RuntimeError: called within a step.
         """
         self._synchronizer.check()
         engine = self._workers.first
@@ -245,11 +243,10 @@ class Attached:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict()`` of the same worker: bit for bit as if not interrupted.
+        """Resume from ``state_dict()`` of the same worker, bit for bit.
 
         Raises:
-            ValueError: another worker's state, another number of workers, another configuration, or
-                parameters of other shapes.
+            ValueError: the state of another worker, number of workers, configuration or model.
         """
         engine = self._workers.first
         now = self._workers.configuration.in_words()
@@ -280,7 +277,7 @@ class Attached:
             self._control.statistics[0].load_own_state(state["control"]["worker"])
 
     def close(self) -> None:
-        """Stop the background thread and leave its process group; the module's last use."""
+        """Stop the background thread and leave its process group. No backward pass may follow."""
         self._synchronizer.close()
 
 

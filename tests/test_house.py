@@ -26,7 +26,7 @@ AbsoluteError AllGather AllReduce ByteCodes Cast Choice Codec CompressedDDPStrat
 CompressionMonitor Compressor Contraction ErrorReset Estimating GlobalMomentum HardThreshold
 Identity Knob LocalMomentum LowRank Memory MomentumCorrection Multiple NetworkModel NoMemory
 PerParameter QSGD RandomK Range Residual Scheme SimulatedDDPStrategy SizeSwitch SparseReduce
-StepAhead TopK TwoShot Unbounded Variance WeightedError Wrapper
+StepAhead TopK TwoShot Unbounded Variance WeightedError Wrapper attach
 """.split()  # noqa: SIM905 - a list of thirty lines says no more
 
 

@@ -1,1 +1,1 @@
-"""Codes for payloads: bits packed into bytes, Elias-Fano positions, validation of what arrives."""
+"""Payload coding: bit packing, Elias-Fano coded positions, wire formats, validation."""

@@ -1,8 +1,8 @@
-"""Codes of b bits each in a byte string of exactly ceil(n * b / 8) bytes, and back.
+"""Bit packing: n codes of b bits each in exactly ceil(n * b / 8) bytes, and unpacking.
 
-A width is cut into whole bytes, each stored as a plane of its own, and a remainder of 1 to 7 bits:
-20-bit indices are two byte planes and one plane of half bytes. Within the remainder's plane code i
-occupies bits ``[i*r, (i+1)*r)`` of the little-endian bit string.
+A code is split into whole bytes, each stored in its own plane, and a remainder of r = 1 to 7 bits:
+20-bit indices are two byte planes and one plane of half bytes. Code i occupies bits
+``[i*r, (i+1)*r)`` of the remainder plane's little-endian bit string.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(data: Tensor, bits: int, numel: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return the ``numel`` codes that ``pack`` put into ``data``, as ``dtype``.
+    """Return the ``numel`` codes in ``data`` as ``dtype``: the inverse of ``pack``.
 
-    Whatever the bytes are, codes are in ``[0, 2**bits)``; bits after the last one do not count.
+    Codes are in ``[0, 2**bits)`` whatever the bytes; bits after the last code are ignored.
 
     Raises:
-        ValueError: the length of ``data`` is not that of ``numel`` codes, or ``dtype`` is too
-            narrow for them.
+        ValueError: ``data`` has not the length of ``numel`` codes, or ``dtype`` is too narrow.
     """
     _check_bits(bits)
     if torch.iinfo(dtype).max < (1 << bits) - 1:
@@ -69,20 +68,20 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"bits={bits} is outside 1..{MAX_BITS}, the widths that can be packed.")
 
 
-# Codes of a width that divides 8 -> a word whose bytes hold those that go into one byte together.
+# Width that divides 8 -> a word with one byte for each of the codes that share a packed byte.
 _WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 
 
 def _pack_narrow(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes of 1..7 bits, eight or fewer at a time, in the bytes of a word."""
+    """Pack uint8 codes of 1..7 bits, up to eight at a time in the bytes of a word."""
     numel = codes.numel()
     group = 8 // bits if bits in _WORDS else 8  # codes that together fill whole bytes
     short = -numel % group
     if short:
         codes = torch.cat([codes, codes.new_zeros(short)])
     if bits in _WORDS:
-        # Code i of a word is at bit 8·i and belongs at i·bits; what else moves leaves the low byte.
-        words = _words(codes, bits)
+        # Code i of a word moves from bit 8·i to i·bits; other bits end outside the low byte.
+        words = _as_words(codes, bits)
         packed = words.clone()
         for i in range(1, group):
             packed |= words >> (i * (8 - bits))
@@ -95,7 +94,7 @@ def _pack_narrow(codes: Tensor, bits: int) -> Tensor:
     return by_byte.reshape(-1)[: -(-numel * bits // 8)]
 
 
-def _words(data: Tensor, bits: int) -> Tensor:
+def _as_words(data: Tensor, bits: int) -> Tensor:
     if data.storage_offset() % _WORDS[bits].itemsize or not data.is_contiguous():
         data = data.clone()
     return data.view(_WORDS[bits])

@@ -1,10 +1,9 @@
-"""Ascending positions in about 2 + log2(n/k) bits each, in a byte string of known length.
+"""Elias-Fano coding: k ascending positions below n in about 2 + log2(n/k) bits each.
 
-Elias-Fano coding. Of each of k positions in a tensor of n elements the low ``l = floor(log2(n/k))``
-bits are stored as they are. What is left, h = position >> l, ascends too, and the i-th sets bit
-``h + i`` in a bitmap of ``k + ((n − 1) >> l) + 1`` bits. For density 1 % that makes 8.6 bits, where
-the entropy is 8.1 and a plain position in a million elements has 20. The length follows from k and
-n alone, so it need not be sent.
+The low ``l = floor(log2(n/k))`` bits of each position are stored as they are. The high parts,
+h = position >> l, ascend too; the i-th sets bit ``h + i`` in a bitmap of ``k + ((n − 1) >> l) + 1``
+bits. At density 1 % that is 8.6 bits per position, where the entropy is 8.1 and a plain index into
+a million elements has 20. The length follows from k and n, so it is not sent.
 
 Reference:
     Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", JACM 1974.
@@ -32,7 +31,7 @@ def encode(positions: Tensor, numel: int) -> Tensor:
 
     Args:
         positions: ``(k,)`` int64, ascending, below ``numel``.
-        numel: how many elements there are.
+        numel: n.
     """
     chosen = positions.numel()
     if not chosen:
@@ -47,26 +46,26 @@ def encode(positions: Tensor, numel: int) -> Tensor:
 
 
 def most_bytes(numel: int) -> int:
-    """Return a length that no number of positions in ``numel`` elements exceeds."""
+    """Return an upper bound of ``coded_bytes`` over all numbers of positions."""
     return packed_bytes(numel, 2) + 3
 
 
 def decode(data: Tensor, chosen: int, numel: int, look: bool = True) -> Tensor:
     """Return ``(chosen,)`` int64: the inverse of ``encode``.
 
-    The bytes are not trusted: positions may be ``numel`` or more, or not ascend, which is for the
-    caller to find, but they are never negative. A bitmap with a wrong number of bits makes all of
-    them ``numel`` where one may not look.
+    The bytes are not trusted: positions are never negative, but may be ``numel`` or more, or not
+    ascend; the caller must check that. If the bitmap has a wrong number of set bits and ``look`` is
+    False, all positions are ``numel``.
 
     Args:
         data: ``(coded_bytes(chosen, numel),)`` uint8.
         chosen: k.
         numel: n.
-        look: the numbers may be read now; False where that would mean waiting for a device.
+        look: read values on the host; False where that would mean waiting for a device.
 
     Raises:
-        ValueError: more positions than elements; where one may look, a bitmap without ``chosen``
-            bits set.
+        ValueError: more positions than elements; with ``look``, a bitmap without exactly ``chosen``
+            set bits.
     """
     if not chosen:
         return torch.zeros(0, dtype=torch.int64, device=data.device)
@@ -81,7 +80,7 @@ def decode(data: Tensor, chosen: int, numel: int, look: bool = True) -> Tensor:
                 f"The payload's bitmap marks {places.numel():,} positions, where there should be "
                 f"{chosen:,}; it is damaged."
             )
-    else:  # a length that depends on data would make the host wait
+    else:  # a data-dependent length would make the host wait
         sums = unpack(data[cut:], 1, length, torch.uint8).cumsum(0)
         places = torch.searchsorted(sums, order + 1)
     positions = (places - order) << low
@@ -91,7 +90,7 @@ def decode(data: Tensor, chosen: int, numel: int, look: bool = True) -> Tensor:
 
 
 def _set_bits(data: Tensor, length: int) -> Tensor:
-    """Return the ascending positions of the bits that are set among the first ``length``."""
+    """Return the ascending positions of the set bits among the first ``length``."""
     if data.device.type != "cpu" or data.shape != (packed_bytes(length, 1),):
         return unpack(data, 1, length, torch.uint8).nonzero().view(-1)
     bits = np.unpackbits(data.numpy(), count=length, bitorder="little")

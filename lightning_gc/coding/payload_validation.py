@@ -1,9 +1,9 @@
-"""Validate received payloads before they are used: lengths, positions, codes.
+"""Payload validation: check lengths, positions and codes of received payloads before decoding.
 
-On the host a check looks at the numbers and raises. On an accelerator looking would make the host
-wait; there, what is out of range is moved into it and its values become NaN, which reach the result
-of every worker, so that no step is made on them. NaN and infinity among values are no error: they
-arise in honest training too, and have the same effect.
+On the host a check reads the values and raises. On an accelerator that would make the host wait;
+there, out-of-range positions are clamped and values become NaN, which reaches the result of every
+worker, so that no optimizer step is made. NaN and infinity among values are no error: they occur in
+normal training and have the same effect.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _NAN = float("nan")
 
 @contextlib.contextmanager
 def naming(compressor: object, bucket: Bucket, sender: int | None) -> Iterator[None]:
-    """Make a ValueError of a decoder say whose payload it is. Not to be held over a ``yield``.
+    """Add compressor, parameters and sender to a decoder's ValueError. Must not span a ``yield``.
 
     Args:
-        compressor: whose payload it should be.
-        bucket: the tensor's.
-        sender: the worker who sent it; None for the mean of all.
+        compressor: the one that decodes.
+        bucket: the tensor's bucket.
+        sender: the worker that sent the payload; None for the mean of all.
     """
     try:
         yield
@@ -39,15 +39,15 @@ def naming(compressor: object, bucket: Bucket, sender: int | None) -> Iterator[N
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Return whether the numbers of ``tensor`` can be read without waiting for a device."""
+    """Return whether values of ``tensor`` can be read without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
 def fields(payload: Payload, wire: Wire) -> None:
-    """Refuse a payload whose tensors are not flat, or have lengths that its format does not allow.
+    """Refuse a payload whose tensors are not flat, or whose lengths the wire format excludes.
 
     Raises:
-        ValueError: naming what was found and what was expected.
+        ValueError: with the shapes found and the lengths expected.
     """
     if len(payload) == len(wire):
         for tensor, field in zip(payload, wire, strict=True):
@@ -66,7 +66,7 @@ def fields(payload: Payload, wire: Wire) -> None:
 def lengths(payload: Sequence[Tensor], *expected: int) -> None:
     """Refuse tensors that are not flat or have other lengths than ``expected``.
 
-    For lengths that depend on one another. Torch would take one element for as many as are needed.
+    For lengths that depend on one another. Torch would broadcast a single element.
     """
     if tuple(tuple(tensor.shape) for tensor in payload) != tuple((n,) for n in expected):
         raise ValueError(_wrong_lengths(payload, str(expected)))
@@ -83,16 +83,16 @@ def _wrong_lengths(payload: Sequence[Tensor], expected: str) -> str:
 def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     """Return indices and values that can be added to a tensor of ``numel`` elements.
 
-    Positions must be below ``numel`` and ascend. So each is named once: a GPU adds in any order,
-    and of two values for one element every worker could make another sum.
+    Positions must be below ``numel`` and ascend, so that none is repeated: a GPU adds in any order,
+    and workers could get different sums of two values for one element.
 
     Args:
         indices: ``(k,)``, non-negative, as ``unpack`` returns them.
         values: ``(k,)``, a floating dtype.
-        numel: how many elements there are.
+        numel: elements of the tensor.
 
     Raises:
-        ValueError: more positions than elements, or on the host: positions that are out of range
+        ValueError: more positions than elements; on the host also positions that are out of range
             or do not ascend.
     """
     count = indices.numel()
@@ -104,7 +104,7 @@ def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tens
         return indices, values
     before, after = indices[:-1], indices[1:]
     if on_host(indices):
-        # One pass over differences, which takes a quarter of the time of a comparison.
+        # The minimum of differences takes a quarter of the time of a comparison.
         if int(indices[-1]) >= numel or (count > 1 and int((after - before).amin()) <= 0):
             raise ValueError(_wrong_position(indices, numel))
         return indices, values
@@ -113,12 +113,12 @@ def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tens
 
 
 def codes(found: Tensor, highest: int, scales: Tensor) -> Tensor:
-    """Return the scales by which codes of ``0..highest`` are multiplied.
+    """Check that codes are in ``0..highest`` and return their scales.
 
     Args:
         found: ``(n,)``, non-negative integers, as ``unpack`` returns them.
         highest: the highest code that the encoder makes.
-        scales: what the codes are multiplied by, a floating dtype.
+        scales: factors of the codes, a floating dtype.
 
     Raises:
         ValueError: on the host, a higher code.

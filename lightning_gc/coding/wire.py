@@ -1,4 +1,4 @@
-"""Wire format of a payload: name, dtype and length of each tensor, declared once per compressor."""
+"""Wire format: name, dtype and length of each tensor of a payload, declared by the compressor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Field:
     """One tensor of a payload, always flat.
 
     Attributes:
-        name: what it holds.
-        dtype: of its elements, for a gradient in float32.
-        length: elements; the most there can be where the length varies.
-        varies: ``"no"``, with the ``"step"`` but equally on all workers, or with values, so that
-            each ``"worker"`` sends another number: then lengths are sent ahead.
+        name: of its content.
+        dtype: for a gradient in float32.
+        length: elements; an upper limit where the length varies.
+        varies: ``"no"``; with the ``"step"``, equally on all workers; or with values, so that each
+            ``"worker"`` may send another length: then lengths are sent first.
         note: how elements are coded, in a few words, for the documentation.
     """
 
@@ -31,7 +31,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor at its greatest length."""
+        """Bytes of the tensor at its maximal length."""
         return self.length * self.dtype.itemsize
 
 
@@ -40,7 +40,7 @@ Wire = tuple[Field, ...]
 
 
 def limits(wire: Wire) -> Limits | None:
-    """Return the most elements of each tensor that is ragged, for a request; None if none is."""
+    """Return a request's limits: maximal elements of each ragged tensor; None if none is ragged."""
     if all(field.varies != "worker" for field in wire):
         return None
     return tuple(field.length if field.varies == "worker" else None for field in wire)

@@ -1,4 +1,4 @@
-"""quantise: stochastic rounding to fractions of a block's norm, and bit packing (QSGD's encoder)."""
+"""quantise: stochastic rounding to fractions of a block's norm and bit packing (QSGD's encoder)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def quantise(
         return program(buffer, norms, block_size, bits, noise)
     drawn = _stream(noise)
     packed = [
-        reference(buffer[piece], norms[blocks], block_size, bits, _noise_of(drawn, blocks, block_size))
+        reference(buffer[piece], norms[blocks], block_size, bits, _part(drawn, blocks, block_size))
         for piece, blocks in pieces(buffer, block_size, bits)
     ]
     return packed[0] if len(packed) == 1 else torch.cat(packed)
@@ -77,7 +77,7 @@ def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, 
         yield slice(start, start + size), slice(start // block_size, (start + size) // block_size)
 
 
-def _noise_of(noise: Noise, blocks: slice, block_size: int) -> Noise:
+def _part(noise: Noise, blocks: slice, block_size: int) -> Noise:
     if not isinstance(noise, Tensor) or blocks.stop is None:
         return noise
     return noise[blocks.start * block_size : blocks.stop * block_size]

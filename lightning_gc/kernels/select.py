@@ -16,8 +16,8 @@ class Selection(NamedTuple):
     Attributes:
         values: ``(capacity,)`` float32, padded with 0.
         positions: ``(capacity,)`` int64, ascending, padded with ``numel``.
-        reached: 0-dim int64, how many elements reach the threshold. If more than ``capacity``, those
-            at the lowest positions are moved.
+        reached: 0-dim int64, number of elements that reach the threshold. If more than
+            ``capacity``, those at the lowest positions are moved.
     """
 
     values: Tensor

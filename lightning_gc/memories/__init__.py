@@ -1,4 +1,4 @@
-"""What is remembered between steps, one file per rule."""
+"""Memories: error feedback and momentum before compression, one rule per file."""
 
 from lightning_gc.memories.base import Memory as Memory
 from lightning_gc.memories.error_reset import ErrorReset as ErrorReset

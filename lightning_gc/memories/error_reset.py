@@ -1,4 +1,4 @@
-"""ErrorReset: error feedback that sends the whole error every so many steps."""
+"""ErrorReset: error feedback that sends the error uncompressed every N steps."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_gc.memories.base import GradientExchange, Memory
 
 @dataclass(frozen=True)
 class ErrorReset(Memory):
-    """Feed errors back, and every so many steps send them whole.
+    """Feed errors back, and send them uncompressed every ``every`` steps.
 
     ``x_t = e_{t−1} + g_t``, ``e_t = x_t − C(x_t)``; in every ``every``-th step ``x_t`` is sent
-    uncompressed and ``e_t = 0``. No error grows older than that, so a compressor may be harder.
-    Nothing is lost: the reset is by sending, not by dropping.
+    uncompressed and ``e_t = 0``. This bounds the age of errors, which allows harder compression.
+    Nothing is lost: errors are sent, not dropped.
 
-    Costs one float32 per parameter and worker, and a dense all-reduce every ``every`` steps: at 128
-    steps, as many bytes as a density of about 0.8 %.
+    Costs one float32 per parameter and worker, and a dense all-reduce every ``every`` steps: at
+    128, as many bytes as a density of about 0.8 %.
 
     Args:
-        every: steps from one reset to the next, at least 1. Higher means fewer bytes, older errors.
+        every: steps between resets, at least 1. Higher means fewer bytes and older errors.
 
     Raises:
         ValueError: ``every`` below 1.
@@ -36,7 +36,7 @@ class ErrorReset(Memory):
 
     Reference:
         Xie et al., "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020. There a
-        worker's own model takes part of its error at once; for that see ``StepAhead``.
+        worker also applies part of its error to its own model; for that see ``StepAhead``.
     """
 
     every: int = 128
@@ -50,12 +50,12 @@ class ErrorReset(Memory):
             )
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Add the gradient to the error; send that compressed, or whole."""
+        """Add the gradient to the error; send the sum, compressed or not."""
         due = (bucket.step + 1) % self.every == 0
         buffer = state["error"].add_(bucket.grad)
         yield from exchange.dense(buffer) if due else exchange(buffer)
 
     @classmethod
     def examples(cls) -> tuple[ErrorReset, ...]:
-        """One that is emptied several times in a short test."""
+        """One that resets several times in a short test."""
         return (cls(every=3),)

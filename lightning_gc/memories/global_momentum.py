@@ -1,4 +1,4 @@
-"""GlobalMomentum: error feedback with momentum of the common update, added before compression."""
+"""GlobalMomentum: error feedback, with momentum of the mean update added before compression."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning_gc.search_space import Range
 
 @dataclass(frozen=True)
 class GlobalMomentum(Memory):
-    """Add the last common step to the gradient, as momentum would, and feed errors back.
+    """Add momentum of the last applied mean to the gradient, and feed errors back.
 
     ``x_t = e_{t−1} + g_t + β·a_{t−1}``, ``e_t = x_t − C(x_t)``, with a_t the mean that all workers
-    applied in step t. The paper writes ``−(w_t − w_{t−1})/η`` for a: under plain SGD with a
-    constant learning rate these are the same. Every worker's momentum then points where the model
-    has gone, not where its own gradients did. If everything is sent it is SGD with momentum β.
+    applied in step t. The paper's a is ``−(w_t − w_{t−1})/η``, which is the same under plain SGD
+    with a constant learning rate. Every worker's momentum then follows the model's updates, not its
+    own gradients. If everything is sent, it is SGD with momentum β.
 
     Nothing is lost of ``g_t + β·a_{t−1}``. Costs two float32 per parameter and worker. Use plain
-    SGD: momentum in the optimizer would come on top.
+    SGD: momentum in the optimizer would be added to this one.
 
     Args:
-        momentum: β, in [0, 1). Higher means a longer memory of the direction.
+        momentum: β, in [0, 1). Higher averages over more steps.
 
     Raises:
         ValueError: ``momentum`` outside [0, 1); at fit start, an optimizer with momentum.
@@ -58,7 +58,7 @@ class GlobalMomentum(Memory):
         """Exchange error, gradient and momentum; keep the mean."""
         buffer = state["error"].add_(bucket.grad).add_(state["applied"], alpha=self.momentum)
         mean = yield from exchange(buffer)
-        # What is not finite would stay so.
+        # NaN and infinity would never leave the buffer.
         state["applied"].copy_(mean).nan_to_num_(0.0, 0.0, 0.0)
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:

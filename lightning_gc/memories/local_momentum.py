@@ -16,7 +16,7 @@ from lightning_gc.search_space import Range
 
 @dataclass(frozen=True)
 class LocalMomentum(Memory):
-    """Send what is made of each worker's own moving average of gradients; feed no error back.
+    """Compress each worker's moving average of gradients, without error feedback.
 
     ``m_t = β·m_{t−1} + (1 − β)·g_t``, and ``m_t`` is compressed. For ``Signum``: the sign of an
     average over steps is less noisy than that of one gradient.
@@ -24,7 +24,7 @@ class LocalMomentum(Memory):
     Costs two float32 per parameter and worker. The optimizer must have no momentum of its own.
 
     Args:
-        momentum: β, in [0, 1). Higher means a longer average.
+        momentum: β, in [0, 1). Higher averages over more steps.
 
     Raises:
         ValueError: ``momentum`` outside [0, 1); at fit start, an optimizer with momentum.
@@ -40,7 +40,7 @@ class LocalMomentum(Memory):
 
     momentum: float = 0.9
 
-    # The first is only where the compressor may work: it must not change the average itself.
+    # The first is a scratch buffer: compression in place must not change the average.
     buffers = ("error", "momentum")
     space = (Range("momentum", 0.5, 0.99),)
     conserves = False
@@ -53,7 +53,7 @@ class LocalMomentum(Memory):
             )
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Exchange a copy of the average with the gradient in it."""
+        """Update the average and exchange a copy of it."""
         average = state["momentum"]
         average.mul_(self.momentum).add_(bucket.grad, alpha=1 - self.momentum)
         yield from exchange(state["error"].copy_(average))

@@ -21,21 +21,21 @@ class MomentumCorrection(Memory):
     """Accumulate each worker's velocity, not its gradient, until it is sent.
 
     ``u_t = m·u_{t−1} + g_t``, ``v_t = v_{t−1} + u_t``, and v is compressed. With ``nesterov``
-    ``u_t = m·(u_{t−1} + g_t)``, ``v_t = v_{t−1} + u_t + g_t``. Where something of v is sent, u is
-    set to zero too (*factor masking*): a delayed element has had its momentum. Where all of a
-    parameter is sent, as with small tensors, uncompressed epochs or density 1, nothing is delayed
-    and nothing is masked; that is SGD with momentum, step by step.
+    ``u_t = m·(u_{t−1} + g_t)``, ``v_t = v_{t−1} + u_t + g_t``. Where an element of v is sent, that
+    of u is set to zero too (*factor masking*): its stale momentum is dropped. If a parameter is
+    sent whole, as with small tensors, uncompressed epochs or density 1, nothing is delayed and
+    nothing is masked: that equals SGD with momentum.
 
-    Use plain SGD without momentum and without weight decay: both are done here, in the order that
-    matters. Costs two float32 per parameter and worker, and two more for a moment.
+    Use plain SGD without momentum and without weight decay: both are done here, in the right order.
+    Costs two float32 per parameter and worker, and temporarily two more.
 
     Args:
-        momentum: m, in [0, 1). Higher means a longer memory of the direction.
-        nesterov: look ahead, as ``torch.optim.SGD(nesterov=True)`` does.
-        clip: greatest L2 norm of a parameter's gradient summed over workers as if they were
-            independent: a worker's own is held to ``clip/√W``. None: as it is. Buckets come one by
-            one, so it is by parameter, as in the authors' code, and not over the model.
-        weight_decay: λ of ``g + λ·w``, added before anything else, at least 0.
+        momentum: m, in [0, 1). Higher averages over more steps.
+        nesterov: Nesterov momentum, as ``torch.optim.SGD(nesterov=True)``.
+        clip: maximal L2 norm of a parameter's gradient summed over independent workers: each
+            worker's own is clipped to ``clip/√W``. None: no clipping. By parameter, as in the
+            authors' code, not over the model, since buckets are exchanged one by one.
+        weight_decay: λ of ``g + λ·w``, added after clipping and before the velocity, at least 0.
 
     Law:
         Nothing is lost of the velocities: ``Σ mean_t + mean over workers of v_T`` is the sum over
@@ -80,7 +80,7 @@ class MomentumCorrection(Memory):
 
     @property
     def reads_weights(self) -> bool:
-        """For weight decay."""
+        """Whether there is weight decay."""
         return self.weight_decay > 0
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
@@ -94,7 +94,7 @@ class MomentumCorrection(Memory):
             velocity.mul_(self.momentum).add_(gradient)
         before = total.add_(velocity).clone()
         yield from exchange(total)
-        # The velocity of what was sent is forgotten, where something else of the parameter waits.
+        # Factor masking, unless the whole parameter was sent.
         sent = before != total
         for _, start, stop in bucket.spans():
             part = slice(start, stop)
@@ -124,7 +124,7 @@ class MomentumCorrection(Memory):
         return bucket.weights[name]
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
-        """Refuse momentum, and weight decay, which must come before the velocity."""
+        """Refuse momentum, and weight decay, which must be added before the velocity."""
         refuse_momentum(self, group)
         if group.get("weight_decay"):
             raise ValueError(

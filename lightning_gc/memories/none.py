@@ -1,4 +1,4 @@
-"""NoMemory: compress the gradient itself and drop what was not sent."""
+"""NoMemory: compress the gradient itself, without error feedback."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_gc.memories.base import GradientExchange, Memory
 
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """Compress the gradient itself; what the compressor leaves is dropped.
+    """Compress the gradient itself and drop the error.
 
-    Right for unbiased compressors, whose errors average out, and costs nothing. Within one step
-    nothing is lost either: what was sent and what was dropped add up to the gradient.
+    Right for unbiased compressors, whose errors average out; costs nothing. Within one step what
+    was sent and the dropped error add up to the gradient.
 
     Example:
         >>> from lightning_gc import NoMemory

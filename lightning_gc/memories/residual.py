@@ -1,4 +1,4 @@
-"""Residual: error feedback; what was not sent is added to the next gradient."""
+"""Residual: error feedback, which adds the compression error to the next gradient."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from lightning_gc.memories.base import GradientExchange, Memory
 class Residual(Memory):
     """Add the stored error to the gradient before it is compressed.
 
-    ``x_t = decay·e_{t−1} + gain·g_t``, ``e_t = x_t − C(x_t)``. In place and without a copy: the
-    error buffer becomes x, and what the compressor does not take out of it is the next error.
+    ``x_t = decay·e_{t−1} + gain·g_t``, ``e_t = x_t − C(x_t)``. In place, without a copy: x replaces
+    the error in its buffer, and the compressor leaves the next error there.
 
-    Costs one float32 per parameter and worker. Errors are kept in float32 whatever the gradient's
-    dtype, and in true units whatever the loss scale.
+    Costs one float32 per parameter and worker. Errors are float32 whatever the gradient's dtype,
+    and unscaled whatever the loss scale.
 
     Args:
-        decay: weight of the old error, in (0, 1]. 1 loses nothing; less forgets slowly, which
-            some use against stale errors at the price of a biased sum. Elsewhere called β.
-        gain: weight of the new gradient, above 0. Elsewhere called γ. Other than 1 it scales all
-            that is sent, as a learning rate would, which is what some tune it for.
-        lr_aware: keep ``γ_t·e_t`` when the learning rate γ changes, not ``e_t``: the error is
-            multiplied by γ_{t−1}/γ_t (a step at γ = 0 leaves it as it is). An old error then
-            enters the weights with the learning rate at which it arose, as in the total-error
-            paper's algorithm; off, it enters with the new one, as in most code, that paper's own
-            included.
+        decay: weight of the old error, in (0, 1]. 1 loses nothing; lower values damp stale errors
+            at the price of a biased sum. Elsewhere called β.
+        gain: weight of the new gradient, above 0. Elsewhere called γ. Values other than 1 scale all
+            that is sent, like a learning rate.
+        lr_aware: keep ``γ_t·e_t``, not ``e_t``, when the learning rate γ changes: the error is
+            multiplied by γ_{t−1}/γ_t (a step at γ = 0 does not change it). Errors are then applied
+            at the learning rate of the step at which they arose, as in the total-error paper's
+            algorithm; if off, at the new one, as in most code, including that paper's.
 
     Raises:
         ValueError: ``decay`` outside (0, 1], a ``gain`` that is not positive.
@@ -68,11 +67,11 @@ class Residual(Memory):
 
     @property
     def conserves(self) -> bool:
-        """Unless something is weighed or rescaled."""
+        """Whether decay and gain are 1 and errors are not rescaled."""
         return self.decay == 1 and self.gain == 1 and not self.lr_aware
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Exchange the error with the gradient added, in the error's own storage."""
+        """Add the gradient to the error and exchange the sum, in place."""
         error = state["error"]
         if self.decay != 1:
             error.mul_(self.decay)
@@ -80,5 +79,5 @@ class Residual(Memory):
 
     @classmethod
     def examples(cls) -> tuple[Residual, ...]:
-        """One that loses nothing, one that weighs both parts, one that follows the rate."""
+        """Plain error feedback, one with both weights, one that is ``lr_aware``."""
         return (cls(), cls(decay=0.9, gain=0.5), cls(lr_aware=True))

@@ -1,4 +1,4 @@
-"""StepAhead: error feedback with the gradient taken at the weights that the error leads to."""
+"""StepAhead: error feedback, with the gradient taken at weights moved by the worker's error."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_gc.memories.base import GradientExchange, Memory
 
 @dataclass(frozen=True)
 class StepAhead(Memory):
-    """Feed errors back, and take each worker's gradient at the weights that its error leads to.
+    """Feed errors back, and take each worker's gradient at weights moved ahead by its error.
 
     ``g_t = ∇f(w_t − α·γ_t·e_{t−1})``, ``x_t = e_{t−1} + g_t``, ``e_t = x_t − C(x_t)``, γ being the
-    learning rate. An error is a step that is still to be made; a gradient taken without it is stale
-    when it is applied. The strategy moves the weights for the time of the forward and backward pass
-    and puts them back bit by bit; validation, checkpoints and the optimizer never see them moved.
+    learning rate. An error is a delayed step; a gradient that ignores it is stale when applied. The
+    strategy moves the weights during the forward and backward pass and restores them bit for bit;
+    validation, checkpoints and the optimizer never see them moved.
 
     Nothing is lost, as with ``Residual``. Costs one float32 per parameter and worker, and a copy of
     the weights while they are moved. Meant for SGD, whose step is γ times what is sent.
 
     Args:
-        alpha: share of the own error by which the weights move, in [0, 1]. 0 is ``Residual``.
-        average_every: steps after which all workers' errors are replaced by their mean, by a
-            dense all-reduce: then all take a step ahead to the same place. 0: never.
+        alpha: share of the worker's error by which its weights move, in [0, 1]. 0 is ``Residual``.
+        average_every: steps between dense all-reduces that replace all workers' errors by their
+            mean, so that all move to the same weights. 0: never.
 
     Raises:
         ValueError: ``alpha`` outside [0, 1], a negative ``average_every``; at fit start, manual
@@ -39,8 +39,8 @@ class StepAhead(Memory):
 
     Reference:
         Xu, Huo and Huang, "Step-Ahead Error Feedback for Distributed Training with Compressed
-        Gradient", AAAI 2021. Shares of a step, as in "SA-PEF", 2026. Momentum is left to the
-        optimizer, where the paper has it on each worker.
+        Gradient", AAAI 2021. α below 1 is from "SA-PEF", 2026. Momentum is left to the optimizer;
+        the paper has it on each worker.
     """
 
     alpha: float = 1.0
@@ -65,7 +65,7 @@ class StepAhead(Memory):
         return self.alpha
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Average errors where that is due; then as ``Residual``."""
+        """Average errors if due; then as ``Residual``."""
         error = state["error"]
         if self.average_every and bucket.step > 0 and bucket.step % self.average_every == 0:
             (average,) = yield Mean((error.clone(),))
@@ -74,5 +74,5 @@ class StepAhead(Memory):
 
     @classmethod
     def examples(cls) -> tuple[StepAhead, ...]:
-        """One by itself, one that averages."""
+        """The default, and one that averages errors."""
         return (cls(), cls(alpha=0.5, average_every=3))

@@ -17,17 +17,17 @@ from lightning_gc.search_space import Range
 class WeightedError(Memory):
     """Add a share of the accumulated quantisation errors to the gradient.
 
-    ``h_t = β·h_{t−1} + (g_{t−1} − q_{t−1})``, ``q_t = C(g_t + α·h_t)``. The error is taken from the
-    gradient, not from what was compressed. With α = β = 1 that is ``Residual``: then h holds what
-    the compressor has left, and nothing is lost. An unbiased quantiser may be wrong by more than
-    the gradient is long, and all of that fed back would grow; a small share reduces the variance.
+    ``h_t = β·h_{t−1} + (g_{t−1} − q_{t−1})``, ``q_t = C(g_t + α·h_t)``. The error is relative to
+    the gradient, not to what was compressed. α = β = 1 is ``Residual``: h is then the error, and
+    nothing is lost. An unbiased quantiser's error may exceed the gradient's norm and would grow if
+    fed back whole; a small share of it reduces the variance.
 
     Costs two float32 per parameter and worker.
 
     Args:
-        alpha: share of the accumulated errors that is added, in (0, 1]. Higher corrects more, and
-            is sooner unstable.
-        beta: weight of older errors, in [0, 1]. Higher remembers longer.
+        alpha: share of the accumulated errors that is added, in (0, 1]. Higher corrects more, but
+            is less stable.
+        beta: weight of older errors, in [0, 1]. Higher accumulates over more steps.
 
     Raises:
         ValueError: ``alpha`` or ``beta`` outside these ranges.
@@ -56,13 +56,13 @@ class WeightedError(Memory):
 
     @property
     def conserves(self) -> bool:
-        """With α = β = 1, which is ``Residual``."""
+        """Whether α = β = 1, which is ``Residual``."""
         return self.alpha == self.beta == 1
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
         """Exchange the gradient with a share of the history added.
 
-        What the compressor has left is ``g + α·h − q``, so ``g − q`` is that without ``α·h``.
+        The compressor's error is ``g + α·h − q``; subtracting ``α·h`` gives ``g − q``.
         """
         error, history = state["error"], state["history"]
         history.mul_(self.beta - self.alpha).add_(error)
@@ -70,5 +70,5 @@ class WeightedError(Memory):
 
     @classmethod
     def examples(cls) -> tuple[WeightedError, ...]:
-        """The default, and one that is error feedback."""
+        """The default, and one equal to ``Residual``."""
         return (cls(), cls(alpha=1.0, beta=1.0))

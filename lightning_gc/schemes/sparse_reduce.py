@@ -63,7 +63,7 @@ class SparseReduce(Scheme):
 
     Reference:
         Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk),
-        PPoPP 2022. There thresholds and ranges are kept for many steps; here both are new each step.
+        PPoPP 2022. There thresholds and ranges are kept for many steps; here both are recomputed.
     """
 
     def check(self, compressor: Compressor) -> None:

@@ -33,8 +33,9 @@ def test_the_same_run(codec, scheme, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             for module in ("select", "accumulate"):
                 patch.setattr(f"lightning_gc.kernels.{module}.fused", lambda tensor: False)
-            for module in ("hard_threshold", "selection"):
-                patch.setattr(f"lightning_gc.compressors.{module}.fused", lambda tensor: False)
+            for module in ("hard_threshold", "topk_selection"):
+                path = f"lightning_gc.compressors.sparsifiers.{module}.fused"
+                patch.setattr(path, lambda tensor: False)
             theirs = without.step(gradients(step))
         assert ours.wire_bytes == theirs.wire_bytes
         for name, mean in ours.mean.items():

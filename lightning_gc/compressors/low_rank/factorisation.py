@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.coding import payload_validation
 from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Collective, dense
 from lightning_gc.compressors.bounds import Contraction
@@ -79,8 +80,12 @@ class LowRank(Collective):
         good = q.isfinite().all() & q.any()
         state["q"] = torch.where(good, q, before)
         product = (p @ q.t()).view(-1)
-        # NaN and overflow in what another worker sent show in ``out``; no error must keep them.
-        buffer.sub_(product).nan_to_num_(0.0, 0.0, 0.0)
+        buffer.sub_(product)
+        # NaN and overflow in what another worker sent are in ``out``; no error must keep them. The
+        # factors are small, and tell whether there can be any.
+        largest = p.abs().amax() * q.abs().amax() * p.shape[1]
+        if not (payload_validation.on_host(p) and largest.isfinite()):
+            buffer.nan_to_num_(0.0, 0.0, 0.0)
         out.copy_(product)
 
     def _columns(self, kept: Tensor | None, matrix: Tensor, bucket: Bucket) -> Tensor:

@@ -16,7 +16,7 @@ BLOCK = 2048  # elements; 16 to a thread
 def mark(
     gradient, error, threshold, bitmap, counts, numel, ADD: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Write one bit per element to ``bitmap`` and the number of set bits per block to ``counts``."""
+    """Write one bit per element to ``bitmap`` and the set bits per block to ``counts``."""
     block = tl.program_id(0)
     groups = block * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)[None, :]
