@@ -1,4 +1,4 @@
-"""Policies that choose the level of compression, epoch by epoch. Standard library only."""
+"""Controllers: policies that choose compression levels, epoch by epoch. Standard library only."""
 
 if __name__ == "controllers":
     raise ImportError(

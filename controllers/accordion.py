@@ -1,4 +1,4 @@
-"""Compress little while the gradient changes fast, much while it does not."""
+"""Accordion: compress less while gradient norms change fast (critical regimes), else more."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from .base import (
 
 @dataclass(frozen=True)
 class Accordion(Controller):
-    """Detect critical regimes by the change of the gradient's norm over several epochs.
+    """Detect critical regimes by the change of gradient norms over ``interval`` epochs.
 
     For each parameter, ``N(e) = ‖Σ_t g_t‖`` over the steps of epoch e, of worker 0's local, raw
     gradients. At the end of every ``interval``-th epoch, ``r = |N(e−interval) − N(e)| /
-    N(e−interval)``. If ``r ≥ threshold`` the parameter is in a critical regime and is compressed
-    little until the next check; else it is compressed much. Epoch 0, the check after it, and a
-    previous norm of 0 count as critical. When the learning rate of the next epoch is lower than
-    that of the one that has ended, all parameters are compressed little until the next check.
+    N(e−interval)``. If ``r ≥ threshold`` the parameter is in a critical regime and gets level
+    ``low`` until the next check, else ``high``. Epoch 0, the check after it, and a previous norm of
+    0 count as critical. If the next epoch's learning rate is lower than that of the one that has
+    ended, all parameters get ``low`` until the next check.
 
-    This is what the authors' code does. (The paper's text does not say that gradients are summed
-    as vectors, nor that the norms compared lie ``interval`` epochs apart.)
+    This follows the authors' code. (The paper's text does not say that gradients are summed as
+    vectors, nor that the norms compared are ``interval`` epochs apart.)
 
     Args:
-        low: the level of *little* compression, for critical regimes: density 0.1, 8 bits.
-            None sends uncompressed.
-        high: the level of *much* compression: density 0.01, 4 bits.
+        low: level of *low* compression, for critical regimes: density 0.1, 8 bits. None sends
+            uncompressed.
+        high: level of *high* compression: density 0.01, 4 bits.
         interval: epochs between checks; the authors use 10, and 5 for WikiText-2.
-        threshold: relative change from which a regime is critical.
+        threshold: least relative change of a critical regime.
         granularity: ``"parameter"``, or ``"model"`` for one norm and one level for all.
-        detector: ``"epoch"``, or ``"minibatch"`` for the variant that the total-error paper
-            compared itself with: the norm of the first batch of every ``interval``-th epoch,
-            ``r > threshold``, and a learning rate that fell since the last check.
+        detector: ``"epoch"``, or ``"minibatch"`` for the variant to which the total-error paper
+            compares: the norm of the first batch of every ``interval``-th epoch, ``r >
+            threshold``, and a learning rate that fell since the last check.
 
     Raises:
-        ValueError: settings out of range; with a compressor on which ``low`` compresses harder
-            than ``high``.
+        ValueError: settings out of range; with a compressor for which ``low`` compresses more than
+            ``high``.
 
     Example:
         >>> from lightning_gc.controllers import Accordion, Observation
@@ -89,11 +89,11 @@ class Accordion(Controller):
 
     @property
     def gradients(self) -> Literal["none", "epoch sum", "first batch"]:  # type: ignore[override]
-        """What the detector looks at."""
+        """The gradient norms that the detector compares."""
         return "epoch sum" if self.detector == "epoch" else "first batch"
 
     def check(self, knob: KnobLike | None) -> None:
-        """Refuse levels that are the wrong way round for this knob."""
+        """Refuse a ``low`` that compresses more than ``high`` with this knob."""
         super().check(knob)
         assert knob is not None
         if not compresses_less(self.low, self.high, knob):
@@ -104,11 +104,11 @@ class Accordion(Controller):
             )
 
     def init(self) -> State:
-        """No norms yet; everything is critical."""
+        """Return the state without norms, in which all parameters are critical."""
         return {"norms": {}, "critical": {}, "rate": None}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Check if it is time to; look at the learning rate; return a level per parameter."""
+        """Compare norms if a check is due, compare learning rates, return levels."""
         epoch, falls = observation.epoch, False
         norms, critical, rate = state["norms"], state["critical"], state["rate"]
         why = "between checks"

@@ -1,4 +1,4 @@
-"""What a controller is: a pure rule from what an epoch was like to the next epoch's level."""
+"""Controller: base class of pure policies that map an epoch's observation to the next level."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 State = dict[str, Any]
-"""What a controller remembers: numbers, strings, lists and dicts of these."""
+"""A controller's state: numbers, strings, lists and dicts of these."""
 
 Level = float | None
-"""The value of a compressor's knob; None means uncompressed."""
+"""Value of a compressor's knob; None means uncompressed."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a controller may know when an epoch has ended: plain numbers only.
+    """Plain numbers on which a controller may base a decision.
 
     The first observation comes before the first step, with ``epoch=-1``, no metrics and no norms.
-    Controllers that take turns within epochs get others between; their bytes, density and steps are
-    counted since the turn before, and they carry no norms and no moments.
+    Controllers that also decide within epochs get observations without norms and moments there.
+    Bytes, density and steps are counted since the last decision.
 
     Attributes:
-        epoch: the last epoch that has ended, from 0; -1 before the end of the first one.
-        learning_rate: of that epoch's last step.
-        next_learning_rate: of the next epoch's first step.
-        metrics: what has been logged, by name, as worker 0 has it.
+        epoch: the last finished epoch, from 0; -1 before the end of the first one.
+        learning_rate: of the last step.
+        next_learning_rate: of the next step.
+        metrics: logged values by name, worker 0's.
         gradient_norms: parameter name -> norm of worker 0's local, raw gradients, summed over the
-            epoch or of its first batch, as the controller declares; empty if it declares nothing.
+            epoch or of its first batch, as the controller declares; empty if it declares none.
         error_norms: parameter name -> norm of worker 0's error at the end of the epoch.
         total_error: ``Σ‖e_t‖²`` over all steps so far, mean over workers; 0 if not declared.
-        wire_bytes: bytes sent in the epoch, mean over workers.
-        dense_bytes: what plain DDP would have sent.
-        steps: synchronisations in the epoch, or since the last turn.
-        num_elements: number of elements of all gradients, the papers' d.
-        density: share of elements sent in the epoch, of those that are compressed; mean over
-            workers.
-        max_epochs: how many epochs the run will have; None if it has no end.
-        progress: share of the run that is over, in [0, 1]; None if it has no end.
+        wire_bytes: bytes sent, mean over workers.
+        dense_bytes: bytes that plain DDP would have sent.
+        steps: number of rounds.
+        num_elements: elements of all gradients, the papers' d.
+        density: sent share of the elements that are compressed, mean over workers.
+        max_epochs: epochs of the whole run; None if it has no end.
+        progress: finished share of the run, in [0, 1]; None if it has no end.
         ended: an epoch has just ended, or the run begins; False within an epoch.
         gradient_noise: ``E‖g − ∇f_i‖²`` within the epoch, mean over workers; 0 if not declared.
         gradient_squared: ``‖∇f_i‖²``, likewise.
@@ -67,13 +66,13 @@ class Observation:
 
 @dataclass(frozen=True)
 class Decision:
-    """The level of the next epoch, and why.
+    """Levels until the next decision, and the reason.
 
     Attributes:
-        level: for all parameters; None means that they are sent uncompressed.
-        levels: parameter name -> level; where given, ``level`` is for the names that are missing.
+        level: for all parameters; None sends them uncompressed.
+        levels: parameter name -> level, where it differs from ``level``.
         reason: one sentence for the log.
-        figures: numbers worth logging, by name: a critical share, a budget spent.
+        figures: name -> number to log, such as a critical share or the budget spent.
     """
 
     level: Level = None
@@ -83,31 +82,31 @@ class Decision:
 
 
 class KnobLike(Protocol):
-    """What a controller is told of the field that it will turn."""
+    """The knob of a compressor, as a controller sees it."""
 
     @property
     def field(self) -> str:
-        """Its name: density, bits, threshold, rank."""
+        """Name of the field: density, bits, threshold, rank."""
 
     @property
     def more(self) -> str:
-        """What a higher value means: "bytes" or "compression"."""
+        """What a higher value gives more of: "bytes" or "compression"."""
 
 
 class Controller(abc.ABC):
-    """Chooses levels, epoch by epoch. Frozen configuration; what it remembers is passed in.
+    """Chooses levels, epoch by epoch. Frozen configuration; its state is passed in.
 
     Laws, tested for every controller:
 
     1. It is pure: equal observations and states give equal decisions, and nothing is changed.
     2. Its state consists of plain values, loadable with ``weights_only=True``.
-    3. Worker 0 decides for all; a controller cannot tell how many workers there are.
+    3. Worker 0 decides for all; a controller does not see the number of workers.
 
     Attributes:
         gradients: the gradient norms that it needs: none, of the sum over the epoch, or of the
             epoch's first batch. Costs one float32 per parameter.
-        moments: it needs ``gradient_noise`` and its relatives. Costs the same, and one dense
-            all-reduce at the end of an epoch.
+        moments: it needs ``gradient_noise``, ``gradient_squared`` and ``gradient_dissimilarity``.
+            Costs the same, and one dense all-reduce at the end of an epoch.
         errors: it needs ``total_error``. Costs one more pass over the error in every step.
     """
 
@@ -124,20 +123,20 @@ class Controller(abc.ABC):
         """Return the next epoch's levels and the new state.
 
         Raises:
-            ValueError: what the controller needs is not there, such as a metric.
+            ValueError: something needed is missing, such as a metric.
         """
 
     def turns(self, epoch: int) -> int:
-        """Return how many turns per run to take within epoch ``epoch``, besides that at its end.
+        """Return how often per run to decide within epoch ``epoch``, besides at its end.
 
-        With n, the controller decides anew whenever 1/n of the run's steps have been done, and
-        while the run is young, whenever their number has doubled. Each is an all-reduce of a few
-        numbers and a broadcast. 0, as here: none.
+        With n, a decision is due after every n-th part of the run's steps, and early in the run
+        whenever the number of steps has doubled. Each costs an all-reduce of a few numbers and a
+        broadcast. 0, the default: never.
         """
         return 0
 
     def check(self, knob: KnobLike | None) -> None:
-        """Raise ValueError if the compressor's knob is not one that this controller can turn."""
+        """Raise ValueError if this controller cannot set the compressor's knob."""
         if knob is None:
             raise ValueError(
                 f"{self!r} turns a compressor's level, but this compressor has none; use one with "
@@ -153,7 +152,7 @@ def compresses_less(a: Level, b: Level, knob: KnobLike) -> bool:
 
 
 def check_level(owner: Any, level: Level) -> None:
-    """Refuse what cannot be a level of any knob."""
+    """Refuse a level that is invalid for any knob."""
     number = isinstance(level, int | float) and not isinstance(level, bool)
     if level is not None and not (number and 0 <= level < float("inf")):
         raise ValueError(

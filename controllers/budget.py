@@ -1,4 +1,4 @@
-"""How a threshold must move so that a whole run spends what it may, and no more."""
+"""Budget: adapt a threshold so that the density averaged over the run meets a budget."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_SLOPE = 2.0  # density ∝ λ^−2: a random walk's time to reach λ; a drift's has 1
-_UP, _DOWN = 4.0, 1.25  # λ moves by these factors at most
-_LEAST = 0.05  # of the budget's density, so that a run that has spent all still learns
+_SLOPE = 2.0  # density ∝ λ^−2: a random walk's time to reach λ; with a drift it is 1
+_UP, _DOWN = 4.0, 1.25  # λ changes at most by these factors
+_LEAST = 0.05  # of the budget's density, so that a run that has spent its budget still learns
 
 
 class Stretch(NamedTuple):
-    """A part of the run at one threshold."""
+    """A part of the run with one threshold."""
 
     threshold: float
     density: float
@@ -20,19 +20,18 @@ class Stretch(NamedTuple):
 
 
 def next_threshold(recent: Sequence[Stretch], budget: float, spent: float, over: float) -> float:
-    """Return the threshold to go on with.
+    """Return the next threshold λ.
 
-    What is left, ``(budget − spent)/(1 − over)``, is the density wanted; c of ``density = c·λ^−2``
-    is measured over as much of the past as is still to come, or the later half of the past where
-    that is shorter. A lower λ also sends at once what has been waiting between the two thresholds,
-    which looks as if density were steeper than it is. So λ falls in small steps only; it may
-    rise fast, for what is sent cannot be taken back.
+    The density wanted is ``(budget − spent)/(1 − over)``; c of ``density = c·λ^−2`` is measured
+    over the latest stretches (``within``). Lowering λ also sends the errors between the old and the
+    new threshold at once, so density seems steeper than it is. Hence λ falls in small steps only;
+    it may rise fast, since sent elements cannot be taken back.
 
     Args:
         recent: from the oldest to the newest.
         budget: average density over the run.
-        spent: density times share, added up so far.
-        over: share of the run that is over, in (0, 1).
+        spent: sum of density times share so far.
+        over: finished share of the run, in (0, 1).
     """
     wanted = max((budget - spent) / (1 - over), _LEAST * budget)
     past = within(recent, over)
@@ -44,12 +43,12 @@ def next_threshold(recent: Sequence[Stretch], budget: float, spent: float, over:
 
 
 def within(recent: Sequence[Stretch], over: float) -> list[Stretch]:
-    """Return the latest stretches, as many as are looked at when ``over`` of the run is over."""
+    """Return the latest stretches: half the finished part, at most as much as remains."""
     window = min(over / 2, 1 - over)
     past: list[Stretch] = []
     for stretch in reversed(recent):
         past.insert(0, stretch)
         window -= stretch.share
-        if window < 1e-9:  # shares are differences of what has been rounded
+        if window < 1e-9:  # shares are differences of rounded numbers
             break
     return past

@@ -1,4 +1,4 @@
-"""One controller after the other: a warm-up before any policy."""
+"""Chain: one controller for the first epochs, such as a warm-up, then another."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .base import Controller, Decision, KnobLike, Observation, State
 class Chain(Controller):
     """Let ``first`` decide for the epochs before ``at_epoch``, and ``then`` for the others.
 
-    The second one counts its epochs from 0 and its progress from where it takes over, and its first
-    observation is that of a fresh run. A budget is kept to over its own epochs.
+    For the second one epochs, progress and budget start at ``at_epoch``, and its first observation
+    is that of a new run.
 
     Args:
         first: controller of epochs 0 to ``at_epoch − 1``.
-        then: controller of the rest.
-        at_epoch: where the second one takes over, at least 1.
+        then: controller of the other epochs.
+        at_epoch: first epoch of the second controller, at least 1.
 
     Raises:
-        ValueError: ``at_epoch`` below 1; what either controller refuses.
+        ValueError: ``at_epoch`` below 1; whatever either controller refuses.
 
     Example:
         >>> from lightning_gc.controllers import Accordion, Chain, Schedule
@@ -42,30 +42,30 @@ class Chain(Controller):
 
     @property
     def gradients(self) -> Literal["none", "epoch sum", "first batch"]:  # type: ignore[override]
-        """What either needs."""
+        """The gradient norms that either needs."""
         return self.first.gradients if self.first.gradients != "none" else self.then.gradients
 
     @property
     def errors(self) -> bool:  # type: ignore[override]
-        """Whether either needs it."""
+        """Whether either needs ``total_error``."""
         return self.first.errors or self.then.errors
 
     def check(self, knob: KnobLike | None) -> None:
-        """Let both look at the knob."""
+        """Check the knob with both."""
         self.first.check(knob)
         self.then.check(knob)
 
     def init(self) -> State:
-        """Both states."""
+        """Return both states."""
         return {"first": self.first.init(), "then": self.then.init(), "over": 0.0}
 
     def turns(self, epoch: int) -> int:
-        """As many as the one whose epoch it is."""
+        """Ask the controller of that epoch."""
         first = epoch < self.at_epoch
         return self.first.turns(epoch) if first else self.then.turns(epoch - self.at_epoch)
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Ask the one whose epoch comes next."""
+        """Ask the controller of the next epoch."""
         if observation.epoch + 1 < self.at_epoch:
             decision, new = self.first.decide(observation, state["first"])
             return decision, {**state, "first": new}
@@ -78,7 +78,7 @@ class Chain(Controller):
             max_epochs=None if epochs is None else epochs - self.at_epoch,
             progress=None if over is None else (over - since) / max(1 - since, 1e-9),
         )
-        if begins:  # nothing of what came before counts
+        if begins:  # as in a new run
             shifted = replace(shifted, metrics={}, gradient_norms={}, density=0.0, steps=0)
         decision, new = self.then.decide(shifted, state["then"])
         return decision, {**state, "then": new, "over": since}

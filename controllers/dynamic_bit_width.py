@@ -1,4 +1,4 @@
-"""Raise the bits as validation improves, and let go of compression when nothing moves."""
+"""DynamicBitWidth: more bits as a validation metric improves; uncompressed epochs on a plateau."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from .base import (
 
 @dataclass(frozen=True)
 class DynamicBitWidth(Controller):
-    """A step function of a validation metric, and of the change of the training loss.
+    """Choose the level by a validation metric and the change of the training loss.
 
-    The step is the last one whose bound the metric has reached. Independently, when the training
-    loss has changed by less than ``loss_delta`` since the epoch before, the next step is taken.
-    After ``patience`` epochs on one step, compression is released for ``release_epochs``, and then
-    goes on with the same step. Steps never fall back unless ``allow_decrease``.
+    The level is that of the last of ``steps`` whose bound the metric has reached. Independently, if
+    the training loss has changed by less than ``loss_delta`` since the last epoch, the next of
+    ``steps`` is taken. After ``patience`` epochs at one level, ``release_epochs`` epochs are
+    uncompressed; then the level is resumed. It never falls unless ``allow_decrease``.
 
-    The paper names these three rules but not their constants, and published no code: the defaults
-    are our reading. Works with any knob; the paper's is the bits of a quantiser.
+    The paper names these three rules but not their constants, and has no code: the defaults are our
+    reading. Works with any knob; the paper's is the bits of a quantiser.
 
     Args:
-        steps: pairs (bound, level), from the first step to the last; the first bound is that of
-            the start and is not looked at. With ``mode="min"`` bounds fall.
+        steps: pairs (bound, level), in order; the first bound is ignored. With ``mode="min"``
+            bounds fall.
         monitor: name of the validation metric.
         mode: ``"max"`` if higher is better (accuracy), ``"min"`` if lower is (perplexity).
         loss_delta: change of the training loss below which the next step is taken; None: never.
-        loss: name of the training loss; ``<loss>_epoch`` is taken where it is logged.
-        patience: epochs on one step before compression is released.
+        loss: name of the training loss; ``<loss>_epoch`` is used if logged.
+        patience: epochs at one level before compression is released.
         release_epochs: epochs without compression.
-        allow_decrease: take the metric's step even where it is lower than the present one.
+        allow_decrease: follow the metric to a lower step too.
 
     Raises:
         ValueError: settings out of range; at the end of the first epoch, a metric that was not
@@ -84,7 +84,7 @@ class DynamicBitWidth(Controller):
                 raise ValueError(f"DynamicBitWidth({name}={getattr(self, name)!r}): 1 or more.")
 
     def check(self, knob: KnobLike | None) -> None:
-        """Refuse steps along which compression grows."""
+        """Refuse steps of increasing compression."""
         super().check(knob)
         assert knob is not None
         levels = [level for _, level in self.steps]
@@ -97,17 +97,17 @@ class DynamicBitWidth(Controller):
                 )
 
     def init(self) -> State:
-        """On the first step, with nothing seen."""
+        """Return the state at the first step."""
         return {"step": 0, "epochs": 0, "released": 0, "loss": None}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Count the epoch, move the step, release or resume."""
+        """Count the epoch, choose the step, release or resume compression."""
         if observation.epoch < 0:
             return self._at(0, "The first step."), dict(state)
         metric = self._metric(observation, self.monitor)
         loss = self._loss(observation)
         step, released = state["step"], state["released"]
-        epochs = 0 if released else state["epochs"] + 1  # released epochs are not spent on a step
+        epochs = 0 if released else state["epochs"] + 1  # released epochs do not count
         moved, why = self._move(step, metric, loss, state["loss"])
         kept = loss if loss is not None and math.isfinite(loss) else state["loss"]
         new: State = {"step": moved, "epochs": epochs, "released": 0, "loss": kept}

@@ -1,4 +1,4 @@
-"""One level for the whole run."""
+"""Fixed: one level for the whole run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .base import Controller, Decision, Level, Observation, State, check_level
 
 @dataclass(frozen=True)
 class Fixed(Controller):
-    """Keep one level; the controller of runs that have none.
+    """Keep one level for the whole run.
 
     Args:
         level: of the compressor's knob; None sends everything uncompressed.
@@ -29,7 +29,7 @@ class Fixed(Controller):
         check_level(self, self.level)
 
     def init(self) -> State:
-        """Nothing to remember."""
+        """Return the empty state."""
         return {}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:

@@ -1,4 +1,4 @@
-"""Levels written down beforehand."""
+"""Schedule: a fixed sequence of levels, one per epoch or per equal part of the run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _DGC = (0.25, 0.063, 0.015, 0.004, 0.001)
 
 @dataclass(frozen=True)
 class Schedule(Controller):
-    """Take one level after the other, and keep the last one.
+    """Use a fixed sequence of levels, and keep the last one.
 
     Args:
-        levels: in order; None among them sends uncompressed.
-        by: ``"epoch"``, one level an epoch; ``"progress"``, all levels in equal parts of the run.
+        levels: in order; None sends uncompressed.
+        by: ``"epoch"``, one level per epoch; ``"progress"``, all levels in equal parts of the run.
 
     Raises:
-        ValueError: no levels, one that is not a level, an unknown ``by``; ``"progress"`` in a run
-            without an end.
+        ValueError: no levels, an invalid one, an unknown ``by``; ``"progress"`` in a run without an
+            end.
 
     Example:
         >>> from lightning_gc.controllers import Observation, Schedule
@@ -43,12 +43,12 @@ class Schedule(Controller):
 
     @classmethod
     def dgc_warmup(cls, final: float = 0.001, epochs: int = 5) -> Schedule:
-        """Return Deep Gradient Compression's warm-up: densities that fall exponentially.
+        """Return Deep Gradient Compression's warm-up: exponentially falling densities.
 
         Args:
-            final: the density after the warm-up.
-            epochs: its length; ``final ** ((i + 1) / epochs)`` in its i-th epoch, with the
-                published roundings (0.25, 0.063, 0.015, 0.004, 0.001) for the published case.
+            final: density after the warm-up.
+            epochs: its length; ``final ** ((i + 1) / epochs)`` in its i-th epoch, rounded as
+                published (0.25, 0.063, 0.015, 0.004, 0.001) for the published case.
 
         Reference:
             Lin et al., "Deep Gradient Compression", ICLR 2018.
@@ -63,11 +63,11 @@ class Schedule(Controller):
         return cls(tuple(final ** ((i + 1) / epochs) for i in range(epochs)))
 
     def init(self) -> State:
-        """Nothing to remember."""
+        """Return the empty state."""
         return {}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Return the level that stands for the next epoch."""
+        """Return the next epoch's level."""
         following = observation.epoch + 1
         index = following
         if self.by == "progress":

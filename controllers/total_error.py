@@ -1,4 +1,4 @@
-"""Choose the hard threshold by theory, by measurement, or by what may be spent."""
+"""TotalError: choose the hard threshold by formula, by measured gradient noise, or by a budget."""
 
 from __future__ import annotations
 
@@ -9,41 +9,40 @@ from dataclasses import dataclass
 from .base import Controller, Decision, KnobLike, Observation, State
 from .budget import Stretch, next_threshold, within
 
-_TURNS = 80  # in a run, where there is a budget; fewer find the threshold too late in short runs
+_DECISIONS = 80  # per run with a budget; fewer find the threshold too late in short runs
 
 
 @dataclass(frozen=True)
 class TotalError(Controller):
-    """Drive ``HardThreshold``, whose threshold λ minimises the total error ``Σ_t‖e_t‖²``.
+    """Choose the threshold λ of ``HardThreshold``, which minimises the total error ``Σ_t‖e_t‖²``.
 
     Three ways to find λ:
 
     - ``TotalError(k_min=0.001)``: the paper's rule, constant: ``λ = 1 / (2·√(k_min·d))`` for d
       elements. It should do at least as well as Top-k at density ``k_min``.
     - ``TotalError(k_min=0.001, estimate_epochs=n)``: the same in the first n epochs, while noise
-      and dissimilarity of the gradients are measured; from then on the paper's longer formula,
-      ``λ = (2/√k)·√((2d/k + M̂)·ζ̂² + σ̂²)`` with ``k = k_min·d``. Noise that grows with the
-      gradient, ``E‖ξ‖² ≤ M̂·‖∇f_i‖² + σ̂²``, is told apart by a straight line through the epochs
-      (M̂ = 0 with one); ζ̂² is the mean of ``‖∇f_i − ∇f‖²`` over workers and epochs.
-    - ``TotalError(budget=b)``: λ moves so that the density, averaged over the *whole run*, is b.
-      For every budget there is one optimal constant λ; which, the paper leaves open. Ours: take
-      what is left of the budget for what is left of the run, and move λ along ``density ∝ λ^−2``
-      towards the value that would spend it. λ settles where density does. An epoch is too long to
-      be wrong for: λ moves after 1, 2, 4, … steps, then 80 times in a run, and at the ends of
-      epochs. It ends within 5 % of the budget where ``b·steps`` is above 2 or so: below, elements
-      are sent once or never, and there is nothing to steer.
+      and dissimilarity of the gradients are measured; then the paper's longer formula,
+      ``λ = (2/√k)·√((2d/k + M̂)·ζ̂² + σ̂²)`` with ``k = k_min·d``. M̂ and σ̂² of the noise model
+      ``E‖ξ‖² ≤ M̂·‖∇f_i‖² + σ̂²`` are a least-squares line through the epochs (M̂ = 0 with one);
+      ζ̂² is the mean of ``‖∇f_i − ∇f‖²`` over workers and epochs.
+    - ``TotalError(budget=b)``: adapts λ so that the density, averaged over the *whole run*, is b.
+      For every budget there is one optimal constant λ, but the paper does not say which. Ours:
+      spread the remaining budget over the remaining run, and move λ along ``density ∝ λ^−2``
+      towards that density; λ settles if density does. λ changes after 1, 2, 4, … steps, then 80
+      times per run, and at the ends of epochs. The run ends within 5 % of the budget if ``b·steps``
+      is above about 2; below, each element is sent once or never, and λ has no effect.
 
-    In the logs: the total error as it goes, and the share of the budget that is spent.
+    Logs the total error so far and the spent share of the budget.
 
     Args:
         k_min: density of the Top-k to compare with, in (0, 1]; not with ``budget``.
-        estimate_epochs: epochs to measure in; 0 for the simple rule.
+        estimate_epochs: epochs in which to measure; 0 for the simple rule.
         budget: average density over the whole run, in (0, 1].
-        initial: threshold of the first step with ``budget``; the paper's rule at ``k_min =
-            budget`` if not given. It need not be good, a factor of 30 is soon made up for.
+        initial: threshold of the first step with ``budget``; default: the paper's rule at ``k_min =
+            budget``. An error of a factor of 30 is soon corrected.
 
     Raises:
-        ValueError: settings out of range or at odds; a compressor without a threshold; a budget
+        ValueError: settings out of range or in conflict; a compressor without a threshold; a budget
             in a run without an end.
 
     Example:
@@ -91,12 +90,12 @@ class TotalError(Controller):
             )
 
     def init(self) -> State:
-        """Nothing measured, nothing spent."""
+        """Return the state without measurements, with nothing of the budget spent."""
         return {"level": None, "moments": [], "spent": 0.0, "over": 0.0, "recent": []}
 
     def turns(self, epoch: int) -> int:
-        """A budget is kept to within epochs as well."""
-        return 0 if self.budget is None else _TURNS
+        """Decide within epochs if there is a budget."""
+        return 0 if self.budget is None else _DECISIONS
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
         """Return the next epoch's threshold."""
@@ -171,8 +170,8 @@ def estimated_threshold(
 def estimates(moments: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """Return (M̂, σ̂², ζ̂²) from one (‖∇f_i‖², noise, dissimilarity) per epoch.
 
-    M̂ and σ̂² are slope and intercept of the least-squares line of noise against ``‖∇f_i‖²``, each
-    at least 0; with one epoch, or no difference between epochs, all noise is σ̂².
+    M̂ and σ̂² are slope and intercept of the least-squares line of noise over ``‖∇f_i‖²``, each at
+    least 0; with one epoch, or equal epochs, all noise is σ̂².
     """
     count = len(moments)
     squared, noise, dissimilarity = (sum(column) / count for column in zip(*moments, strict=True))

@@ -10,6 +10,7 @@ import griffe
 WIRE_TABLE = Path(__file__).parent / "tables" / "wire.md"
 """Wire formats of all compressors, read from ``wire(numel)`` by ``lightning-gc list wire``."""
 
+_BETWEEN = re.compile(r"; (?=[^;:]+: )")
 _LINK = re.compile(r"\[`(\w+)`\]\[lightning_gc\.compressors\.\1\]")
 
 
@@ -50,7 +51,7 @@ def wire_formats(table: str) -> dict[str, str]:
         name = _LINK.fullmatch(link)
         if name is None:
             raise ValueError(f"{WIRE_TABLE}: {link} links to no compressor; run make docs-tables.")
-        lines = [f"| {tensor} |" for tensor in tensors.split("; ")]
+        lines = [f"| {tensor} |" for tensor in _BETWEEN.split(tensors)]
         title = f"\n\n**Wire format** with default fields: {nbytes} bytes"
         found[name[1]] = "\n".join([title, "", f"| {heading[2]} |", "| --- |", *lines])
     return found

@@ -1,4 +1,4 @@
-"""Log bytes, ratios, errors, levels and seconds of compression with Lightning's loggers."""
+"""Monitor: log bytes, ratios, errors, levels and seconds of compression under Lightning."""
 
 from lightning_gc.monitor.callback import Monitor as Monitor
 

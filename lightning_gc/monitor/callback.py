@@ -22,30 +22,28 @@ EPOCH = "compression_epoch/"
 
 
 class Monitor:
-    """Logs what compression saves and costs, per logging step and per epoch.
+    """Logs bytes, errors, levels and seconds of compression, per logging step and per epoch.
 
-    At each logging step, under ``compression/``, for this worker (worker 0 writes): ``wire_bytes``
-    and ``dense_bytes`` per step, ``ratio``, ``density`` (share of elements sent, of the tensors
-    that are compressed), ``bits_per_element`` (payload bits over all elements of these, sent or
-    not), ``level``, ``relative_error`` ``‖x − C(x)‖/‖x‖``, ``error_norm``, and the seconds of
-    ``compress``, ``communicate`` and ``decode``. Per epoch, under ``compression_epoch/``, the same
-    as means over steps and workers; the two errors over the logging steps among them.
-    ``compression/total_wire_bytes``, ``total_dense_bytes`` and ``total_ratio`` of the whole fit,
-    and the epoch's figures, end in ``trainer.callback_metrics``, for Optuna and for the parent of
-    spawned processes.
+    At each logging step, under ``compression/``, of worker 0: ``wire_bytes`` and ``dense_bytes``
+    per step, ``ratio``, ``density`` (sent share of the elements of compressed tensors),
+    ``bits_per_element`` (payload bits over all elements of these, sent or not), ``level``,
+    ``relative_error`` ``‖x − C(x)‖/‖x‖``, ``error_norm``, and the seconds of ``compress``,
+    ``communicate`` and ``decode``. Per epoch, under ``compression_epoch/``, the same as means over
+    steps and workers (errors: over logging steps). ``compression/total_wire_bytes``,
+    ``total_dense_bytes`` and ``total_ratio`` of the whole fit, and the epoch's figures, are also in
+    ``trainer.callback_metrics``, for Optuna and for the parent of spawned processes.
 
-    With simulated workers, communication is not measured but estimated by the strategy's
-    ``NetworkModel``: ``communication_seconds_estimated`` takes the place of
-    ``communicate_seconds``. Beside it stands ``compute_seconds``: forward and backward passes of
-    all workers' micro-batches, divided by their number.
+    With simulated workers, ``communication_seconds_estimated``, by the strategy's ``NetworkModel``,
+    replaces ``communicate_seconds``, and ``compute_seconds`` is added: the time of all workers'
+    forward and backward passes divided by their number.
 
     With a controller also ``level_min`` and ``level_max`` (``level`` is the median over
-    parameters), ``uncompressed_share``, per epoch what the controller wants shown
-    (``critical_share``, ``budget_spent``, ``step``, ``total_error``), and in TensorBoard's text
+    parameters), ``uncompressed_share``, per epoch the controller's own figures
+    (``critical_share``, ``budget_spent``, ``step``, ``total_error``), and on TensorBoard's text
     page its reason with a table of all levels.
 
-    Norms are measured on logging steps only, on the device, and read when they are logged. On CUDA
-    so are the times.
+    Norms, and times on CUDA, are measured on the device in logging steps only, and read when
+    logged.
 
     TensorBoard also gets a custom-scalars layout and the configuration as hparams.
 
@@ -66,10 +64,10 @@ class Monitor:
         self._decision: Decision | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check the strategy and write what is known beforehand."""
+        """Check the strategy; log the configuration."""
         engines, _ = parts(trainer)
         engine, first = engines[0], self._sums[0]
-        # Lightning hands a checkpoint's totals out before it is known how many workers there are.
+        # Lightning loads a checkpoint's totals before the number of workers is known.
         self._sums += [Sums(replace(first.total)) for _ in engines[len(self._sums) :]]
         trainer.strategy.local_workers.kept["monitor"] = self._sums
         if not trainer.loggers:
@@ -90,7 +88,7 @@ class Monitor:
             if trainer.strategy.network is not None:
                 config["gc/network"] = repr(trainer.strategy.network)
             for logger in trainer.loggers:
-                experiment = getattr(logger, "experiment", None)  # not every logger has one
+                experiment = getattr(logger, "experiment", None)  # some loggers have none
                 if experiment is not None and hasattr(experiment, "add_custom_scalars"):
                     experiment.add_custom_scalars(LAYOUT)
                     logger.log_hyperparams(config, grand_totals(first.total))
@@ -98,7 +96,7 @@ class Monitor:
                     logger.log_hyperparams(config)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count from here; what a checkpoint holds has been restored by now."""
+        """Start counting; a checkpoint has been restored by now."""
         engines, recordings = parts(trainer)
         self._rounds = engines[0].step
         control = trainer.strategy.control_loop
@@ -109,7 +107,7 @@ class Monitor:
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Have norms measured in the steps that will be logged."""
+        """Measure norms in the steps that will be logged."""
         # Lightning's x axis for logging: optimizer steps, whatever the number of optimizers.
         self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
         logs = bool(trainer.loggers) and (self._index + 1) % trainer.log_every_n_steps == 0
@@ -119,7 +117,7 @@ class Monitor:
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the account of the step, if gradients were synchronised in it."""
+        """Add and log the step's account, if gradients were synchronised."""
         engine = parts(trainer)[0][0]
         if engine.step == self._rounds:
             return  # an accumulating micro-batch
@@ -134,7 +132,7 @@ class Monitor:
             self._write(trainer, figures, self._index)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Average the epoch over workers in one message, log it, start anew."""
+        """Average the epoch over workers in one message, log and reset it."""
         engines, _ = parts(trainer)
         numbers = torch.tensor([s.packed() for s in self._sums], dtype=torch.float64).mean(0)
         epoch, total = self._mean(trainer, numbers).tolist()
@@ -155,14 +153,11 @@ class Monitor:
             sums.epoch = Totals()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals, so that they go on after a resume.
-
-        Worker 0's, as Lightning keeps only these; the strategy keeps those of all.
-        """
+        """Return worker 0's totals, as Lightning saves only these; the strategy saves those of all."""
         return {"total": vars(self._sums[0].total).copy()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint's totals."""
+        """Resume from a checkpoint's totals."""
         for sums in self._sums:
             sums.total = Totals(**state_dict["total"])
 
@@ -181,7 +176,7 @@ class Monitor:
         figures = {PREFIX + n: v for n, v in decision_figures(control.decision).items()}
         if figures:
             self._write(trainer, figures, self._index)
-        if trainer.is_global_zero and control.ended:  # 80 tables of a run are no reading
+        if trainer.is_global_zero and control.ended:  # 80 tables per run would be unreadable
             _log.info("Epoch %d: %s", trainer.current_epoch, control.decision.reason)
             text = as_markdown(control.decision, trainer.strategy.levels())
             for logger in trainer.loggers:
@@ -202,7 +197,7 @@ class Monitor:
 
 
 def grand_totals(total: Totals) -> dict[str, float]:
-    """Return the figures of the whole fit."""
+    """Return the totals of the whole fit by metric name."""
     return {
         PREFIX + "total_wire_bytes": total.wire_bytes,
         PREFIX + "total_dense_bytes": total.dense_bytes,

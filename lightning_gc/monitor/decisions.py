@@ -1,4 +1,4 @@
-"""Render a controller's decisions for loggers: figures, and a Markdown table of levels."""
+"""Format a controller's decisions for loggers: metrics, and a Markdown table of levels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_gc.controllers import Decision
 
 
 def level_figures(levels: Mapping[str, float | None]) -> dict[str, float]:
-    """Return median, least and greatest level, and the share of parameters sent uncompressed.
+    """Return median, minimum and maximum level, and the share of parameters sent uncompressed.
 
     Args:
-        levels: parameter name -> level of what is compressed; None: uncompressed for now.
+        levels: compressed parameter's name -> level; None: uncompressed for now.
     """
     numbers = [level for level in levels.values() if level is not None]
     figures = {"uncompressed_share": 1 - len(numbers) / len(levels)} if levels else {}
@@ -24,12 +24,12 @@ def level_figures(levels: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def decision_figures(decision: Decision) -> dict[str, float]:
-    """Return what the controller wants logged, as far as a logger can show it."""
+    """Return the decision's finite figures, by name."""
     return {name: value for name, value in decision.figures.items() if math.isfinite(value)}
 
 
 def as_markdown(decision: Decision, levels: Mapping[str, float | None]) -> str:
-    """Return reason and levels as a table for TensorBoard's text page."""
+    """Return the reason and a table of levels for TensorBoard's text page."""
     rows = [
         f"| {name} | {'uncompressed' if level is None else f'{level:g}'} |"
         for name, level in levels.items()

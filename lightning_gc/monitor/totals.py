@@ -1,4 +1,4 @@
-"""Totals over steps: bytes, elements, seconds and errors of one worker."""
+"""Totals: sums over steps of one worker's bytes, elements, seconds and errors, and their means."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_gc.transports.base import all_reduce_bytes
 
 @dataclass
 class Totals:
-    """Sums over steps, as plain numbers; seconds over the steps that were timed."""
+    """Sums over steps; seconds are summed over ``timed_steps``, errors over ``observed_steps``."""
 
     steps: float = 0
     wire_bytes: float = 0
@@ -40,11 +40,11 @@ class Totals:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def averages(self, workers: int, network: NetworkModel | None = None) -> dict[str, float]:
-        """Return the figures per step and worker; those that were not measured are left out.
+        """Return means per step by metric name, without those not measured.
 
         Args:
-            workers: how many there are.
-            network: of simulated workers, whose communication is estimated, not measured.
+            workers: W.
+            network: model that estimates the communication of simulated workers; None: measured.
         """
         steps = max(self.steps, 1)
         figures = {
@@ -72,10 +72,10 @@ class Totals:
 
 
 class Sums:
-    """One worker's totals, of the fit and of the epoch that is under way.
+    """One worker's totals of the fit and of the current epoch.
 
     Args:
-        total: to go on from.
+        total: of earlier steps of the fit.
     """
 
     def __init__(self, total: Totals | None = None) -> None:
@@ -83,13 +83,13 @@ class Sums:
         self.epoch = Totals()
 
     def begin(self, engine: Engine, recording: Recorder) -> None:
-        """Count from here."""
+        """Start counting."""
         self._engine, self._recording = engine, recording
         self._tally = replace(engine.statistics.tally)
         recording.take()
 
     def take(self) -> Totals:
-        """Add the step that has just been done, and return it alone."""
+        """Add the last step to both totals and return it."""
         engine, account = self._engine, self._recording.take()
         now, before = engine.statistics.tally, self._tally
         step = Totals(
@@ -117,20 +117,20 @@ class Sums:
         return step
 
     def packed(self) -> list[list[float]]:
-        """Return the epoch's numbers and the fit's."""
+        """Return the fields of both totals, the epoch's first."""
         return [[getattr(t, f.name) for f in fields(t)] for t in (self.epoch, self.total)]
 
     def own_state(self) -> dict[str, Any]:
-        """Return both sums as plain numbers."""
+        """Return both totals as plain numbers."""
         return {"total": vars(self.total).copy(), "epoch": vars(self.epoch).copy()}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Go on from ``own_state()``, or from the mean of several."""
+        """Resume from ``own_state()``, or from the mean of several."""
         self.total, self.epoch = Totals(**state["total"]), Totals(**state["epoch"])
 
 
 def ratio(dense_bytes: float, wire_bytes: float) -> float:
-    """Return dense over wire bytes; 1 where nothing is sent either way (one worker)."""
+    """Return dense over wire bytes; 1 if both are 0 (one worker)."""
     if wire_bytes:
         return dense_bytes / wire_bytes
     return math.inf if dense_bytes else 1.0

@@ -1,1 +1,1 @@
-"""Adaptors to Lightning: one mixin with all the logic, one thin class per flavour."""
+"""Lightning strategies: mixins with the logic, and thin classes for either Lightning package."""

@@ -1,4 +1,4 @@
-"""CompressedStrategy: what the Lightning strategies for real and simulated DDP have in common."""
+"""CompressedStrategy: Lightning hooks shared by the strategies for real and simulated DDP."""
 
 # No "from __future__ import annotations": see ddp.py, whose base this is.
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class CompressedStrategy(Resuming, SingleTrainer):
     Attributes:
         local_workers: engines, byte accounts and parameter names of the workers in this process.
         control_loop: the controller's, once fitting has started.
-        network: what estimates the seconds of communication, where they cannot be measured.
+        network: model that estimates the seconds of communication; None where they are measured.
     """
 
     network: NetworkModel | None = None
@@ -46,7 +46,7 @@ class CompressedStrategy(Resuming, SingleTrainer):
         state: Literal["full", "mean", "off"],
         state_dtype: Literal["float32", "bfloat16"],
     ) -> None:
-        """Take the configuration.
+        """Set the configuration.
 
         Raises:
             ValueError: a combination that cannot work, or an unknown name.
@@ -64,7 +64,7 @@ class CompressedStrategy(Resuming, SingleTrainer):
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """One per worker of this process; none before fitting has started; kept between fits."""
+        """One per worker of this process, kept between fits; empty before the first."""
         return self.local_workers.engines
 
     @property
@@ -88,11 +88,11 @@ class CompressedStrategy(Resuming, SingleTrainer):
         return self.local_workers.names
 
     def levels(self) -> dict[str, float | None]:
-        """Return the present level of every parameter that is compressed, None where it is not."""
+        """Return the level of every parameter that is compressed; None: uncompressed for now."""
         return self.local_workers.levels()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let the controller decide where an epoch begins, and within if it asks."""
+        """Let the controller decide at the beginning of an epoch, and within it if due."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         if self.control_loop is not None:
             trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
@@ -106,8 +106,8 @@ class CompressedStrategy(Resuming, SingleTrainer):
         mean = partial(self.reduce, reduce_op="mean")  # type: ignore[attr-defined]
         return Peers(decides, self.root_device, mean)  # type: ignore[attr-defined]
 
-    def _started(self) -> None:
-        """Set up what depends on the engines, which have been made."""
+    def _on_engines_ready(self) -> None:
+        """Set up lookahead and control loop; the engines exist by now."""
         self._set_lookahead()
         if self.controller is not None and self.control_loop is None:
             self.control_loop = ControlLoop(self.controller, self.local_workers)
@@ -116,21 +116,21 @@ class CompressedStrategy(Resuming, SingleTrainer):
             self.control_loop.attach()
 
     def _prepare_round(self) -> None:
-        """Tell the engines what gradients have been scaled by, and how far a step goes."""
+        """Pass loss scale and learning rates to the engines."""
         scaler = self._scaler()
         rates = self._learning_rates() if self.memory.lr_aware else None
         # The tensor, not get_scale(): reading a number would wait for the device.
         self.local_workers.prepare_round(None if scaler is None else scaler._scale, rates)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers, and refuse what they must not do beside this memory."""
+        """Make the optimizers; refuse settings that conflict with the memory."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
         for optimizer in self.optimizers:  # type: ignore[attr-defined]
             for group in optimizer.param_groups:
                 self.memory.check_optimizer(group)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass, at weights moved ahead where the memory says so."""
+        """Run the forward pass, at weights moved ahead if the memory has ``lookahead``."""
         if self._lookahead is None:
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
         engine = self._active_engine()
@@ -146,20 +146,20 @@ class CompressedStrategy(Resuming, SingleTrainer):
         return output
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Put weights that were moved ahead back."""
+        """Restore weights that were moved ahead."""
         super().post_backward(closure_loss)  # type: ignore[misc]
         if self._lookahead is not None:
             self._lookahead.put_back()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights, put back if they were moved ahead, whatever has been interrupted."""
+        """Return the weights, restored first if an interruption left them moved ahead."""
         if self._lookahead is not None:
             self._lookahead.put_back()
         state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         return state
 
     def _active_engine(self) -> Engine:
-        """Return the engine of the worker whose batch is being run."""
+        """Return the engine of the worker whose batch is running."""
         return self.engines[0]
 
     def _set_lookahead(self) -> None:

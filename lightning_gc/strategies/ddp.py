@@ -1,8 +1,8 @@
 """CompressedDDP: Lightning's DDPStrategy with compressed gradient exchange.
 
-``pytorch_lightning`` and ``lightning`` are two packages with the same code and different classes.
-All logic is here, once; ``for_pytorch_lightning.py`` and ``for_lightning.py`` join it with the
-``DDPStrategy`` of either.
+The packages ``pytorch_lightning`` and ``lightning`` have the same code in different classes; the
+mixin is joined with either ``DDPStrategy`` in ``for_pytorch_lightning.py`` and
+``for_lightning.py``.
 """
 
 from datetime import timedelta
@@ -21,53 +21,51 @@ from lightning_gc.strategies.base import CompressedStrategy
 from lightning_gc.synchronizer import Synchronizer
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 
-# Workers import and build for a while, not equally long. The seconds after which a silent peer
-# counts as lost are often fewer.
+# Startup takes workers differently long, often longer than the user's timeout for a silent peer.
 JOINING = timedelta(minutes=1)
-_OURS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+_HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
 class CompressedDDP(CompressedStrategy):
     """DDP whose workers exchange compressed gradients.
 
-    Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; nothing in the
-    LightningModule changes. Works on CPU over Gloo and on CUDA over NCCL, with every launcher of
-    ``DDPStrategy``, and with all of its other arguments. By name: ``strategy="compressed_ddp"``
-    (bfloat16, the safe one), ``"compressed_ddp_topk"`` and so on, after ``import lightning_gc``.
+    Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; the LightningModule
+    need not change. Works on CPU over Gloo and on CUDA over NCCL, with every launcher and all other
+    arguments of ``DDPStrategy``. By name: ``strategy="compressed_ddp"`` (bfloat16, the safe
+    choice), ``"compressed_ddp_topk"`` and so on, after ``import lightning_gc``.
 
     A bare compressor works layer by layer and leaves 1-D tensors and tensors under 1,024 elements
-    dense: ``PerParameter(SizeSwitch(compressor))``. Wrap it yourself to choose otherwise:
-    ``PerParameter(compressor)`` compresses every tensor. Where workers vote, as with ``SignSGD``,
-    all tensors do.
+    dense: ``PerParameter(SizeSwitch(compressor))``. ``PerParameter(compressor)`` compresses every
+    tensor. Majority votes, as in ``SignSGD``, are always taken on all tensors.
 
     Args:
-        compressor: what is sent of a gradient; an instance, or a name from the registry.
-        memory: what is remembered of the rest. Default: ``Residual()`` for biased compressors,
+        compressor: an instance, or a name from the registry.
+        memory: the error feedback rule. Default: ``Residual()`` for biased compressors,
             ``NoMemory()`` for unbiased ones.
-        scheme: how workers reach a mean. Default: ``AllReduce()`` for linear compressors,
+        scheme: how payloads become a mean. Default: ``AllReduce()`` for linear compressors,
             ``TwoShot()`` for quantisers, ``AllGather()`` for sparsifiers.
-        controller: who moves the level, epoch by epoch; None keeps the compressor's own.
-        seed: of the compressor's private random numbers; the same on all workers.
-        state: what a checkpoint keeps of the errors. ``"full"``: every worker's, in a file of its
-            own, in a folder ``lightning_gc_state`` beside the checkpoint, 4 bytes per parameter and
-            worker; a resumed run is the run that was not interrupted. ``"mean"``: their mean, in
-            the checkpoint itself, 4 bytes per parameter in all: nothing unsent is lost, only whose
-            it was. ``"off"``: nothing; errors begin at zero.
+        controller: chooses levels, epoch by epoch; None keeps the compressor's own.
+        seed: of the compressor's private random numbers, equal on all workers.
+        state: errors in checkpoints. ``"full"``: every worker's, each in its own file in the folder
+            ``lightning_gc_state`` beside the checkpoint, 4 bytes per parameter and worker; runs
+            resume bit for bit. ``"mean"``: their mean, in the checkpoint itself, 4 bytes per
+            parameter in all; the errors' mean over workers is preserved, not each worker's own.
+            ``"off"``: none; errors begin at zero.
         state_dtype: ``"float32"``, or ``"bfloat16"`` for half the size at the price of rounding.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
             ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ...
 
     Communication pattern:
-        The hook hands each bucket to one background thread and returns a future at once; the
-        thread talks over a process group of its own, so it never mixes with DDP's own traffic.
-        All of its collectives have the strategy's ``timeout``; before the first of them, workers
-        have at least a minute to find each other.
+        The hook queues each bucket for one background thread and returns a future at once; the
+        thread has its own process group, so it never interleaves with DDP's collectives. All of its
+        collectives have the strategy's ``timeout``; before the first, workers have at least a
+        minute to join.
 
     Raises:
-        ValueError: a combination that cannot work, an unknown name, a comm hook of your own, a
-            controller that cannot turn the compressor's knob, a strategy object that already
-            belongs to a Trainer; at fit start, sparse embedding
-            gradients, or workers whose configurations differ.
+        ValueError: a combination that cannot work, an unknown name, a communication hook of your
+            own, a controller that cannot set the compressor's knob, a strategy object that already
+            belongs to a Trainer; at fit start, sparse embedding gradients, or workers whose
+            configurations differ.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, TopK
@@ -93,7 +91,7 @@ class CompressedDDP(CompressedStrategy):
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         **ddp_kwargs: Any,
     ) -> None:
-        taken = [name for name in _OURS if ddp_kwargs.get(name) is not None]
+        taken = [name for name in _HOOK_ARGUMENTS if ddp_kwargs.get(name) is not None]
         if taken:
             raise ValueError(
                 f"CompressedDDPStrategy got {taken[0]}={ddp_kwargs[taken[0]]!r}, but the gradient "
@@ -110,7 +108,7 @@ class CompressedDDP(CompressedStrategy):
         super().__init__(**ddp_kwargs)
 
     def setup_distributed(self) -> None:
-        """Join the other workers; only then does a short timeout begin to count."""
+        """Join the other workers with a timeout of at least a minute, then set the user's."""
         timeout = self._timeout
         if timeout is None or timeout >= JOINING:
             super().setup_distributed()  # type: ignore[misc]
@@ -123,7 +121,7 @@ class CompressedDDP(CompressedStrategy):
         _set_pg_timeout(timeout)
 
     def _register_ddp_hooks(self) -> None:
-        """Start the synchronizer and put its hook in; Lightning does so on CUDA only."""
+        """Start the synchronizer and register its hook; Lightning registers hooks on CUDA only."""
         ddp = self.model  # type: ignore[attr-defined]
         assert isinstance(ddp, DistributedDataParallel)
         refuse_sparse_gradients(ddp.module)
@@ -139,28 +137,28 @@ class CompressedDDP(CompressedStrategy):
             revocable=self._scaler() is not None,
             agreed={"controller": repr(self.controller)},
         )
-        self._started()
+        self._on_engines_ready()
         process_shutdown.register()
         ddp.register_comm_hook(None, self._synchronizer.hook)
 
     @property
     def workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers, W."""
         return int(self.world_size)  # type: ignore[attr-defined]
 
     @property
     def worker(self) -> int:
-        """Which of them this is; as in a simulation, where one process is several."""
+        """This worker's index."""
         return int(self.global_rank)  # type: ignore[attr-defined]
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Raise here, in the training thread, what went wrong in the background."""
+        """Raise an exception of the background thread in the training thread."""
         super().post_backward(closure_loss)
         if self._synchronizer is not None:
             self._synchronizer.check()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave no worker behind."""
+        """Kill worker processes that do not end."""
         super().on_exception(exception)  # type: ignore[misc]
         process_shutdown.end_children(self._launcher)  # type: ignore[attr-defined]
 
@@ -175,7 +173,7 @@ class CompressedDDP(CompressedStrategy):
         self._synchronizer = None
 
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
-        """Refuse what Lightning before 2.6 leaves unsynchronised in the first step."""
+        """Refuse the combination whose first step Lightning before 2.6 does not synchronise."""
         automatic = self.lightning_module.automatic_optimization  # type: ignore[attr-defined]
         if ddp.static_graph and not automatic and not hasattr(self, "_pl_static_graph_delay_done"):
             raise ValueError(
@@ -185,7 +183,7 @@ class CompressedDDP(CompressedStrategy):
 
 
 def register(registry: Any, strategy: type) -> None:
-    """Enter ``compressed_ddp`` and a name per compressor into a flavour's strategy registry."""
+    """Register ``compressed_ddp`` and a name per compressor in Lightning's strategy registry."""
     names = {"compressed_ddp": "cast"}
     names |= {f"compressed_ddp_{name}": name for name in COMPRESSORS}
     for name, compressor in names.items():

@@ -1,4 +1,4 @@
-"""The strategies and the monitor for users of ``import pytorch_lightning``."""
+"""CompressedDDPStrategy, SimulatedDDPStrategy, CompressionMonitor for ``pytorch_lightning``."""
 
 from lightning_fabric.utilities.data import _auto_add_worker_init_fn
 from pytorch_lightning import Callback
@@ -18,7 +18,7 @@ class CompressedDDPStrategy(CompressedDDP, DDPStrategy):
 class SimulatedDDPStrategy(SimulatedDDP, SingleDeviceStrategy):
     __doc__ = SimulatedDDP.__doc__
 
-    # How Lightning itself deals samples to processes.
+    # Lightning's own distribution of samples over processes.
     _sampler = staticmethod(_get_distributed_sampler)
     _with_sampler = staticmethod(_update_dataloader)
     _seed_workers = staticmethod(_auto_add_worker_init_fn)

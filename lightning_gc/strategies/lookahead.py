@@ -1,4 +1,4 @@
-"""Lookahead: move weights by a worker's error for the time of a forward and backward pass."""
+"""Lookahead: move weights by a worker's error during its forward and backward pass (StepAhead)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Lookahead:
-    """Moves weights by a share of a worker's error, and puts them back bit by bit.
+    """Moves weights by a share of a worker's error, and restores them bit for bit.
 
-    Through ``.data``, which autograd does not watch: that weights are what they were in the forward
-    pass until the backward pass is over is for the caller to see to.
+    Through ``.data``, whose changes autograd does not notice: the caller must not restore weights
+    between forward and backward pass.
 
     Args:
         share: of the error, as ``Memory.lookahead``.
@@ -35,7 +35,7 @@ class Lookahead:
                     param.data.add_(step, alpha=-self.share * rates[name])
 
     def put_back(self) -> None:
-        """Put the weights back, if they have moved."""
+        """Restore the weights if they were moved."""
         for param, before in self._before:
             param.data.copy_(before)
         self._before.clear()

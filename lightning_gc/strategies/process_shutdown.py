@@ -1,4 +1,4 @@
-"""End a training process cleanly: no orphaned workers, no abort of Gloo's threads at exit."""
+"""Process shutdown: kill orphaned workers; wait for Gloo's threads at exit, which else abort."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 import torch.distributed as dist
 
 PAUSE = 0.1  # seconds; the threads need the interpreter's lock for microseconds
-GRACE = 10.0  # seconds that a child has for an error of its own
+GRACE = 10.0  # seconds for a child to report its own error
 
 
 def end_children(launcher: Any) -> None:
-    """Wait for the processes that a script's launcher has started, then kill what is left.
+    """Wait for the processes that Lightning's subprocess launcher has started, then kill the rest.
 
-    A worker that is stopped, or waits for a peer that is gone, would stay for ever, or for the
-    timeout: Lightning's launcher leaves it alone when worker 0 fails. Other launchers have
-    parents that see to it.
+    When worker 0 fails, that launcher does not kill the others: a stopped one would stay for ever,
+    and one that waits for a lost peer until the timeout. Other launchers' parents do.
     """
     deadline = time.monotonic() + GRACE
     for process in getattr(launcher, "procs", ()):
@@ -32,19 +31,18 @@ def end_children(launcher: Any) -> None:
 
 
 def let_gloo_finish() -> None:
-    """Give way to Gloo's threads, at exit, before the interpreter goes.
+    """Wait at exit until Gloo's threads have released their tensors.
 
-    After a collective such a thread still has to let go of its tensor. One that asks for the
-    interpreter's lock when the interpreter is on its way out takes the process with it ("terminate
-    called without an active exception", SIGABRT), after a run that has gone well. torchrun would
-    then start all workers anew. Destroying the group does not help where DDP's reducer still holds
-    it (https://github.com/pytorch/pytorch/pull/179291).
+    A Gloo thread needs the interpreter's lock for that. If the interpreter is already finalising,
+    the process aborts ("terminate called without an active exception", SIGABRT) after a successful
+    run, and torchrun would restart all workers. Destroying the group does not help while DDP's
+    reducer still holds it (https://github.com/pytorch/pytorch/pull/179291).
     """
     if dist.is_available() and dist.is_initialized():
         time.sleep(PAUSE)
 
 
 def register() -> None:
-    """Have that done when this process ends; once, however often this is called."""
+    """Register the exit handler (idempotent)."""
     atexit.unregister(let_gloo_finish)
     atexit.register(let_gloo_finish)

@@ -1,10 +1,10 @@
-"""Refuse a strategy object that is given to a second Trainer: it holds the first one's errors."""
+"""SingleTrainer: refuse to use a strategy object, which holds errors, in a second Trainer."""
 
 from typing import Any
 
 
 class SingleTrainer:
-    """Refuses a second Trainer, which looks at ``_accelerator`` first of all."""
+    """Mixin that refuses a second Trainer, at its first access: it reads ``_accelerator``."""
 
     _taken = False
 
@@ -23,7 +23,7 @@ class SingleTrainer:
 
     @property
     def accelerator(self) -> Any:
-        """The accelerator that the Trainer has given to this strategy."""
+        """The accelerator set by the Trainer."""
         return self.__dict__.get("_accelerator_in_use")
 
     @accelerator.setter

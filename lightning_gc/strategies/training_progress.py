@@ -1,4 +1,4 @@
-"""Length and progress of a Lightning run, whether its epochs or its steps end it."""
+"""Training progress: length and progress of a Lightning run, ended by max_epochs or max_steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_gc.synchronizer.control_loop import Moment
 
 
 def moment_of(trainer: Any, batch: int) -> Moment:
-    """Return what a controller may look at before batch ``batch``."""
+    """Return metrics and progress before batch ``batch``, for a controller."""
     return Moment(
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
         max_epochs=epochs_of(trainer),
@@ -19,7 +19,7 @@ def moment_of(trainer: Any, batch: int) -> Moment:
 
 
 def steps_of(trainer: Any) -> int | None:
-    """Return how many optimizer steps the run will have; None if it has no end, or none known."""
+    """Return the run's number of optimizer steps; None if unknown or without end."""
     epochs, per_epoch = trainer.max_epochs, _steps_per_epoch(trainer)
     ends = [] if trainer.max_steps == -1 else [int(trainer.max_steps)]
     if epochs not in (None, -1) and per_epoch is not None:
@@ -28,7 +28,7 @@ def steps_of(trainer: Any) -> int | None:
 
 
 def epochs_of(trainer: Any) -> int | None:
-    """Return how many epochs the run will have; None if it has no end."""
+    """Return the run's number of epochs; None if it has no end."""
     steps, per_epoch = steps_of(trainer), _steps_per_epoch(trainer)
     if steps is not None and per_epoch is not None:
         return math.ceil(steps / per_epoch)
@@ -36,10 +36,10 @@ def epochs_of(trainer: Any) -> int | None:
 
 
 def progress_of(trainer: Any, batch: int) -> float | None:
-    """Return the share of the run that is over before batch ``batch``; None if it has no end.
+    """Return the finished share of the run before batch ``batch``; None if it has no end.
 
-    Where an epoch's length is not known, as with an iterable dataset, it goes by the steps if these
-    end the run, or else by whole epochs.
+    If an epoch's length is unknown, as with an iterable dataset, steps are counted if they end the
+    run, else whole epochs.
     """
     steps, epochs, per_epoch = steps_of(trainer), epochs_of(trainer), _steps_per_epoch(trainer)
     if steps is not None and per_epoch is not None:

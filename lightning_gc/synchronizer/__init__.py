@@ -1,4 +1,4 @@
-"""Synchronise one worker's gradients over torch.distributed, with or without Lightning."""
+"""Synchronizer: a worker's compressed gradient exchange over torch.distributed; no Lightning."""
 
 from lightning_gc.synchronizer.configuration import Configuration as Configuration
 from lightning_gc.synchronizer.configuration import configure as configure

@@ -1,4 +1,4 @@
-"""Refuse workers whose configuration or model differs, before the first step."""
+"""Compare configuration and model across workers before the first step; refuse differences."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_gc.transports.distributed import Distributed, gather_text
 def check_agreement(
     configuration: Mapping[str, str], transport: Distributed, device: torch.device
 ) -> None:
-    """Refuse workers whose configuration or model differs from worker 0's; on all workers.
+    """Refuse workers whose configuration or model differs from worker 0's.
 
     Raises:
-        ValueError: naming the worker, what it has, and what worker 0 has.
+        ValueError: on all workers, with the worker, its value and worker 0's.
     """
     ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
     texts = [text.splitlines() for text in gather_text(ours, transport, device)]
@@ -31,7 +31,7 @@ def check_agreement(
 
 
 def digest_of(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return number and digest of parameters, in order: equal on workers with equal models."""
+    """Return number and digest of parameter names and shapes, in order."""
     parameters = [f"{name} {shape}" for name, shape in shapes.items()]
     digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()
     return f"{len(parameters)} of digest {digest[:12]}"

@@ -1,4 +1,4 @@
-"""Send the first round after a resume in the bucket layout of the last round before it."""
+"""Regrouping: after a resume, exchange the first round in the bucket layout of the saved run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 MakeFlow = Callable[[Tensor, Shapes], Flow]
-"""Returns the flow that replaces a flat gradient by the mean over workers."""
+"""Makes the flow that replaces a flat gradient by the mean over workers."""
 
 
 class Regrouping:
-    """Holds DDP's buckets back until all are there, and sends them as others.
+    """Collects all of DDP's buckets of a round and exchanges them in another layout.
 
-    DDP lays its buckets out anew after the first step of every process, but a run that was not
-    interrupted has done so long before. Some results depend on the layout: which worker owns which
-    shard in ``TwoShot``, and so whose error a second rounding is. So the layout is part of what a
-    checkpoint holds, and one step without overlap is the price for going on bit for bit.
+    DDP rebuilds its buckets after the first step of every process, which an uninterrupted run has
+    done long before. Some results depend on the layout: in ``TwoShot``, which worker owns which
+    shard, and so to whose error the second rounding is added. So checkpoints hold the layout; one
+    step without overlap is the price of resuming bit for bit.
 
     Args:
-        layout: names of the parameters in each bucket of the last round before.
+        layout: parameter names in each bucket of the last round before the checkpoint.
     """
 
     def __init__(self, layout: Sequence[Sequence[str]]) -> None:
@@ -34,19 +34,19 @@ class Regrouping:
         self._held: list[tuple[Tensor, Shapes, torch.futures.Future[Tensor]]] = []
 
     def fits(self, names: Iterable[str]) -> bool:
-        """Whether the layout is one of just these parameters."""
+        """Return whether the layout has exactly these parameters."""
         return sorted(name for bucket in self.layout for name in bucket) == sorted(names)
 
     def hold(
         self, grad: Tensor, shapes: Shapes, background: Background
     ) -> torch.futures.Future[Tensor]:
-        """Take a bucket; return the future that will be completed with it."""
+        """Add a bucket; return the future that ``send`` will complete with its mean."""
         future = background.promise()
         self._held.append((grad, shapes, future))
         return future
 
     def send(self, make_flow: MakeFlow, background: Background) -> None:
-        """Send all that was held, in the old layout, and put the means back where they belong."""
+        """Exchange the buckets held in ``layout`` and copy the means back into them."""
         pieces: dict[str, Tensor] = {}
         for grad, shapes, _ in self._held:
             sizes = [torch.Size(shape).numel() for shape in shapes.values()]
@@ -61,14 +61,14 @@ class Regrouping:
                 strict=True,
             )
             background.submit(make_flow(flat, {name: known[name] for name in names}), flat)
-        background.submit(_put_back(copies), self._held[0][0])
+        background.submit(_copy_back(copies), self._held[0][0])
         for grad, _, future in self._held:
-            background.submit(_put_back([]), grad, future)
+            background.submit(_copy_back([]), grad, future)
         self._held.clear()
 
 
-def _put_back(copies: Sequence[tuple[Tensor, Tensor]]) -> Flow:
-    """Copy each second tensor into the first; a flow, to come in turn, that asks for nothing."""
+def _copy_back(copies: Sequence[tuple[Tensor, Tensor]]) -> Flow:
+    """Copy each second tensor into the first, as a flow without requests, to run in order."""
     for there, here in copies:
         there.copy_(here)
     yield from ()

@@ -14,12 +14,12 @@ from lightning_gc.schemes import SCHEMES, Scheme
 
 @dataclass(frozen=True)
 class Configuration:
-    """What all workers must have in common. Built by ``configure``.
+    """Settings that must be equal on all workers. Made by ``configure``.
 
     Attributes:
         compressor: with its wrappers.
         memory: as given, or the compressor's default.
-        scheme: as given, or the default; None where the compressor has rounds of its own.
+        scheme: as given, or the default; None if the compressor runs its own communication.
         seed: of private random numbers.
     """
 
@@ -40,7 +40,7 @@ class Configuration:
         )
 
     def in_words(self) -> dict[str, str]:
-        """Return each part's ``repr``."""
+        """Return ``{name: repr}`` of the settings."""
         return {name: repr(value) for name, value in vars(self).items()}
 
 
@@ -51,17 +51,17 @@ def configure(
     scheme: Scheme | str | None,
     seed: int,
 ) -> Configuration:
-    """Look names up, fill in defaults, and refuse what cannot work.
+    """Look names up, fill in defaults, and refuse combinations that cannot work.
 
     Args:
-        owner: the class or function whose arguments these are, for error messages.
+        owner: the class or function with these arguments, for error messages.
         compressor: an instance, or a name from the registry; a bare one works layer by layer.
         memory: likewise; None is the compressor's default.
         scheme: likewise.
         seed: of private random numbers.
 
     Raises:
-        ValueError: a combination that cannot work, an unknown name, a seed that is no number.
+        ValueError: a combination that cannot work, an unknown name, a seed that is no integer.
     """
     if not isinstance(seed, int):
         raise ValueError(f"{owner}(seed={seed!r}): the seed is a whole number.")

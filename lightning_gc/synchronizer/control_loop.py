@@ -1,4 +1,4 @@
-"""Control loop: between epochs, worker 0's controller decides and all workers set its levels."""
+"""ControlLoop: between epochs, worker 0's controller decides and all workers set its levels."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_gc.transports.distributed import broadcast_text
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run stands when a controller may decide.
+    """Metrics and progress of a run when a controller decides.
 
     Attributes:
-        metrics: the newest value of each metric that was logged.
-        max_epochs: how many epochs the run will have; None if unknown or without end.
-        total_steps: how many steps the run will have; likewise.
-        progress: the share of the run that is over; likewise.
+        metrics: the latest value of each logged metric.
+        max_epochs: epochs of the whole run; None if unknown or without end.
+        total_steps: steps of the whole run; likewise.
+        progress: finished share of the run; likewise.
     """
 
     metrics: Mapping[str, float]
@@ -36,12 +36,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class Peers:
-    """How the workers of a run agree on numbers, and which process decides.
+    """Communication of the control loop.
 
     Attributes:
-        decides: this process has worker 0.
+        decides: this process has worker 0, whose controller decides.
         device: one that the group's backend can send from.
-        mean: replaces a tensor by its mean over processes.
+        mean: returns a tensor's mean over processes.
     """
 
     decides: bool
@@ -50,23 +50,23 @@ class Peers:
 
 
 class ControlLoop:
-    """Asks a controller before the first step of every epoch, and within an epoch if it wants.
+    """Runs a controller before the first step of every epoch, and within epochs if it asks for it.
 
     At the beginning of an epoch validation is over and the learning rate is that of the next step,
     so the observation is complete. All workers take part in one packed all-reduce of plain numbers;
     worker 0 decides; one broadcast carries decision, reason and new state, or the error on which
-    all workers stop. It also says after how many steps the next decision is due, as workers may
-    have different notions of an epoch's length.
+    all workers stop. It also carries the number of steps until the next decision, since workers may
+    differ about an epoch's length.
 
     Args:
         controller: the policy.
         workers: whose levels it sets.
 
     Attributes:
-        statistics: what each of these workers has done since the last decision.
+        statistics: of each of these workers since the last decision.
         state: the controller's state, equal on all workers.
         decision: the last decision.
-        ended: it was taken between two epochs.
+        ended: whether it was made between two epochs.
     """
 
     def __init__(self, controller: Controller, workers: Workers) -> None:
@@ -76,51 +76,51 @@ class ControlLoop:
         self.state = controller.init()
         self.decision: Decision | None = None
         self.ended = True
-        self._epoch: int | None = None  # the epoch that has been decided on
-        self._pause = 0  # steps between two decisions within an epoch; 0: none
-        self._epoch_step = self._step  # where the epoch began
+        self._epoch: int | None = None  # of the last decision
+        self._pause = 0  # steps between decisions within an epoch; 0: none
+        self._epoch_step = self._step  # first step of the epoch
         self._rate = 0.0
-        self._metrics: dict[str, float] = {}  # of a checkpoint
-        self._resumed = -1  # the step at which the run went on from it
-        self._seen_step = self._step
+        self._metrics: dict[str, float] = {}  # from a checkpoint
+        self._resumed = -1  # step of that checkpoint
+        self._seen_step = self._step  # of the last decision
 
     @property
     def _step(self) -> int:
         return self._workers.first.step
 
     def attach(self) -> None:
-        """Read bytes from the accounts of a new fit, one per worker."""
+        """Use the byte accounts of a new fit, one per worker."""
         for each, account in zip(self.statistics, self._workers.accounts, strict=True):
             each.attach(account)
 
     def decide(self, epoch: int, rate: float, moment: Callable[[], Moment], peers: Peers) -> None:
-        """Decide, if it is time. Called before every training batch, by all workers.
+        """Decide if a decision is due. Called before every training batch, by all workers.
 
         Args:
-            epoch: the epoch that the batch belongs to.
+            epoch: the batch's epoch.
             rate: the learning rate of the next step.
-            moment: the rest of what a controller may look at; called only if it is time.
+            moment: returns metrics and progress; called only if a decision is due.
             peers: the other workers.
         """
         begins = self._epoch != epoch
         if begins or self._due():
             now = moment()
             observation = self._observe(epoch, rate, now, peers, begins)
-            said = self._ask(observation, epoch, now.total_steps) if peers.decides else None
+            said = self._call_policy(observation, epoch, now.total_steps) if peers.decides else None
             self.ended, self._epoch = begins, epoch
-            self._obey(peers, said)
+            self._apply_decision(peers, said)
         self._rate = rate
 
     def _due(self) -> bool:
-        """Whether as many steps have been done as the pause has, or as before the last decision."""
+        """Whether steps since the last decision have reached the pause, or doubled their number."""
         done = self._step - self._seen_step
         return self._pause > 0 and done >= max(min(self._seen_step, self._pause), 1)
 
     def state_dict(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is equal on all workers, in plain values.
+        """Return the state, plain values that are equal on all workers.
 
         Args:
-            metrics: as they are now: a checkpoint comes before the turn that reads them.
+            metrics: the current ones: a checkpoint precedes the decision that reads them.
         """
         return {
             "state": self.state,
@@ -135,7 +135,7 @@ class ControlLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``; the engine's step has been restored."""
+        """Resume from ``state_dict``; the engine's step must have been restored."""
         self.state, self.ended, self._epoch = state["state"], state["ended"], state["epoch"]
         self._pause, self._rate = state["pause"], state["rate"]
         self._seen_step = self._step - state["steps"]
@@ -145,18 +145,18 @@ class ControlLoop:
             self.decision = Decision(**state["decision"])
             self._set_levels(self.decision)
 
-    def _ask(self, observation: Observation, epoch: int, steps: int | None) -> str:
-        """Ask the controller; return what is broadcast."""
+    def _call_policy(self, observation: Observation, epoch: int, steps: int | None) -> str:
+        """Let the controller decide; return the text to broadcast."""
         try:
             decision, state = self.controller.decide(observation, self.state)
             turns = self.controller.turns(epoch)
             pause = 0 if steps is None or turns < 1 else max(steps // turns, 1)
             said = {"decision": dataclasses.asdict(decision), "state": state, "pause": pause}
             return json.dumps(said)
-        except Exception as error:  # whatever it is, the other workers must not wait for ever
+        except Exception as error:  # the other workers must not wait for ever
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
-    def _obey(self, peers: Peers, text: str | None) -> None:
+    def _apply_decision(self, peers: Peers, text: str | None) -> None:
         said = json.loads(broadcast_text(text, peers.device))
         if "error" in said:
             raise RuntimeError(
@@ -195,12 +195,12 @@ class ControlLoop:
         )
 
     def _seen_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return what has been logged; Lightning does not restore it where a run goes on."""
+        """Return the logged metrics, and those of a checkpoint, which Lightning does not restore."""
         before = self._metrics if self._resumed == self._step else {}
         return before | {name: float(value) for name, value in metrics.items()}
 
     def _close_epoch(self, peers: Peers) -> dict[str, Any]:
-        """Return what is known of whole epochs only, and begin the next one."""
+        """Return the observation's fields that are of whole epochs; start the next epoch."""
         steps, self._epoch_step = self._step - self._epoch_step, self._step
         moments = self._moments(peers, steps)
         gradients = self.controller.gradients != "none" and steps
@@ -247,7 +247,7 @@ def _norms(named: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _mean(peers: Peers, rows: Iterable[Sequence[float]]) -> list[float]:
-    """Return the mean over workers, in one message; a row for each worker of this process."""
+    """Return the mean over workers, in one message; one row per worker of this process."""
     packed = torch.tensor(list(rows), dtype=torch.float64, device=peers.device).mean(0)
     mean: list[float] = peers.mean(packed).tolist()
     return mean

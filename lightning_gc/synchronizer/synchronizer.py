@@ -17,20 +17,20 @@ from lightning_gc.transports.distributed import Distributed
 
 
 class Synchronizer:
-    """Exchanges the gradients of one real worker. Knows torch.distributed, but no Lightning.
+    """Exchanges the gradients of one real worker. Uses torch.distributed, but no Lightning.
 
     Args:
         workers: this worker's engine, made by ``start`` if there is none, and parameter names.
-        device: where gradients are.
+        device: of the gradients.
         process_group: the group whose members exchange; None is the default group.
         timeout: of every collective.
         before_round: called before the first bucket of each round.
         revocable: optimizer steps may be skipped, as by a gradient scaler.
-        agreed: what else must be equal on all workers, in words.
+        agreed: name -> text of other settings that must be equal on all workers.
 
     Communication pattern:
-        Each bucket goes to one background thread, which talks over a process group of its own, so
-        that it never interleaves with DDP's collectives.
+        One background thread exchanges the buckets over its own process group, so that it never
+        interleaves with DDP's collectives.
 
     Raises:
         ValueError: workers whose configurations or models differ, on all workers.
@@ -63,10 +63,10 @@ class Synchronizer:
         recording = Recording(transport)
         workers.start([recording], revocable=revocable)
         self._background = Background(recording, device)
-        self._round: list[tuple[str, ...]] = []  # the buckets of this round, so far
+        self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
 
     def hook(self, state, bucket):  # type: ignore[no-untyped-def]
-        """Synchronise a bucket: what ``DistributedDataParallel.register_comm_hook`` calls."""
+        """Synchronise a bucket: the hook for ``DistributedDataParallel.register_comm_hook``."""
         names = self.workers.names
         shapes = {names[param]: tuple(param.shape) for param in bucket.parameters()}
         future = self.submit(bucket.buffer(), shapes)
@@ -82,7 +82,7 @@ class Synchronizer:
             shapes: parameter name -> shape, in the order in which they lie in ``grad``.
 
         Raises:
-            PeerError: an earlier exchange has failed.
+            PeerError: an earlier exchange failed.
         """
         self._background.check()
         if not self._round:
@@ -94,7 +94,7 @@ class Synchronizer:
         return self._background.submit(workers.flow(workers.first, grad, shapes), grad)
 
     def end_round(self) -> None:
-        """Say that all buckets of a step have been submitted."""
+        """End a round: all its buckets have been submitted."""
         workers = self.workers
         if workers.regrouping is not None:
             self._round = workers.regrouping.layout
@@ -106,11 +106,11 @@ class Synchronizer:
         self._round = []
 
     def check(self) -> None:
-        """Raise here what went wrong in the background."""
+        """Raise an exception of the background thread, if any."""
         self._background.check()
 
     def close(self) -> None:
-        """Let queued buckets end, stop the thread and leave the group."""
+        """Finish queued buckets, stop the thread and leave the group."""
         stopped = self._background.close()
         if stopped and dist.is_initialized():
             dist.destroy_process_group(self._group)

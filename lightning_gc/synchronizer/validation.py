@@ -1,4 +1,4 @@
-"""Refuse controllers and models that cannot work, before the first step."""
+"""Validation: refuse controllers and models that cannot work, before the first step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_gc.memories import Memory
 
 
 def check_controller(controller: Any, compressor: Compressor, memory: Memory, whose: str) -> None:
-    """Refuse a controller that is none, or that cannot work with compressor or memory."""
+    """Refuse a controller of a wrong type, or one that cannot work with compressor or memory."""
     if not isinstance(controller, Controller):
         raise ValueError(
             f"{whose}(controller={controller!r}): give an instance, such as "
@@ -26,7 +26,7 @@ def check_controller(controller: Any, compressor: Compressor, memory: Memory, wh
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
-    """Raise ValueError where an embedding asks for sparse gradients, which are not flat."""
+    """Raise ValueError if an embedding has sparse gradients, which are not flat."""
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise ValueError(

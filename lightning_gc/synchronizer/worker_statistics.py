@@ -1,4 +1,4 @@
-"""Bytes, density and gradient sums of one worker since the controller's last decision."""
+"""WorkerStatistics: a worker's bytes, density and gradient sums since the last decision."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_gc.transports.base import all_reduce_bytes
 
 
 class WorkerStatistics:
-    """Collects what a controller is told of one worker.
+    """Collects one worker's part of a controller's observation.
 
     Args:
-        engine: the worker's; it then collects what the controller has asked for.
+        engine: the worker's; its epoch statistics are set to those that the controller declares.
         controller: the policy.
     """
 
@@ -31,7 +31,7 @@ class WorkerStatistics:
         self._seen_tally = dataclasses.replace(engine.statistics.tally)
 
     def attach(self, account: Recorder) -> None:
-        """Read bytes from the account of a new fit."""
+        """Use the byte account of a new fit."""
         self._account = account
         self._seen_bytes = account.sent_bytes
 
@@ -46,13 +46,13 @@ class WorkerStatistics:
         ]
 
     def begin(self) -> None:
-        """Count from here: a decision has been taken."""
+        """Count from here: a decision has been made."""
         assert self._account is not None
         self._seen_bytes = self._account.sent_bytes
         self._seen_tally = dataclasses.replace(self.engine.statistics.tally)
 
     def own_state(self) -> dict[str, Any]:
-        """Return what this worker has seen since the last decision."""
+        """Return this worker's counts and sums since the last decision."""
         seen, now = (
             dataclasses.asdict(self._seen_tally),
             dataclasses.asdict(self.engine.statistics.tally),
@@ -64,7 +64,7 @@ class WorkerStatistics:
         }
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``own_state()``, or from the mean of several."""
+        """Resume from ``own_state()``, or from the mean of several."""
         assert self._account is not None
         self._seen_bytes = self._account.sent_bytes - round(state["bytes"])
         now = dataclasses.asdict(self.engine.statistics.tally)

@@ -1,4 +1,4 @@
-"""State of the workers that live in one process: an engine each, parameter names, bucket layout."""
+"""Workers: engines, parameter names, levels and bucket layout of the workers in one process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class HasWorkerState(Protocol):
-    """Something else that keeps state of one worker which belongs into checkpoints."""
+    """Part of a worker's checkpoint besides its engine's state."""
 
     def own_state(self) -> dict[str, Any]:
-        """Return nested dicts of tensors and numbers; their mean must make sense."""
+        """Return nested dicts of tensors and numbers that may be averaged over workers."""
 
     def load_own_state(self, state: Any) -> None:
-        """Go on from what ``own_state`` returned, or from the mean over workers."""
+        """Resume from ``own_state()``, or from its mean over workers."""
 
 
 class Workers:
@@ -34,12 +34,12 @@ class Workers:
         configuration: of the engines.
 
     Attributes:
-        engines: in the order of the workers; none before ``start``.
+        engines: in the order of the workers; empty before ``start``.
         accounts: bytes and seconds of these workers, while training.
         names: parameter -> name, of all that are trained.
-        layout: the parameters in each bucket of the last round.
-        regrouping: sends the first round after a resume in the layout of the last one before.
-        kept: name -> what else keeps state, for each of these workers.
+        layout: parameter names in each bucket of the last round.
+        regrouping: exchanges the first round after a resume in the layout of the saved run.
+        kept: name -> other state of each of these workers, for checkpoints.
     """
 
     def __init__(self, configuration: Configuration) -> None:
@@ -52,12 +52,12 @@ class Workers:
         self.kept: dict[str, Sequence[HasWorkerState]] = {}
 
     def name(self, module: nn.Module) -> None:
-        """Note which parameters are trained, and under which names their state is kept."""
+        """Set ``names`` to the trained parameters of ``module``."""
         trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
         self.names = {param: plain_name(name) for name, param in trained}
 
     def start(self, accounts: Sequence[Recorder], *, revocable: bool) -> None:
-        """Make an engine for each account, or go on with those of an earlier fit.
+        """Make an engine for each account, or reuse those of an earlier fit.
 
         Args:
             accounts: one per worker of this process.
@@ -82,7 +82,7 @@ class Workers:
     def prepare_round(
         self, loss_scale: Tensor | None, learning_rates: Mapping[str, float] | None
     ) -> None:
-        """Tell the engines what gradients have been scaled by, and how far the step goes."""
+        """Set loss scale and learning rates (if not None) of the next round."""
         for engine in self.engines:
             engine.loss_scaling.scale = loss_scale
             if learning_rates is not None:
@@ -96,7 +96,7 @@ class Workers:
         return engine.flow(grad, shapes, weights=weights, wanted=wanted)
 
     def end_round(self, layout: Iterable[Iterable[str]]) -> None:
-        """Count a round whose buckets held these parameters."""
+        """Count a finished round, whose buckets held these parameters."""
         self.layout = [tuple(names) for names in layout]
         for engine in self.engines:
             engine.advance()
@@ -114,7 +114,7 @@ class Workers:
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None
     ) -> None:
-        """Move the knob of all workers, between rounds; see ``Engine.set_levels``."""
+        """Set the levels of all workers, between rounds; see ``Engine.set_levels``."""
         for engine in self.engines:
             engine.set_levels(level, levels)
 
@@ -122,11 +122,11 @@ class Workers:
 def learning_rates_of(
     optimizers: Iterable[torch.optim.Optimizer], names: Mapping[Tensor, str]
 ) -> dict[str, float]:
-    """Return the learning rate of every parameter that an optimizer steps, by name."""
+    """Return parameter name -> learning rate, of all that an optimizer has."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in names}
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefix of torch.compile, so that state outlives it."""
+    """Return a parameter's name without torch.compile's prefix, for checkpoints."""
     return name.replace("_orig_mod.", "")

@@ -150,7 +150,7 @@ class SimulatedDDP(CompressedStrategy):
         self._buffers = Buffers(module.buffers(), self.workers)
         self._ledger = Ledger(self.workers)
         self.local_workers.start(self._ledger.pages, revocable=self._scaler() is not None)
-        self._started()
+        self._on_engines_ready()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal training samples to the workers, as Lightning does to processes."""
