@@ -153,7 +153,7 @@ class Monitor:
             sums.epoch = Totals()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return worker 0's totals, as Lightning saves only these; the strategy saves those of all."""
+        """Return worker 0's totals: Lightning saves only these, the strategy those of all."""
         return {"total": vars(self._sums[0].total).copy()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

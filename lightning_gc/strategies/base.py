@@ -60,7 +60,7 @@ class CompressedStrategy(Resuming, SingleTrainer):
         self.controller = controller
         self.control_loop: ControlLoop | None = None
         self.local_workers = Workers(configuration)
-        self._keep_state(state, state_dtype)
+        self._configure_state(state, state_dtype)
 
     @property
     def engines(self) -> Sequence[Engine]:

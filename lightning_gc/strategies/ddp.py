@@ -36,7 +36,7 @@ class CompressedDDP(CompressedStrategy):
 
     A bare compressor works layer by layer and leaves 1-D tensors and tensors under 1,024 elements
     dense: ``PerParameter(SizeSwitch(compressor))``. ``PerParameter(compressor)`` compresses every
-    tensor. Majority votes, as in ``SignSGD``, are always taken on all tensors.
+    tensor, as does a bare compressor whose workers vote, such as ``SignSGD``.
 
     Args:
         compressor: an instance, or a name from the registry.

@@ -195,7 +195,7 @@ class ControlLoop:
         )
 
     def _seen_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the logged metrics, and those of a checkpoint, which Lightning does not restore."""
+        """Return logged metrics, and those of a checkpoint, which Lightning does not restore."""
         before = self._metrics if self._resumed == self._step else {}
         return before | {name: float(value) for name, value in metrics.items()}
 

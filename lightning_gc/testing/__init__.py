@@ -1,4 +1,4 @@
-"""For authors of compressors, memories and schemes: run them, and hold them to their laws."""
+"""Testing for authors of compressors, memories and schemes: Lockstep, and contract tests."""
 
 from lightning_gc.testing.lockstep import Lockstep as Lockstep
 from lightning_gc.testing.lockstep import Round as Round

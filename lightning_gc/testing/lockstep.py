@@ -1,4 +1,4 @@
-"""Run any combination for W workers in one thread: no processes, no network, no Lightning."""
+"""Lockstep: run compressor, memory and scheme for W workers in one thread, without Lightning."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_gc.transports.simulated import Simulated
 
 @dataclass(frozen=True)
 class Round:
-    """What one synchronisation did.
+    """Result of one synchronisation.
 
     Attributes:
         mean: the mean gradient that all workers received, by parameter name.
-        errors: per worker, what is left after this step, by parameter name: the memory's error, or
-            with ``NoMemory`` what this step dropped.
+        errors: per worker, the error after this step, by parameter name; with ``NoMemory`` the
+            error that was dropped.
         wire_bytes: per worker, the bytes that it would have sent.
     """
 
@@ -33,10 +33,9 @@ class Round:
 
 
 class Lockstep:
-    """W workers that compress and average gradients, step by step, exactly as real ones would.
+    """W workers that compress and average gradients, step by step, exactly as real ones.
 
-    Works per parameter, as the strategy does, and with exactly the compressor that it is given:
-    no ``SizeSwitch`` unless passed.
+    Works per parameter, as the strategy does, but adds no ``SizeSwitch``.
 
     Args:
         workers: W.
@@ -77,7 +76,7 @@ class Lockstep:
         ]
 
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> Round:
-        """Synchronise one gradient per worker, ``{name: tensor}``; they are not changed."""
+        """Synchronise one gradient per worker, ``{name: tensor}``, which are not changed."""
         if len(gradients) != len(self.engines):
             raise ValueError(f"{len(self.engines)} workers, but {len(gradients)} gradients.")
         shapes = {name: tuple(grad.shape) for name, grad in gradients[0].items()}
@@ -104,7 +103,7 @@ class Lockstep:
     def _same(
         self, flats: Sequence[Tensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, Tensor]:
-        """Return the mean by name; law 2 of schemes says that all workers have the same bits."""
+        """Return the mean by name; by law 2 of schemes all workers have the same bits."""
         for worker, flat in enumerate(flats):
             if not torch.equal(flat.view(torch.uint8), flats[0].view(torch.uint8)):
                 raise RuntimeError(f"Worker {worker}'s mean differs from worker 0's.")

@@ -1,1 +1,1 @@
-"""Error state in Lightning checkpoints: save, restore, side files."""
+"""Checkpoints: error state in Lightning checkpoints, saved in side files and restored."""

@@ -1,4 +1,4 @@
-"""Decide which error state fits when compressor, memory, controller or model have changed."""
+"""Changes: which saved error state still fits a changed compressor, memory, controller or model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_gc.strategies.checkpoint.pytree import Tree
 
 
 class Changes(NamedTuple):
-    """What is kept, and what is to be said about the rest."""
+    """State to restore, and sentences about what has changed."""
 
     memory: Tree
     compressor: Tree
@@ -23,16 +23,16 @@ def changes(
     own: Tree,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Changes:
-    """Compare a checkpoint with the run that is to go on from it.
+    """Compare a checkpoint with the run that resumes from it.
 
-    Errors are in units of the gradient and belong to a parameter, so they outlive any change of
-    the compressor; its own state does not.
+    Errors are in units of the gradient and belong to a parameter, so they remain valid for any
+    compressor; the compressor's own state does not.
 
     Args:
-        before: ``repr`` of compressor, memory and controller when it was saved.
-        now: the same today.
+        before: ``repr`` of compressor, memory and controller in the checkpoint.
+        now: the same in this run.
         own: this worker's part of the checkpoint.
-        shapes: parameter name -> shape, today.
+        shapes: parameter name -> shape, in this run.
     """
     saved = own["averaged"].get("memory", {})
     fitting = {name: kept for name, kept in saved.items() if _fits(kept, shapes.get(name))}

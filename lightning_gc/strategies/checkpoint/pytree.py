@@ -1,4 +1,4 @@
-"""Average, map and reduce nested dicts whose leaves are tensors and numbers."""
+"""Pytree: average, map and all-reduce nested dicts whose leaves are tensors and numbers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Tree = dict[str, Any]
 
 
 def average(trees: Sequence[Tree | None]) -> Tree:
-    """Return the mean of trees of one shape; None counts as zeros.
+    """Return the mean of trees of one structure; None counts as zeros.
 
-    The mean over workers of what they have not sent is what they owe together. Where each of the
-    new workers begins with it, the sum divided by their number is the same again.
+    If another number of workers all start with the mean of the old errors, the mean over workers of
+    the errors is preserved, so that nothing is lost.
     """
     share = 1 / len(trees)
     known = [tree for tree in trees if tree is not None]
@@ -39,7 +39,7 @@ def _merge(trees: Sequence[Tree], share: float) -> Tree:
 
 
 def each_tensor(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
-    """Return a copy whose tensors are replaced by ``change`` of them."""
+    """Return a copy with ``change`` applied to every tensor."""
     copy: Tree = {}
     for name, leaf in tree.items():
         if isinstance(leaf, dict):
@@ -50,11 +50,11 @@ def each_tensor(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def reduced(tree: Tree, mean: Callable[[Tensor], Tensor]) -> Tree:
-    """Return the mean over workers, by a collective; all of them call it with trees of one shape.
+    """Return the mean over workers by collectives; all call it with trees of one structure.
 
     Args:
         tree: this worker's.
-        mean: replaces a tensor by its mean over workers.
+        mean: returns a tensor's mean over workers.
     """
     merged: Tree = {}
     for name, leaf in tree.items():

@@ -1,4 +1,4 @@
-"""Lightning's checkpoint hooks: write error state with a checkpoint, restore it on resume."""
+"""Resuming: Lightning's checkpoint hooks, which save error state and restore it on resume."""
 
 # No "from __future__ import annotations": see ddp.py, whose base this is.
 from typing import Any, Literal, cast
@@ -15,21 +15,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Resuming:
-    """Mixin that makes a resumed run the run that was not interrupted, bit for bit.
-
-    It is mixed into a strategy, which is a ``Host``.
-    """
+    """Mixin of strategies (``Host``) that makes runs resume bit for bit."""
 
     local_workers: Workers
     controller: Controller | None
     control_loop: ControlLoop | None
 
-    def _keep_state(
+    def _configure_state(
         self,
         state: Literal["full", "mean", "off"],
         state_dtype: Literal["float32", "bfloat16"],
     ) -> None:
-        """Take the configuration.
+        """Set the mode and dtype of saved errors.
 
         Raises:
             ValueError: an unknown mode or dtype.
@@ -39,13 +36,13 @@ class Resuming:
         if state_dtype not in _DTYPES:
             raise ValueError(f"state_dtype={state_dtype!r}: use 'float32' or 'bfloat16'.")
         self._checkpoints = Checkpoints(state, _DTYPES[state_dtype])
-        self._stems: dict[str, list[str]] = {}  # path -> what its side files begin with, in time
+        self._stems: dict[str, list[str]] = {}  # path -> prefixes of its side files, oldest first
         self._resumed_from: Any = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write error state beside a full checkpoint, then the checkpoint, whole or not at all."""
+        """Write the side files of a full checkpoint, then the checkpoint, atomically."""
         full = bool(self.local_workers.engines) and "optimizer_states" in checkpoint
         full = full and self._checkpoints.mode != "off"
         if full:
@@ -56,30 +53,30 @@ class Resuming:
 
         self._checkpoints.publish(cast(Host, self), filepath, write)
         if full:
-            self._forget_old_files(filepath)
+            self._remove_old_side_files(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Note where it comes from: side files lie there."""
+        """Store the path, beside which the side files are."""
         self._resumed_from = checkpoint_path
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Restore ours after the optimizers': Lightning's first call when the engine is there."""
+        """Restore error state too: this is Lightning's first call after the engine is made."""
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         if self.local_workers.engines:
             self._checkpoints.restore(cast(Host, self), checkpoint, self._resumed_from)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove side files as well; every node's first worker those on its disk."""
+        """Remove side files too; local rank 0 removes those on its node's disk."""
         super().remove_checkpoint(filepath)  # type: ignore[misc]
         if self.local_rank == 0:  # type: ignore[attr-defined]
             side_files.remove(filepath)
 
-    def _forget_old_files(self, path: Any) -> None:
-        """Remove side files of what had this name before, once that is overwritten.
+    def _remove_old_side_files(self, path: Any) -> None:
+        """Remove side files of older checkpoints that ``path`` has overwritten.
 
-        A ``CheckpointIO`` around another one may not have written yet; then two older ones stay.
+        A wrapping ``CheckpointIO`` may not have written yet, so two older ones are kept then.
         """
         stems = self._stems.setdefault(str(path), [])
         stem = side_files.stem_of(path, self.local_workers.first.step)

@@ -1,4 +1,4 @@
-"""Save error state, levels and the controller in a Lightning checkpoint, and restore them."""
+"""Save and restore error state, levels and controller state in a Lightning checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Host(Protocol):
-    """What saving and restoring need of a Lightning host."""
+    """Attributes of a Lightning strategy that saving and restoring use."""
 
     local_workers: Workers
     controller: Controller | None
@@ -37,23 +37,23 @@ class Host(Protocol):
 
     @property
     def checkpoint_io(self) -> Any:
-        """Lightning's plugin that reads and writes files."""
+        """Lightning's plugin for reading and writing files."""
 
     @property
     def root_device(self) -> torch.device:
-        """Where this process's tensors are."""
+        """Device of this process."""
 
     @property
     def global_rank(self) -> int:
-        """This process's index."""
+        """Index of this process."""
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
 
     @property
     def lightning_module(self) -> Any:
-        """The module, which knows its Trainer."""
+        """The module, which has its Trainer."""
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Return the mean over processes."""
@@ -61,32 +61,32 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Saves and restores engine, controller and what others keep per worker.
+    """Saves and restores engines, controller and other state of workers (``Workers.kept``).
 
     The main file gets, under ``"lightning_gc"``: ``format``, ``mode``, ``workers``, ``step``,
     ``stem``, ``torn``, ``layout``, ``configuration``, ``learning_rates``, ``turn``. In mode
     ``"full"`` every worker writes a side file, ``{"format", "worker", "averaged", "compressor"}``;
     in mode ``"mean"`` the main file gets the latter two itself, averaged over workers.
 
-    Side files come first, and the main file only if all workers have written theirs.
+    Side files are written first, and the main file only if all workers have written theirs.
 
     Args:
         mode: as ``CompressedDDPStrategy(state=...)``.
-        dtype: of errors in files; they are float32 in use.
+        dtype: of errors in files; in use they are float32.
     """
 
     mode: Literal["full", "mean", "off"]
     dtype: torch.dtype
 
     def save(self, host: Host, checkpoint: Tree, path: Any, options: Any) -> None:
-        """Add to a checkpoint that is about to be written, and write these workers' side files."""
+        """Add state to ``checkpoint`` before it is written, and write these workers' side files."""
         workers, control, trainer = (
             host.local_workers,
             host.control_loop,
             host.lightning_module.trainer,
         )
         engine = workers.first
-        # After an exception this may be the only worker that saves: then nobody would answer.
+        # After an exception this may be the only worker that saves; a collective would hang.
         alone = trainer.interrupted
         stem = side_files.stem_of(path, engine.step)
         main: Tree = {
@@ -103,7 +103,7 @@ class Checkpoints:
         }
         checkpoint[KEY] = main
         if engine.rounds.torn:
-            return  # buckets are on their way: errors are neither those before nor those after
+            return  # a round is incomplete: errors are neither those before nor after it
         owns = [self.own(host, index) for index in range(len(workers.engines))]
         if self.mode == "mean" and not alone:
             own = owns[0]
@@ -127,14 +127,14 @@ class Checkpoints:
             save = host.checkpoint_io.save_checkpoint
             write = partial(save, own, target, storage_options=options)
             what = f"its error state to {target}. {path} has not been written"
-            self._together(host, write, what, alone)
+            self._all_or_raise(host, write, what, alone)
 
     def restore(self, host: Host, checkpoint: Tree, path: Any) -> None:
-        """Give engine, controller and the others what the checkpoint holds of them."""
+        """Restore engines, controller and other state from a checkpoint."""
         engines, main = host.local_workers.engines, checkpoint.get(KEY)
         if self.mode == "off" or main is None:
             if main is None and engines[0].memory.buffers:
-                self._say(host, f"{path} holds no error state: errors begin at zero.")
+                self._log_rank0(host, f"{path} holds no error state: errors begin at zero.")
             for each in engines:
                 each.reset(main["step"] if main else 0)
             return
@@ -148,14 +148,14 @@ class Checkpoints:
         def collect() -> None:
             found.extend(self._collect(host, main, path))
 
-        self._together(host, collect, f"the error state of {path}", alone=False, verb="read")
+        self._all_or_raise(host, collect, f"the error state of {path}", alone=False, verb="read")
         self._apply(host, main, found)
 
     def publish(self, host: Host, path: Any, write: Callable[[Any], None]) -> None:
-        """Have ``write`` write the checkpoint; if worker 0 cannot, all workers raise.
+        """Write the checkpoint by ``write``; if worker 0 fails, all workers raise.
 
-        A local file is written under another name and then put into place at once: a disk that is
-        full must not cost the checkpoint that is there.
+        A local file is written under another name and then renamed: a full disk must not destroy
+        an existing checkpoint.
         """
         alone = host.lightning_module.trainer.interrupted
         where = os.fspath(path)
@@ -164,14 +164,14 @@ class Checkpoints:
 
         def act() -> None:
             if direct or host.global_rank != 0:
-                write(path)  # which is nothing, elsewhere than on worker 0
+                write(path)  # does nothing on workers other than worker 0
             else:
-                _replace(where, write)
+                _write_atomically(where, write)
 
-        self._together(host, act, f"{where}. If there was one of that name, it is kept", alone)
+        self._all_or_raise(host, act, f"{where}. If there was one of that name, it is kept", alone)
 
     def own(self, host: Host, index: int = 0) -> Tree:
-        """Return a copy, on the host, of what one worker alone knows."""
+        """Return a copy on the host of one worker's own state."""
         workers = host.local_workers
         state = workers.engines[index].state_dict()
         averaged: Tree = {"memory": state["memory"]}
@@ -184,13 +184,13 @@ class Checkpoints:
         return each_tensor(memory, lambda t: t.to(self.dtype))
 
     def _collect(self, host: Host, main: Tree, path: Any) -> list[Tree]:
-        """Return each worker's part, as it was or as the mean of all old workers'."""
+        """Return each worker's state: its own, or the mean if the number of workers changed."""
         engines = host.local_workers.engines
         if main["mode"] == "mean":
             common = {"averaged": main["averaged"], "compressor": main["compressor"]}
             return [common] * len(engines)
         if main["torn"]:
-            self._say(host, f"{path} was saved within a step: errors begin at zero.")
+            self._log_rank0(host, f"{path} was saved within a step: errors begin at zero.")
             return [{"averaged": {}, "compressor": {}}] * len(engines)
         before, now = main["workers"], engines[0].workers
         if before == now:
@@ -198,13 +198,13 @@ class Checkpoints:
             own = self._read(host, main, path, wanted)
             return [state or {"averaged": {}, "compressor": {}} for state in own]
         own = self._read(host, main, path, range(before))
-        self._say(host, f"{before} workers' errors are averaged: each of {now} has the mean.")
+        self._log_rank0(host, f"{before} workers' errors are averaged: each of {now} has the mean.")
         known: Tree = next((state for state in own if state is not None), {"compressor": {}})
         averaged = average([None if state is None else state["averaged"] for state in own])
         return [{"averaged": averaged, "compressor": known["compressor"]}] * len(engines)
 
     def _read(self, host: Host, main: Tree, path: Any, workers: Iterable[int]) -> list[Tree | None]:
-        """Return what the side files of these workers hold; None where one is missing."""
+        """Return the content of these workers' side files; None where one is missing."""
         files = [side_files.path_of(path, main["stem"], i, main["workers"]) for i in workers]
         own = [
             side_files.read(file, host.checkpoint_io) if side_files.exists(file) else None
@@ -246,10 +246,10 @@ class Checkpoints:
                 if name in own["averaged"] and (name != "turn" or same_controller):
                     part.load_own_state(own["averaged"][name])
 
-    def _together(
+    def _all_or_raise(
         self, host: Host, act: Callable[[], None], what: str, alone: bool, verb: str = "write"
     ) -> None:
-        """Act on all workers; if one fails, all raise, and say who and why."""
+        """Call ``act`` on all workers; if one fails, all raise with its index and error."""
         problem, cause = "", None
         try:
             act()
@@ -266,12 +266,12 @@ class Checkpoints:
             ) from cause
 
     @staticmethod
-    def _say(host: Host, sentence: str) -> None:
+    def _log_rank0(host: Host, sentence: str) -> None:
         if host.global_rank == 0:
             _log.info(sentence)
 
 
-def _replace(where: str, write: Callable[[Any], None]) -> None:
+def _write_atomically(where: str, write: Callable[[Any], None]) -> None:
     folder, base = os.path.split(where)
     part = os.path.join(folder, side_files.FOLDER, f"{base}.part")
     try:
@@ -287,7 +287,7 @@ def _replace(where: str, write: Callable[[Any], None]) -> None:
 
 
 def configuration(host: Host) -> dict[str, str]:
-    """Return what state depends on, in words."""
+    """Return ``repr`` of compressor, memory and controller, on which state depends."""
     parts = host.local_workers.configuration
     return {
         "compressor": repr(parts.compressor),

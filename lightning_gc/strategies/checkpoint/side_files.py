@@ -1,4 +1,4 @@
-"""Side files: where each worker's error state lies beside a checkpoint; read, list, remove."""
+"""Side files: each worker's error state in a file beside the checkpoint; paths, read, remove."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from fsspec.core import url_to_fs
 
-# A folder, because Lightning takes every file beside a checkpoint for one, by its name.
+# A folder, because Lightning takes files beside a checkpoint for checkpoints, by their names.
 FOLDER = "lightning_gc_state"
 
 
 def stem_of(checkpoint: Any, step: int) -> str:
-    """Return what the names of a checkpoint's side files begin with.
+    """Return the prefix of the names of a checkpoint's side files.
 
-    The step is in it: a checkpoint that is saved anew under its old name gets new side files, so
-    that the old ones are whole until the new ones are.
+    It has the step: a checkpoint saved again under its old name gets new side files, so that the
+    old ones stay intact until the new ones are complete.
     """
     return f"{_split(checkpoint)[1]}-step{step}"
 
@@ -32,28 +32,28 @@ def path_of(checkpoint: Any, stem: str, worker: int, workers: int) -> str:
 
 
 def exists(path: str) -> bool:
-    """Return whether there is such a file, here or far away."""
+    """Return whether the file exists, locally or remotely."""
     fs, inner = url_to_fs(path)
     return bool(fs.exists(inner))
 
 
 def read(path: str, checkpoint_io: Any) -> Any:
-    """Return what a side file holds: tensors, numbers, strings, lists and dicts; no pickled code.
+    """Return a side file's tensors, numbers, strings, lists and dicts; no pickled code is run.
 
     Raises:
-        RuntimeError: the file cannot be read; the message names it and a way out.
+        RuntimeError: the file cannot be read; with its path and a fix.
     """
     while getattr(checkpoint_io, "checkpoint_io", None) is not None:
-        checkpoint_io = checkpoint_io.checkpoint_io  # what an asynchronous one is wrapped around
+        checkpoint_io = checkpoint_io.checkpoint_io  # unwrap, such as an asynchronous one
     safely = "weights_only" in inspect.signature(checkpoint_io.load_checkpoint).parameters
     try:
         if safely:
             return checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
-        fs, inner = url_to_fs(path)  # Lightning before 2.6 would unpickle whatever is there
+        fs, inner = url_to_fs(path)  # Lightning before 2.6 would unpickle anything
         with fs.open(inner, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        first = str(error).partition("\n")[0].partition(". ")[0]  # torch goes on with bad advice
+        first = str(error).partition("\n")[0].partition(". ")[0]  # torch adds unsafe advice
         raise RuntimeError(
             f"The error state in {path} cannot be read ({type(error).__name__}: {first}). Restore "
             f"the file, or resume with CompressedDDPStrategy(state='off') and errors of zero."
@@ -61,9 +61,9 @@ def read(path: str, checkpoint_io: Any) -> Any:
 
 
 def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
-    """Remove a checkpoint's side files, those of all workers, but not those of stems in ``keep``.
+    """Remove a checkpoint's side files of all workers, except those of stems in ``keep``.
 
-    Several workers may do so at once; what another one has removed is no error.
+    Several workers may do so at once; a file that another one has removed is no error.
     """
     folder, base = _split(checkpoint)
     fs, inner = url_to_fs(posixpath.join(folder, FOLDER))
@@ -74,29 +74,29 @@ def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
     kept = tuple(f"{stem}-worker" for stem in keep)
     for name in names:
         if name.startswith(f"{base}-step") and not (kept and name.startswith(kept)):
-            _quietly(fs.rm, posixpath.join(inner, name))
+            _ignoring_os_errors(fs.rm, posixpath.join(inner, name))
     tidy(checkpoint)
 
 
 def tidy(checkpoint: Any) -> None:
     """Remove the folder beside a checkpoint if it is empty."""
     fs, inner = url_to_fs(posixpath.join(_split(checkpoint)[0], FOLDER))
-    _quietly(fs.rmdir, inner)
+    _ignoring_os_errors(fs.rmdir, inner)
 
 
-def _quietly(act: Any, path: str) -> None:
-    with contextlib.suppress(OSError):  # gone already, or a folder that is not empty
+def _ignoring_os_errors(act: Any, path: str) -> None:
+    with contextlib.suppress(OSError):  # removed already, or a folder that is not empty
         act(path)
 
 
 def _resolved(checkpoint: Any) -> str:
-    """Follow a link such as ``last.ckpt``: side files lie beside the file itself."""
+    """Follow a link such as ``last.ckpt``: side files are beside its target."""
     path = str(os.fspath(checkpoint))
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
 def _split(checkpoint: Any) -> tuple[str, str]:
-    """Return folder and name, of a local path or a URL."""
+    """Return folder and name of a local path or URL."""
     path = os.fspath(checkpoint)
     if "://" not in path:
         return os.path.split(path)

@@ -1,1 +1,1 @@
-"""Simulate W workers on one device under Lightning."""
+"""SimulatedDDP: simulate DDP of W workers on one device under Lightning."""

@@ -1,4 +1,4 @@
-"""Between batches of a worker, which users and checkpoints count, and micro-batches of them all."""
+"""MicroBatches: convert batches per worker (users, checkpoints) to micro-batches (the Trainer)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ _PROGRESS = "epoch_loop.batch_progress"
 
 
 class MicroBatches:
-    """Makes a Trainer count W micro-batches where it is told to count one batch of a real worker.
+    """Makes a Trainer run W micro-batches for each batch of a real worker.
 
-    ``accumulate_grad_batches``, ``limit_train_batches`` and ``val_check_interval`` are multiplied
-    by W where they are counts, for the time of a fit.
+    During a fit, ``accumulate_grad_batches``, ``limit_train_batches`` and ``val_check_interval``
+    are multiplied by W where they are counts.
 
     Args:
         workers: W.
-        trainer: whose settings are changed.
+        trainer: its settings are changed.
 
     Raises:
-        ValueError: a number of accumulated batches that W workers cannot share; a callback that
-            changes it.
+        ValueError: ``accumulate_grad_batches`` that W does not divide; a callback that changes it.
     """
 
     def __init__(self, workers: int, trainer: Any) -> None:
@@ -49,10 +48,12 @@ class MicroBatches:
                 self._set(name, value * workers)
 
     def check_epoch(self) -> None:
-        """Refuse an epoch that workers cannot share; call it when the training data is there.
+        """Refuse an epoch whose number of micro-batches W does not divide.
+
+        Call it when the Trainer has set up the training data.
 
         Raises:
-            ValueError: a number of micro-batches that W does not divide.
+            ValueError: the number of micro-batches is not a multiple of W.
         """
         workers, found = self.workers, self.trainer.num_training_batches
         if found != float("inf") and found % workers:
@@ -62,13 +63,13 @@ class MicroBatches:
                 f"batches of each worker, or let Lightning deal the samples of a DataLoader: "
                 f"use_distributed_sampler=True."
             )
-        # A share of an epoch, such as val_check_interval=0.25, ends with a whole step's workers.
+        # A share of an epoch, such as val_check_interval=0.25, must end with a whole step.
         every = self.trainer.val_check_batch
         if isinstance(every, int) and every % workers:
             self.trainer.val_check_batch = max(every - every % workers, workers)
 
     def restore(self) -> None:
-        """Give the Trainer the user's settings back."""
+        """Restore the user's settings of the Trainer."""
         for name, value in self._given.items():
             setattr(self.trainer, name, value)
         self._given.clear()
@@ -79,7 +80,7 @@ class MicroBatches:
 
 
 def to_batches(checkpoint: Tree, workers: int) -> None:
-    """Count batches of a worker in a checkpoint's loops, as a real worker's has them; in place."""
+    """Convert a checkpoint's loop counts to batches per worker, as of a real run; in place."""
     for counts in _counts(checkpoint):
         counts["ready"], counts["started"] = (
             -(-counts[name] // workers) for name in ("ready", "started")
@@ -92,7 +93,7 @@ def to_batches(checkpoint: Tree, workers: int) -> None:
 def to_micro_batches(checkpoint: Tree, workers: int) -> None:
     """Undo ``to_batches``, in place.
 
-    Lightning looks at the differences to see what was under way: they stay as they are.
+    Differences between counts are kept: Lightning derives from them where the run was interrupted.
     """
     for counts in _counts(checkpoint):
         ready, processed = counts["ready"], counts["processed"]

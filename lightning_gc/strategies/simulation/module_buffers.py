@@ -1,4 +1,4 @@
-"""Running statistics and other buffers of a module, as W workers would have them."""
+"""Buffers: a module's buffers, such as running statistics, per simulated worker as in DDP."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class Buffers:
-    """Gives every simulated worker the module's buffers as DDP would.
+    """Keeps the module's buffers of every simulated worker as DDP would.
 
-    DDP copies worker 0's buffers to all workers before each step's first forward pass. So all
-    begin a step with the same, each goes on with its own, and only worker 0's outlive the step.
+    DDP copies worker 0's buffers to all workers before each step's first forward pass. So all start
+    a step with equal buffers, each changes its own, and only worker 0's are kept.
 
-    All are copied, as DDP does: batch normalisation writes to its own unseen by any version count.
+    All are copied, as in DDP: batch normalisation changes buffers without a version count.
 
     Args:
-        buffers: of the module; what is changed in place is followed.
+        buffers: the module's, changed in place.
         workers: W.
     """
 
@@ -27,26 +27,26 @@ class Buffers:
         self._own: dict[int, list[Tensor]] = {}
 
     def begin(self) -> None:
-        """Begin a step with what the buffers hold now."""
+        """Start a step: all workers have the buffers' current values."""
         self._own.clear()
         self._copy(self._start, self._live)
 
     def enter(self, worker: int) -> None:
-        """Put this worker's buffers in place, before its forward pass."""
+        """Load this worker's buffers, before its forward pass."""
         self._copy(self._live, self._own.get(worker, self._start))
 
     def leave(self, worker: int, again: bool) -> None:
-        """Keep what it has written, if that is needed: by its next micro-batch, or as worker 0's.
+        """Save this worker's buffers if needed: for its next micro-batch, or as worker 0's.
 
         Args:
-            worker: whose micro-batch it was.
+            worker: the worker whose micro-batch has run.
             again: whether it may have another one in this step.
         """
         if again or worker == 0:
             self._own[worker] = [buffer.clone() for buffer in self._live]
 
     def end(self) -> None:
-        """End a step: worker 0's buffers are those of all."""
+        """End a step: load worker 0's buffers."""
         self.enter(0)
 
     @staticmethod

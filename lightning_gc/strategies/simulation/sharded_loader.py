@@ -1,4 +1,4 @@
-"""One loader that deals micro-batches to simulated workers, as W loaders would have."""
+"""Sharded loader: interleave W workers' DataLoaders, sharded as Lightning would for W processes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.utils.data import (
 
 
 class Dealt:
-    """Takes a batch of each worker's loader in turn: number i is worker ``i % W``'s.
+    """Interleaves the workers' loaders: batch i is worker ``i % W``'s.
 
     Args:
-        loaders: of the workers, all of one length.
+        loaders: one per worker, of equal length.
     """
 
     def __init__(self, loaders: Sequence[Any]) -> None:
         self.loaders = loaders
-        self.sampler = self  # where Lightning looks for ``set_epoch``
+        self.sampler = self  # Lightning calls ``sampler.set_epoch``
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle anew, in every worker's loader."""
+        """Set the epoch of every worker's sampler, which reshuffles."""
         for loader in self.loaders:
             for holder in (loader, getattr(loader, "batch_sampler", None)):
                 set_epoch = getattr(getattr(holder, "sampler", None), "set_epoch", None)
@@ -38,53 +38,54 @@ class Dealt:
         return sum(len(loader) for loader in self.loaders)
 
     def __iter__(self) -> Iterator[Any]:
-        return _turns([iter(loader) for loader in self.loaders])
+        return _interleaved([iter(loader) for loader in self.loaders])
 
 
 class StatefulDealt(Dealt):
-    """One whose loaders can go on within an epoch; between steps they all have come equally far."""
+    """``Dealt`` of loaders that resume within an epoch; between steps all are equally far."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return worker 0's state, which is what a real run saves."""
+        """Return the state of worker 0's loader, as a real run saves it."""
         state: dict[str, Any] = self.loaders[0].state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with it in every worker's loader."""
+        """Load the state into every worker's loader."""
         for loader in self.loaders:
             loader.load_state_dict(state)
 
 
 class Replayed:
-    """A sampler that is asked by W workers in a row and tells all of them the same."""
+    """Sampler that replays one epoch's indices to each of W workers."""
 
     def __init__(self, sampler: Any, workers: int) -> None:
         self._sampler = sampler
         self._workers = workers
-        self._asked = 0
-        self._said: list[Any] = []
+        self._passes = 0
+        self._indices: list[Any] = []
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._asked % self._workers == 0:
-            self._said = list(self._sampler)
-        self._asked += 1
-        return iter(self._said)
+        if self._passes % self._workers == 0:
+            self._indices = list(self._sampler)
+        self._passes += 1
+        return iter(self._indices)
 
 
 def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
-    """Return a loader that deals the samples as Lightning would to W processes, or ``loader``.
+    """Return a loader that shards samples as Lightning would for W processes, or ``loader``.
 
-    Lightning leaves alone what has a ``DistributedSampler`` already, iterable datasets, and what is
-    no ``DataLoader``; so do we, and the batches of such a loader go to the workers in turn.
+    Like Lightning, this does not change loaders with a ``DistributedSampler``, of iterable
+    datasets, or of other types than ``DataLoader``; their batch i goes to worker ``i % W``.
 
     Args:
         loader: the user's.
         workers: W.
-        trainer: a Trainer with ``use_distributed_sampler``, or without.
-        flavour: has Lightning's own ``_sampler``, ``_with_sampler`` and ``_seed_workers``.
+        trainer: the Trainer, for ``use_distributed_sampler``.
+        flavour: the strategy class, with Lightning's ``_sampler``, ``_with_sampler`` and
+            ``_seed_workers``.
     """
     if (
         not trainer._accelerator_connector.use_distributed_sampler
@@ -100,7 +101,7 @@ def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
     for worker in range(workers):
         sampler = flavour._sampler(
             SimpleNamespace(sampler=given, dataset=loader.dataset),
-            shuffle=True,  # of training data always, whatever the loader says
+            shuffle=True,  # as Lightning always does for training data
             overfit_batches=trainer.overfit_batches,
             mode=trainer.state.stage,
             num_replicas=workers,
@@ -112,7 +113,7 @@ def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
     return StatefulDealt(loaders) if stateful else Dealt(loaders)
 
 
-def _turns(iterators: Sequence[Iterator[Any]]) -> Iterator[Any]:
+def _interleaved(iterators: Sequence[Iterator[Any]]) -> Iterator[Any]:
     end = object()
     while True:
         for iterator in iterators:

@@ -28,28 +28,28 @@ class SimulatedDDP(CompressedStrategy):
     """DDP of W workers, simulated on one device by accumulating gradients over W micro-batches.
 
     Use it as ``Trainer(devices=1, strategy=SimulatedDDPStrategy(TopK(density=0.01), workers=4))``;
-    nothing in the LightningModule changes. Every worker has its own share of the data, its own
-    errors and its own byte count; they exchange gradients by the same code as real ones. The mean
-    gradient is that of ``CompressedDDPStrategy`` with W processes: bit for bit where payloads are
-    gathered, up to the rounding of sums where they are all-reduced.
+    the LightningModule need not change. Every worker has its own share of the data, its own errors
+    and byte count, and exchanges gradients by the same code as a real one. The mean gradient is
+    that of ``CompressedDDPStrategy`` with W processes: bit for bit where payloads are gathered, up
+    to the rounding of sums where they are all-reduced.
 
-    A step takes W micro-batches, number i being worker i's. The Trainer's
-    ``accumulate_grad_batches`` is set to W for the time of the fit; ``k·W`` from the user means k
-    accumulated micro-batches per worker. ``limit_train_batches``, ``val_check_interval`` and what
-    checkpoints count are batches of one worker, as in a real run.
+    A step takes W micro-batches, the i-th being worker i's. The Trainer's
+    ``accumulate_grad_batches`` is set to W during the fit; ``k·W`` from the user means k
+    accumulated micro-batches per worker. ``limit_train_batches``, ``val_check_interval`` and counts
+    in checkpoints are batches of one worker, as in a real run.
 
     Args:
-        compressor: as for ``CompressedDDPStrategy``, and so are the three that follow.
-        memory: what is remembered of the rest.
-        scheme: how workers reach a mean.
-        controller: who moves the level, epoch by epoch.
-        workers: W, how many to simulate.
-        network: turns bytes into the seconds that ``CompressionMonitor`` shows.
+        compressor: as for ``CompressedDDPStrategy``, like the next three.
+        memory: the error feedback rule.
+        scheme: how payloads become a mean.
+        controller: chooses levels, epoch by epoch.
+        workers: W, the number of simulated workers.
+        network: converts bytes to the seconds that ``CompressionMonitor`` shows.
         seed: of the compressor's private random numbers.
-        state: what a checkpoint keeps of the errors: the same files as real workers would write, so
-            that a simulated run goes on as a real one, and the other way round.
+        state: errors in checkpoints; the same files as real workers write, so that a simulated run
+            can resume as a real one and vice versa.
         state_dtype: of errors in these files.
-        kwargs: as for ``SingleDeviceStrategy``: ``device``, which is the Trainer's if left out,
+        kwargs: as for ``SingleDeviceStrategy``: ``device`` (default: the Trainer's),
             ``checkpoint_io``, ``precision_plugin``, ...
 
     Communication pattern:
@@ -99,7 +99,7 @@ class SimulatedDDP(CompressedStrategy):
         self.workers = workers
         self.network = network
         self._device_given = "device" in kwargs
-        self._done = 0  # micro-batches of this step whose backward pass is over
+        self._done = 0  # micro-batches of this step with a finished backward pass
         self._ledger = Ledger(workers)
         self._units: MicroBatches | None = None
         self._gradients: Gradients | None = None
@@ -107,7 +107,7 @@ class SimulatedDDP(CompressedStrategy):
 
     @property
     def worker(self) -> int:
-        """The worker whose micro-batch is being run; 0 outside of training."""
+        """The worker whose micro-batch is running; 0 outside of training."""
         trainer = getattr(self.lightning_module, "_trainer", None)  # type: ignore[attr-defined]
         if trainer is None or not trainer.training:
             return 0
@@ -130,7 +130,7 @@ class SimulatedDDP(CompressedStrategy):
         super().setup_environment()  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
-        """Make the Trainer accumulate, and start the engines, if it is going to train."""
+        """If the Trainer is to fit, make it accumulate W micro-batches and start the engines."""
         if trainer.state.fn != "fit":
             super().setup(trainer)  # type: ignore[misc]
             return
@@ -142,7 +142,7 @@ class SimulatedDDP(CompressedStrategy):
                 f"CompressedDDPStrategy with processes."
             )
         refuse_sparse_gradients(module)
-        self._units = MicroBatches(self.workers, trainer)  # before optimizers ask how many steps
+        self._units = MicroBatches(self.workers, trainer)  # before optimizers read the step count
         super().setup(trainer)  # type: ignore[misc]
         self.local_workers.name(module)
         self._done = 0
@@ -153,13 +153,13 @@ class SimulatedDDP(CompressedStrategy):
         self._on_engines_ready()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Deal training samples to the workers, as Lightning does to processes."""
+        """Shard training samples over the workers, as Lightning does over processes."""
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
         return deal(loader, self.workers, trainer, self) if trainer.training else loader
 
     def on_train_start(self) -> None:
-        """Look at the epoch's length, which is known now."""
+        """Check the epoch's length, which is known now."""
         super().on_train_start()  # type: ignore[misc]
         assert self._units is not None
         self._units.check_epoch()
@@ -168,8 +168,8 @@ class SimulatedDDP(CompressedStrategy):
         """Run the forward pass of one worker's micro-batch."""
         worker, trainer = self.worker, self.lightning_module.trainer  # type: ignore[attr-defined]
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            self._done = 0  # also where the step before was given up
-        self._check_turn(worker)
+            self._done = 0  # also if the last step was abandoned
+        self._check_worker_order(worker)
         if self._done == 0:
             self._buffers.begin()
         self._buffers.enter(worker)
@@ -188,7 +188,7 @@ class SimulatedDDP(CompressedStrategy):
     ) -> torch.Tensor:
         """Run the backward pass of one worker's micro-batch; after the last, exchange gradients.
 
-        Where DDP's hook is in ``Strategy.backward``: before callbacks look at the gradient.
+        As DDP's hook runs in ``Strategy.backward``: before callbacks see the gradient.
         """
         assert self._gradients is not None
         module, precision = self.lightning_module, self.precision_plugin  # type: ignore[attr-defined]
@@ -197,8 +197,8 @@ class SimulatedDDP(CompressedStrategy):
             self._gradients.begin()
         self._gradients.lend(worker)
         self.pre_backward(closure_loss)  # type: ignore[attr-defined]
-        # Lightning has divided by k·W. The gradient of (l / kW)·W is W/kW, rounded once: that of a
-        # real worker's l / k.
+        # Lightning has divided the loss l by k·W. The gradient's factor in (l / kW)·W is W/kW,
+        # rounded once, which equals that of a real worker's l / k.
         loss = precision.pre_backward(closure_loss * self.workers, module)
         self._ledger.compute.start(self.root_device)  # type: ignore[attr-defined]
         precision.backward(loss, module, optimizer, *args, **kwargs)
@@ -221,10 +221,10 @@ class SimulatedDDP(CompressedStrategy):
                 f"{self.workers - 1}. Give a number of batches that {self.workers} divides, such "
                 f"as by Trainer(limit_train_batches=...), in batches of each worker."
             )
-        self._refuse_newcomers()
+        self._refuse_unfrozen_parameters()
         self._prepare_round()
         for part in self._gradients.parts:
-            flows = [  # all get the same mean, so the first one alone decodes it
+            flows = [  # the mean is the same for all, so only worker 0 decodes it
                 self.local_workers.flow(engine, flat, part.shapes, wanted=engine.worker == 0)
                 for engine, flat in zip(self.engines, part.flats, strict=True)
             ]
@@ -237,18 +237,18 @@ class SimulatedDDP(CompressedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write what W real workers would have written."""
+        """Write the files that W real workers would have written."""
         to_batches(checkpoint, self.workers)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read what W workers have written, real or not."""
+        """Read a checkpoint of W real or simulated workers."""
         loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         to_micro_batches(loaded, self.workers)
         return loaded
 
     def teardown(self) -> None:
-        """Give the Trainer and the parameters back as they were."""
+        """Restore the Trainer's settings and remove the parameters' hooks."""
         if self._units is not None:
             self._units.restore()
         if self._gradients is not None:
@@ -256,7 +256,7 @@ class SimulatedDDP(CompressedStrategy):
         self._gradients = None
         super().teardown()  # type: ignore[misc]
 
-    def _check_turn(self, worker: int) -> None:
+    def _check_worker_order(self, worker: int) -> None:
         if self._done % self.workers != worker:
             raise RuntimeError(
                 f"Worker {worker}'s micro-batch is being run, but it is worker "
@@ -264,7 +264,7 @@ class SimulatedDDP(CompressedStrategy):
                 f"times, such as LBFGS, or a skipped backward pass cannot be simulated."
             )
 
-    def _refuse_newcomers(self) -> None:
+    def _refuse_unfrozen_parameters(self) -> None:
         module = self.lightning_module  # type: ignore[attr-defined]
         for name, param in module.named_parameters():
             if param.requires_grad and param not in self.names:

@@ -1,4 +1,4 @@
-"""A gradient per simulated worker: flat buffers into which the backward passes accumulate."""
+"""Gradients: flat gradient buffers per simulated worker, filled by their backward passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Part:
-    """What would be one bucket: all parameters of one dtype.
+    """Gradients of all parameters of one dtype, exchanged as one bucket.
 
     Attributes:
         shapes: parameter name -> shape, in the order of registration.
@@ -23,11 +23,11 @@ class Part:
 
 
 class Gradients:
-    """Lends every simulated worker a ``.grad`` of its own, in turn.
+    """Sets ``.grad`` to the flat buffer of the worker whose micro-batch is running.
 
-    Autograd adds to a ``.grad`` that is there, in place; so a worker's micro-batches are summed
-    straight into its flat buffer, and nothing is copied. Costs W gradients of memory. After a
-    round all ``.grad`` are views of worker 0's buffer, until the next round begins.
+    Autograd adds to an existing ``.grad`` in place, so a worker's micro-batches are summed in its
+    flat buffer without copies. Costs W gradients of memory. After a round every ``.grad`` is a view
+    of worker 0's buffer, until the next round begins.
 
     Args:
         names: parameter -> name, of all that are trained.
@@ -51,7 +51,7 @@ class Gradients:
         self._hooks = [p.register_post_accumulate_grad_hook(self._used.add) for p in names]
 
     def begin(self) -> None:
-        """Begin a round: every worker from what ``.grad`` holds now, which mostly is nothing."""
+        """Start a round: set every worker's gradient to ``.grad``, mostly None, that is, zero."""
         self._used.clear()
         self._before = {param: param.grad for param in self._views[0]}
         kept = {p: grad.clone() for p, grad in self._before.items() if grad is not None}
@@ -62,31 +62,31 @@ class Gradients:
                 views[param].copy_(grad)
 
     def lend(self, worker: int) -> None:
-        """Let the next backward pass add to this worker's gradient."""
+        """Make the next backward pass add to this worker's gradient."""
         for param, view in self._views[worker].items():
             param.grad = view
 
     def collect(self, worker: int) -> None:
-        """Fetch what a backward pass has put elsewhere, as those with ``create_graph`` do."""
+        """Copy gradients that a backward pass has stored elsewhere, as with ``create_graph``."""
         for param, view in self._views[worker].items():
             if param.grad is not view and param.grad is not None:
                 view.copy_(param.grad.detach())
 
     def end(self) -> None:
-        """End a round: ``.grad`` is the mean, but what no worker has used is as it was before.
+        """End a round: set ``.grad`` to the mean, or back to its old value if no worker used it.
 
-        That is what DDP does with ``find_unused_parameters``.
+        As in DDP with ``find_unused_parameters``.
         """
         for param, view in self._views[0].items():
             param.grad = view if param in self._used else self._before[param]
         self._before = {}
 
     def close(self) -> None:
-        """Leave the parameters alone."""
+        """Remove the parameters' hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 def _like(param: Tensor, flat: Tensor) -> Tensor:
-    """Return ``flat`` as a view of the parameter's shape and memory format, as DDP lays it out."""
+    """Return ``flat`` as a view of the parameter's shape and memory format, as in DDP."""
     return flat.as_strided(param.shape, torch.empty_like(param).stride())

@@ -1,4 +1,4 @@
-"""The laws as tests: subclass one class, name your instances, run pytest."""
+"""Contract tests of the laws: subclass one, list your instances, run pytest."""
 
 try:
     import hypothesis as _hypothesis  # noqa: F401

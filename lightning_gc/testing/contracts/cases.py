@@ -1,4 +1,4 @@
-"""What the contracts are run on: shapes, gradients, and how they are told apart in test names."""
+"""Test cases of the contracts: shapes, gradients, conservation gap, parametrisation."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ SHAPES: dict[str, tuple[int, ...]] = {
 WORKERS = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Relative. For bfloat16 the mean itself is rounded, as plain DDP's would be."""
+"""Relative. In bfloat16 the mean itself is rounded, as in plain DDP."""
 
 Named = dict[str, Tensor]
 
 
 def generator(seed: int) -> torch.Generator:
-    """Return a private source of random test data."""
+    """Return a private random generator."""
     return torch.Generator().manual_seed(seed)
 
 
 def tensors(numel: int) -> dict[str, Tensor]:
-    """Return flat tensors that compressors find hard, by name."""
+    """Return flat tensors that are hard to compress, by name."""
     g = generator(numel)
     normal = torch.randn(numel, generator=g)
     heavy = normal / torch.rand(numel, generator=g).clamp_min(1e-6)
@@ -61,9 +61,9 @@ def bucket_of(flat: Tensor, *, step: int = 0, worker: int = 0, workers: int = 1)
 def gradients(
     workers: int, step: int, dtype: torch.dtype = torch.float32, scale: float = 1.0
 ) -> list[Named]:
-    """Return one random gradient of all shapes per worker; odd steps come in reverse order.
+    """Return one random gradient of all shapes per worker, in reverse order in odd steps.
 
-    The order is that of DDP's bucket, which changes after its first step.
+    The order is that of DDP's bucket, which changes after the first step.
     """
     g = generator(1000 * step + workers)
     made = [
@@ -84,10 +84,10 @@ def mean(all_named: Sequence[Mapping[str, Tensor]]) -> Tensor:
 
 
 def lost(lockstep: Lockstep, steps: int, dtype: torch.dtype = torch.float32) -> float:
-    """Return the relative amount of gradient that is neither applied nor remembered.
+    """Return the relative amount of gradient that is neither applied nor in errors.
 
-    ``‖Σ mean_t + mean error_T − Σ mean gradient_t‖ / ‖Σ mean gradient_t‖``; without a memory,
-    whose error is what one step dropped, errors are summed over steps too.
+    ``‖Σ mean_t + mean error_T − Σ mean gradient_t‖ / ‖Σ mean gradient_t‖``; without a memory errors
+    are dropped at each step, so they are summed over steps too.
     """
     applied = given = torch.zeros(())
     dropped: list[Tensor] = []
@@ -103,7 +103,7 @@ def lost(lockstep: Lockstep, steps: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def parametrize(metafunc: Any, **choices: Iterable[Any]) -> None:
-    """Parametrise a test over the product of the choices that it asks for."""
+    """Parametrise a test over the product of those choices that are its arguments."""
     asked = {name: list(c) for name, c in choices.items() if name in metafunc.fixturenames}
     if asked:
         rows = list(itertools.product(*asked.values()))
@@ -111,5 +111,5 @@ def parametrize(metafunc: Any, **choices: Iterable[Any]) -> None:
 
 
 def label(value: Any) -> str:
-    """Return a short name for a parameter of a test."""
+    """Return a short test id of a value."""
     return str(value).replace(" ", "").replace("torch.", "")

@@ -1,4 +1,4 @@
-"""Laws of compressors with communication rounds of their own, one test each."""
+"""CollectiveContract: laws of compressors that run their own communication, one test each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SHAPE = (17, 13)
 
 
 class CollectiveContract:
-    """Holds compressors with rounds of their own to their laws. Part of ``CompressorContract``.
+    """Tests compressors that run their own communication. Part of ``CompressorContract``.
 
     Attributes:
-        instances: what to test; codecs among them are left out.
-        conversations: how many rounds with a worker that sends damaged payloads.
+        instances: compressors to test, without the codecs among them.
+        conversations: number of rounds with a worker that sends damaged payloads.
     """
 
     instances: tuple[Compressor, ...] = ()
@@ -37,7 +37,7 @@ class CollectiveContract:
     def test_collective_1_takes_and_leaves_the_rest(
         self, collective: Compressor, several: int
     ) -> None:
-        """The result plus the mean of what is left is the mean gradient."""
+        """The result plus the mean error is the mean gradient."""
         if not collective.traits.conserves:
             return
         for kind in ("normal", "heavy tails", "constant", "one element", "zeros", "tiny"):
@@ -51,7 +51,7 @@ class CollectiveContract:
             )
 
     def test_collective_3_keeps_its_bound(self, collective: Compressor) -> None:
-        """Of one worker, the mean squared error over draws is within ``bound``, up to 4 sigma."""
+        """With one worker, the mean squared error over draws is within ``bound``, up to 4 sigma."""
         for kind, flat in cases.tensors(221).items():
             allowed = collective.bound(221).allowed(float(flat.double().square().sum()))
             errors = [
@@ -78,7 +78,7 @@ class CollectiveContract:
         assert ((projected.mean(0) - wanted).abs() <= 4 * projected.std(0) / 200**0.5 + 1e-4).all()
 
     def test_collective_4_knob_moves_bytes_in_its_direction(self, collective: Compressor) -> None:
-        """From ``low`` to ``high`` messages only grow, or only shrink, as the knob says."""
+        """From ``low`` to ``high`` messages only grow, or only shrink, as the knob declares."""
         knob = collective.knob
         if knob is None:
             assert collective.level is None
@@ -137,7 +137,7 @@ class CollectiveContract:
 def exchanged(
     compressor: Compressor, gradients: list[Tensor], seed: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the mean of one exchange without a memory, and what each worker did not send."""
+    """Return the mean of one exchange without a memory, and each worker's error."""
     lockstep = Lockstep(len(gradients), compressor, NoMemory(), seed=seed)
     result = lockstep.step([{"w": gradient} for gradient in gradients])
     return result.mean["w"], [error["w"] for error in result.errors]

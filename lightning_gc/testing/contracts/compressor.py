@@ -1,4 +1,4 @@
-"""The laws of compressors, one test each."""
+"""CompressorContract: the laws of compressors, one test each."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_gc.testing.lockstep import Lockstep
 
 
 class CompressorContract(DecoderContract, CollectiveContract):
-    """Holds compressors to what they declare.
+    """Tests compressors against their declarations.
 
     Attributes:
-        instances: what to test; several configurations find more than one.
-        examples: how many damaged payloads each decoder gets.
+        instances: compressors to test; several configurations find more faults.
+        examples: damaged payloads per decoder.
 
     Example:
         >>> from lightning_gc import TopK
@@ -65,7 +65,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
             assert buffer.untyped_storage().data_ptr() not in storages
 
     def test_2_adds(self, codec: Codec, numel: int) -> None:
-        """``decode`` accumulates ``scale`` times the payload into what is there."""
+        """``decode`` adds ``scale`` times the payload to ``out``."""
         x = cases.tensors(numel)["normal"]
         bucket = cases.bucket_of(x)
         payload = codec.encode(x.clone(), bucket)
@@ -76,7 +76,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
         torch.testing.assert_close(out, 5.0 + 3.0 * once)
 
     def test_3_keeps_its_bound(self, codec: Codec, numel: int) -> None:
-        """The mean squared error over draws is within what ``bound`` allows, up to 4 sigma."""
+        """The mean squared error over draws is within ``bound``, up to 4 sigma."""
         draws = 64 if draws_at_all(codec) else 1
         for kind, x in cases.tensors(numel).items():
             allowed = codec.bound(numel).allowed(float(x.double().square().sum()))
@@ -102,7 +102,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
         assert (gap <= 4 * projected.std(0) / 400**0.5 + 1e-4).all()
 
     def test_3_linear_if_declared(self, linear: Codec) -> None:
-        """Decoding the mean of payloads gives the mean of what they decode to."""
+        """Decoding the mean of payloads gives the mean of decoded payloads."""
         codec = linear
         xs = [cases.tensors(221)[kind] for kind in ("normal", "heavy tails", "constant")]
         payloads = [codec.encode(x.clone(), cases.bucket_of(x)) for x in xs]
@@ -111,7 +111,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
         torch.testing.assert_close(decoded(codec, averaged, xs[0]), apart)
 
     def test_3_sends_what_it_chooses(self, sparse: SparseCodec, numel: int) -> None:
-        """``encode`` takes what ``choose`` names; parts that ``take`` makes sum to the same."""
+        """``encode`` sends the elements that ``choose`` names; ``take`` by parts sends the same."""
         codec = sparse
         for kind, x in cases.tensors(numel).items():
             bucket, before = cases.bucket_of(x), x.clone()
@@ -130,7 +130,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
             assert torch.equal(parts, whole), kind
 
     def test_4_knob_moves_bytes_in_its_direction(self, codec: Codec) -> None:
-        """From ``low`` to ``high`` payloads only grow, or only shrink, as the knob says."""
+        """From ``low`` to ``high`` payloads only grow, or only shrink, as the knob declares."""
         if codec.knob is None:
             assert codec.level is None
             return
@@ -183,15 +183,15 @@ class CompressorContract(DecoderContract, CollectiveContract):
         assert torch.equal(torch.get_rng_state(), state)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
-    # Laws of the whole conversation.
+    # Laws of the whole synchronisation.
 
     def test_nothing_is_lost(
         self, conserving: Compressor, workers: int, dtype: torch.dtype
     ) -> None:
         """Conservation over 20 steps, while the order of the bucket changes at every step.
 
-        With the compressor's own memory; where that loses something by design, with ``Residual``
-        if it is biased and with none if it is not.
+        With the compressor's default memory; if that does not conserve, with ``Residual`` for
+        biased and ``NoMemory`` for unbiased compressors.
         """
         compressor = conserving
         _, memory, _ = combine(compressor)
@@ -201,7 +201,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
         assert cases.lost(lockstep, 20, dtype) < cases.TOLERANCE[dtype]
 
     def test_zeros_stay_zeros(self, compressor: Compressor, workers: int) -> None:
-        """No gradient, no result, no error."""
+        """Zero gradients give a zero result and zero errors."""
         zeros = [{n: torch.zeros(s) for n, s in cases.SHAPES.items()} for _ in range(workers)]
         result = Lockstep(workers, compressor).step(zeros)
         assert not cases.flat(result.mean).any()
@@ -210,7 +210,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
     def test_absent_gradient_leaves_its_error_alone(
         self, compressor: Compressor, workers: int
     ) -> None:
-        """A parameter whose gradient is zero everywhere keeps its error."""
+        """A parameter with a zero gradient keeps its error."""
         lockstep = Lockstep(workers, compressor)
         if not lockstep.engines[0].memory.buffers:
             return
@@ -227,7 +227,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
     def test_non_finite_is_seen_by_all_and_remembered_by_none(
         self, compressor: Compressor, workers: int
     ) -> None:
-        """One bad element on one worker spoils the result everywhere, and no error."""
+        """One non-finite element on one worker makes all results non-finite, but no error."""
         for bad in (float("nan"), float("inf"), float("-inf")):
             lockstep = Lockstep(workers, compressor)
             lockstep.step(cases.gradients(workers, 0))
@@ -241,7 +241,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
             assert cases.flat(after.mean).isfinite().all()
 
     def test_configuration_is_a_value(self, compressor: Compressor) -> None:
-        """Frozen, comparable, and the same after a trip through pickle."""
+        """Frozen, hashable, comparable, and equal after pickling."""
         copy = pickle.loads(pickle.dumps(compressor))  # noqa: S301 - our own bytes
         assert copy == compressor
         assert hash(copy) == hash(compressor)
@@ -249,7 +249,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
 
 
 def draws_at_all(codec: Codec) -> bool:
-    """Return whether equal tensors of different steps leave different errors."""
+    """Return whether the error of one tensor differs between steps, that is, is random."""
     x, left = cases.tensors(221)["normal"], []
     for step in range(4):
         left.append(x.clone())
@@ -258,12 +258,12 @@ def draws_at_all(codec: Codec) -> bool:
 
 
 def decoded(codec: Codec, payload: Payload, like: Tensor, step: int = 0) -> Tensor:
-    """Return what a payload stands for."""
+    """Return the decoded payload."""
     out = torch.zeros_like(like)
     codec.decode(payload, out, 1.0, cases.bucket_of(like, step=step))
     return out
 
 
 def nbytes(payload: Payload) -> int:
-    """Return the bytes of a payload."""
+    """Return the size of a payload in bytes."""
     return sum(t.numel() * t.element_size() for t in payload)

@@ -1,4 +1,4 @@
-"""Payloads as no honest worker sends them, but as the transport would let them through."""
+"""Damaged payloads: random corruptions that pass the transport's checks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_gc.transports.simulated import Simulated
 
 
 def damaged(data: st.DataObject, payload: Payload, limits: Limits | None) -> Payload:
-    """Return a copy of a payload in which one to three things are wrong.
+    """Return a copy of a payload with one to three damages.
 
     Bytes are overwritten, bits flipped, numbers made extreme or not finite; tensors with a limit
-    get any length up to it. Dtypes and other lengths stay: of these the transport makes sure.
+    get any length up to it. Dtypes and other lengths stay, as the transport ensures them.
     """
     changed = [tensor.clone() for tensor in payload]
     longest = limits or (None,) * len(payload)
@@ -51,7 +51,7 @@ class Lying(Simulated):
         self.to_each_another = False
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
-        """Answer one round with one worker's request damaged."""
+        """Fulfil one request, with that worker's payloads damaged."""
         lies = list(requests)
         lies[self.liar] = self._damaged(lies[self.liar])
         return super().fulfil(lies)
@@ -67,14 +67,14 @@ class Lying(Simulated):
 
 
 def _resized(tensor: Tensor, length: int) -> Tensor:
-    """Return the tensor cut, or repeated, to a length."""
+    """Return the tensor truncated or repeated to a length."""
     if not tensor.numel():
         return tensor.new_zeros(length)
     return tensor.repeat(-(-length // tensor.numel()))[:length]
 
 
 def _overwrite(data: st.DataObject, tensor: Tensor) -> None:
-    """Fill a stretch with extreme numbers or any bytes, or flip one bit."""
+    """Fill a slice with an extreme number or random bytes, or flip one bit."""
     content = as_bytes(tensor)
     how = data.draw(st.sampled_from(("numbers", "bytes", "bit")), label="damage")
     if how == "bit":

@@ -1,4 +1,4 @@
-"""The law of decoders: bytes from the network are not trusted."""
+"""DecoderContract: decoders do not trust bytes from the network."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lightning_gc.testing.contracts.damaged_payloads import damaged
 from lightning_gc.transports.base import as_bytes
 
 FENCE = 64
-"""Elements on either side of the output that must stay as they are."""
+"""Elements on either side of the output that must not change."""
 
 
 class DecoderContract:
     """Feeds damaged payloads to decoders. Part of ``CompressorContract``; needs hypothesis.
 
     Attributes:
-        instances: what to test.
-        examples: how many payloads each decoder gets.
-        repeatable: the same ones in every run; false draws new ones.
+        instances: compressors to test.
+        examples: payloads per decoder.
+        repeatable: use the same payloads in every run.
     """
 
     instances: tuple[Compressor, ...] = ()
@@ -40,10 +40,10 @@ class DecoderContract:
         cases.parametrize(metafunc, codec=codecs(self.instances))
 
     def test_7_trusts_no_bytes(self, codec: Codec) -> None:
-        """A damaged payload is refused, or adds something to ``out`` alone, alike on all workers.
+        """A damaged payload is refused, or changes ``out`` only, equally on all workers.
 
-        What is refused on the host may be let through where reading numbers would make the host
-        wait for a device; but then the result is not finite.
+        Where reading values would make the host wait for a device, a payload that is refused on the
+        host may be decoded, but then the result is not finite.
         """
 
         @settings(
@@ -72,9 +72,9 @@ class DecoderContract:
 
 
 def decoded(codec: Codec, payload: Payload, x: Tensor, bucket: Bucket) -> Tensor | str:
-    """Add a payload to a copy of ``x``; return that, or the sentence by which it is refused.
+    """Add a payload to a copy of ``x``; return that, or the message of a refusal.
 
-    All that is around the copy, and the payload itself, must be left as found.
+    Memory around the copy, and the payload, must not change.
     """
     memory = torch.full((FENCE + x.numel() + FENCE,), 7.0)
     out = memory[FENCE:-FENCE]
@@ -96,13 +96,13 @@ def decoded(codec: Codec, payload: Payload, x: Tensor, bucket: Bucket) -> Tensor
 
 
 def same(first: Tensor | str, second: Tensor | str) -> bool:
-    """Return whether both are the same bits, or refused in the same words."""
+    """Return whether both are bit-equal tensors, or equal messages."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.equal(as_bytes(first), as_bytes(second))
     return isinstance(first, str) and first == second
 
 
 def codecs(instances: tuple[Compressor, ...]) -> list[Codec]:
-    """Return the codecs among compressors, those that a preset names among them."""
+    """Return the codecs among compressors, including those in presets."""
     found = [c.method if isinstance(c, Preset) else c for c in instances]
     return [codec for codec in found if isinstance(codec, Codec)]

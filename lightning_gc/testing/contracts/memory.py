@@ -1,4 +1,4 @@
-"""The laws of memories, one test each."""
+"""MemoryContract: the laws of memories, one test each."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_gc.testing.lockstep import Lockstep
 
 
 class MemoryContract:
-    """Holds memories to what they declare.
+    """Tests memories against their declarations.
 
     Attributes:
-        instances: what to test.
-        compressors: what to test them with; those that a memory refuses are left out.
+        instances: memories to test.
+        compressors: to combine them with; refused combinations are left out.
 
     Example:
         >>> from lightning_gc import Residual
@@ -47,14 +47,14 @@ class MemoryContract:
     def test_1_nothing_is_lost(
         self, memory: Memory, compressor: Compressor, workers: int, dtype: torch.dtype
     ) -> None:
-        """Conservation over 20 steps, if declared or if nothing is remembered."""
+        """Conservation over 20 steps, if declared or without buffers."""
         if not (memory.conserves or not memory.buffers) or refused(memory, compressor):
             return
         lost = cases.lost(Lockstep(workers, compressor, memory), 20, dtype)
         assert lost < cases.TOLERANCE[dtype]
 
     def test_2_gradient_is_left_alone(self, memory: Memory) -> None:
-        """``flow`` changes nothing of the gradient itself; the exchange may."""
+        """``flow`` does not change the gradient, except by the exchange."""
         grad = torch.randn(19, generator=cases.generator(0))
         before = grad.clone()
         state = {name: torch.ones(19) for name in memory.buffers}
@@ -63,12 +63,12 @@ class MemoryContract:
         assert exchanged is (state[memory.buffers[0]] if memory.buffers else grad)
 
     def test_3_zeros_stay_zeros(self, memory: Memory) -> None:
-        """No gradient and no error: nothing to compress."""
+        """Zero gradient and state give a zero buffer."""
         state = {name: torch.zeros(19) for name in memory.buffers}
         assert not run(memory, cases.bucket_of(torch.zeros(19)), state).any()
 
     def test_state_survives_a_round_trip(self, memory: Memory, compressor: Compressor) -> None:
-        """After saving and loading, the next step is the same bit for bit."""
+        """After saving and loading, the next step is equal bit for bit."""
         if refused(memory, compressor):
             return
         straight, resumed = (Lockstep(2, compressor, memory) for _ in range(2))
@@ -92,7 +92,7 @@ def refused(memory: Memory, compressor: Compressor) -> bool:
 
 
 def run(memory: Memory, bucket: Bucket, state: dict[str, Tensor]) -> Tensor:
-    """Run a memory's flow by itself; return the buffer that it has exchanged, once."""
+    """Run a memory's flow with a fake exchange; return the one buffer that it exchanged."""
 
     class Exchanged:
         buffers: ClassVar[list[Tensor]] = []

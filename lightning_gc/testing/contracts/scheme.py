@@ -1,4 +1,4 @@
-"""The laws of schemes, one test each."""
+"""SchemeContract: the laws of schemes, one test each."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from lightning_gc.testing.lockstep import Lockstep
 
 
 class SchemeContract:
-    """Holds schemes to what they declare.
+    """Tests schemes against their laws.
 
     Attributes:
-        instances: what to test.
-        compressors: what to test them with.
-        examples: how many conversations with a worker that lies each pair gets.
+        instances: schemes to test.
+        compressors: to combine them with.
+        examples: rounds with a worker that sends damaged payloads, per combination.
 
     Example:
         >>> from lightning_gc import TwoShot
@@ -67,7 +67,7 @@ class SchemeContract:
     def test_2_replicas_get_the_same_bits(
         self, scheme: Scheme, compressor: Compressor, workers: int
     ) -> None:
-        """All workers hold the same result, bit for bit (``Lockstep`` raises where not)."""
+        """All workers have the same result, bit for bit (else ``Lockstep`` raises)."""
         if not fits(scheme, compressor):
             return
         lockstep = Lockstep(workers, compressor, None, scheme)
@@ -78,9 +78,9 @@ class SchemeContract:
     def test_2_replicas_get_the_same_bits_of_a_liar(
         self, scheme: Scheme, compressor: Compressor
     ) -> None:
-        """One of three workers sends damaged payloads: it is named, or all get the same bits.
+        """If one of three workers sends damaged payloads, an error names it or all results agree.
 
-        Nobody remembers what is not finite.
+        Errors stay finite.
         """
         if not fits(scheme, compressor):
             return
@@ -104,14 +104,14 @@ class SchemeContract:
         hold()
 
     def test_2_without_compression_it_is_the_mean(self, scheme: Scheme, workers: int) -> None:
-        """Around ``Identity``, or ``TopK`` of all elements, any scheme is an all-reduce."""
+        """With ``Identity``, or ``TopK`` of all elements, any scheme returns the mean."""
         made = cases.gradients(workers, 0)
         all_of_it = Identity() if fits(scheme, Identity()) else TopK(1.0)
         result = Lockstep(workers, all_of_it, None, scheme).step(made)
         torch.testing.assert_close(cases.flat(result.mean), cases.mean(made), rtol=1e-6, atol=1e-6)
 
     def test_3_refuses_what_cannot_work(self, scheme: Scheme, compressor: Compressor) -> None:
-        """What ``check`` refuses is refused when it is built, in a sentence."""
+        """Combinations that ``check`` refuses are refused at construction, with a fix."""
         if fits(scheme, compressor):
             return
         message = refusal(scheme, compressor)
@@ -120,13 +120,13 @@ class SchemeContract:
         assert "Use " in message
 
     def test_3_refuses_what_no_scheme_can(self, scheme: Scheme) -> None:
-        """Rounds of their own take no scheme; what is not linear cannot be averaged."""
+        """Collectives take no scheme; payloads that are not linear cannot be averaged."""
         assert "no scheme" in (refusal(scheme, PowerSGD(2)) or "")
         assert not (scheme.averages and fits(scheme, TopK(0.1)))
 
 
 def refusal(scheme: Scheme, compressor: Compressor) -> str | None:
-    """Return the sentence with which the combination is refused, or None if it is accepted."""
+    """Return the message of the refused combination, or None if it is accepted."""
     try:
         Lockstep(2, compressor, None, scheme)
     except ValueError as error:
