@@ -102,10 +102,7 @@ class Bucket:
         )
 
     def shard(self, index: int, size: int) -> Bucket:
-        """Return a bucket of shard ``index``, of ``size`` elements, for a two-shot scheme.
-
-        Shards of one tensor get different random numbers, equal on all workers.
-        """
+        """Return a bucket of shard ``index``, of ``size`` elements, with other random numbers."""
         name = "+".join(self.shapes)
         grad = self.grad[index * size : (index + 1) * size]
         return replace(self, grad=grad, shapes={f"{name}#{index}": (size,)}, state={})
@@ -117,9 +114,8 @@ class Bucket:
     def generator(self, *, shared: bool) -> torch.Generator:
         """Return a new random generator on the gradient's device; the global one is never used.
 
-        Args:
-            shared: seed it from (seed, names, step), equal on all workers; if False, also from
-                worker and phase.
+        It is seeded from (seed, names, step), equally on all workers if ``shared``, else also from
+        worker and phase.
         """
         key: tuple[Any, ...] = (self.seed, self.step, *self.shapes)
         if not shared:

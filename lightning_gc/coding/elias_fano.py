@@ -27,12 +27,7 @@ def coded_bytes(chosen: int, numel: int) -> int:
 
 
 def encode(positions: Tensor, numel: int) -> Tensor:
-    """Return ``(coded_bytes(k, numel),)`` uint8.
-
-    Args:
-        positions: ``(k,)`` int64, ascending, below ``numel``.
-        numel: n.
-    """
+    """Return ``(coded_bytes(k, n),)`` uint8 for ascending int64 positions below n, ``(k,)``."""
     chosen = positions.numel()
     if not chosen:
         return positions.new_empty(0, dtype=torch.uint8)
@@ -58,7 +53,7 @@ def decode(data: Tensor, chosen: int, numel: int, look: bool = True) -> Tensor:
     False, all positions are ``numel``.
 
     Args:
-        data: ``(coded_bytes(chosen, numel),)`` uint8.
+        data: ``(coded_bytes(k, n),)`` uint8.
         chosen: k.
         numel: n.
         look: read values on the host; False where that would mean waiting for a device.

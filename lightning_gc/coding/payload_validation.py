@@ -22,12 +22,9 @@ _NAN = float("nan")
 
 @contextlib.contextmanager
 def naming(compressor: object, bucket: Bucket, sender: int | None) -> Iterator[None]:
-    """Add compressor, parameters and sender to a decoder's ValueError. Must not span a ``yield``.
+    """Add compressor, parameters and sender (None: mean of all) to a decoder's ValueError.
 
-    Args:
-        compressor: the one that decodes.
-        bucket: the tensor's bucket.
-        sender: the worker that sent the payload; None for the mean of all.
+    Must not span a ``yield``.
     """
     try:
         yield
@@ -44,11 +41,7 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def fields(payload: Payload, wire: Wire) -> None:
-    """Refuse a payload whose tensors are not flat, or whose lengths the wire format excludes.
-
-    Raises:
-        ValueError: with the shapes found and the lengths expected.
-    """
+    """Raise ValueError if tensors are not flat, or of lengths that the wire format excludes."""
     if len(payload) == len(wire):
         for tensor, field in zip(payload, wire, strict=True):
             found, fixed = tensor.numel(), field.varies == "no"
@@ -64,7 +57,7 @@ def fields(payload: Payload, wire: Wire) -> None:
 
 
 def lengths(payload: Sequence[Tensor], *expected: int) -> None:
-    """Refuse tensors that are not flat or have other lengths than ``expected``.
+    """Raise ValueError if tensors are not flat or not of ``expected`` lengths.
 
     For lengths that depend on one another. Torch would broadcast a single element.
     """

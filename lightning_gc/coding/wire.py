@@ -15,7 +15,7 @@ class Field:
     """One tensor of a payload, always flat.
 
     Attributes:
-        name: of its content.
+        name: of the content, such as values or scales.
         dtype: for a gradient in float32.
         length: elements; an upper limit where the length varies.
         varies: ``"no"``; with the ``"step"``, equally on all workers; or with values, so that each

@@ -180,7 +180,6 @@ class Codec(Compressor):
         """Turn the mean of what workers sent into the result, in place. By default it is."""
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        """Hand the conversation to the scheme."""
         assert scheme is not None
         yield from scheme.flow(self, bucket, buffer, out)
         if bucket.wanted:
@@ -208,7 +207,6 @@ class Collective(Compressor):
         """Exchange ``buffer``; as ``flow``."""
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        """Run the method's own rounds."""
         yield from self.rounds(bucket, buffer, out)
 
 

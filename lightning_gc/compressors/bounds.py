@@ -24,7 +24,6 @@ class AbsoluteError:
     v: float
 
     def allowed(self, squared_norm: float) -> float:
-        """Return the greatest ``‖x − C(x)‖²``."""
         return self.v**2
 
 
@@ -35,7 +34,6 @@ class Variance:
     omega: float
 
     def allowed(self, squared_norm: float) -> float:
-        """Return the greatest ``E‖x − C(x)‖²`` for ``‖x‖² = squared_norm``."""
         return self.omega * squared_norm
 
 
@@ -49,7 +47,6 @@ class Multiple:
     omega: float
 
     def allowed(self, squared_norm: float) -> float:
-        """Return the greatest ``E‖x − C(x)‖²`` for ``‖x‖² = squared_norm``."""
         return self.omega * squared_norm
 
 
@@ -58,7 +55,6 @@ class Unbounded:
     """No bound: what is sent is a direction, whose length says nothing about the gradient's."""
 
     def allowed(self, squared_norm: float) -> float:
-        """Return infinity."""
         return math.inf
 
 

@@ -30,13 +30,11 @@ class Identity(Codec):
     traits = Traits(kind="dense", linear=True, unbiased=True, elementwise=True, exact=True)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take everything."""
         values = buffer.clone()
         buffer.zero_()
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add everything."""
         (values,) = payload
         out.add_(values, alpha=scale)
 

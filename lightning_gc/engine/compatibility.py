@@ -1,4 +1,4 @@
-"""Defaults for memory and scheme, and refusal of combinations that cannot work."""
+"""Compatibility: defaults for memory and scheme; refuse combinations that cannot work."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lightning_gc.schemes import AllGather, AllReduce, Scheme, TwoShot
 def combine(
     compressor: Compressor, memory: Memory | None = None, scheme: Scheme | None = None
 ) -> tuple[Compressor, Memory, Scheme | None]:
-    """Fill in what is left out and refuse what cannot work.
+    """Fill in default memory and scheme, and refuse combinations that cannot work.
 
     Defaults: the memory that the compressor names, else ``Residual()`` for biased compressors and
-    ``NoMemory()`` for unbiased ones; ``AllReduce()`` where linear, ``TwoShot()`` for quantisers,
-    ``AllGather()`` for the rest, and no scheme for compressors with rounds of their own.
+    ``NoMemory()`` for unbiased ones; ``AllReduce()`` for linear compressors, ``TwoShot()`` for
+    quantisers, ``AllGather()`` for the rest, and no scheme for a ``Collective``.
 
     Raises:
-        ValueError: a scheme that cannot carry the compressor, a memory that corrects momentum
-            with a compressor that leaves no error to correct, or one that feeds errors back with
-            a compressor whose result is no mean.
+        ValueError: a scheme that does not work with the compressor, a memory that corrects momentum
+            with an unbiased compressor, or one with error feedback and a compressor whose result is
+            no mean of what was sent.
     """
     traits = compressor.traits
     if memory is None:
@@ -46,11 +46,11 @@ def combine(
 
 
 def by_default(compressor: Compressor) -> Compressor:
-    """Return what a bare compressor means: layer by layer, small and 1-D tensors dense.
+    """Wrap a bare compressor so that it works layer by layer, with small and 1-D tensors dense.
 
-    Compressors that treat every element alike stay as they are, and so does what a user has
-    wrapped: ``PerParameter(c)`` compresses every tensor, ``SizeSwitch(c, ...)`` sets other limits.
-    Where workers vote, all tensors do.
+    Elementwise compressors are not wrapped, nor is what a user has wrapped: ``PerParameter(c)``
+    compresses every tensor, ``SizeSwitch(c, ...)`` sets other limits. Compressors that vote
+    (``conserves`` is False) compress all tensors.
     """
     traits = compressor.traits
     if traits.elementwise or isinstance(compressor, (PerParameter, SizeSwitch)):

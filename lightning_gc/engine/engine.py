@@ -1,4 +1,4 @@
-"""Engine: one worker's error state, and one flow per bucket from local gradient to common mean."""
+"""Engine: one worker's error state, and one flow per bucket from local gradient to mean."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lightning_gc.schemes import Scheme
 
 @dataclass
 class Rounds:
-    """Counts rounds: in a round, all buckets of a step are synchronised once.
+    """Counts rounds; a round synchronises each bucket of a step once.
 
     Attributes:
-        step: rounds finished.
-        opened: the step of the round whose first flow has begun to run.
-        begun: flows made so far.
+        step: finished rounds.
+        opened: step of the last round of which a flow has started to run.
+        begun: flows made.
         ended: flows that have ended.
-        advanced: flows made in rounds that are finished.
+        advanced: flows made in finished rounds.
     """
 
     step: int = 0
@@ -43,33 +43,33 @@ class Rounds:
 
     @property
     def torn(self) -> bool:
-        """Whether a round is under way, so that errors are neither those before nor after it."""
+        """Whether a round is incomplete, so that errors are neither those before nor after it."""
         return not self.begun == self.ended == self.advanced
 
 
 class Engine:
-    """Joins compressor, memory and scheme, and keeps one worker's state by parameter name.
+    """Combines compressor, memory and scheme, and keeps one worker's state by parameter name.
 
     State is ``{"memory": {name: {buffer: tensor}}, "compressor": {name: {...}}, "learning_rates":
     {name: float}, "step": int}``: plain tensors and numbers. Nothing is keyed by a bucket.
 
     Args:
-        compressor: how gradients are made small.
-        memory: what is kept of the rest; see ``combine`` for the default.
-        scheme: how workers reach a mean; see ``combine`` for the default.
+        compressor: encodes and decodes gradients.
+        memory: the error feedback rule; see ``combine`` for the default.
+        scheme: how payloads become a mean; see ``combine`` for the default.
         worker: this worker's index.
-        workers: how many there are.
+        workers: W.
         seed: of all private random numbers; equal on all workers.
 
     Attributes:
-        levels: the compressor at the level in force.
+        levels: the compressor at its current levels.
         memory: as given, or the default.
-        scheme: as given, or the default; None where the compressor has rounds of its own.
+        scheme: as given, or the default; None for a ``Collective``.
         buffers: the memory's state.
         compressor_state: parameter name -> the compressor's own state.
-        rounds: how many synchronisation rounds there have been.
+        rounds: counts rounds.
         loss_scaling: undoes fp16 loss scaling; set ``scale`` and ``revocable``.
-        learning_rates: set ``now`` before each round, where the memory is ``lr_aware``.
+        learning_rates: set ``now`` before each round, if the memory is ``lr_aware``.
         statistics: counts, norms, and sums for a controller.
     """
 
@@ -97,12 +97,12 @@ class Engine:
 
     @property
     def compressor(self) -> Compressor:
-        """The compressor at the level in force."""
+        """The compressor at its current levels."""
         return self.levels.compressor
 
     @property
     def step(self) -> int:
-        """Synchronisation rounds finished."""
+        """Number of finished rounds."""
         return self.rounds.step
 
     def flow(
@@ -118,8 +118,8 @@ class Engine:
         Args:
             grad: flat local gradients, ``(numel,)``.
             shapes: parameter name -> shape, in the order in which they lie in ``grad``.
-            weights: parameter name -> value; read only where the memory ``reads_weights``.
-            wanted: false if ``grad`` need not hold the mean in the end.
+            weights: parameter name -> value; needed if the memory ``reads_weights``.
+            wanted: False if ``grad`` need not become the mean.
         """
         self.rounds.begun += 1
         bucket = Bucket(
@@ -137,7 +137,7 @@ class Engine:
         return self._synchronise(bucket)
 
     def _synchronise(self, bucket: Bucket) -> Flow:
-        """Clean the gradient, let the memory exchange it, and keep bad results out of all state."""
+        """Guard and unscale the gradient, run the memory's flow, restore what must not change."""
         grad, scale = bucket.grad, self.loss_scaling.scale
         if self.rounds.opened != bucket.step:
             self._open_round(bucket.step)
@@ -184,27 +184,27 @@ class Engine:
             self.learning_rates.follow(self.buffers)
 
     def _besides_error(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return this worker's own buffers but the error, which the guard sets aside itself."""
+        """Return this worker's own buffers except the error, which ``Guard.set_aside`` handles."""
         own = [state[name] for name in self.memory.buffers if name not in self.memory.common]
         return own if len(self.memory.buffers) > 1 else []
 
     def advance(self) -> None:
-        """Count a finished round: flows have been made of all buckets."""
+        """End a round: the flows of all its buckets have been made."""
         self.rounds.step += 1
         self.rounds.advanced = self.rounds.begun
 
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None
     ) -> None:
-        """Move the compressor's knob, between rounds. Errors stay.
+        """Set the compression level, between rounds. Errors are kept.
 
         Args:
-            level: for all parameters; None sends them uncompressed, errors included.
+            level: for all parameters; None sends them uncompressed, with their errors.
             levels: parameter name -> level, for those that differ.
 
         Raises:
-            ValueError: a level that is nonsense, a compressor without a knob, or levels by name
-                for one that works on whole buckets.
+            ValueError: an invalid level, a compressor without a knob, or levels by name for one
+                that works on whole buckets.
 
         Warns:
             UserWarning: a level outside the knob's range, which is clamped.
@@ -212,11 +212,11 @@ class Engine:
         self.levels.set(level, levels)
 
     def level_of(self, name: str) -> float | None:
-        """Return the level at which a parameter is sent now; None: uncompressed, or no knob."""
+        """Return a parameter's current level; None: uncompressed, or no knob."""
         return self.levels.of(name)
 
     def errors(self) -> dict[str, Tensor]:
-        """Return the errors by parameter name: views, in the parameters' shapes."""
+        """Return the errors by parameter name, as views in the parameters' shapes."""
         if not self.memory.buffers:
             return {}
         return {name: kept[self.memory.buffers[0]] for name, kept in self.buffers.named.items()}
@@ -233,18 +233,18 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``."""
+        """Resume from ``state_dict()``."""
         self.reset(int(state["step"]))
         self.buffers.load(state["memory"])
         self.compressor_state = {name: dict(kept) for name, kept in state["compressor"].items()}
         self.learning_rates.of_errors = dict(state["learning_rates"])
 
     def reset(self, step: int = 0) -> None:
-        """Drop all errors and begin anew, at ``step``."""
+        """Drop all state and start at ``step``."""
         self.loss_scaling.forget()
         self.buffers.load({})
         self.compressor_state = {}
         self.learning_rates.of_errors = {}
-        rounds = self.rounds  # the next one is new, whatever its number
+        rounds = self.rounds  # the next round is a new one, even if it has the same step
         rounds.step, rounds.opened = step, -1
         rounds.ended = rounds.advanced = rounds.begun

@@ -1,4 +1,4 @@
-"""Sums over an epoch that a controller asks for: gradients, squared norms, squared errors."""
+"""EpochStatistics: sums over an epoch of gradients, squared norms and errors, for a controller."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_gc.engine.error_buffers import ErrorBuffers
 
 
 class EpochStatistics:
-    """Adds up, on the device, what a controller has declared that it needs.
+    """Adds up, on the device, the statistics that a controller declares.
 
     Args:
-        gradients: sum local raw gradients ``"epoch sum"``, keep those of the epoch's
-            ``"first batch"``, or ``"none"``. Costs one float32 per parameter and one pass.
-        moments: also sum their squared norms, to tell gradient from noise; needs the epoch sum.
+        gradients: ``"epoch sum"`` of local raw gradients, those of the epoch's ``"first batch"``,
+            or ``"none"``. Costs one float32 per parameter and one pass.
+        moments: also sum their squared norms, to separate gradient and noise; needs the epoch sum.
         errors: sum ``‖e_t‖²`` over steps. Costs one pass over the error.
     """
 
@@ -43,7 +43,7 @@ class EpochStatistics:
         self._total: Tensor | None = None
 
     def see_gradient(self, bucket: Bucket) -> None:
-        """Add a local gradient: raw, unscaled, zeros where it was not finite."""
+        """Add a local gradient: raw, unscaled, zero if it was not finite."""
         if not self.sums:
             return
         if self._first is None:
@@ -55,7 +55,7 @@ class EpochStatistics:
             self._squares.append(torch.linalg.vector_norm(bucket.grad, dtype=torch.float64) ** 2)
 
     def see_error(self, error: Tensor) -> None:
-        """Add what one bucket left behind."""
+        """Add the squared norm of one bucket's error."""
         if self.errors:
             squared = torch.linalg.vector_norm(error).double() ** 2
             self._total = squared if self._total is None else self._total + squared
@@ -66,7 +66,7 @@ class EpochStatistics:
         return 0.0 if self._total is None else float(self._total)
 
     def norms(self) -> dict[str, float]:
-        """Return the norm of the sum per parameter."""
+        """Return parameter name -> norm of its summed gradient."""
         views = {name: kept["sum"] for name, kept in self._store.named.items()}
         if not views:
             return {}
@@ -74,9 +74,9 @@ class EpochStatistics:
         return dict(zip(views, norms.tolist(), strict=True))
 
     def sum(self) -> Tensor:
-        """Return the sum of all parameters in one flat tensor, in the order of their names.
+        """Return the summed gradients as one flat tensor, sorted by parameter name.
 
-        Not in that of DDP's buckets: after a resume these are others until the first step.
+        DDP's buckets are no stable order: after a resume they differ until the first step.
         """
         named = self._store.named
         return torch.cat([named[name]["sum"].reshape(-1) for name in sorted(named)])
@@ -86,20 +86,20 @@ class EpochStatistics:
         return float(torch.stack(self._squares).sum()) if self._squares else 0.0
 
     def end_epoch(self) -> None:
-        """Start the next epoch's sums at zero; the total error goes on."""
+        """Reset the epoch's sums, but not the total error."""
         for kept in self._store.named.values():
             kept["sum"].zero_()
         self._squares.clear()
         self._first = None
 
     def own_state(self) -> dict[str, Any]:
-        """Return what this worker has collected: tensors and numbers that may be averaged."""
+        """Return this worker's sums: tensors and numbers that may be averaged over workers."""
         sums = {name: kept["sum"].clone() for name, kept in self._store.named.items()}
         state = {"sums": sums, "squares": self.squares(), "total_error": self.total_error}
         return state if self._first is None else state | {"first": self._first}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``own_state()``."""
+        """Resume from ``own_state()``."""
         self._store.load({name: {"sum": tensor} for name, tensor in state["sums"].items()})
         self._squares = [torch.tensor(state["squares"], dtype=torch.float64)]
         self._total = torch.tensor(state["total_error"], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Error buffers: flat tensors laid out like DDP's buckets, addressed by parameter name."""
+"""ErrorBuffers: flat error tensors in the layout of DDP's buckets, keyed by parameter name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from lightning_gc.bucket import Bucket
 
 
 class ErrorBuffers:
-    """Keeps a memory's buffers: one flat tensor per bucket and buffer, with named views into it.
+    """Keeps a memory's buffers: one flat tensor per bucket and buffer, with named views.
 
-    DDP lays its buckets out anew after the first step. What is kept is then copied into the new
-    layout by name.
+    When DDP rebuilds its buckets, after the first step, contents are copied by name.
 
     Args:
-        buffers: names of the buffers to keep for every parameter.
+        buffers: names of the buffers of every parameter.
     """
 
     def __init__(self, buffers: tuple[str, ...]) -> None:
@@ -26,13 +25,13 @@ class ErrorBuffers:
         self._flat: dict[tuple[str, ...], dict[str, Tensor]] = {}  # layout -> buffer -> flat
 
     def flat(self, bucket: Bucket) -> dict[str, Tensor]:
-        """Return ``{buffer: flat tensor}`` in the layout of ``bucket``; zeros where new."""
+        """Return ``{buffer: flat tensor}`` in the layout of ``bucket``; new ones are zero."""
         if bucket.names not in self._flat:
             self._lay_out(bucket)
         return self._flat[bucket.names]
 
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace everything by copies of ``named``; buffers that are not kept are left out."""
+        """Replace the contents by copies of ``named``, without buffers that are not kept."""
         self._flat.clear()
         self.named = {
             name: {b: _wide(t.detach().clone()) for b, t in tensors.items() if b in self.buffers}
@@ -63,5 +62,5 @@ class ErrorBuffers:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return float32 of what was saved in fewer bits."""
+    """Return ``tensor`` in float32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The exchange that a memory calls: compress one buffer, send it, decode the mean."""
+"""BucketExchange: what a memory calls to compress one bucket's buffer, send it, decode the mean."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lightning_gc.schemes import Scheme
 
 
 class BucketExchange:
-    """Exchanges what a memory has made of one bucket's gradient. See ``GradientExchange``.
+    """Implements ``GradientExchange`` for one bucket in one round.
 
     Args:
         bucket: the bucket.
-        levels: the compressor to use.
-        scheme: carries a codec's payloads; None for a compressor with rounds of its own.
+        levels: the compressor at its current levels.
+        scheme: of a codec; None for a ``Collective``.
         guard: of this bucket and round, or None.
-        statistics: where norms before compression are measured.
+        statistics: tells whether norms are measured.
 
     Attributes:
-        error: what was not sent, ``(numel,)``, once the exchange is over.
+        error: the error after the exchange, ``(numel,)``.
         mean: the mean over workers, ``(numel,)``.
-        norm_before: the norm of what was compressed, if norms are wanted.
+        norm_before: norm of the buffer before compression, if measured.
     """
 
     error: Tensor
@@ -53,7 +53,7 @@ class BucketExchange:
         self._exact = levels.traits.exact and scheme is not None and scheme.averages
 
     def __call__(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
-        """Compress ``buffer`` at the level in force."""
+        """Compress ``buffer`` at the current levels and exchange it."""
         if self._uncompressed:
             return self.dense(buffer)
         own, mean = self._tensors(buffer)
@@ -61,24 +61,24 @@ class BucketExchange:
         return self._run(flow, buffer, own, mean)
 
     def dense(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
-        """Send ``buffer`` whole."""
+        """Exchange ``buffer`` uncompressed."""
         own, mean = self._tensors(buffer)
         return self._run(dense(own, mean), buffer, own, mean)
 
     def _tensors(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is compressed and where the mean goes: in place where that is possible."""
+        """Return the tensor to compress and the one for the mean, without copies if possible."""
         grad = self._bucket.grad
         if not self._in_place(buffer):
             own = buffer.float()
         elif self._statistics.norms_wanted and buffer is grad:
-            own = buffer.clone()  # else the error would be overwritten by the mean
+            own = buffer.clone()  # else the mean would overwrite the error
         else:
             own = buffer
         mean = grad if self._in_place(grad) else torch.zeros_like(grad, dtype=torch.float32)
         return own, mean
 
     def _in_place(self, flat: Tensor) -> bool:
-        """Whether arithmetic on ``flat`` is precise enough: float32, or no arithmetic at all."""
+        """Whether ``flat`` is precise enough: 32 bits or more, or no arithmetic is done on it."""
         return flat.dtype.itemsize >= 4 or self._exact
 
     def _run(

@@ -1,4 +1,4 @@
-"""Keep errors in units of the update, learning rate times gradient, when the rate changes."""
+"""LearningRates: rescale errors when the learning rate changes, so that rate · error is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LearningRates:
 
     Attributes:
         now: parameter name -> learning rate γ_t of this round's step.
-        of_errors: parameter name -> the rate at which its error is in units of the update.
+        of_errors: parameter name -> learning rate to which its error is scaled.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class LearningRates:
         self.of_errors: dict[str, float] = {}
 
     def follow(self, buffers: ErrorBuffers) -> None:
-        """Keep γ·e when γ changes. A rate of zero moves nothing: the last other one is kept."""
+        """Rescale errors to the learning rates ``now``; a rate of 0 is ignored."""
         for name, rate in self.now.items():
             if rate == 0:
                 continue
@@ -35,14 +35,14 @@ class LearningRates:
                     kept.mul_(ratio)
 
     def back_up(self, bucket: Bucket, buffers: ErrorBuffers) -> Copies:
-        """Copy the errors of parameters whose learning rate is 0; to be put back after the round.
+        """Back up the errors of parameters with learning rate 0; to be restored after the round.
 
-        In units of the update, a step at learning rate 0 neither adds γ·g to an error nor takes
-        anything out of it. The gradient is sent all the same: an optimizer may average it.
+        In units of the update, a step at learning rate 0 changes no error. The gradient is sent all
+        the same: an optimizer may average it.
         """
         if 0 not in self.now.values():
             return []
-        buffers.flat(bucket)  # lays them out where they are new
+        buffers.flat(bucket)  # creates them if new
         names = [name for name in bucket.names if self.now.get(name) == 0]
         views = [view for name in names for view in buffers.named[name].values()]
         return [(view, view.clone()) for view in views]

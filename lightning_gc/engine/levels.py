@@ -1,4 +1,4 @@
-"""Resolve, validate and obey the levels that a controller or a user asks for."""
+"""Levels: validate, clamp and apply the compression levels that a controller or a user sets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightning_gc.compressors.wrappers.per_parameter import PerParameter
 
 
 class Levels:
-    """The compressor at the level in force, whatever wrappers are around it.
+    """The compressor at its current levels, with any wrappers.
 
     Attributes:
-        compressor: the compressor to run, at the common level and with the levels by name.
+        compressor: at the common level, with the levels by name.
         traits: the compressor's, which levels do not change.
-        uncompressed: all parameters are sent dense, so that the compressor is not run.
+        uncompressed: all parameters are sent dense; the compressor is not run.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -32,7 +32,7 @@ class Levels:
         level = _clamped(compressor, level, "all parameters")
         if level is not None:
             compressor = compressor.at(level)
-        # Elementwise codecs are given whole buckets, but do the same to each parameter by itself.
+        # Elementwise codecs work on whole buckets, but with the same result per parameter.
         each = PerParameter(compressor) if isinstance(compressor, Codec) else compressor
         divisible = each if compressor.traits.elementwise else compressor
         self.compressor = (
@@ -42,19 +42,12 @@ class Levels:
         self.uncompressed = level is None and not by_name
 
     def of(self, name: str) -> float | None:
-        """Return the level of a parameter; None: sent uncompressed, or no knob."""
+        """Return the level of a parameter; None: uncompressed, or no knob."""
         return self._by_name.get(name, self._common)
 
 
 def _clamped(compressor: Compressor, level: float | None, whose: str) -> float | None:
-    """Return the value of the knob's range nearest to ``level``; None stays None.
-
-    Raises:
-        ValueError: a level that is nonsense, or a compressor without a knob.
-
-    Warns:
-        UserWarning: a level outside the knob's range.
-    """
+    """Clamp a level to the knob's range, with a warning; None stays None."""
     knob = compressor.knob
     if level is None:
         return None

@@ -1,4 +1,4 @@
-"""fp16 loss scaling: unscale gradients, and roll errors back when the scaler skips a step."""
+"""LossScaling: roll errors back when an fp16 gradient scaler skips the optimizer step."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from torch import Tensor
 
 
 class LossScaling:
-    """Keeps errors in unscaled units, and as they were before a step that was skipped.
+    """Restores errors after a skipped optimizer step, and holds the loss scale.
 
-    A scaler skips the optimizer step when a gradient is not finite. The result of the round is then
-    lost, so the errors must be what they were before it. Whether it was is known on the device
-    only, so the copies are put back when the next round begins.
+    A scaler skips the step if a gradient is not finite. The round's result is then lost, so its
+    errors must be rolled back. Whether it was skipped is known on the device only, so they are
+    rolled back when the next round begins.
 
     Attributes:
-        scale: what gradients have been multiplied by, as a 0-dim tensor, or None.
-        revocable: a step may be skipped. Costs a copy of the memory.
+        scale: factor of the gradients, a 0-dim tensor, or None.
+        revocable: steps may be skipped. Costs a copy of the memory's buffers.
     """
 
     def __init__(self) -> None:
         self.scale: Tensor | None = None
         self.revocable = False
-        self._flags: list[Tensor] = []  # (1,) each: NaN where a bucket was not finite
+        self._flags: list[Tensor] = []  # (1,) per bucket: NaN if its result is not finite, else 0
         self._before: list[tuple[Tensor, Tensor]] = []  # (live flat buffer, its copy)
 
     def back_up(self, buffers: Iterable[Tensor]) -> None:
-        """Copy buffers that a round is about to change."""
+        """Copy buffers before a round changes them."""
         self._before += [(buffer, buffer.clone()) for buffer in buffers]
 
     def note(self, flag: Tensor) -> None:
-        """Take down whether a bucket's result is finite: zero or NaN, ``(1,)``."""
+        """Store a bucket's flag, ``(1,)``: 0 if its result is finite, else NaN."""
         self._flags.append(flag)
 
     def settle(self) -> None:
-        """Roll back the last round if its result was not finite: its step has been skipped."""
+        """Roll the last round back if its result was not finite, since its step was skipped."""
         if self._flags:
             skipped = ~torch.stack(self._flags).isfinite().all()
             for live, copy in self._before:
@@ -46,6 +46,6 @@ class LossScaling:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the copies: the round stands."""
+        """Drop flags and copies."""
         self._flags.clear()
         self._before.clear()

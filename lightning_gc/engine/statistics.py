@@ -1,4 +1,4 @@
-"""Statistics of a worker's rounds: element counts, norms, and sums for a controller."""
+"""Statistics: a worker's element and byte counts, norms, and sums for a controller."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_gc.engine.epoch_statistics import EpochStatistics
 
 
 class Statistics:
-    """Counts elements and bytes; measures norms where asked.
+    """Counts elements and bytes; measures norms on request.
 
     Attributes:
-        tally: elements and payload bytes so far.
+        tally: elements and bytes so far.
         norms_wanted: measure norms before and after compression in this round.
         norms: ``(‖x‖, ‖x − C(x)‖)`` per bucket of the last measured round.
-        leftovers: what that round left unsent, by parameter name.
-        epoch: collects what a controller has asked for, or None.
+        leftovers: errors of that round, by parameter name, also without a memory.
+        epoch: sums for a controller, or None.
     """
 
     def __init__(self) -> None:
@@ -28,18 +28,18 @@ class Statistics:
         self.epoch: EpochStatistics | None = None
 
     def begin_round(self) -> None:
-        """Forget the norms of the round before."""
+        """Drop norms and errors of the last round."""
         self.norms.clear()
         self.leftovers.clear()
 
     def see_error(self, bucket: Bucket, error: Tensor, before: Tensor | None, kept: bool) -> None:
-        """Measure what was not sent of a bucket.
+        """Record a bucket's error ``x − C(x)``.
 
         Args:
             bucket: the bucket.
-            error: what was not sent, ``(numel,)``.
-            before: the norm before compression, or None.
-            kept: it stays in a memory, and so counts as error for the controller.
+            error: ``(numel,)``.
+            before: ``‖x‖``; None: do not measure norms.
+            kept: a memory keeps the error, so that it counts for the controller.
         """
         if self.epoch is not None and kept:
             self.epoch.see_error(error)

@@ -206,11 +206,7 @@ def grand_totals(total: Totals) -> dict[str, float]:
 
 
 def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
-    """Return the engines and the accounts of the workers in this process.
-
-    Raises:
-        ValueError: the strategy does not compress.
-    """
+    """Return this process's engines and accounts; ValueError if the strategy does not compress."""
     engines = getattr(trainer.strategy, "engines", ())
     recordings = getattr(trainer.strategy, "recordings", ())
     if not engines or not recordings:

@@ -1,4 +1,4 @@
-"""Format a controller's decisions for loggers: metrics, and a Markdown table of levels."""
+"""Decisions of a controller, formatted for loggers: metrics, and a Markdown table of levels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from lightning_gc.controllers import Decision
 
 
 def level_figures(levels: Mapping[str, float | None]) -> dict[str, float]:
-    """Return median, minimum and maximum level, and the share of parameters sent uncompressed.
-
-    Args:
-        levels: compressed parameter's name -> level; None: uncompressed for now.
-    """
+    """Return median, minimum and maximum level, and the share of those that are uncompressed."""
     numbers = [level for level in levels.values() if level is not None]
     figures = {"uncompressed_share": 1 - len(numbers) / len(levels)} if levels else {}
     if numbers:

@@ -46,11 +46,7 @@ class CompressedStrategy(Resuming, SingleTrainer):
         state: Literal["full", "mean", "off"],
         state_dtype: Literal["float32", "bfloat16"],
     ) -> None:
-        """Set the configuration.
-
-        Raises:
-            ValueError: a combination that cannot work, or an unknown name.
-        """
+        """Set the configuration; ValueError for an unknown name or an impossible combination."""
         owner = type(self).__name__
         configuration = configure(owner, compressor, memory, scheme, seed)
         self.compressor, self.memory = configuration.compressor, configuration.memory

@@ -1,4 +1,4 @@
-"""Compare configuration and model across workers before the first step; refuse differences."""
+"""Agreement: compare configuration and model across workers at the start; refuse differences."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from lightning_gc.transports.distributed import Distributed, gather_text
 def check_agreement(
     configuration: Mapping[str, str], transport: Distributed, device: torch.device
 ) -> None:
-    """Refuse workers whose configuration or model differs from worker 0's.
-
-    Raises:
-        ValueError: on all workers, with the worker, its value and worker 0's.
-    """
+    """Raise ValueError on all workers if one's configuration or model differs from worker 0's."""
     ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
     texts = [text.splitlines() for text in gather_text(ours, transport, device)]
     for worker, text in enumerate(texts):

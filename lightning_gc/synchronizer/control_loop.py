@@ -119,8 +119,7 @@ class ControlLoop:
     def state_dict(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state, plain values that are equal on all workers.
 
-        Args:
-            metrics: the current ones: a checkpoint precedes the decision that reads them.
+        It has the current ``metrics``, since a checkpoint precedes the decision that reads them.
         """
         return {
             "state": self.state,

@@ -59,9 +59,7 @@ class Workers:
     def start(self, accounts: Sequence[Recorder], *, revocable: bool) -> None:
         """Make an engine for each account, or reuse those of an earlier fit.
 
-        Args:
-            accounts: one per worker of this process.
-            revocable: optimizer steps may be skipped, as by a gradient scaler.
+        ``revocable``: optimizer steps may be skipped, as by a gradient scaler.
         """
         self.accounts = accounts
         if not self.engines:

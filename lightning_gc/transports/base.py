@@ -63,12 +63,7 @@ class Message:
     """
 
     def __init__(self, like: Payload, lengths: Sequence[int] | None = None) -> None:
-        """Lay out tensors of the dtypes and shapes of ``like``.
-
-        Args:
-            like: the tensors.
-            lengths: element counts that override the tensors' own (ragged payloads).
-        """
+        """Lay out tensors like ``like``, with other ``lengths`` in elements if given (ragged)."""
         self.dtypes = [t.dtype for t in like]
         self.shapes: list[tuple[int, ...]] = [tuple(t.shape) for t in like]
         if lengths is not None:
@@ -95,11 +90,7 @@ class Message:
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """Return the tensors as views of ``message``, which may be longer than needed.
-
-        Raises:
-            ValueError: the message is shorter, or not flat uint8.
-        """
+        """Return views of ``message``, maybe padded; ValueError if short or not flat uint8."""
         if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() < self.nbytes:
             raise ValueError(
                 f"A message of {self.nbytes} bytes was expected, but {tuple(message.shape)} of "
@@ -125,11 +116,7 @@ def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_lengths(lengths: Sequence[int], own: Payload, limits: Limits, sender: int) -> None:
-    """Refuse announced lengths that are impossible in this configuration.
-
-    Raises:
-        ValueError: a fixed length that differs, a negative length, or one above its limit.
-    """
+    """Raise ValueError for a fixed length that differs, a negative one, or one above its limit."""
     for length, tensor, limit in zip(lengths, own, limits, strict=True):
         if limit is None and length != tensor.numel():
             raise ValueError(

@@ -52,11 +52,7 @@ class Distributed(Transport):
         self.sent_bytes = 0
 
     def fulfil(self, request: Request) -> Reply:
-        """Carry out one request.
-
-        Raises:
-            PeerError: a peer has died, hangs, or is out of step.
-        """
+        """Carry out one request; PeerError if a peer has died, hangs, or makes other requests."""
         started = time.monotonic()
         try:
             return self._fulfil(request)
@@ -165,10 +161,9 @@ def gather_text(text: str, transport: Transport, device: torch.device) -> list[s
 
 
 def broadcast_text(text: str | None, device: torch.device) -> str:
-    """Return worker 0's text on all workers of the default group, without pickle.
+    """Return worker 0's text on all workers of the default group.
 
-    ``broadcast_object_list``, behind Lightning's ``strategy.broadcast``, unpickles whatever object
-    the bytes describe.
+    Without pickle, unlike ``broadcast_object_list`` behind Lightning's ``strategy.broadcast``.
 
     Args:
         text: worker 0's; ignored on the others.

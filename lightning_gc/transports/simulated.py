@@ -43,14 +43,9 @@ class Simulated:
         flows: Sequence[Flow],
         lap: Callable[[str, int | None], None] = lambda phase, worker: None,
     ) -> None:
-        """Run all flows.
+        """Run one flow per worker; ValueError for a wrong number, or requests that differ.
 
-        Args:
-            flows: one per worker.
-            lap: called at the end of each phase with its name and worker; None: all workers.
-
-        Raises:
-            ValueError: a wrong number of flows, or requests that differ.
+        ``lap`` is called at the end of each phase with its name and worker; None: all workers.
         """
         if len(flows) != self.workers:
             raise ValueError(f"{self.workers} workers need as many flows, but got {len(flows)}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,16 +74,26 @@ def tune(
     # All of them before the first trial, which may take a day.
     studies = {method.name: open_study(experiment, method, storage) for method in wanted}
     with interrupt_check() as check:
+
+        def run(events: Iterator[Event]) -> None:
+            check()
+            for event in events:
+                show(event)
+                check()
+
         for method in wanted:
-            _run_study(experiment, method, studies[method.name], show, check)
+            run(_run_study(experiment, method, studies[method.name]))
         for method in wanted:
             study = studies[method.name]
             # If other processes die at the last trials, these are made up for here.
             while trial_leases.running(study):
                 time.sleep(_PAUSE)
-                _run_study(experiment, method, study, show, check)
-            if finals:
-                _run_finals(experiment, method, study, studies[DENSE], show, check)
+                run(_run_study(experiment, method, study))
+            while finals:
+                run(_run_finals(experiment, method, study, studies[DENSE]))
+                if not finals_running(experiment, method, study, studies[DENSE]):
+                    break
+                time.sleep(_PAUSE)
     return studies
 
 
@@ -101,44 +111,26 @@ def _unique(methods: Iterable[Method | str]) -> list[Method]:
     return sorted(wanted, key=lambda method: method.name != DENSE)
 
 
-def _run_study(
-    experiment: Experiment,
-    method: Method,
-    study: optuna.Study,
-    show: Callable[[Event], None],
-    check: Callable[[], None],
-) -> None:
+def _run_study(experiment: Experiment, method: Method, study: optuna.Study) -> Iterator[Event]:
     while True:
-        check()
         lost = trial_leases.fail_lost_trials(study)
         if lost:
             numbers = ", ".join(map(str, lost))
-            show(Event(method.name, "lost", len(lost), f"trials of dead processes: {numbers}"))
+            yield Event(method.name, "lost", len(lost), f"trials of dead processes: {numbers}")
         trial = trial_leases.begin_trial(study, experiment.trials)
         if trial is None:
             return
         run_trial(experiment, method, study, trial)
         trials = study.get_trials(deepcopy=False)
         done = sum(trial_leases.counts(t) and t.state != TrialState.RUNNING for t in trials)
-        show(Event(method.name, "trial", done, _describe(study, trial.number)))
+        yield Event(method.name, "trial", done, _describe(study, trial.number))
 
 
 def _run_finals(
-    experiment: Experiment,
-    method: Method,
-    study: optuna.Study,
-    dense: optuna.Study,
-    show: Callable[[Event], None],
-    check: Callable[[], None],
-) -> None:
-    while True:
-        for done, record in enumerate(run_finals(experiment, method, study, dense), start=1):
-            show(Event(method.name, "final", done, _describe_final(record)))
-            check()
-        if not finals_running(experiment, method, study, dense):
-            return
-        check()
-        time.sleep(_PAUSE)
+    experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study
+) -> Iterator[Event]:
+    for done, record in enumerate(run_finals(experiment, method, study, dense), start=1):
+        yield Event(method.name, "final", done, _describe_final(record))
 
 
 def _describe_final(record: dict[str, Any]) -> str:

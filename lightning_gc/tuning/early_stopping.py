@@ -17,14 +17,29 @@ Outcome = Literal["complete", "pruned", "diverged"]
 
 
 class MissingMetric(ValueError):
-    """The metric to select on has not been logged."""
+    """A metric has not been logged."""
+
+
+def look_up(metric: str, logged: Mapping[str, Any], kind: str, hook: str) -> float:
+    """Return the value of a metric that the module's ``hook`` is to log.
+
+    Raises:
+        MissingMetric: it has not.
+    """
+    if metric in logged:
+        return float(logged[metric])
+    names = sorted(n for n in logged if not n.startswith("compression") and n != "seconds")
+    raise MissingMetric(
+        f"The {kind} {metric!r} was not logged. Logged were {', '.join(names) or 'none'}: call "
+        f"self.log in {hook}, or name one of these."
+    )
 
 
 class BestTracker:
     """Tracks the best value of the metric and the epochs since then.
 
     Args:
-        experiment: defines which of two values is better.
+        experiment: its metric, and which of two values is better.
 
     Attributes:
         best: the best value so far; None before the first.
@@ -33,7 +48,7 @@ class BestTracker:
     """
 
     def __init__(self, experiment: Experiment) -> None:
-        self._better = experiment.better
+        self.experiment = experiment
         self.best: float | None = None
         self.best_epoch = -1
         self.epochs_since = 0
@@ -41,7 +56,7 @@ class BestTracker:
     def add(self, value: float) -> int:
         """Add the next epoch's value; return ``epochs_since``, 0 for an improvement."""
         epoch = self.best_epoch + self.epochs_since + 1
-        if self.best is None or self._better(value, self.best):
+        if self.best is None or self.experiment.better(value, self.best):
             self.best, self.best_epoch = value, epoch
         self.epochs_since = epoch - self.best_epoch
         return self.epochs_since
@@ -83,14 +98,7 @@ class EarlyStopping:
             MissingMetric: the metric is not among them.
         """
         experiment = self.experiment
-        if experiment.metric not in logged:
-            names = sorted(n for n in logged if "/" not in n and n != "seconds")
-            raise MissingMetric(
-                f"The metric {experiment.metric!r} was not logged. Logged were "
-                f"{', '.join(names) or 'none'}: call self.log in validation_step, or name one of "
-                f"these."
-            )
-        value = logged[experiment.metric]
+        value = look_up(experiment.metric, logged, "metric", "validation_step")
         self.curve.append(value)
         self.seconds.append(logged["seconds"])
         self._logged = dict(logged)
@@ -123,8 +131,7 @@ class EarlyStopping:
 
     def record(self) -> dict[str, Any]:
         """Return the run as plain values, for the trial's user attributes."""
-        logged, wire = self._logged, self._logged.get(WIRE_BYTES, 0.0)
-        dense = logged.get(DENSE_BYTES, 0.0)
+        wire, dense = (self._logged.get(name, 0.0) for name in (WIRE_BYTES, DENSE_BYTES))
         return {
             "curve": self.curve,
             "best_epoch": self.tracker.best_epoch,
@@ -136,7 +143,7 @@ class EarlyStopping:
             "epoch_seconds": self.seconds,
             "per_step": {
                 name.removeprefix(PER_STEP): value
-                for name, value in logged.items()
+                for name, value in self._logged.items()
                 if name.startswith(PER_STEP)
             },
         }

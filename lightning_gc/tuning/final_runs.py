@@ -6,7 +6,7 @@ baseline's best trial: what a user gets who does not tune again.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,103 +16,89 @@ import optuna
 from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import DENSE, Method
-from lightning_gc.tuning.parameter_space import compressor_params, shared_params
+from lightning_gc.tuning.parameter_space import PREFIX
 from lightning_gc.tuning.studies import best_trial
 from lightning_gc.tuning.trial import TrialError, train
 from lightning_gc.tuning.trial_leases import heartbeat, is_dead, owner
 
 TUNED, TRANSFERRED = "tuned", "dense_hyper_parameters"
-_PREFIX = "final"
 
 
 def run_finals(
-    experiment: Experiment,
-    method: Method,
-    study: optuna.Study,
-    dense: optuna.Study | None,
+    experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study
 ) -> Iterator[dict[str, Any]]:
     """Do the final runs that no process has done, and yield each one's record.
 
-    Records are kept under the number of the best trial: a new best trial has runs of its own.
+    Records are kept under the number of the best trial: a new best trial has runs of its own. Two
+    processes that begin the same run at the same instant both do it, with the same result.
     """
-    for source, params in _candidates(method, study, dense):
-        for seed in experiment.seeds:
-            key = _key(study, dense, source, seed)
-            if _done_or_running(study, key):
-                continue
-            worker = owner()
-            study.set_user_attr(key, worker)
-            try:
-                with heartbeat(functools.partial(_beat, study, key, worker)):
-                    record = _run(experiment, method, params, seed)
-            except BaseException:
-                study.set_user_attr(key, None)
-                raise
-            record |= {"source": source, "params": dict(params), "seed": seed}
-            study.set_user_attr(key, record)
-            yield record
+    for key, source, params, seed in _planned(experiment, method, study, dense):
+        known = study.user_attrs.get(key)
+        if known and ("validation" in known or not is_dead(known)):
+            continue
+        with _claimed(study, key):
+            record = _run(experiment, method, params, seed)
+        record |= {"source": source, "params": dict(params), "seed": seed}
+        study.set_user_attr(key, record)
+        yield record
 
 
 def finals_running(
-    experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study | None
+    experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study
 ) -> bool:
     """Return whether another process is at a final run."""
-    keys = [
-        _key(study, dense, source, seed)
-        for source, _ in _candidates(method, study, dense)
-        for seed in experiment.seeds
-    ]
     known = study.user_attrs
-    return any(key in known and known[key] and "validation" not in known[key] for key in keys)
+    keys = [key for key, *_ in _planned(experiment, method, study, dense)]
+    return any(known.get(key) and "validation" not in known[key] for key in keys)
 
 
 def final_records(study: optuna.Study, dense: optuna.Study | None) -> list[dict[str, Any]]:
     """Return the records of the current best trials."""
-    found = []
-    for source in (TUNED, TRANSFERRED):
-        if source == TRANSFERRED and dense is None:
-            continue
-        prefix = _key(study, dense, source, None)
-        for key, record in study.user_attrs.items():
-            if key.startswith(prefix) and record and "validation" in record:
-                found.append(record)
-    return found
+    prefixes = [_prefix(TUNED, study)]
+    if dense is not None:
+        prefixes.append(_prefix(TRANSFERRED, study, dense))
+    return [
+        record
+        for prefix in prefixes
+        for key, record in study.user_attrs.items()
+        if key.startswith(prefix) and record and "validation" in record
+    ]
 
 
-def _candidates(
-    method: Method, study: optuna.Study, dense: optuna.Study | None
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    winner = best_trial(study)
+def _planned(
+    experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study
+) -> Iterator[tuple[str, str, Mapping[str, Any], int]]:
+    """Yield ``(key, source, hyper-parameters, seed)`` of each final run of a method."""
+    winner, baseline = best_trial(study), best_trial(dense)
     if winner is None:
         return
-    yield TUNED, winner.params
-    baseline = best_trial(dense) if dense is not None and method.name != DENSE else None
-    if baseline is not None:
-        yield TRANSFERRED, shared_params(baseline.params) | compressor_params(winner.params)
+    runs = [(_prefix(TUNED, study), TUNED, winner.params)]
+    if method.name != DENSE and baseline is not None:
+        shared = {n: v for n, v in baseline.params.items() if not n.startswith(PREFIX)}
+        own = {n: v for n, v in winner.params.items() if n.startswith(PREFIX)}
+        runs.append((_prefix(TRANSFERRED, study, dense), TRANSFERRED, shared | own))
+    for prefix, source, params in runs:
+        for seed in experiment.seeds:
+            yield f"{prefix}{seed}", source, params, seed
 
 
-def _key(study: optuna.Study, dense: optuna.Study | None, source: str, seed: int | None) -> str:
-    winner = best_trial(study)
-    numbers = "none" if winner is None else str(winner.number)
-    if source == TRANSFERRED and dense is not None:
-        baseline = best_trial(dense)
-        numbers += "-none" if baseline is None else f"-{baseline.number}"
-    return f"{_PREFIX}/{source}/{numbers}/" + ("" if seed is None else str(seed))
+def _prefix(source: str, *studies: optuna.Study) -> str:
+    """Return what the keys of runs with the current best trials of these studies begin with."""
+    numbers = ["none" if best is None else str(best.number) for best in map(best_trial, studies)]
+    return f"final/{source}/{'-'.join(numbers)}/"
 
 
-def _beat(study: optuna.Study, key: str, worker: dict[str, Any], now: float) -> None:
-    study.set_user_attr(key, worker | {"beat": now})
-
-
-def _done_or_running(study: optuna.Study, key: str) -> bool:
-    """Return whether a run is done, or running in another process.
-
-    Two processes that ask at the same instant both run it, with the same result.
-    """
-    known = study.user_attrs.get(key)
-    if not known:
-        return False
-    return "validation" in known or not is_dead(known)
+@contextlib.contextmanager
+def _claimed(study: optuna.Study, key: str) -> Iterator[None]:
+    """Keep a run from other processes; give it back if it fails."""
+    worker = owner()
+    study.set_user_attr(key, worker)
+    try:
+        with heartbeat(lambda now: study.set_user_attr(key, worker | {"beat": now})):
+            yield
+    except BaseException:
+        study.set_user_attr(key, None)
+        raise
 
 
 def _run(

@@ -79,13 +79,3 @@ def as_json(space: Space) -> dict[str, Any]:
         else [entry.low, entry.high, entry.scale] + ["integer"] * entry.integer
         for entry in space
     }
-
-
-def shared_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that all methods share, which are not the compressor's."""
-    return {name: value for name, value in params.items() if not name.startswith(PREFIX)}
-
-
-def compressor_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the compressor's parameters, under their prefixed names."""
-    return {name: value for name, value in params.items() if name.startswith(PREFIX)}

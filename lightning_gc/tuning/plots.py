@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,21 +27,18 @@ def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
             found[name] = _svg(how, tables[table].rows)
 
     draw("metric_against_ratio", "metric_against_ratio", lambda a, rows: _scatter(a, rows, metric))
-    draw("transfer", "results", lambda axes, rows: _transfer(axes, rows))
-    for parameter in sorted({row["parameter"] for row in tables["tuned_parameters"].rows}):
-        chosen = [r for r in tables["tuned_parameters"].rows if r["parameter"] == parameter]
-        log = log_scaled(studies, parameter)
+    draw("transfer", "results", _transfer)
+    tuned = tables["tuned_parameters"].rows
+    for parameter in sorted({row["parameter"] for row in tuned}):
+        chosen = [row for row in tuned if row["parameter"] == parameter]
         if all(isinstance(row["value"], int | float) for row in chosen):
-            found[f"tuned_{parameter}"] = _svg(
-                lambda axes, rows, p=parameter, log=log: _boxes(axes, rows, "value", p, log), chosen
-            )
+            log = log_scaled(studies, parameter)
+            boxes = functools.partial(_boxes, column="value", label=parameter, log=log)
+            found[f"tuned_{parameter}"] = _svg(boxes, chosen)
     draw("seconds_per_step", "seconds_per_step", _stacks)
     draw("convergence", "convergence", lambda axes, rows: _curves(axes, rows, metric))
-    draw(
-        "epochs_to_converge",
-        "epochs_to_converge",
-        lambda axes, rows: _boxes(axes, rows, "best_epoch", "best epoch", False),
-    )
+    boxes = functools.partial(_boxes, column="best_epoch", label="best epoch")
+    draw("epochs_to_converge", "epochs_to_converge", boxes)
     draw("importance", "importance", _bars)
     return found
 
@@ -50,6 +48,8 @@ def _svg(how: Callable[..., None], rows: Iterable[Row]) -> bytes:
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
     how(axes, rows)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize="small")
     file = io.BytesIO()
     with mpl.rc_context(_SVG):
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -71,7 +71,6 @@ def _scatter(axes: Axes, rows: tuple[Row, ...], metric: str) -> None:
     axes.plot(*zip(*front, strict=True), color="black", linewidth=1, label="Pareto front")
     axes.set(xscale="log", xlabel="compression ratio", ylabel=metric)
     _log_if_wide(axes, [p["metric"] for p in rows])
-    axes.legend(fontsize="small")
 
 
 def _transfer(axes: Axes, rows: tuple[Row, ...]) -> None:
@@ -89,10 +88,9 @@ def _transfer(axes: Axes, rows: tuple[Row, ...]) -> None:
         )
     axes.set_xticks(range(len(rows)), [row["method"] for row in rows])
     axes.set_ylabel("test metric, mean and deviation over seeds")
-    axes.legend(fontsize="small")
 
 
-def _boxes(axes: Axes, rows: Iterable[Row], column: str, label: str, log: bool) -> None:
+def _boxes(axes: Axes, rows: Iterable[Row], column: str, label: str, log: bool = False) -> None:
     groups = _by_method(rows)
     values = [[row[column] for row in group] for group in groups.values()]
     axes.boxplot(values, showfliers=False)
@@ -115,7 +113,6 @@ def _stacks(axes: Axes, rows: tuple[Row, ...]) -> None:
         axes.bar(names, heights, bottom=bottom, label=label)
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
     axes.set_ylabel("milliseconds per step and worker")
-    axes.legend(fontsize="small")
 
 
 def _curves(axes: Axes, rows: tuple[Row, ...], metric: str) -> None:
@@ -123,7 +120,6 @@ def _curves(axes: Axes, rows: tuple[Row, ...], metric: str) -> None:
         axes.plot([p["epoch"] for p in points], [p["metric"] for p in points], label=method)
     axes.set(xlabel="epoch", ylabel=f"{metric}, best trial")
     _log_if_wide(axes, [p["metric"] for p in rows])
-    axes.legend(fontsize="small")
 
 
 def _bars(axes: Axes, rows: tuple[Row, ...]) -> None:
@@ -137,7 +133,6 @@ def _bars(axes: Axes, rows: tuple[Row, ...]) -> None:
         axes.bar(places, heights, width, label=parameter)
     axes.set_xticks(range(len(methods)), methods)
     axes.set_ylabel("importance (PED-ANOVA)")
-    axes.legend(fontsize="small")
 
 
 def _log_if_wide(axes: Axes, values: list[Any]) -> None:

@@ -75,42 +75,29 @@ def report(
     if path is not None and not path.is_file():
         raise ValueError(f"There is no journal {path}; lightning-gc tune makes one.")
     storage = open_storage(storage)
-    experiment = experiment or _only_one(storage)
+    names = optuna.get_all_study_names(storage=storage)
+    held = sorted({name.partition("/")[0] for name in names if "/" in name})
+    it_holds = f"it holds {', '.join(held) or 'none'}"
+    if not experiment and len(held) != 1:
+        raise ValueError(f"Name the experiment to report on; {it_holds}.")
+    experiment = experiment or held[0]
     studies = load_studies(storage, experiment)
     if not studies:
-        raise ValueError(f"The storage holds no experiment {experiment!r}; {_held(storage)}.")
+        raise ValueError(f"The storage holds no experiment {experiment!r}; {it_holds}.")
     out = Path(out)
     found = tables(studies)
     drawn = plots(studies, found)
     sections = _sections(found, drawn)
-    contents = {out / "tables" / f"{name}.csv": table for name, table in found.items()}
-    files: dict[Path, bytes] = {out / "plots" / f"{n}.svg": svg for n, svg in drawn.items()}
+    files = {out / "plots" / f"{name}.svg": svg for name, svg in drawn.items()}
     files[out / "report.md"] = _markdown(experiment, studies, sections).encode()
     files[out / "report.html"] = _page(experiment, studies, sections, drawn).encode()
-    for path in (*contents, *files):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    for path, table in contents.items():
-        table.write(path)
-    for path, content in files.items():
-        path.write_bytes(content)
-    return [*files, *contents]
-
-
-def experiments(storage: BaseStorage) -> list[str]:
-    """Return the names of the experiments in a storage."""
-    names = optuna.get_all_study_names(storage=storage)
-    return sorted({name.partition("/")[0] for name in names if "/" in name})
-
-
-def _only_one(storage: BaseStorage) -> str:
-    found = experiments(storage)
-    if len(found) != 1:
-        raise ValueError(f"Name the experiment to report on; {_held(storage)}.")
-    return found[0]
-
-
-def _held(storage: BaseStorage) -> str:
-    return f"it holds {', '.join(experiments(storage)) or 'none'}"
+    files |= {
+        out / "tables" / f"{name}.csv": table.to_csv().encode() for name, table in found.items()
+    }
+    for file, content in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return list(files)
 
 
 def _sections(found: dict[str, Table], drawn: dict[str, bytes]) -> list[Section]:
@@ -128,13 +115,12 @@ def _sections(found: dict[str, Table], drawn: dict[str, bytes]) -> list[Section]
 
 def _summary(results: Table) -> Table:
     """Return the results in as few columns as fit a page."""
-    other = "test_with_dense_hyper_parameters"
     rows = tuple(
         {
             "method": row["method"],
             "validation": row["validation"],
             "test": _with_spread(row, "test"),
-            "with_dense's": _with_spread(row, other),
+            "with_dense's": _with_spread(row, "test_with_dense_hyper_parameters"),
             "seeds": row["seeds"],
             "ratio": row.get("ratio"),
             "bytes": row.get("wire_bytes"),
@@ -143,8 +129,7 @@ def _summary(results: Table) -> Table:
         }
         for row in results.rows
     )
-    columns = ("method", "validation", "test", "with_dense's", "seeds", "ratio", "bytes", "epochs")
-    return Table((*columns, "trials"), rows)
+    return Table(tuple(rows[0]), rows)
 
 
 def _with_spread(row: dict[str, Any], column: str) -> str:

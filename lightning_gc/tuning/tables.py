@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -31,7 +31,7 @@ Studies = Mapping[str, optuna.Study]
 
 @dataclass(frozen=True)
 class Table:
-    """A table, written to a CSV file.
+    """A table of a report.
 
     Attributes:
         columns: their names, in order.
@@ -41,12 +41,13 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
 
-    def write(self, path: Path) -> None:
-        """Write the table as CSV."""
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
+    def to_csv(self) -> str:
+        """Return the table as CSV."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return text.getvalue()
 
 
 def tables(studies: Studies) -> dict[str, Table]:
@@ -69,11 +70,6 @@ def tables(studies: Studies) -> dict[str, Table]:
     }
 
 
-def lower_is_better(studies: Studies) -> bool:
-    """Return whether a lower metric is better; all studies of an experiment agree."""
-    return next(iter(studies.values())).directions[0] == StudyDirection.MINIMIZE
-
-
 def metric_name(studies: Studies) -> str:
     """Return the name of the metric that trials were selected on."""
     rules = next(iter(studies.values())).user_attrs.get(RULES, {})
@@ -86,25 +82,39 @@ def log_scaled(studies: Studies, parameter: str) -> bool:
     return any(getattr(t.distributions.get(parameter), "log", False) for t in trials)
 
 
+def _loss(study: optuna.Study, trial: FrozenTrial) -> float:
+    """Return the metric with the sign by which less is better."""
+    value: float = trial.values[0]
+    return value if study.directions[0] == StudyDirection.MINIMIZE else -value
+
+
 def _complete(study: optuna.Study) -> list[FrozenTrial]:
     """Return the complete trials, best first."""
     done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    down = study.directions[0] == StudyDirection.MINIMIZE
-    return sorted(done, key=lambda trial: trial.values[0] if down else -trial.values[0])
+    return sorted(done, key=lambda trial: _loss(study, trial))
 
 
-def _top(study: optuna.Study) -> list[FrozenTrial]:
-    done = _complete(study)
-    return done[: min(TOP, max(3, len(done) // 3))]
+def _top(studies: Studies) -> Iterator[tuple[str, FrozenTrial]]:
+    """Yield ``(method, trial)`` of the best trials of each study."""
+    for name, study in studies.items():
+        done = _complete(study)
+        for trial in done[: min(TOP, max(3, len(done) // 3))]:
+            yield name, trial
+
+
+def _best(studies: Studies) -> dict[str, FrozenTrial]:
+    """Return ``{method: best trial}`` of the studies that have one."""
+    found = {name: best_trial(study) for name, study in studies.items()}
+    return {name: best for name, best in found.items() if best is not None}
 
 
 def _results(studies: Studies) -> Iterator[Row]:
-    dense = studies.get(DENSE)
+    dense, winners = studies.get(DENSE), _best(studies)
     for name, study in studies.items():
         finals = final_records(study, dense)
         tuned = [record for record in finals if record["source"] == TUNED]
         moved = [record for record in finals if record["source"] == TRANSFERRED]
-        best, states = best_trial(study), [t.state for t in study.get_trials() if counts(t)]
+        best, states = winners.get(name), [t.state for t in study.get_trials() if counts(t)]
         row: Row = {
             "method": name,
             "validation": None if best is None else best.values[0],
@@ -133,47 +143,44 @@ def _mean(records: list[Row]) -> tuple[Any, float | None]:
 
 
 def _winners(studies: Studies) -> Iterator[Row]:
-    baseline = best_trial(studies[DENSE]) if DENSE in studies else None
-    for name, study in studies.items():
-        best = best_trial(study)
-        for parameter, value in best.params.items() if best is not None else ():
-            other = baseline.params.get(parameter) if baseline is not None else None
-            yield {"method": name, "parameter": parameter, "value": value, "dense_value": other}
+    winners = _best(studies)
+    dense = winners[DENSE].params if DENSE in winners else {}
+    for name, best in winners.items():
+        for parameter, value in best.params.items():
+            row = {"parameter": parameter, "value": value, "dense_value": dense.get(parameter)}
+            yield {"method": name, **row}
 
 
 def _scatter(studies: Studies) -> list[Row]:
-    rows = [
-        {
-            "method": name,
-            "trial": trial.number,
-            "metric": trial.values[0],
-            "ratio": trial.user_attrs.get("ratio", 1.0),
-            "wire_bytes": trial.user_attrs.get("wire_bytes", 0.0),
-        }
-        for name, study in studies.items()
-        for trial in _complete(study)
-    ]
-    sign = 1 if rows and lower_is_better(studies) else -1
+    found = []
+    for name, study in studies.items():
+        for trial in _complete(study):
+            row = {
+                "method": name,
+                "trial": trial.number,
+                "metric": trial.values[0],
+                "ratio": trial.user_attrs.get("ratio", 1.0),
+                "wire_bytes": trial.user_attrs.get("wire_bytes", 0.0),
+            }
+            found.append((-row["ratio"], _loss(study, trial), row))
     # From the highest ratio down, a point is on the front if none before it was as good.
     best = float("inf")
-    for row in sorted(rows, key=lambda row: (-row["ratio"], sign * row["metric"])):
-        row["on_front"] = sign * row["metric"] < best
-        best = min(best, sign * row["metric"])
-    return rows
+    for _, loss, row in sorted(found, key=lambda each: each[:2]):
+        row["on_front"] = loss < best
+        best = min(best, loss)
+    return [row for *_, row in found]
 
 
 def _parameters(studies: Studies) -> Iterator[Row]:
-    for name, study in studies.items():
-        for trial in _top(study):
-            for parameter, value in trial.params.items():
-                row = {"parameter": parameter, "trial": trial.number, "value": value}
-                yield {"method": name, **row}
+    for name, trial in _top(studies):
+        for parameter, value in trial.params.items():
+            row = {"parameter": parameter, "trial": trial.number, "value": value}
+            yield {"method": name, **row}
 
 
 def _seconds(studies: Studies) -> Iterator[Row]:
-    for name, study in studies.items():
-        best = best_trial(study)
-        spent = {} if best is None else best.user_attrs.get("per_step", {})
+    for name, best in _best(studies).items():
+        spent = best.user_attrs.get("per_step", {})
         if not spent:
             continue
         estimated = "communication_seconds_estimated" in spent
@@ -188,20 +195,17 @@ def _seconds(studies: Studies) -> Iterator[Row]:
 
 
 def _convergence(studies: Studies) -> Iterator[Row]:
-    for name, study in studies.items():
-        best = best_trial(study)
-        curve = [] if best is None else best.user_attrs.get("curve", [])
-        for epoch, value in enumerate(curve, start=1):
+    for name, best in _best(studies).items():
+        for epoch, value in enumerate(best.user_attrs.get("curve", []), start=1):
             yield {"method": name, "epoch": epoch, "metric": value}
 
 
 def _epochs(studies: Studies) -> Iterator[Row]:
-    for name, study in studies.items():
-        for trial in _top(study):
-            if "best_epoch" in trial.user_attrs:
-                epoch, epochs = trial.user_attrs["best_epoch"] + 1, trial.user_attrs["epochs"]
-                row = {"trial": trial.number, "best_epoch": epoch, "epochs": epochs}
-                yield {"method": name, **row}
+    for name, trial in _top(studies):
+        known = trial.user_attrs
+        if "best_epoch" in known:
+            row = {"best_epoch": known["best_epoch"] + 1, "epochs": known["epochs"]}
+            yield {"method": name, "trial": trial.number, **row}
 
 
 def _importance(studies: Studies) -> Iterator[Row]:

@@ -32,7 +32,6 @@ class TrialCallback(pl.Callback):
     def __init__(self, ask: Ask, best_of: Experiment | None = None) -> None:
         self.ask = ask
         self.interrupted = False
-        self._experiment = best_of
         self._tracker = BestTracker(best_of) if best_of is not None else None
         self._weights: dict[str, Any] | None = None
         self._start = 0.0
@@ -55,7 +54,7 @@ class TrialCallback(pl.Callback):
         """Ask, stop, and copy the best weights."""
         if not self._validated:
             return
-        go_on, better = True, True
+        go_on = better = True
         if trainer.is_global_zero:
             logged = {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1}
             go_on = self.ask({**logged, "seconds": self._seconds or 0.0})
@@ -79,7 +78,7 @@ class TrialCallback(pl.Callback):
         self.interrupted = isinstance(exception, KeyboardInterrupt)
 
     def _improves(self, logged: Mapping[str, float]) -> bool:
-        if self._tracker is None or self._experiment is None:
+        if self._tracker is None:
             return False
-        value = logged.get(self._experiment.metric, math.nan)
+        value = logged.get(self._tracker.experiment.metric, math.nan)
         return math.isfinite(value) and self._tracker.add(value) == 0

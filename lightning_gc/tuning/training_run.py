@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import optuna
 
 import lightning_gc
-from lightning_gc.tuning.early_stopping import MissingMetric
+from lightning_gc.tuning.early_stopping import look_up
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.lightning_flavour import pl
 from lightning_gc.tuning.method import Method
@@ -60,8 +59,8 @@ def fit(
         parts |= {"workers": experiment.workers, "network": experiment.network}
         strategy = lightning_gc.SimulatedDDPStrategy(compressor, **parts)
     ours = TrialCallback(ask, experiment if final else None)
-    callbacks = arguments.pop("callbacks", None) or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    given = arguments.pop("callbacks", None) or []
+    callbacks = given if isinstance(given, list) else [given]
     quiet: dict[str, Any] = {
         "logger": _NoLogger(),
         "enable_progress_bar": False,
@@ -80,7 +79,7 @@ def fit(
     kept = {name: arguments[name] for name in _TEST_ARGUMENTS if name in arguments}
     tester = pl.Trainer(**(quiet | kept), devices=1, enable_checkpointing=False)
     tester.test(model, data, verbose=False)
-    return _look_up(experiment.test_metric, tester.callback_metrics)
+    return look_up(experiment.test_metric, tester.callback_metrics, "test metric", "test_step")
 
 
 def _train(trainer: pl.Trainer, callback: TrialCallback, model: Any, data: Any) -> None:
@@ -95,16 +94,6 @@ def _train(trainer: pl.Trainer, callback: TrialCallback, model: Any, data: Any) 
         if in_main:
             signal.signal(signal.SIGINT, handler)
         raise KeyboardInterrupt from None
-
-
-def _look_up(metric: str, logged: Mapping[str, Any]) -> float:
-    if metric not in logged:
-        raise MissingMetric(
-            f"The test metric {metric!r} was not logged. Logged were "
-            f"{', '.join(sorted(logged)) or 'none'}: call self.log in test_step, or name one of "
-            f"these."
-        )
-    return float(logged[metric])
 
 
 class _NoLogger(pl.loggers.logger.DummyLogger):

@@ -115,7 +115,6 @@ class AtomoSVD(Codec):
         return vectors.flip(1), values.where(values > _EPS * values[0], 0.0)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add the sum of the triplets."""
         if not self.compresses(bucket.shape):
             payload_validation.lengths(payload, 0, out.numel())
             out.add_(payload[1], alpha=scale)
@@ -148,7 +147,6 @@ class AtomoSVD(Codec):
 
     @classmethod
     def examples(cls) -> tuple[AtomoSVD, ...]:
-        """One triplet; some; more than a small matrix has."""
         return (cls(1), cls(3), cls(64))
 
 

@@ -56,14 +56,12 @@ class LowRank(Collective):
         return q
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
-        """Return whether two factors are smaller than the matrix by more than ``min_ratio``."""
         if len(shape) < 2:
             return False
         n, m = sides(shape)
         return self.min_ratio * self.rank * (n + m) < n * m
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Average P, average Q, multiply."""
         if not self.compresses(bucket.shape) or bucket.step < self.dense_steps:
             yield from dense(buffer, out)
             return
@@ -117,7 +115,6 @@ class LowRank(Collective):
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """One column; several, after a dense step; more than a small matrix has."""
         return (cls(1), cls(2, dense_steps=1), cls(4, min_ratio=0.0))
 
 

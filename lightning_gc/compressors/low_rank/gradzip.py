@@ -99,5 +99,4 @@ class GradZip(LowRank):
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """As of LowRank, and one with much regularisation."""
         return (*super().examples(), cls(2, regulariser=0.1))

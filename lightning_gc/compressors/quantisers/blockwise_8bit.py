@@ -45,7 +45,6 @@ class Blockwise8Bit(Codec):
         """Return what the codes stand for, ``(b, block_size)`` float32."""
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the values; what rounding added or left stays."""
         size, parts = self._size(buffer.numel()), []
         for piece, _ in pieces(buffer, size, 1):
             part = buffer[piece]
@@ -58,7 +57,6 @@ class Blockwise8Bit(Codec):
         return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add the values."""
         size = self._size(out.numel())
         codes, *numbers = payload
         for piece, rows in pieces(out, size, 1):
@@ -68,7 +66,6 @@ class Blockwise8Bit(Codec):
             part.add_(values.view(-1)[: part.numel()], alpha=scale)
 
     def wire(self, numel: int) -> Wire:
-        """Return a code for each element, and each of the numbers for each block."""
         blocks = -(-numel // self._size(numel))
         numbers = [Field(name, torch.float32, blocks, note="per block") for name in self.numbers]
         return (Field("codes", torch.uint8, numel, note=self.coding), *numbers)

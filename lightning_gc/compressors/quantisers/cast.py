@@ -58,7 +58,6 @@ class Cast(Codec):
         object.__setattr__(self, "dtype", name)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the rounded values; the rounding errors stay."""
         if self.dtype == "float16":
             largest = torch.finfo(torch.float16).max
             values = buffer.clamp(-largest, largest).to(torch.float16)
@@ -68,7 +67,6 @@ class Cast(Codec):
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add the values, in ``out``'s precision."""
         (values,) = payload
         out.add_(values, alpha=scale)
 
@@ -77,10 +75,8 @@ class Cast(Codec):
         return Contraction(1 - 2**-16 if self.dtype == "bfloat16" else 0.0)
 
     def wire(self, numel: int) -> Wire:
-        """Return all values, 16 bits each."""
         return (Field("values", _TYPES[self.dtype], numel),)
 
     @classmethod
     def examples(cls) -> tuple[Cast, ...]:
-        """Both types."""
         return (cls("bfloat16"), cls("float16"))

@@ -50,10 +50,8 @@ class ECQSGD(Preset):
 
     @functools.cached_property
     def inner(self) -> QSGD:
-        """QSGD with these fields."""
         return QSGD(self.bits, self.block_size, self.norm)
 
     @classmethod
     def examples(cls) -> tuple[ECQSGD, ...]:
-        """The default, and one with few bits."""
         return (cls(), cls(2, 64))

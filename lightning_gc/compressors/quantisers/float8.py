@@ -85,7 +85,6 @@ class Float8(Blockwise8Bit):
         return codes.add_((unit < 0) * 128).to(torch.uint8), largest
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        """Look the numbers up, as shares of T."""
         mantissa, top = _FORMATS[self.format]
         code = torch.arange(128, device=codes.device)
         places = ((code >> mantissa) - 1).clamp_(min=0)
@@ -111,7 +110,6 @@ class Float8(Blockwise8Bit):
 
     @classmethod
     def examples(cls) -> tuple[Float8, ...]:
-        """All formats, and blocks that do not divide the tensor."""
         return (cls(), cls("e5m2", 7), cls("1-3-4", 64))
 
 

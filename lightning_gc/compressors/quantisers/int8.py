@@ -62,7 +62,6 @@ class Int8(Blockwise8Bit):
             )
 
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """Round to steps of the range."""
         low, high = blocks.amin(dim=1).float(), blocks.amax(dim=1).float()  # (b,)
         # Halves: the whole of a difference may be beyond float32.
         extent = (high / 2 - low / 2).view(-1, 1)
@@ -70,7 +69,6 @@ class Int8(Blockwise8Bit):
         return share.mul_(_STEPS).round_().clamp_(0, _STEPS).to(torch.uint8), low, high
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        """Go from low to high."""
         low, high = (number.view(-1, 1) for number in numbers)
         share = codes.float().div_(_STEPS)
         # Not above either end, where rounding would make the largest number of all infinite.
@@ -89,5 +87,4 @@ class Int8(Blockwise8Bit):
 
     @classmethod
     def examples(cls) -> tuple[Int8, ...]:
-        """One block, and several that do not divide the tensor."""
         return (cls(), cls(7))

@@ -63,7 +63,6 @@ class IntegerQSGD(Collective):
         check_bits("IntegerQSGD", self.bits)
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Agree on the norm, round, add up."""
         norm = yield from integer_sums.agreed(integer_sums.largest(buffer))
         payloads = integer_sums.take(buffer, norm, self.bits, bucket)
         yield from integer_sums.add(self, payloads, norm, self.bits, bucket, out)
@@ -77,10 +76,8 @@ class IntegerQSGD(Collective):
         return Variance(integer_sums.variance(numel, self.bits))
 
     def wire(self, numel: int) -> Wire:
-        """Return the norm, codes of all shards, and the sums of one; here for a single worker."""
         return integer_sums.wire("norm", numel, self.bits)
 
     @classmethod
     def examples(cls) -> tuple[IntegerQSGD, ...]:
-        """Widths that pack in each way."""
         return (cls(4), cls(2), cls(7), cls(16))

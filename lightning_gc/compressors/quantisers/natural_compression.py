@@ -41,7 +41,6 @@ class NaturalCompression(Codec):
     traits = Traits(kind="quantiser", unbiased=True)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the powers of two; what rounding added or left stays."""
         words = buffer.float().view(torch.int32)
         draw = bucket.generator(shared=False)
         noise = torch.randint(
@@ -56,7 +55,6 @@ class NaturalCompression(Codec):
         return rounded.to(torch.uint8), pack(negative.to(torch.uint8), 1)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add the powers of two."""
         exponents, packed = payload
         negative = unpack(packed, 1, out.numel(), torch.uint8).bool()
         out.add_(_powers(exponents.to(torch.int32), negative), alpha=scale)
@@ -66,7 +64,6 @@ class NaturalCompression(Codec):
         return Variance(1 / 8)
 
     def wire(self, numel: int) -> Wire:
-        """Return exponents and signs."""
         return (
             Field("exponents", torch.uint8, numel, note="as in float32; 255: not finite"),
             Field("signs", torch.uint8, packed_bytes(numel, 1), note="bits, set where negative"),

@@ -71,14 +71,12 @@ class QSGD(Codec):
             raise ValueError(f"QSGD(norm={self.norm!r}): use 'max' or 'l2'.")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the rounded values; the rounding errors stay."""
         size = self._block_size(buffer.numel())
         norms = self._norms(buffer, size)  # (b,) float32
         noise = bucket.generator(shared=False)
         return quantise(buffer, norms, size, self.bits, noise), norms
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add ``scale · norm · level / s``."""
         size = self._block_size(out.numel())
         packed, norms = payload
         dequantise(packed, norms, size, self.bits, out, scale, payload_validation.codes)
@@ -92,7 +90,6 @@ class QSGD(Codec):
         return torch.cat(parts).float()
 
     def _lengths(self, blocks: Tensor) -> Tensor:
-        """Return the norm of each row."""
         if not blocks.numel():
             return blocks.new_zeros(blocks.shape[0])
         largest = _largest(blocks)
@@ -111,7 +108,6 @@ class QSGD(Codec):
         return Variance(d / (4 * s**2))
 
     def wire(self, numel: int) -> Wire:
-        """Return codes, and a norm for each block."""
         codes, blocks = packed_bytes(numel, self.bits), -(-numel // self._block_size(numel))
         return (
             Field("codes", torch.uint8, codes, note=f"level + s, {self.bits} bits each"),
@@ -120,7 +116,6 @@ class QSGD(Codec):
 
     @classmethod
     def examples(cls) -> tuple[QSGD, ...]:
-        """Widths that pack in each way, both norms, blocks that do not divide the tensor."""
         return (cls(4), cls(2, 7), cls(3, 64, "l2"), cls(9, 512, "l2"), cls(16))
 
 

@@ -67,7 +67,6 @@ class TernGrad(Collective):
 
     @functools.cached_property
     def traits(self) -> Traits:
-        """It is unbiased if it does not clip."""
         return Traits(
             kind="quantiser",
             unbiased=self.clip is None,
@@ -76,7 +75,6 @@ class TernGrad(Collective):
         )
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Clip, agree on the scale, draw, add up."""
         own = integer_sums.largest(buffer)
         excess = None
         if self.clip is not None:
@@ -113,12 +111,10 @@ class TernGrad(Collective):
         return Multiple(1 + self.clip**2 / 8 if self.clip < 4 else self.clip - 1)
 
     def wire(self, numel: int) -> Wire:
-        """Return the scale, codes of all shards, and the sums of one; here for a single worker."""
         return integer_sums.wire("scale", numel, _BITS)
 
     @classmethod
     def examples(cls) -> tuple[TernGrad, ...]:
-        """The paper's, one that clips much, one that does not."""
         return (cls(), cls(clip=0.5), cls(clip=None))
 
 

@@ -38,12 +38,10 @@ class EFSignSGD(Codec):
     traits = Traits(kind="quantiser")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take sign times scale."""
         scale = sign_payload.mean(buffer.abs(), buffer.numel())
         return sign_payload.take(buffer, torch.stack([-scale, scale])), scale.view(1)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add sign times scale."""
         bits, magnitude = payload
         sign_payload.add(bits, torch.cat([-magnitude, magnitude]), out, scale)
 
@@ -52,5 +50,4 @@ class EFSignSGD(Codec):
         return Contraction(1 / max(1, numel))
 
     def wire(self, numel: int) -> Wire:
-        """Return signs and the magnitude."""
         return (sign_payload.field(numel), Field("scale", torch.float32, 1))

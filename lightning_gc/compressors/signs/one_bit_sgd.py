@@ -39,7 +39,6 @@ class OneBitSGD(Codec):
     traits = Traits(kind="quantiser")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the mean of each element's side."""
         negative = (buffer < 0).sum()
         below = sign_payload.mean(buffer.clamp(max=0), negative)
         above = sign_payload.mean(buffer.clamp(min=0), buffer.numel() - negative)
@@ -47,7 +46,6 @@ class OneBitSGD(Codec):
         return sign_payload.take(buffer, means), means
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add the mean of each element's side."""
         bits, means = payload
         sign_payload.add(bits, means, out, scale)
 
@@ -56,6 +54,5 @@ class OneBitSGD(Codec):
         return Contraction(1 / max(1, numel))
 
     def wire(self, numel: int) -> Wire:
-        """Return signs and the two means."""
         means = Field("means", torch.float32, 2, note="of negative elements, of the others")
         return (sign_payload.field(numel), means)

@@ -54,7 +54,6 @@ class SignSGD(Codec):
     traits = Traits(kind="quantiser", conserves=False, default_memory="none")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take signs."""
         nonzero, positive = buffer != 0, buffer > 0
         votes = nonzero.any().float().view(1)
         if not payload_validation.on_host(buffer) or not nonzero.all():
@@ -66,12 +65,10 @@ class SignSGD(Codec):
         return bits, votes
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add signs."""
         bits, votes = payload
         sign_payload.add(bits, torch.cat([-votes, votes]), out, scale)
 
     def finish(self, out: Tensor, bucket: Bucket) -> None:
-        """Take the sign of the mean of votes."""
         # The mean of W votes is at least 1/W in magnitude, or zero up to rounding.
         out.masked_fill_(out.abs() < 0.5 / bucket.workers, 0).sign_()
 
@@ -80,6 +77,5 @@ class SignSGD(Codec):
         return Unbounded()
 
     def wire(self, numel: int) -> Wire:
-        """Return signs, and whether the worker votes."""
         votes = Field("votes", torch.float32, 1, note="1, or 0 of a tensor of zeros")
         return (sign_payload.field(numel, "positive"), votes)

@@ -30,5 +30,4 @@ class Signum(Preset):
 
     @functools.cached_property
     def inner(self) -> SignSGD:
-        """The vote."""
         return SignSGD()

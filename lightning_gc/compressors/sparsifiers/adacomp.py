@@ -87,7 +87,6 @@ class AdaComp(Codec):
         )
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add the scale or its negative to as many elements as came."""
         sparse_sign_payload.add(payload[1:], sparse_sign_payload.both(payload[0][0]), out, scale)
 
     def bound(self, numel: int) -> Multiple:
@@ -101,14 +100,11 @@ class AdaComp(Codec):
         return Multiple(1 + numel / max(1, bins))
 
     def wire(self, numel: int) -> Wire:
-        """Return the scale, and positions and signs of all elements at most."""
         return (Field("scale", torch.float32, 1), *sparse_sign_payload.fields(numel, numel))
 
     def sent(self, payload: Payload, numel: int) -> int:
-        """Return how many were chosen."""
         return sparse_sign_payload.count(payload)
 
     @classmethod
     def examples(cls) -> tuple[AdaComp, ...]:
-        """Bins that do not divide a tensor, one that is all of it, and one element each."""
         return (cls(10), cls(), cls(1))

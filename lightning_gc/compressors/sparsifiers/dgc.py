@@ -51,10 +51,8 @@ class DGC(Preset):
 
     @functools.cached_property
     def inner(self) -> TopK:
-        """The same selection, by itself."""
         return TopK(self.density, self.value_dtype, self.selection)
 
     @classmethod
     def examples(cls) -> tuple[DGC, ...]:
-        """One that sends something of a small tensor."""
         return (cls(0.1),)

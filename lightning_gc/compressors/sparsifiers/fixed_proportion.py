@@ -73,7 +73,6 @@ class FixedProportion(Codec):
         )
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add the mean of each element's side."""
         sparse_sign_payload.add(payload[1:], payload[0], out, scale)
 
     def bound(self, numel: int) -> Contraction:
@@ -88,17 +87,14 @@ class FixedProportion(Codec):
         )
 
     def wire(self, numel: int) -> Wire:
-        """Return the two means, and positions and signs of the share of both sides at most."""
         # Two sides may round up where the whole would not.
         most = min(numel, sparse_payload.count(self.density, numel) + 1)
         means = Field("means", torch.float32, 2, note="of negative, of positive elements sent")
         return (means, *sparse_sign_payload.fields(most, numel))
 
     def sent(self, payload: Payload, numel: int) -> int:
-        """Return how many of both sides were sent."""
         return sparse_sign_payload.count(payload)
 
     @classmethod
     def examples(cls) -> tuple[FixedProportion, ...]:
-        """A sparse and a dense one."""
         return (cls(0.1), cls(1.0))

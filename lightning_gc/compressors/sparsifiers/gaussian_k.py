@@ -38,7 +38,6 @@ class GaussianK(ThresholdEstimator):
     """
 
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
-        """Return a quantile, corrected."""
         wanted, spread = k / magnitudes.numel(), magnitudes.square().mean().sqrt()
         # Filled on the device: a number from the host would have to be copied there.
         below = torch.full((), 1 - wanted / 2, dtype=torch.float64, device=spread.device)

@@ -67,7 +67,6 @@ class GTopK(Collective):
         sparse_payload.check_density("GTopK", self.density)
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Select, merge up the tree, send the result down, take back what was dropped."""
         k = sparse_payload.count(self.density, buffer.numel())
         me, workers = bucket.worker, bucket.workers
         chosen = topk_selection.largest(buffer, k)
@@ -118,12 +117,10 @@ class GTopK(Collective):
         return Contraction(sparse_payload.count(self.density, numel) / numel if numel else 1.0)
 
     def wire(self, numel: int) -> Wire:
-        """Return one message: k elements at most."""
         return sparse_payload.wire(sparse_payload.count(self.density, numel), numel, "worker")
 
     @classmethod
     def examples(cls) -> tuple[GTopK, ...]:
-        """A sparse one, and one that sends all."""
         return (cls(0.1), cls(1.0))
 
 

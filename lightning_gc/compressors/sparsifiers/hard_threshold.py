@@ -68,7 +68,6 @@ class HardThreshold(SparseCodec):
         return super().encode(buffer, bucket)
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
-        """Find what reaches the threshold."""
         return topk_selection.reaching(buffer, self.threshold)
 
     def bound(self, numel: int) -> AbsoluteError:
@@ -77,5 +76,4 @@ class HardThreshold(SparseCodec):
 
     @classmethod
     def examples(cls) -> tuple[HardThreshold, ...]:
-        """One that sends some, one that sends nothing, one that sends all."""
         return (cls(1.0), cls(1e3), cls(0.0))

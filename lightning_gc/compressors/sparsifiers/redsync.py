@@ -51,7 +51,6 @@ class RedSync(ThresholdEstimator):
             )
 
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
-        """Return the middle of the last interval."""
         mean = magnitudes.mean()
         low, high = 0.0, 1.0
         while True:

@@ -62,7 +62,6 @@ class SIDCo(ThresholdEstimator):
             raise ValueError(f"SIDCo(stages={self.stages!r}): use a whole number, at least 1.")
 
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
-        """Return the last stage's quantile."""
         wanted = k / magnitudes.numel()
         stages = min(self.stages, max(1, math.ceil(math.log(wanted, _FIRST))))
         shares = [_FIRST] * (stages - 1) + [wanted / _FIRST ** (stages - 1)]
@@ -78,7 +77,6 @@ class SIDCo(ThresholdEstimator):
 
     @classmethod
     def examples(cls) -> tuple[SIDCo, ...]:
-        """Each fit."""
         return (cls(0.1), cls(0.1, "pareto", 2), cls(0.1, "gamma", 1))
 
 

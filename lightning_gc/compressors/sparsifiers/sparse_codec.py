@@ -64,19 +64,15 @@ class SparseCodec(Codec):
         return sparse_payload.take(buffer, positions, narrow)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take what was chosen."""
         return self.take(buffer, self.choose(buffer, bucket))
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add as many elements as came."""
         sparse_payload.add(payload, out, scale)
 
     def wire(self, numel: int) -> Wire:
-        """Return values and coded positions."""
         return sparse_payload.wire(
             self.most(numel), numel, "worker" if self.ragged else "no", self.sent_dtype
         )
 
     def sent(self, payload: Payload, numel: int) -> int:
-        """Return how many values there are."""
         return payload[0].numel()

@@ -66,7 +66,6 @@ class StromThreshold(Codec):
         return sparse_sign_payload.take(buffer, found, self._levels(buffer))
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add τ or −τ to as many elements as came."""
         sparse_sign_payload.add(payload, self._levels(out), out, scale)
 
     def _levels(self, like: Tensor) -> Tensor:
@@ -77,14 +76,11 @@ class StromThreshold(Codec):
         return Contraction(0.0)
 
     def wire(self, numel: int) -> Wire:
-        """Return positions and signs of all elements at most."""
         return sparse_sign_payload.fields(numel, numel)
 
     def sent(self, payload: Payload, numel: int) -> int:
-        """Return how many reached the threshold."""
         return sparse_sign_payload.count(payload)
 
     @classmethod
     def examples(cls) -> tuple[StromThreshold, ...]:
-        """One that sends some, one that sends nothing, one that sends nearly all."""
         return (cls(1.0), cls(1e3), cls(1e-3))

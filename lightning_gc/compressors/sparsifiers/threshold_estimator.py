@@ -49,7 +49,6 @@ class ThresholdEstimator(SparseCodec):
         """
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
-        """Find what reaches the threshold."""
         k = sparse_payload.count(self.density, buffer.numel())
         lowest = topk_selection.smallest(buffer)
         if k >= buffer.numel():
@@ -63,7 +62,6 @@ class ThresholdEstimator(SparseCodec):
         return topk_selection.best(buffer, found, MOST * k)
 
     def most(self, numel: int) -> int:
-        """Return 2·k."""
         return min(numel, MOST * sparse_payload.count(self.density, numel))
 
     def bound(self, numel: int) -> Contraction:
@@ -72,7 +70,6 @@ class ThresholdEstimator(SparseCodec):
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """One that sends something of a small tensor."""
         return (cls(0.1),)
 
 

@@ -77,20 +77,16 @@ class TopK(SparseCodec):
 
     @property
     def ragged(self) -> bool:
-        """Whether fewer than k may be sent."""
         return self.selection == "sampled"
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """``value_dtype``."""
         return _DTYPES[self.value_dtype]
 
     def most(self, numel: int) -> int:
-        """Return k."""
         return sparse_payload.count(self.density, numel)
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
-        """Find the k largest, or about as many."""
         k = self.most(buffer.numel())
         if self.selection == "sampled":
             return sampled_threshold.about_largest(buffer, k, bucket.step)
@@ -111,7 +107,6 @@ class TopK(SparseCodec):
 
     @classmethod
     def examples(cls) -> tuple[TopK, ...]:
-        """A sparse and a dense one, one that rounds, and one that samples."""
         return (
             cls(0.1),
             cls(1.0),

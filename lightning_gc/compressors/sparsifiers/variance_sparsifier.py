@@ -102,7 +102,6 @@ class VarianceSparsifier(Codec):
         return (m * largest).clamp(least, numbers.max).float()
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add what came as it is, and m or −m where it was drawn."""
         numel = out.numel()
         values, positions, m, *drawn = payload
         large = sparse_payload.places((values.to(out.dtype), positions), numel)
@@ -120,17 +119,14 @@ class VarianceSparsifier(Codec):
         return Variance(self.epsilon)
 
     def wire(self, numel: int) -> Wire:
-        """Return elements sent as they are, m, and elements sent by chance: all at most of each."""
         large = sparse_payload.wire(numel, numel, "worker")
         drawn, *signs = sparse_sign_payload.fields(numel, numel)
         m = Field("magnitude", torch.float32, 1, note="of those sent by chance")
         return (*large, m, replace(drawn, name="drawn positions"), *signs)
 
     def sent(self, payload: Payload, numel: int) -> int:
-        """Return how many came as they are or were drawn."""
         return payload[0].numel() + sparse_sign_payload.count(payload)
 
     @classmethod
     def examples(cls) -> tuple[VarianceSparsifier, ...]:
-        """One that sends nearly all as it is, one that draws nearly all, one between."""
         return (cls(0.01), cls(1.0), cls(0.2))

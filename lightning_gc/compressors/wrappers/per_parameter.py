@@ -47,7 +47,6 @@ class PerParameter(Wrapper):
         return dict(self.levels)
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        """Run one inner flow per parameter, side by side."""
         others = None if self.others_dense else self.inner
         flows = []
         for name, start, stop in bucket.spans():
@@ -63,7 +62,6 @@ class PerParameter(Wrapper):
         yield from together(flows)
 
     def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
-        """Return this compressor with levels of their own for some parameters."""
         return dataclasses.replace(self, levels=tuple(levels.items()), others_dense=dense)
 
 

@@ -34,30 +34,23 @@ class Preset(Compressor):
 
     @functools.cached_property
     def traits(self) -> Traits:
-        """Those of the compressor, with this memory."""
         return dataclasses.replace(self.inner.traits, default_memory=self.memory_name)
 
     @property
     def method(self) -> Compressor:
-        """The compressor that this is."""
         return self.inner.method
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        """As the compressor."""
         yield from self.inner.flow(bucket, buffer, out, scheme)
 
     def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
-        """As the compressor."""
         return self.inner.for_shape(shape)
 
     def bound(self, numel: int) -> Bound:
-        """As the compressor."""
         return self.inner.bound(numel)
 
     def wire(self, numel: int) -> Wire:
-        """As the compressor."""
         return self.inner.wire(numel)
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
-        """As the compressor."""
         return self.inner.compresses(shape)

@@ -95,7 +95,6 @@ class Quantised(Codec):
 
     @functools.cached_property
     def traits(self) -> Traits:
-        """Those of a sparsifier, with the level, memory and conservation of the one inside."""
         inner = self.sparsifier.traits
         return Traits(
             kind="sparsifier",
@@ -106,19 +105,15 @@ class Quantised(Codec):
 
     @property
     def level(self) -> float | None:
-        """The sparsifier's level."""
         return self.sparsifier.level
 
     def at(self, level: float) -> Quantised:
-        """Return the same with the sparsifier at ``level``."""
         return dataclasses.replace(self, sparsifier=self.sparsifier.at(level))
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
-        """As the sparsifier."""
         return self.sparsifier.compresses(shape)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Select elements and quantise their values; what the quantiser leaves goes back."""
         chosen = self.sparsifier.choose(buffer, bucket)  # (k,)
         count, numel = chosen.numel(), buffer.numel()
         # Quantisers need an element. What they make of one has the right dtypes, and is cut off.
@@ -133,7 +128,6 @@ class Quantised(Codec):
         return *payload, coded, rest
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Let the quantiser decode the values, and add them at their positions."""
         *quantised, coded, _ = payload
         count = self.sent(payload, out.numel())
         if not count:
@@ -146,7 +140,6 @@ class Quantised(Codec):
         sparse_payload.add((values, coded), out, scale)
 
     def wire(self, numel: int) -> Wire:
-        """Return the quantiser's tensors for the most elements, and padded positions."""
         values, positions = self.sparsifier.wire(numel)
         fixed, rest = positions.varies == "no", values.length % _STEP
         padded = positions.length + _STEP - 1 - (rest if fixed else 0)
@@ -174,12 +167,10 @@ class Quantised(Codec):
         return Contraction((1 - q) * selected.delta if isinstance(selected, Contraction) else 0.0)
 
     def sent(self, payload: Payload, numel: int) -> int:
-        """Return how many were selected."""
         return _count(payload, numel, self.sparsifier.most(numel))
 
     @classmethod
     def examples(cls) -> tuple[Quantised, ...]:
-        """A fixed length, a ragged one, one that may be empty, and one bit a value."""
         return (
             cls(TopK(0.1), QSGD(4, 64)),
             cls(TopK(0.1, selection="sampled"), NaturalCompression()),

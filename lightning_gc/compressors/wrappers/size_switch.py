@@ -54,10 +54,8 @@ class SizeSwitch(Wrapper):
             yield from inner.flow(bucket, buffer, out, scheme)
 
     def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
-        """Return the inner compressor for large tensors that it compresses."""
         return self.inner.for_shape(shape) if self.compresses(shape) else None
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of this shape is large enough, and the inner one takes it."""
         large = math.prod(shape) >= self.min_numel and len(shape) >= self.min_dims
         return large and self.inner.compresses(shape)

@@ -26,12 +26,10 @@ class Wrapper(Compressor):
 
     @property
     def traits(self) -> Traits:
-        """The inner traits."""
         return self.inner.traits
 
     @property
     def method(self) -> Compressor:
-        """The innermost compressor."""
         return self.inner.method
 
     def bound(self, numel: int) -> Bound:
@@ -39,23 +37,18 @@ class Wrapper(Compressor):
         return self.inner.bound(numel)
 
     def wire(self, numel: int) -> Wire:
-        """Return the inner wire format."""
         return self.inner.wire(numel)
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
-        """As the inner one."""
         return self.inner.compresses(shape)
 
     @property
     def level(self) -> float | None:
-        """The inner level."""
         return self.inner.level
 
     def at(self, level: float) -> Self:
-        """Return the same wrapper around the inner compressor at ``level``."""
         return dataclasses.replace(self, inner=self.inner.at(level))  # type: ignore[type-var]
 
     def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
-        """Return the same wrapper around the inner compressor with these levels."""
         inner = self.inner.with_levels(levels, dense=dense)
         return dataclasses.replace(self, inner=inner)  # type: ignore[type-var]

@@ -50,12 +50,7 @@ def each_tensor(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def reduced(tree: Tree, mean: Callable[[Tensor], Tensor]) -> Tree:
-    """Return the mean over workers by collectives; all call it with trees of one structure.
-
-    Args:
-        tree: this worker's.
-        mean: returns a tensor's mean over workers.
-    """
+    """Return the mean of all workers' trees, of one structure, by the collective ``mean``."""
     merged: Tree = {}
     for name, leaf in tree.items():
         if isinstance(leaf, dict):

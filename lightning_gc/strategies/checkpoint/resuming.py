@@ -26,11 +26,7 @@ class Resuming:
         state: Literal["full", "mean", "off"],
         state_dtype: Literal["float32", "bfloat16"],
     ) -> None:
-        """Set the mode and dtype of saved errors.
-
-        Raises:
-            ValueError: an unknown mode or dtype.
-        """
+        """Set the mode and dtype of saved errors; ValueError if unknown."""
         if state not in ("full", "mean", "off"):
             raise ValueError(f"state={state!r}: use 'full', 'mean' or 'off'.")
         if state_dtype not in _DTYPES:

@@ -19,8 +19,8 @@ FOLDER = "lightning_gc_state"
 def stem_of(checkpoint: Any, step: int) -> str:
     """Return the prefix of the names of a checkpoint's side files.
 
-    It has the step: a checkpoint saved again under its old name gets new side files, so that the
-    old ones stay intact until the new ones are complete.
+    It has the step, so that a checkpoint saved again under its old name leaves the old side files
+    intact until the new ones are complete.
     """
     return f"{_split(checkpoint)[1]}-step{step}"
 
@@ -38,11 +38,7 @@ def exists(path: str) -> bool:
 
 
 def read(path: str, checkpoint_io: Any) -> Any:
-    """Return a side file's tensors, numbers, strings, lists and dicts; no pickled code is run.
-
-    Raises:
-        RuntimeError: the file cannot be read; with its path and a fix.
-    """
+    """Return a side file's tensors, numbers, strings, lists and dicts; no pickled code is run."""
     while getattr(checkpoint_io, "checkpoint_io", None) is not None:
         checkpoint_io = checkpoint_io.checkpoint_io  # unwrap, such as an asynchronous one
     safely = "weights_only" in inspect.signature(checkpoint_io.load_checkpoint).parameters

@@ -48,13 +48,7 @@ class MicroBatches:
                 self._set(name, value * workers)
 
     def check_epoch(self) -> None:
-        """Refuse an epoch whose number of micro-batches W does not divide.
-
-        Call it when the Trainer has set up the training data.
-
-        Raises:
-            ValueError: the number of micro-batches is not a multiple of W.
-        """
+        """Raise ValueError if W does not divide the epoch's number of micro-batches."""
         workers, found = self.workers, self.trainer.num_training_batches
         if found != float("inf") and found % workers:
             raise ValueError(

@@ -36,12 +36,7 @@ class Buffers:
         self._copy(self._live, self._own.get(worker, self._start))
 
     def leave(self, worker: int, again: bool) -> None:
-        """Save this worker's buffers if needed: for its next micro-batch, or as worker 0's.
-
-        Args:
-            worker: the worker whose micro-batch has run.
-            again: whether it may have another one in this step.
-        """
+        """Save this worker's buffers: worker 0's, or if it has another micro-batch (``again``)."""
         if again or worker == 0:
             self._own[worker] = [buffer.clone() for buffer in self._live]
 

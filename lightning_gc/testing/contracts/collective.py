@@ -108,9 +108,9 @@ class CollectiveContract:
         assert all(torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True))
 
     def test_collective_7_trusts_no_bytes(self, collective: Compressor) -> None:
-        """One of three workers sends damaged payloads: it is named, or all get the same bits.
+        """If one of three workers sends damaged payloads, an error names it or all results agree.
 
-        Unless it can send each of the others something else. No error becomes non-finite.
+        Results may differ only if it can send a different payload to each. Errors stay finite.
         """
 
         @settings(max_examples=self.conversations, derandomize=True, database=None, deadline=None)

@@ -33,15 +33,15 @@ def damaged(data: st.DataObject, payload: Payload, limits: Limits | None) -> Pay
 
 
 class Lying(Simulated):
-    """Simulated workers of whom one sends damaged payloads.
+    """Simulated workers, one of which sends damaged payloads.
 
     Args:
-        workers: how many workers there are.
-        liar: which one it is.
-        data: where the damages are drawn from.
+        workers: W.
+        liar: index of the worker that sends damaged payloads.
+        data: hypothesis's source of the damages.
 
     Attributes:
-        to_each_another: in an ``Exchange``, each worker has been sent another damaged payload.
+        to_each_another: an ``Exchange`` has sent a different damaged payload to each worker.
     """
 
     def __init__(self, workers: int, liar: int, data: st.DataObject) -> None:
