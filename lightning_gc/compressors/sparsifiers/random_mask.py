@@ -9,16 +9,13 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding.wire import Field, Wire
-from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers import random_indices, sparse_payload
-from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY
-from lightning_gc.flow import Payload
-from lightning_gc.search_space import Range
+from lightning_gc.compressors.sparsifiers import random_indices
+from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
 
 
 @dataclass(frozen=True)
-class RandomMask(Codec):
+class RandomMask(RandomSparsifier):
     """Send each element with probability ``density``, independently of the others.
 
     ``C(x)_i = x_i`` with probability ``density``, else 0. All workers draw the same mask from
@@ -44,32 +41,13 @@ class RandomMask(Codec):
         sends the seed.
     """
 
-    density: float = 0.01
-
-    traits = replace(DENSITY, linear=True, space=(Range("density", 1e-3, 0.5, scale="log"),))
-
-    def __post_init__(self) -> None:
-        sparse_payload.check_density("RandomMask", self.density)
-
-    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the elements under the mask."""
-        chosen = self._mask(buffer.numel(), bucket)
-        values = buffer[chosen]  # (c,) buffer.dtype
-        buffer[chosen] = 0
-        return (values,)
-
-    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Draw the same mask again and add c elements."""
-        random_indices.put(payload, self._mask(out.numel(), bucket), out, scale)
-
-    def _mask(self, numel: int, bucket: Bucket) -> Tensor:
+    def drawn(self, numel: int, bucket: Bucket) -> Tensor:
         """Return the positions under this step's mask, ``(c,)`` int64.
 
-        A mask drawn element by element has a binomial number of elements, and all masks with that
-        number are equally likely. So it is enough to draw c, and then c positions. Tensors of equal
-        size have masks of their own with the same c.
+        All masks with c elements are equally likely, so it is enough to draw c, then c positions.
+        Tensors of equal size have masks of their own with the same c.
         """
-        c = random_indices.how_many(self.density, numel, bucket)
+        c = how_many(self.density, numel, bucket)
         return random_indices.positions(numel, c, bucket.generator(shared=True))
 
     def bound(self, numel: int) -> Contraction:
@@ -77,14 +55,20 @@ class RandomMask(Codec):
         return Contraction(self.density)
 
     def wire(self, numel: int) -> Wire:
-        """Return c values."""
         return (Field("values", torch.float32, numel, "step", "binomial number"),)
-
-    def sent(self, payload: Payload, numel: int) -> int:
-        """Return c."""
-        return payload[0].numel()
 
     @classmethod
     def examples(cls) -> tuple[RandomMask, ...]:
-        """A sparse and a dense one."""
         return (cls(0.3), cls(1.0))
+
+
+def how_many(density: float, numel: int, bucket: Bucket) -> int:
+    """Return how many of ``numel`` elements the mask keeps in this step.
+
+    Binomial, and drawn on the host, as it is a shape. It depends on nothing but seed, step and the
+    tensor's size, so payloads of a two-shot scheme's shards are equally long.
+    """
+    draw = replace(bucket, shapes={f"{numel} elements": (numel,)}).generator(shared=True)
+    host = torch.Generator().manual_seed(draw.initial_seed())
+    trials = torch.tensor(numel, dtype=torch.float64)
+    return int(torch.binomial(trials, torch.full_like(trials, density), generator=host))

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Field, Wire
-from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Variance
-from lightning_gc.compressors.sparsifiers import random_indices, sparse_payload
-from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY
+from lightning_gc.compressors.sparsifiers import sparse_payload
+from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
 from lightning_gc.flow import Payload
 from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)
-class UnbiasedRandomK(Codec):
+class UnbiasedRandomK(RandomSparsifier):
     """Send k = density·numel elements drawn without replacement, multiplied by numel/k.
 
     ``C(x)_i = (d/k)·x_i`` for i in a random set of size k, else 0, so that ``E C(x) = x``. All
@@ -46,38 +43,19 @@ class UnbiasedRandomK(Codec):
     density: float = 0.1
 
     traits = replace(
-        DENSITY, linear=True, unbiased=True, space=(Range("density", 0.01, 0.5, scale="log"),)
+        RandomSparsifier.traits, unbiased=True, space=(Range("density", 0.01, 0.5, scale="log"),)
     )
 
-    def __post_init__(self) -> None:
-        sparse_payload.check_density("UnbiasedRandomK", self.density)
-
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the drawn elements, multiplied."""
-        chosen = random_indices.shared(self.density, buffer.numel(), bucket)
+        chosen = self.drawn(buffer.numel(), bucket)
         values = buffer[chosen] * (buffer.numel() / max(1, chosen.numel()))  # (k,)
         buffer[chosen] -= values
         return (values,)
-
-    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Draw the same set again and add k elements."""
-        random_indices.put(
-            payload, random_indices.shared(self.density, out.numel(), bucket), out, scale
-        )
 
     def bound(self, numel: int) -> Variance:
         """Return ω = d/k − 1."""
         return Variance(numel / max(1, sparse_payload.count(self.density, numel)) - 1)
 
-    def wire(self, numel: int) -> Wire:
-        """Return k values."""
-        return (Field("values", torch.float32, sparse_payload.count(self.density, numel)),)
-
-    def sent(self, payload: Payload, numel: int) -> int:
-        """Return k."""
-        return payload[0].numel()
-
     @classmethod
     def examples(cls) -> tuple[UnbiasedRandomK, ...]:
-        """One that is sparse."""
         return (cls(0.3),)
