@@ -1,4 +1,4 @@
-"""The catalogue: rows follow from declarations, and what is committed is what they say."""
+"""lightning-gc list and the committed tables show what the classes declare."""
 
 import importlib
 import inspect
@@ -39,7 +39,7 @@ from lightning_gc.tuning import listing
 from lightning_gc.tuning.catalogue import FAMILIES, bound, compressor_row, wire_bits, written
 from lightning_gc.tuning.references import cited
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TABLES = sorted((ROOT / "docs" / "tables").glob("*.md"))
 
 
@@ -181,7 +181,9 @@ def test_there_are_tables() -> None:
 def test_bars_do_not_break_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "own", lambda: [compressor_row("mine", Mine)])
     *_, line = listing.markdown("own").splitlines()
-    assert line.startswith("| [`Mine`][tests.Mine] | `mine` | Send all, or &#124;nothing&#124;. |")
+    assert line.startswith(
+        "| [`Mine`][tests.tuning.Mine] | `mine` | Send all, or &#124;nothing&#124;. |"
+    )
 
 
 @pytest.mark.parametrize(("width", "options"), [("100", []), ("120", []), ("400", ["--wide"])])

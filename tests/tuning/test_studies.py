@@ -1,4 +1,4 @@
-"""Studies: resumed, pruned, diverged, under a budget, against bytes; and what is refused."""
+"""Studies resume, prune, record divergence, keep budgets, and refuse changed rules."""
 
 import dataclasses
 import signal
@@ -16,7 +16,17 @@ from lightning_gc.tuning.claims import counts
 from lightning_gc.tuning.finals import TRANSFERRED, TUNED, final_records
 from lightning_gc.tuning.run import Event
 from lightning_gc.tuning.studies import PerTrial, best_trial
-from tests.tunings import Bowl, Data, bowl, cliff, compare, denser, experiment, steep, unwarned
+from tests.support.fitting import unwarned
+from tests.support.tuning import (
+    Bowl,
+    Data,
+    bowl,
+    cliff,
+    compare,
+    denser,
+    experiment,
+    steep,
+)
 
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 
