@@ -82,6 +82,11 @@ Space = tuple[Range | Choice, ...]
 """A search space: at most one entry per field."""
 
 
+def merge(space: Space, changes: Space) -> Space:
+    """Return a space with some entries added, or in place of those of the same fields."""
+    return tuple({entry.field: entry for entry in (*space, *changes)}.values())
+
+
 def check_field(owner: type, entry: Range | Choice) -> None:
     """Refuse an entry for which a dataclass has no field."""
     fields = [f.name for f in dataclasses.fields(owner)]

@@ -1,7 +1,11 @@
+"""What holds for all tests: one thread each, the same random numbers in every run, Ctrl-C."""
+
 import os
+import random
 import signal
 
 import pytest
+from hypothesis import settings
 
 # Before torch: two processes run tests, some of which start two more. Threads beside those would
 # wait for cores in loops that take the cores.
@@ -11,3 +15,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("lightning_gc.testing.contracts")
+
+# The same examples in every run, whatever the machine is busy with.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws does not depend on those that ran before it in the same process."""
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)

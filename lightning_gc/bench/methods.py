@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 import lightning_gc
-from lightning_gc.compressors import PerParameter
 from lightning_gc.tuning.method import Method
 
 DEFAULT = ("cast", "qsgd", "topk", "topk:value_dtype=bfloat16,scheme=sparse_reduce")
@@ -46,9 +45,8 @@ def parse_method(word: str) -> Method:
 
 def make_strategy(method: Method, **settings: Any) -> Any:
     """Return a new strategy of a method; fields that are not fixed have their defaults."""
-    compressor: Any = method.compressor_class(**method.fixed)
     return lightning_gc.CompressedDDPStrategy(
-        PerParameter(compressor) if method.every_tensor else compressor,
+        method.make_compressor({}),
         memory=method.memory,
         scheme=method.scheme,
         controller=method.controller,

@@ -29,9 +29,8 @@ class CodecScheme(Protocol):
 class Compressor(abc.ABC):
     """A way to exchange a gradient with fewer bytes.
 
-    Subclasses are frozen dataclasses and hold configuration only; what must be kept between steps
-    is in ``bucket.state``, owned by the engine. A method of one round is a ``Codec``, one with
-    rounds of its own a ``Collective``.
+    Subclasses are frozen dataclasses that hold configuration only; state between steps is in
+    ``bucket.state``. A method of one round is a ``Codec``, one with its own rounds a ``Collective``.
     """
 
     @property
@@ -43,9 +42,9 @@ class Compressor(abc.ABC):
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         """Exchange ``buffer`` with the other workers.
 
-        When the flow ends, ``out`` holds the mean of what all workers sent, bit-identical on all
-        of them, and ``buffer`` holds what this worker did not send. Both are flat, ``(numel,)``;
-        without a memory they may be one tensor, so ``out`` is written last.
+        Afterwards ``out`` is the mean of what all workers sent, the same bits on all, and ``buffer``
+        what this worker did not send. Both are ``(numel,)``; without a memory they may be one
+        tensor, so ``out`` is written last.
         """
 
     @abc.abstractmethod
@@ -110,7 +109,7 @@ class Compressor(abc.ABC):
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """Return the instances on which the contract suite is run; the default one if not given."""
+        """Return the instances for the contract tests."""
         return (cls(),)
 
 
@@ -139,15 +138,15 @@ class Codec(Compressor):
             bucket: names, shape, step and random generators; its ``grad`` is not to be changed.
 
         Returns:
-            Tensors that share no storage with ``buffer``, as ``wire`` declares them.
+            Tensors as ``wire`` declares them, which share no storage with ``buffer``.
         """
 
     @abc.abstractmethod
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         """Add ``scale`` times what ``payload`` stands for to ``out``, ``(numel,)``.
 
-        Number and lengths of the payload's tensors have been checked against ``wire``; lengths that
-        depend on one another, and numbers, have not.
+        Number and lengths of tensors have been checked against ``wire``; lengths that depend on one
+        another, and numbers, have not.
 
         Raises:
             ValueError: the payload cannot come from this compressor (bytes are not trusted).
@@ -198,7 +197,7 @@ class Collective(Compressor):
     4. It has one knob, and ``at(level)`` moves the bytes in the knob's direction.
     5. Its requests have the same shapes on all workers but for tensors with a limit.
     6. Its randomness is private: from ``bucket.generator`` only.
-    7. It trusts no bytes: whatever arrives, it raises ValueError or writes to ``out`` and to its own
+    7. It trusts no bytes: whatever arrives, it raises ValueError or writes to ``out`` and its own
        error alone, and no error becomes non-finite.
     """
 
@@ -211,7 +210,7 @@ class Collective(Compressor):
 
 
 def dense(buffer: Tensor, out: Tensor) -> Flow:
-    """Send everything exactly: the flow of "no compression", in place where it can be."""
+    """Send everything exactly, in place where possible."""
     (mean,) = yield Mean((buffer,))
     if mean.data_ptr() != out.data_ptr():
         out.copy_(mean)

@@ -1,4 +1,4 @@
-"""Bounds on the compression error that a compressor may declare; the contract tests hold it to them."""
+"""Bounds on the compression error that a compressor may declare, and that contracts test."""
 
 from __future__ import annotations
 

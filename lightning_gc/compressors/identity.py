@@ -35,8 +35,7 @@ class Identity(Codec):
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        (values,) = payload
-        out.add_(values, alpha=scale)
+        out.add_(payload[0], alpha=scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return ``‖x − C(x)‖ = 0``."""

@@ -44,15 +44,14 @@ class Traits:
         kind: the family; quantisers default to ``TwoShot``, sparsifiers to ``AllGather``.
         linear: payloads of several workers may be averaged before they are decoded.
         unbiased: the expectation of what is sent is the gradient; error feedback is not needed.
-        elementwise: each element is treated by itself, so a bucket need not be cut into parameters.
+        elementwise: elements are independent, so a bucket need not be cut into parameters.
         exact: what is sent is the gradient itself: the error is always zero.
-        conserves: the result is the mean of what workers sent, so that with error feedback nothing
-            is lost. False where workers vote.
-        default_memory: name of the memory that goes with it if none is chosen; None stands for
-            ``"none"`` where it is unbiased and ``"residual"`` where it is not.
+        conserves: the result is the mean of what workers sent, not a vote: with error feedback
+            nothing is lost.
+        default_memory: name of the memory if none is chosen; None means ``"none"`` for unbiased
+            compressors, else ``"residual"``.
         knob: the one field that a controller turns, or None.
-        space: what is worth tuning, and in which range. Without an entry of its own the knob is
-            tuned over all of its range.
+        space: fields worth tuning, with ranges. A knob that is not among them has its own range.
     """
 
     kind: Kind

@@ -1,6 +1,5 @@
 """CompressedStrategy: Lightning hooks shared by the strategies for real and simulated DDP."""
 
-# No "from __future__ import annotations": see ddp.py, whose base this is.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal

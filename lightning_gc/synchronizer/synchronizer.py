@@ -66,7 +66,7 @@ class Synchronizer:
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
 
     def hook(self, state, bucket):  # type: ignore[no-untyped-def]
-        """Synchronise a bucket: the hook for ``DistributedDataParallel.register_comm_hook``."""
+        """Synchronise a bucket: the communication hook; untyped, as DDP inspects annotations."""
         names = self.workers.names
         shapes = {names[param]: tuple(param.shape) for param in bucket.parameters()}
         future = self.submit(bucket.buffer(), shapes)

@@ -72,16 +72,13 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(
-                f"An experiment cannot be called {self.name!r}: use letters and digits."
-            )
+            raise ValueError(f"An experiment called {self.name!r}: use letters and digits.")
         choices = {"mode": ("min", "max"), "sampler": ("tpe", "random")}
         choices |= {"objective": ("metric", "pareto"), "pruner": ("median", "none")}
         for setting, allowed in choices.items():
-            if getattr(self, setting) not in allowed:
-                raise ValueError(
-                    f"{setting}={getattr(self, setting)!r}: use {' or '.join(map(repr, allowed))}."
-                )
+            value = getattr(self, setting)
+            if value not in allowed:
+                raise ValueError(f"{setting}={value!r}: use {' or '.join(map(repr, allowed))}.")
         for setting in ("trials", "workers", "devices"):
             if getattr(self, setting) < 1:
                 raise ValueError(f"{setting}={getattr(self, setting)}: must be at least 1.")
@@ -91,13 +88,13 @@ class Experiment:
             raise ValueError(f"budget={self.budget}: give bytes that one worker may send in a run.")
         if self.budget is not None and self.objective == "pareto":
             raise ValueError(
-                f"budget={self.budget:g} with objective='pareto': a Pareto front shows what every "
-                f"budget buys; leave the budget out, or use objective='metric'."
+                f"budget={self.budget:g}: the front of objective='pareto' shows what every budget "
+                f"buys; leave the budget out, or use objective='metric'."
             )
         if self.workers > 1 and self.devices > 1:
             raise ValueError(
-                f"workers={self.workers} simulates workers on one device, and "
-                f"devices={self.devices} starts real ones; give one of the two."
+                f"workers={self.workers} are simulated, devices={self.devices} real; give one of "
+                f"the two."
             )
         self.check_trainer(self.trainer)
 

@@ -17,7 +17,7 @@ from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.registry import did_you_mean, make
 from lightning_gc.schemes import Scheme
-from lightning_gc.search_space import Choice, Space, check_field
+from lightning_gc.search_space import Choice, Space, check_field, merge
 from lightning_gc.tuning.parameter_space import MEMORY_PREFIX, PREFIX, endpoints, suggest
 
 DENSE = "dense"
@@ -74,10 +74,10 @@ class Method:
                 raise ValueError(f"{self.name}: {name} is both fixed and searched; do one.")
         for entry in self.memory_space:
             check_field(type(self._base_memory()), entry)
-        # Compressor and memory must accept all values: refused ones are found here, not by a trial.
-        for end in (0, -1):
-            self._make_compressor({e.field: endpoints(e)[end] for e in self.tuned})
-            self._make_memory({e.field: endpoints(e)[end] for e in self.tuned_memory})
+        # Values that compressor or memory refuse are found here, not by a trial.
+        for last in (False, True):
+            self.make_compressor(endpoints(self.tuned, last))
+            self._make_memory(endpoints(self.tuned_memory, last))
 
     @property
     def compressor_class(self) -> type[Compressor]:
@@ -87,21 +87,23 @@ class Method:
     @property
     def tuned(self) -> Space:
         """Search space of the compressor: the declared one, without fixed fields."""
-        space = {entry.field: entry for entry in declared(self.compressor_class)}
-        space |= {entry.field: entry for entry in self.space}
-        return tuple(entry for name, entry in space.items() if name not in self.fixed)
+        space = merge(declared(self.compressor_class), self.space)
+        return tuple(entry for entry in space if entry.field not in self.fixed)
 
     @property
     def tuned_memory(self) -> Space:
         """Search space of the memory."""
         given = isinstance(self.memory, Memory)
-        space = {} if given else {entry.field: entry for entry in self._base_memory().space}
-        space |= {entry.field: entry for entry in self.memory_space}
-        return tuple(space.values())
+        return merge(() if given else self._base_memory().space, self.memory_space)
+
+    def make_compressor(self, tuned: Mapping[str, Any]) -> Compressor:
+        """Return the compressor with these values of its tuned fields."""
+        compressor: Compressor = self.compressor_class(**self.fixed, **tuned)
+        return PerParameter(compressor) if self.every_tensor else compressor
 
     def suggest_compressor(self, trial: optuna.trial.BaseTrial) -> Compressor:
         """Return the compressor of a trial."""
-        return self._make_compressor(suggest(trial, self.tuned, PREFIX))
+        return self.make_compressor(suggest(trial, self.tuned, PREFIX))
 
     def suggest_memory(self, trial: optuna.trial.BaseTrial) -> Memory:
         """Return the memory of a trial."""
@@ -111,16 +113,10 @@ class Method:
         memory = self.memory
         if isinstance(memory, str):
             memory = make("memory", memory, MEMORIES, Memory)
-        return combine(
-            self._make_compressor({e.field: endpoints(e)[0] for e in self.tuned}), memory
-        )[1]
+        return combine(self.make_compressor(endpoints(self.tuned)), memory)[1]
 
-    def _make_memory(self, drawn: Mapping[str, Any]) -> Memory:
-        return dataclasses.replace(self._base_memory(), **drawn)  # type: ignore[type-var]
-
-    def _make_compressor(self, drawn: Mapping[str, Any]) -> Compressor:
-        compressor: Compressor = self.compressor_class(**self.fixed, **drawn)
-        return PerParameter(compressor) if self.every_tensor else compressor
+    def _make_memory(self, tuned: Mapping[str, Any]) -> Memory:
+        return dataclasses.replace(self._base_memory(), **tuned)  # type: ignore[type-var]
 
 
 def find_compressor(given: str | type[Compressor]) -> type[Compressor]:

@@ -64,11 +64,15 @@ def _suggest(trial: optuna.trial.BaseTrial, name: str, entry: Range | Choice) ->
     return trial.suggest_float(name, entry.low, entry.high, log=log)
 
 
-def endpoints(entry: Range | Choice) -> tuple[Any, Any]:
-    """Return the first and the last value."""
-    if isinstance(entry, Choice):
-        return entry.values[0], entry.values[-1]
-    return (int(entry.low), int(entry.high)) if entry.integer else (entry.low, entry.high)
+def endpoints(space: Space, last: bool = False) -> dict[str, Any]:
+    """Return ``{field: its first value}``, or its last one."""
+    found: dict[str, Any] = {}
+    for entry in space:
+        ends = entry.values if isinstance(entry, Choice) else (entry.low, entry.high)
+        value = ends[-1 if last else 0]
+        whole = isinstance(entry, Range) and entry.integer
+        found[entry.field] = int(value) if whole else value  # type: ignore[arg-type]
+    return found
 
 
 def as_json(space: Space) -> dict[str, Any]:

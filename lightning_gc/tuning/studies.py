@@ -6,14 +6,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import optuna
 import sqlalchemy.exc
-from optuna.distributions import BaseDistribution
-from optuna.pruners import BasePruner, MedianPruner, NopPruner
+from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -44,20 +42,16 @@ def open_storage(where: str | Path | BaseStorage) -> BaseStorage:
     """
     if isinstance(where, BaseStorage):
         return where
-    url = "://" in str(where)
+    url, address = "://" in str(where), without_password(where)
     try:
-        if url:
-            return _database(str(where))
-        return _journal(Path(where))
+        return _database(str(where)) if url else _journal(Path(where))
     except ModuleNotFoundError as error:
-        raise StorageError(
-            f"{without_password(where)} needs a driver: {error}. Install it."
-        ) from error
+        raise StorageError(f"{address} needs a driver: {error}. Install it.") from error
     except Exception as error:  # each driver has errors of its own
         kind = type(error).__name__
         if url and kind in ("ArgumentError", "NoSuchModuleError"):
             raise ValueError(
-                f"{without_password(where)} is not the URL of a database; write "
+                f"{address} is not the URL of a database; write "
                 f"postgresql://user:password@host/name, or the path of a file."
             ) from error
         reason = str(error).strip().partition("\n")[0]
@@ -66,9 +60,7 @@ def open_storage(where: str | Path | BaseStorage) -> BaseStorage:
             advice = "Is it a journal of Optuna, and may you write to it?"
         elif isinstance(error, RuntimeError):
             advice = "Use the version of Optuna that made it, or a new database."
-        raise StorageError(
-            f"{without_password(where)} cannot be used: {kind}: {reason} {advice}"
-        ) from error
+        raise StorageError(f"{address} cannot be used: {kind}: {reason} {advice}") from error
 
 
 def _database(url: str) -> RDBStorage:
@@ -117,13 +109,14 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
         "workers": max(experiment.workers, experiment.devices),
     }
     rules = json.loads(json.dumps(rules))  # as the storage will give them back
+    pruner = MedianPruner(n_startup_trials=5, n_warmup_steps=experiment.warmup)
     try:
         study = optuna.create_study(
             study_name=name,
             storage=storage,
             directions=[direction, minimize] if pareto else [direction],
             sampler=PerTrialSampler(experiment.sampler, experiment.seed, pareto),
-            pruner=make_pruner(experiment),
+            pruner=NopPruner() if experiment.pruner == "none" else pruner,
             load_if_exists=True,
         )
     except optuna.exceptions.StorageInternalError as error:
@@ -131,20 +124,18 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
     known = study.user_attrs.get(RULES)
     if known is None and not study.get_trials(deepcopy=False):
         study.set_user_attr(RULES, rules)
-    elif (known := _with_public_names(known)) != rules:
-        other = next(k for k in rules if known.get(k) != rules[k])
+        return study
+    if known:  # rules of old studies name the compressor's file as well
+        known = known | {"compressor": public_name(known["compressor"])}
+    if known != rules:
+        old = known or {}
+        other = next(key for key in rules if old.get(key) != rules[key])
         raise ValueError(
-            f"The study {name!r} exists with {other}={known.get(other)!r}, and is now asked for "
+            f"The study {name!r} exists with {other}={old.get(other)!r}, and is now asked for "
             f"{other}={rules[other]!r}. Trials of both would not compare: give the experiment "
             f"another name, or another storage."
         )
     return study
-
-
-def _with_public_names(rules: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return stored rules with the compressor's public name; they used to hold its file as well."""
-    rules = dict(rules or {})
-    return rules | {"compressor": public_name(rules["compressor"])} if rules else rules
 
 
 def load_studies(storage: BaseStorage, experiment: str) -> dict[str, optuna.Study]:
@@ -157,18 +148,16 @@ def load_studies(storage: BaseStorage, experiment: str) -> dict[str, optuna.Stud
     }
 
 
-def make_pruner(experiment: Experiment) -> BasePruner:
-    """Return the pruner; the median one compares with five trials or more."""
-    if experiment.pruner == "none":
-        return NopPruner()
-    return MedianPruner(n_startup_trials=5, n_warmup_steps=experiment.warmup)
+def _of_the_sampler(method: str) -> Any:
+    """Return a method that calls the one of ``self._sampler``."""
+    return lambda self, *args, **kwargs: getattr(self._sampler, method)(*args, **kwargs)
 
 
 class PerTrialSampler(BaseSampler):
     """Seeds the sampler for every trial from its number and the study's name.
 
-    So processes that share a study never draw the same values, and a resumed study draws what it
-    would have drawn without the interruption.
+    Processes that share a study never draw the same values, and a resumed study draws as if it had
+    not been interrupted.
 
     Args:
         kind: ``"random"`` or ``"tpe"``.
@@ -187,26 +176,15 @@ class PerTrialSampler(BaseSampler):
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Seed the sampler for this trial."""
-        text = f"{self._seed} {study.study_name} {trial.number}"
-        digest = hashlib.sha256(text.encode()).digest()
+        text = f"{self._seed} {study.study_name} {trial.number}".encode()
+        digest = hashlib.sha256(text).digest()
         self._sampler = self._make(int.from_bytes(digest[:4], "big"))
         self._sampler.before_trial(study, trial)
 
-    def infer_relative_search_space(self, *args: Any, **kwargs: Any) -> dict[str, BaseDistribution]:
-        """As the sampler."""
-        return self._sampler.infer_relative_search_space(*args, **kwargs)
-
-    def sample_relative(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As the sampler."""
-        return self._sampler.sample_relative(*args, **kwargs)
-
-    def sample_independent(self, *args: Any, **kwargs: Any) -> Any:
-        """As the sampler."""
-        return self._sampler.sample_independent(*args, **kwargs)
-
-    def after_trial(self, *args: Any, **kwargs: Any) -> None:
-        """As the sampler."""
-        self._sampler.after_trial(*args, **kwargs)
+    infer_relative_search_space = _of_the_sampler("infer_relative_search_space")
+    sample_relative = _of_the_sampler("sample_relative")
+    sample_independent = _of_the_sampler("sample_independent")
+    after_trial = _of_the_sampler("after_trial")
 
 
 def best_trial(study: optuna.Study) -> FrozenTrial | None:

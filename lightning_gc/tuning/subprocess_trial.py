@@ -8,6 +8,7 @@ crash, a hang and Ctrl-C.
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -16,7 +17,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,9 @@ def fit_in_subprocess(
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="lightning_gc_") as name:
         folder = Path(name)
-        arguments = (experiment, method, dict(params), seed, final, folder)
-        process = context.Process(target=_run_child, args=arguments)
+        trial = optuna.trial.FixedTrial(dict(params))
+        run = functools.partial(fit, experiment, method, trial, _AskByFile(folder), seed, final)
+        process = context.Process(target=_run_child, args=(run, folder))
         process.start()
         try:
             for number, message in _messages(process, folder, experiment.timeout):
@@ -84,21 +86,13 @@ class _AskByFile:
         return bool(json.loads(answer.read_text()))
 
 
-def _run_child(
-    experiment: Experiment,
-    method: Method,
-    params: dict[str, Any],
-    seed: int,
-    final: bool,
-    folder: Path,
-) -> None:
+def _run_child(run: Callable[[], float | None], folder: Path) -> None:
     """Run in the child, as leader of a process group, which can be killed as a whole."""
     os.setsid()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     message: dict[str, Any]
     try:
-        trial = optuna.trial.FixedTrial(params)
-        message = {"result": fit(experiment, method, trial, _AskByFile(folder), seed, final)}
+        message = {"result": run()}
     except BaseException as error:
         message = {"error": f"{type(error).__name__}: {error}"}
     # Its number is not known here: workers have copies of the counter.

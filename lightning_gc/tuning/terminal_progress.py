@@ -36,12 +36,10 @@ class Progress:
         self._bars: dict[str, rich.progress.TaskID] = {}
 
     def __enter__(self) -> Self:
-        """Draw the bars."""
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the bars; lines stay."""
         self._progress.stop()
 
     def show(self, event: Event) -> None:

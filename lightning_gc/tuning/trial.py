@@ -12,7 +12,6 @@ from lightning_gc.tuning import trial_leases
 from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.parameter_space import MEMORY_PREFIX, PREFIX, suggest
 from lightning_gc.tuning.subprocess_trial import fit_in_subprocess
 from lightning_gc.tuning.training_run import fit
 
@@ -72,8 +71,8 @@ def train(
     if experiment.devices == 1:
         return fit(experiment, method, trial, stopping.update, seed, final)
     # Other processes have no access to the study: every value is drawn here.
-    suggest(trial, method.tuned, PREFIX)
-    suggest(trial, method.tuned_memory, MEMORY_PREFIX)
+    method.suggest_compressor(trial)
+    method.suggest_memory(trial)
     getattr(experiment.build, "suggest", experiment.build)(trial)
     return fit_in_subprocess(experiment, method, trial.params, stopping.update, seed, final)
 

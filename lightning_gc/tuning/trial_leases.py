@@ -107,12 +107,9 @@ def is_dead(worker: Mapping[str, Any]) -> bool:
 def _is_lost(trial: FrozenTrial) -> bool:
     if "beat" in trial.user_attrs:
         return is_dead(trial.user_attrs)
-    # Just begun, or begun by another program.
-    return trial.datetime_start is not None and _age(trial.datetime_start) > LEASE
-
-
-def _age(begun: datetime.datetime) -> float:
-    return (datetime.datetime.now(begun.tzinfo) - begun).total_seconds()
+    begun = trial.datetime_start  # just now, or by another program
+    lease = datetime.timedelta(seconds=LEASE)
+    return begun is not None and datetime.datetime.now(begun.tzinfo) - begun > lease
 
 
 def _alive(pid: int) -> bool:

@@ -69,9 +69,7 @@ class YAMLBuild:
 
     def make(self, values: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         """Return the same with these values at their paths."""
-        sections = copy.deepcopy(dict(self.sections))
-        for path, value in values.items():
-            _set(sections, path, value)
+        sections = self._with_values(values)
         made = _parser().instantiate(_parse(_parser(), sections))
         trainer = made.trainer.as_dict()
         given = sections.get("trainer") or {}
@@ -79,10 +77,13 @@ class YAMLBuild:
 
     def check(self) -> None:
         """Refuse a path that the file does not have, before the first trial."""
+        _parse(_parser(), self._with_values(endpoints(self.space)))
+
+    def _with_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         sections = copy.deepcopy(dict(self.sections))
-        for entry in self.space:
-            _set(sections, entry.field, endpoints(entry)[0])
-        _parse(_parser(), sections)
+        for path, value in values.items():
+            _set(sections, path, value)
+        return sections
 
 
 def load(given: str | Path | Mapping[str, Any], **changes: Any) -> tuple[Experiment, list[Method]]:

@@ -1,4 +1,4 @@
-"""Every registered compressor, memory and scheme, held to its laws."""
+"""Every registered compressor, memory and scheme keeps the laws of its kind."""
 
 import pytest
 
@@ -10,11 +10,12 @@ from lightning_gc.testing.contracts import (
     MemoryContract,
     SchemeContract,
 )
-from tests.instances import ALL, ALL_MEMORIES, ONE_EACH
+from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH
 
 
 class TestCompressors(CompressorContract):
     instances = ONE_EACH
+    examples = 100
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Every compressor of the catalogue trains the demo's model, briefly, and none diverges."""
+"""Every compressor trains the demo's model, and the catalogue benchmark reports divergence."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from lightning_gc import COMPRESSORS
 
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "catalogue.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "catalogue.py"
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""torchrun's elastic restart: a worker dies, the run goes on and ends as it would have."""
+"""After torchrun restarts a killed worker, the run ends as it would have without the crash."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("sklearn", reason="the example's digits come with scikit-learn")
-EXAMPLE = Path(__file__).parents[1] / "examples" / "elastic.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -26,6 +26,7 @@ def last_line(*options: Any) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(220)
 def test_a_killed_worker_costs_an_attempt_and_nothing_else(tmp_path: Path) -> None:

@@ -1,12 +1,7 @@
-"""The language model example: its text arrives whole, and the script does what it says."""
+"""The language model example reads its whole text, trains, and reports what it measured."""
 
-import gzip
 import importlib
 import json
-import random
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from tests.support.examples import EXAMPLES, each_way
+from tests.support.texts import write
+
 FIGURES = (
     "test_perplexity",
     "validation_perplexity",
@@ -32,38 +29,24 @@ def text(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("text")
 
 
-def run(*options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, EXAMPLES / "language_model.py", *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-
-
-def write(folder: Path, names: Sequence[str], lines: int = 30) -> Path:
-    draw = random.Random(0)
-    folder.mkdir(exist_ok=True)
-    for name in names:
-        opener = gzip.open if name.endswith(".gz") else open
-        with opener(folder / name, "wt") as file:
-            file.writelines(" ".join(draw.choices("abcdefgh", k=10)) + "\n" for _ in range(lines))
-    return folder
-
-
+@pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_the_example_trains_and_reports(tmp_path: Path) -> None:
+@each_way
+def test_the_example_trains_and_reports(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = write(tmp_path / "data", ["train.txt", "valid.txt", "test.txt"])
     out = tmp_path / "out"
     small = ("--hidden", 16, "--epochs", 1, "--batch", 2, "--learning-rate", 1)
-    done = run("--data", data, "--out", out, "--methods", "dense", "topk", *small)
-    assert done.returncode == 0, done.stderr
+    options = ("--data", data, "--out", out, "--methods", "dense", "topk", *small)
+    done = run("language_model", options, monkeypatch, capsys)
+    assert done.code == 0, done.err
     rows = json.loads((out / "summary.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["dense", "topk"]
     for row in rows:
         assert all(row[figure] > 0 for figure in FIGURES)
         assert row["replicas_identical"] is True
-        assert row["name"] in done.stdout
+        assert row["name"] in done.out
         assert row["ratio"] == pytest.approx(
             row["dense_bytes_per_step"] / row["wire_bytes_per_step"]
         )
@@ -73,14 +56,17 @@ def test_the_example_trains_and_reports(tmp_path: Path) -> None:
     assert topk["ratio"] > 2
     assert topk["density"] < 0.02
     assert (out / "perplexity_vs_bytes.png").read_bytes().startswith(b"\x89PNG")
-    assert f"tensorboard --logdir {out}/tensorboard" in done.stdout.replace("\n", "")
+    assert f"tensorboard --logdir {out}/tensorboard" in done.out.replace("\n", "")
 
 
-def test_a_folder_that_does_not_exist_is_refused_in_a_sentence() -> None:
-    done = run("--data", "nowhere")
-    assert done.returncode == 2
-    assert "nowhere is not a directory" in done.stderr
-    assert "Traceback" not in done.stderr
+@each_way
+def test_a_folder_that_does_not_exist_is_refused_in_a_sentence(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run("language_model", ("--data", "nowhere"), monkeypatch, capsys)
+    assert done.code == 2
+    assert "nowhere is not a directory" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_files_are_found_under_the_names_they_come_with(text: ModuleType, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The scaling model: volumes are those that transports count, and patterns in W are found."""
+"""The scaling model predicts the volumes that transports count, also for more workers."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from lightning_gc import QSGD, AllGather, AllReduce, Cast, RandomK, Scheme, TopK, TwoShot
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from alpha_beta import Link, communication, dense, exchange, last_that_pays
 from traces import Asked, Pattern, Trace, pattern, sent, trace
 

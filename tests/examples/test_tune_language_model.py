@@ -1,4 +1,4 @@
-"""The thesis's experiment: its files are valid, its windows the thesis's, workers only share."""
+"""The tuning example's configurations are valid, and workers only split its batches."""
 
 import importlib
 import sys
@@ -13,10 +13,11 @@ import torch
 from lightning_gc.tuning import Method, yaml_config
 from lightning_gc.tuning.early_stopping import EarlyStopping
 from lightning_gc.tuning.training_run import fit
-from tests.test_example import EXAMPLES, write
-from tests.tunings import unwarned
+from tests.support.fitting import unwarned
+from tests.support.texts import write
 
-CONFIGS = EXAMPLES.parent / "configs"
+ROOT = Path(__file__).parents[2]
+EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "configs"
 
 
 @pytest.fixture

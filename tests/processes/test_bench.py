@@ -1,4 +1,4 @@
-"""lightning-gc bench: two workers over Gloo, what it writes, and what it refuses."""
+"""lightning-gc bench measures every method with two workers, and explains failures."""
 
 import contextlib
 import io
@@ -21,14 +21,14 @@ from lightning_gc.bench.baseline_bytes import computed_bytes, low_rank_numel
 from lightning_gc.bench.baselines import BASELINES, FP16, NONE, PLAIN, POWER_SGD
 from lightning_gc.bench.table import COLUMNS, cells
 from lightning_gc.text_table import markdown
-from tests.processes import spread
-from tests.tunings import unwarned
+from tests.support.fitting import unwarned
+from tests.support.processes import run_in_processes
 
 CONFIG = """
 model:
-  class_path: tests.test_bench.Line
+  class_path: tests.processes.test_bench.Line
   init_args: {}
-data: {class_path: tests.test_bench.Points}
+data: {class_path: tests.processes.test_bench.Points}
 trainer: {accelerator: cpu, max_epochs: 1, accumulate_grad_batches: 2, num_sanity_val_steps: 0}
 """
 OURS = "topk:density=0.25,scheme=two_shot"
@@ -91,7 +91,7 @@ def test_two_workers(folder: Path) -> None:
     Path("line.yaml").write_text(CONFIG + "tune: {name: n, metric: m, space: {}, methods: "
                                  "{my_qsgd: {compressor: qsgd, fixed: {bits: 2}}}}")  # fmt: skip
     words = ("line.yaml", "--rounds", "2", "--steps", "4", "--compressor", OURS, "my_qsgd")
-    (code, said), (other, silence) = spread(bench, 2, str(folder), words, {})
+    (code, said), (other, silence) = run_in_processes(bench, 2, str(folder), words, {})
     assert code == other == cli.OK, said
     assert silence == ""
     assert "Left aside of the file's trainer: num_sanity_val_steps." in said
@@ -136,7 +136,7 @@ def test_a_worker_that_dies_ends_the_command(folder: Path, where: str) -> None:
         "--timeout",
         "20",
     )
-    ((code, said),) = spread(bench, 2, str(folder), words, {}, wait_for=1)
+    ((code, said),) = run_in_processes(bench, 2, str(folder), words, {}, wait_for=1)
     method = PLAIN if where == "DDPStrategy" else "topk"
     assert code == cli.FAILED
     assert f"lightning-gc: Worker 0 cannot go on with {method}." in said
@@ -147,14 +147,14 @@ def test_a_worker_that_dies_ends_the_command(folder: Path, where: str) -> None:
 def test_a_mistake_in_the_model_is_shown_whole(folder: Path) -> None:
     Path("line.yaml").write_text(CONFIG.replace("{}", "{dies_in: HookStrategy}", 1))
     words = ("line.yaml", "--rounds", "1", "--steps", "3")
-    ((code, said),) = spread(bench, 2, str(folder), words, {}, wait_for=1)
+    ((code, said),) = run_in_processes(bench, 2, str(folder), words, {}, wait_for=1)
     assert code == cli.FAILED
     assert "cannot go on with torch fp16 hook. ZeroDivisionError: a mistake" in said
     assert "in training_step" in said
 
 
 def test_workers_that_want_different_things_are_refused(folder: Path) -> None:
-    for code, said in spread(disagree, 2, str(folder)):
+    for code, said in run_in_processes(disagree, 2, str(folder)):
         assert code == cli.USAGE
         assert "Worker 1 has steps=3, but worker 0 has steps=2." in said
 

@@ -1,7 +1,9 @@
-"""Checkpoints as files: saved, linked, moved, removed, half lost; and other workers than before."""
+"""Checkpoint files can be moved, linked, lost, or loaded by another number of workers."""
 
+import functools
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,17 @@ from lightning_gc import QSGD, NoMemory, PerParameter, Residual, TopK
 from lightning_gc.controllers import Fixed, Schedule
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy
-from tests.processes import spread
-from tests.resumes import checkpoint, differences, fit
+from tests.support.processes import run_in_processes
+from tests.support.resuming import checkpoint, differences, fit_and_save, in_processes
 
 pytestmark = pytest.mark.processes
 TOPK = PerParameter(TopK(0.1))
 
 
-def keywords(worker: int, workers: int, options: dict[str, Any]) -> dict[str, Any]:
-    return fit(worker, workers, **options)
-
-
 def run(workers: int, folder: Path, epochs: int, compressor: Any = TOPK, **options: Any) -> Any:
-    options = {"folder": str(folder), "epochs": epochs, "compressor": compressor, **options}
-    return spread(keywords, workers, workers, options)
+    return in_processes(
+        workers, folder=str(folder), epochs=epochs, compressor=compressor, **options
+    )
 
 
 def owed(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -39,11 +38,25 @@ def owed(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def mean_error(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: np.mean([r["error"][name] for r in runs], axis=0) for name in runs[0]["error"]}
+    return {
+        name: np.mean([r["errors"][0][name] for r in runs], axis=0) for name in runs[0]["errors"][0]
+    }
 
 
-@pytest.mark.parametrize("state", ["full", "mean"])
-@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3), (2, 1), (1, 2)])
+late = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "state"),
+    [
+        (4, 2, "full"),
+        (2, 3, "full"),
+        (2, 1, "mean"),
+        (1, 2, "mean"),
+        *(pytest.param(*c, "mean", marks=late) for c in [(4, 2), (2, 3)]),
+        *(pytest.param(*c, "full", marks=late) for c in [(2, 1), (1, 2)]),
+    ],
+)
 def test_other_numbers_of_workers_owe_the_same(
     tmp_path: Path, before: int, now: int, state: str
 ) -> None:
@@ -64,7 +77,7 @@ def test_half_precision_files_are_half_the_size(tmp_path: Path) -> None:
         run(2, folder, 1, state_dtype=dtype)
         sizes[dtype] = sum(file.stat().st_size for file in (folder / FOLDER).iterdir())
         runs = run(2, tmp_path / f"{dtype} on", 2, resume=checkpoint(folder, 0, 5))
-        assert all(np.isfinite(e).all() for e in runs[0]["error"].values())
+        assert all(np.isfinite(e).all() for e in runs[0]["errors"][0].values())
     elements = 8 * 40 + 40 + 40 * 40 + 40 + 40 * 4 + 4
     assert sizes["float32"] - sizes["bfloat16"] == pytest.approx(2 * 2 * elements, rel=0.05)
 
@@ -98,33 +111,41 @@ def test_files_are_plain_data(tmp_path: Path) -> None:
         assert memory["body.2.weight"]["error"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("how", ["linked", "moved", "renamed"])
-def test_checkpoints_are_found_elsewhere(tmp_path: Path, how: str) -> None:
+@functools.cache
+def undisturbed() -> list[dict[str, Any]]:
+    """Return what a run of three epochs ends with, however it saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(2, Path(folder), 3)  # type: ignore[no-any-return]
+
+
+def test_checkpoints_are_found_elsewhere(tmp_path: Path) -> None:
+    """By a link; renamed; moved with their folder."""
     saving: dict[str, Any] = {"save_top_k": 1, "save_on_train_epoch_end": True}
-    whole = run(2, tmp_path / "whole", 3, saving=saving)
-    first = tmp_path / "first"
-    run(2, first, 3, crash=10, saving=saving | {"save_last": "link"})
-    resume = first / "last.ckpt"
-    assert resume.is_symlink()
-    if how == "moved":
-        first.rename(tmp_path / "elsewhere")
-        resume = tmp_path / "elsewhere" / "epoch=1-step=10.ckpt"
-    if how == "renamed":
-        resume = first / "mine.ckpt"
-        (first / "epoch=1-step=10.ckpt").rename(resume)
-    resumed = run(2, tmp_path / "second", 3, resume=str(resume), saving=saving)
-    assert differences(whole, resumed) == []
+    first, elsewhere = tmp_path / "first", tmp_path / "elsewhere"
+    run(2, first, 2, saving=saving | {"save_last": "link"})
+    saved, renamed = first / "epoch=1-step=10.ckpt", first / "mine.ckpt"
+    assert (first / "last.ckpt").is_symlink()
+    assert_goes_on(first / "last.ckpt", tmp_path / "linked", saving)
+    saved.rename(renamed)
+    assert_goes_on(renamed, tmp_path / "renamed", saving)
+    renamed.rename(saved)
+    first.rename(elsewhere)
+    assert_goes_on(elsewhere / saved.name, tmp_path / "moved", saving)
+
+
+def assert_goes_on(resume: Path, folder: Path, saving: dict[str, Any]) -> None:
+    resumed = run(2, folder, 3, resume=str(resume), saving=saving)
+    assert differences(undisturbed(), resumed) == []
 
 
 def test_last_is_the_checkpoint_and_not_a_side_file(tmp_path: Path) -> None:
     """Lightning takes for the last checkpoint whatever beside it has "last" in its name."""
     saving = {"save_last": True, "save_top_k": 1, "save_on_train_epoch_end": True}
-    whole = run(2, tmp_path / "whole", 3, saving=saving)
     run(2, tmp_path / "first", 3, crash=10, saving=saving)
     side = sorted(file.name for file in (tmp_path / "first" / FOLDER).glob("last*"))
     assert side == [f"last.ckpt-step10-worker{worker}of2.pt" for worker in range(2)]
     resumed = run(2, tmp_path / "first", 3, resume="last", saving=saving)
-    assert differences(whole, resumed) == []
+    assert differences(undisturbed(), resumed) == []
 
 
 def test_side_files_go_with_their_checkpoint(tmp_path: Path) -> None:
@@ -142,15 +163,14 @@ def test_weights_only_saves_have_none(tmp_path: Path) -> None:
 
 
 def asynchronous(worker: int, options: dict[str, Any]) -> dict[str, Any]:
-    return fit(worker, 2, plugins=[AsyncCheckpointIO()], **options)
+    return fit_and_save(worker, 2, plugins=[AsyncCheckpointIO()], **options)
 
 
 def test_saved_in_a_thread(tmp_path: Path) -> None:
-    whole = run(2, tmp_path / "whole", 3)
     options = {"folder": str(tmp_path / "first"), "epochs": 3, "compressor": TOPK, "crash": 10}
-    spread(asynchronous, 2, options)
+    run_in_processes(asynchronous, 2, options)
     resumed = run(2, tmp_path / "second", 3, resume=checkpoint(tmp_path / "first", 1, 10))
-    assert differences(whole, resumed) == []
+    assert differences(undisturbed(), resumed) == []
 
 
 def warned(worker: int, workers: int, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -158,7 +178,7 @@ def warned(worker: int, workers: int, options: dict[str, Any]) -> tuple[dict[str
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = fit(worker, workers, **options)
+        result = fit_and_save(worker, workers, **options)
     words = ("Resumed with", "Error state")
     return result, [str(w.message) for w in caught if str(w.message).startswith(words)]
 
@@ -167,7 +187,9 @@ def changed(tmp_path: Path, compressor: Any, **options: Any) -> tuple[Any, list[
     run(2, tmp_path / "a", 1, controller=Fixed(0.1))
     resume = checkpoint(tmp_path / "a", 0, 5)
     options |= {"folder": str(tmp_path / "b"), "epochs": 2, "resume": resume}
-    results = spread(warned, 2, 2, {"compressor": compressor, "controller": Fixed(0.1), **options})
+    results = run_in_processes(
+        warned, 2, 2, {"compressor": compressor, "controller": Fixed(0.1), **options}
+    )
     assert results[1][1] == []  # worker 0 speaks for all
     return results, results[0][1]
 
@@ -196,18 +218,18 @@ def test_a_lost_side_file_counts_as_zeros(tmp_path: Path) -> None:
     os.remove(lost)
     options = {"folder": str(tmp_path / "b"), "epochs": 2, "compressor": TOPK}
     options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
-    (one, quiet), (other, (sentence,)) = spread(warned, 2, 2, options)
+    (one, quiet), (other, (sentence,)) = run_in_processes(warned, 2, 2, options)
     assert quiet == []
     assert str(lost) in sentence
     assert FOLDER in sentence
     left, due = mean_error([one, other]), owed([one, other])
-    for name, error in first[0]["error"].items():
+    for name, error in first[0]["errors"][0].items():
         assert np.abs(error / 2 + due[name] - left[name]).max() < 1e-6
 
 
 def broken(worker: int, options: dict[str, Any]) -> str:
     with pytest.raises(RuntimeError, match="Worker 1 of 2 could not read") as caught:
-        fit(worker, 2, **options)
+        fit_and_save(worker, 2, **options)
     return str(caught.value)
 
 
@@ -217,7 +239,7 @@ def test_a_damaged_side_file_stops_all_workers(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     options = {"folder": str(tmp_path / "b"), "epochs": 2, "compressor": TOPK}
     options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
-    sentences = spread(broken, 2, options, timeout=60)
+    sentences = run_in_processes(broken, 2, options, timeout=60)
     assert all("state='off'" in sentence for sentence in sentences)
     assert str(file) in sentences[0]
 

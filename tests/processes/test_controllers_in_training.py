@@ -1,13 +1,14 @@
-"""Controllers at work in two real processes: one decision, the same levels, errors for all."""
+"""All workers follow one controller: the same levels, and the same error where it fails."""
 
+import functools
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_gc import QSGD, Cast, HardThreshold, PerParameter, Residual, TopK
@@ -23,8 +24,9 @@ from lightning_gc.controllers import (
     TotalError,
 )
 from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
-from tests.fits import Books, data, digest
-from tests.processes import spread
+from tests.support.fitting import ddp, fit
+from tests.support.models import Books, own_batches
+from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
 
@@ -37,6 +39,9 @@ class Measured(Books):
         self.milestone = milestone
         self.seen: list[dict[str, float | None]] = []
         self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)  # no gradient, no level
+
+    def noted(self) -> dict[str, Any]:
+        return super().noted() | {"levels of epochs": self.seen}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
@@ -87,43 +92,31 @@ class Raises(Controller):
 
 
 def train(
-    worker: int, compressor: Any, controller: Any, epochs: int = 4, milestone: int = 100
+    worker: int,
+    compressor: Any,
+    controller: Any,
+    epochs: int = 4,
+    milestone: int = 100,
+    **settings: Any,
 ) -> dict[str, Any]:
-    torch.manual_seed(0)
-    module = Measured(milestone)
-    strategy = CompressedDDPStrategy(
-        compressor, controller=controller, process_group_backend="gloo", bucket_cap_mb=0.005
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    return fit(
+        ddp(compressor, controller=controller, bucket_cap_mb=0.005),
+        functools.partial(Measured, milestone),
+        own_batches(worker, 6),
+        own_batches(worker + 10, 2),
         devices=2,
-        strategy=strategy,
         max_epochs=epochs,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
         callbacks=[CompressionMonitor()],
+        **settings,
     )
-    trainer.fit(module, data(worker, 6), data(worker + 10, 2))
-    assert strategy.control_loop is not None
-    return {
-        "levels": module.seen,
-        "parameters": digest(module),
-        "state": strategy.control_loop.state,
-        "reason": strategy.control_loop.decision.reason if strategy.control_loop.decision else "",
-        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
-    }
 
 
 def both(*args: Any) -> dict[str, Any]:
-    first, second = spread(train, 2, *args)
-    assert first["parameters"] == second["parameters"]
-    assert first["levels"] == second["levels"]
-    assert first["state"] == second["state"]
-    return first
+    first, second = run_in_processes(train, 2, *args)
+    for what in ("digest", "levels of epochs", "controller"):
+        assert first[what] == second[what]
+    return first  # type: ignore[no-any-return]
 
 
 EVERYWHERE = PerParameter(TopK(0.5))
@@ -132,21 +125,26 @@ WEIGHTS = ["body.0.weight", "body.2.weight", "head.weight"]
 
 def test_schedule_moves_the_level_each_epoch() -> None:
     run = both(EVERYWHERE, Schedule((0.5, 0.2, None, 0.1)))
-    assert [set(levels.values()) for levels in run["levels"]] == [{0.5}, {0.2}, {None}, {0.1}]
+    assert [set(levels.values()) for levels in run["levels of epochs"]] == [
+        {0.5},
+        {0.2},
+        {None},
+        {0.1},
+    ]
 
 
 def test_levels_leave_what_is_dense_alone() -> None:
     """SizeSwitch by default: only the 40 x 40 matrix is compressed, and only it has a level."""
     run = both(TopK(0.5), Fixed(0.25), 2)
-    assert run["levels"] == [{"body.2.weight": 0.25}] * 2
+    assert run["levels of epochs"] == [{"body.2.weight": 0.25}] * 2
     assert run["metrics"]["compression_epoch/density"] == 0.25
 
 
 def test_accordion_decides_per_parameter_from_worker_0() -> None:
     run = both(EVERYWHERE, Accordion(low=0.5, high=0.1, interval=1, threshold=0.3), 6)
-    assert set(run["levels"][0].values()) == {0.5}
-    assert set(run["levels"][1].values()) == {0.5}
-    later = [level for levels in run["levels"][2:] for level in levels.values()]
+    assert set(run["levels of epochs"][0].values()) == {0.5}
+    assert set(run["levels of epochs"][1].values()) == {0.5}
+    later = [level for levels in run["levels of epochs"][2:] for level in levels.values()]
     assert set(later) == {0.5, 0.1}
     assert "critical regime" in run["reason"]
 
@@ -154,7 +152,7 @@ def test_accordion_decides_per_parameter_from_worker_0() -> None:
 def test_accordion_follows_a_falling_learning_rate() -> None:
     """Never critical by its norms; the rate falls after epoch 2."""
     run = both(EVERYWHERE, Accordion(low=0.5, high=0.1, interval=1, threshold=1e9), 5, 3)
-    chosen = [set(levels.values()) for levels in run["levels"]]
+    chosen = [set(levels.values()) for levels in run["levels of epochs"]]
     assert chosen == [{0.5}, {0.5}, {0.1}, {0.5}, {0.1}]
 
 
@@ -163,7 +161,7 @@ def test_bit_width_rises_with_a_metric_to_be_minimised() -> None:
         ((float("inf"), 3), (4.5, 6), (0.0, 16)), monitor="val_loss", mode="min", loss_delta=None
     )
     run = both(PerParameter(QSGD(4)), controller, 6)
-    chosen = [set(levels.values()) for levels in run["levels"]]
+    chosen = [set(levels.values()) for levels in run["levels of epochs"]]
     assert chosen[0] == {3}
     assert chosen[-1] == {6}
 
@@ -172,8 +170,10 @@ def test_total_error_keeps_to_its_budget() -> None:
     controller = TotalError(budget=0.1)
     run = both(PerParameter(HardThreshold(0.1)), controller, 20)
     metrics = run["metrics"]
-    assert run["state"]["over"] == pytest.approx(1 - 1 / 120)  # one step of the last turn is ahead
-    assert run["state"]["spent"] == pytest.approx(0.1, rel=0.05)
+    assert run["controller"]["over"] == pytest.approx(
+        1 - 1 / 120
+    )  # one step of the last turn is ahead
+    assert run["controller"]["spent"] == pytest.approx(0.1, rel=0.05)
     sent = metrics["compression/total_wire_bytes"] / metrics["compression/total_dense_bytes"]
     assert sent < 1
     assert "of the budget is spent" in run["reason"]
@@ -184,7 +184,7 @@ def test_turns_within_epochs() -> None:
 
     What belongs to whole epochs is told at their ends, of whole epochs; the rest since a turn ago.
     """
-    seen = both(EVERYWHERE, Spy(Fixed(0.2), per_run=12))["state"]["seen"]
+    seen = both(EVERYWHERE, Spy(Fixed(0.2), per_run=12))["controller"]["seen"]
     steps = [round(24 * o["progress"]) for o in seen]
     assert steps == [0, 1, 2, 4, 6, 12, 14, 16, 18, 20, 22]
     assert [o["steps"] for o in seen[1:]] == [b - a for a, b in itertools.pairwise(steps)]
@@ -192,7 +192,7 @@ def test_turns_within_epochs() -> None:
     assert [o["epoch"] for o in seen] == [-1, -1, -1, -1, 0, 1, 1, 1, 2, 2, 2]
     assert all(bool(o["gradient_norms"]) == (o["ended"] and o["epoch"] >= 0) for o in seen)
     assert all(o["density"] == pytest.approx(0.2, rel=0.05) for o in seen[1:])
-    whole = both(EVERYWHERE, Spy(Fixed(0.2)))["state"]["seen"]
+    whole = both(EVERYWHERE, Spy(Fixed(0.2)))["controller"]["seen"]
     ends = [o for o in seen if o["ended"]]
     for name in ("gradient_norms", "gradient_noise", "gradient_squared", "error_norms"):
         assert [o[name] for o in ends] == [o[name] for o in whole]
@@ -201,12 +201,17 @@ def test_turns_within_epochs() -> None:
 def test_chain_hands_over() -> None:
     chain = Chain(Schedule((0.5, 0.4)), Fixed(0.1), at_epoch=2)
     run = both(EVERYWHERE, chain, 4)
-    assert [set(levels.values()) for levels in run["levels"]] == [{0.5}, {0.4}, {0.1}, {0.1}]
+    assert [set(levels.values()) for levels in run["levels of epochs"]] == [
+        {0.5},
+        {0.4},
+        {0.1},
+        {0.1},
+    ]
 
 
 def test_what_a_controller_is_told() -> None:
     run = both(EVERYWHERE, Spy(Fixed(0.2)), 3, 1)
-    first, second, third = run["state"]["seen"]
+    first, second, third = run["controller"]["seen"]
     assert (first["epoch"], second["epoch"], third["epoch"]) == (-1, 0, 1)
     assert first["steps"] == 0
     assert first["metrics"] == {}
@@ -215,7 +220,7 @@ def test_what_a_controller_is_told() -> None:
     assert (second["learning_rate"], second["next_learning_rate"]) == (0.1, pytest.approx(0.01))
     assert third["learning_rate"] == pytest.approx(0.01)
     assert {"val_loss", "train_loss", "train_loss_epoch"} <= set(second["metrics"])
-    assert set(second["gradient_norms"]) == set(run["levels"][0])
+    assert set(second["gradient_norms"]) == set(run["levels of epochs"][0])
     assert second["density"] == pytest.approx(0.2, rel=0.05)
     assert second["dense_bytes"] == 6 * second["num_elements"] * 4
     assert 0 < second["wire_bytes"] < second["dense_bytes"]
@@ -226,31 +231,14 @@ def test_what_a_controller_is_told() -> None:
 
 
 def logged(worker: int, folder: str) -> None:
-    from pytorch_lightning.loggers import TensorBoardLogger
-
-    torch.manual_seed(0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=CompressedDDPStrategy(
-            EVERYWHERE,
-            controller=Accordion(low=0.5, high=0.1, interval=1, threshold=0.3),
-            process_group_backend="gloo",
-        ),
-        max_epochs=4,
-        log_every_n_steps=2,
-        use_distributed_sampler=False,
-        logger=TensorBoardLogger(folder, name="", version=""),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[CompressionMonitor()],
-    )
-    trainer.fit(Measured(), data(worker, 6), data(worker + 10, 2))
+    logger = TensorBoardLogger(folder, name="", version="")
+    accordion = Accordion(low=0.5, high=0.1, interval=1, threshold=0.3)
+    train(worker, EVERYWHERE, accordion, logger=logger, log_every_n_steps=2)
 
 
 def test_the_run_shows_why(tmp_path: Path) -> None:
     """Reason and table of levels as text, level spread and critical share as curves."""
-    spread(logged, 2, str(tmp_path))
+    run_in_processes(logged, 2, str(tmp_path))
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = events.Tags()
     expected = {"level", "level_min", "level_max", "critical_share", "uncompressed_share"}
@@ -272,13 +260,15 @@ def failing(worker: int, controller: Any) -> str:
 
 
 def test_a_controller_that_raises_stops_all_workers() -> None:
-    first, second = spread(failing, 2, Raises(), timeout=60)
+    first, second = run_in_processes(failing, 2, Raises(), timeout=60)
     assert first == second
     assert "a bug in a policy" in first
 
 
 def test_a_metric_that_is_never_logged() -> None:
-    first, _ = spread(failing, 2, DynamicBitWidth(((0, 0.1),), monitor="val_acc"), timeout=60)
+    first, _ = run_in_processes(
+        failing, 2, DynamicBitWidth(((0, 0.1),), monitor="val_acc"), timeout=60
+    )
     assert "'val_acc'" in first
     assert "logged were: " in first
     assert "val_loss" in first

@@ -1,4 +1,4 @@
-"""Large messages that go straight from worker to worker: whole, with a peer that falls silent."""
+"""Large point-to-point messages arrive complete, and a vanished peer ends the exchange."""
 
 import os
 import time
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_gc.flow import Exchange, Gather
 from lightning_gc.transports import Distributed
 from lightning_gc.transports.p2p import PIECE
-from tests.processes import spread
+from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
 LENGTHS = (PIECE // 4 + 3, PIECE - 1, 5, 0)  # of float32: pieces, and ones that are not full
@@ -42,7 +42,7 @@ def swapped(worker: int, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_messages_of_many_pieces_arrive_whole(workers: int) -> None:
-    spread(swapped, workers, workers)
+    run_in_processes(swapped, workers, workers)
 
 
 def deserted(worker: int, end: str) -> tuple[str, float]:
@@ -62,6 +62,6 @@ def deserted(worker: int, end: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("end", ["dies", "sleeps"])
 def test_a_peer_that_is_gone_ends_the_exchange(end: str) -> None:
-    message, seconds = spread(deserted, 2, end, timeout=40, wait_for=1)[0]
+    message, seconds = run_in_processes(deserted, 2, end, timeout=40, wait_for=1)[0]
     assert "imed out" in message or "onnection" in message
     assert seconds < 20

@@ -1,4 +1,4 @@
-"""Checkpoints when things go wrong: a full disk, an exception before a step, within a step."""
+"""A full disk or an exception costs no earlier checkpoint, and all workers say what happened."""
 
 import resource
 import signal
@@ -12,8 +12,9 @@ from pytorch_lightning.callbacks import OnExceptionCheckpoint
 
 from lightning_gc import PerParameter, TopK
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
-from tests.processes import spread
-from tests.resumes import Crash, Crashed, differences, fit
+from tests.support.fitting import Crashed
+from tests.support.processes import run_in_processes
+from tests.support.resuming import Crash, differences, fit_and_save, in_processes
 
 pytestmark = pytest.mark.processes
 TOPK = PerParameter(TopK(0.1))
@@ -32,30 +33,32 @@ class FullDisk(pl.Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 
 
-def keywords(worker: int, options: dict[str, Any]) -> dict[str, Any]:
-    return fit(worker, 2, **options)
-
-
 def on_a_full_disk(worker: int, full: tuple[int, ...], options: dict[str, Any]) -> str:
     with pytest.raises(RuntimeError, match="could not write") as caught:
-        fit(worker, 2, callbacks=[FullDisk(7, full)], **options)
+        fit_and_save(worker, 2, callbacks=[FullDisk(7, full)], **options)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("full", "state"), [((0,), "full"), ((1,), "full"), ((0, 1), "full"), ((0,), "off")]
+    ("full", "state"),
+    [
+        ((0,), "full"),
+        ((1,), "full"),
+        pytest.param((0, 1), "full", marks=pytest.mark.nightly),
+        pytest.param((0,), "off", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_full_disk_costs_no_checkpoint(tmp_path: Path, full: Any, state: str) -> None:
     """All workers say who could not write and why; the run goes on from what was there before."""
-    options = {"epochs": 3, "compressor": TOPK, "saving": LAST, "state": state}
-    whole = spread(keywords, 2, options | {"folder": str(tmp_path / "whole")})
+    options: dict[str, Any] = {"epochs": 3, "compressor": TOPK, "saving": LAST, "state": state}
+    whole = in_processes(2, folder=str(tmp_path / "whole"), **options)
     options["folder"] = str(tmp_path / "first")
-    sentences = spread(on_a_full_disk, 2, full, options, timeout=60)
+    sentences = run_in_processes(on_a_full_disk, 2, full, options, timeout=60)
     who = f"Worker {', '.join(map(str, full))} of 2 could not write"
     assert all(sentence.startswith(who) for sentence in sentences)
     assert all("File too large" in sentence for sentence in sentences)
     assert not list((tmp_path / "first").rglob("*.part"))
-    resumed = spread(keywords, 2, options | {"resume": "last"})
+    resumed = in_processes(2, resume="last", **options)
     assert len(resumed[0]["losses"]) == 10
     if state == "full":
         assert differences(whole, resumed) == []
@@ -91,35 +94,45 @@ def crashing(worker: int, callback: str, folder: str, options: dict[str, Any]) -
     ]
     if callback == "on worker 0":
         callbacks[1] = Crash(7 if worker == 0 else -1)
-    return fit(worker, 2, callbacks=callbacks, **options)
+    return fit_and_save(worker, 2, callbacks=callbacks, **options)
 
 
 def test_an_exception_between_steps_is_a_checkpoint_like_others(tmp_path: Path) -> None:
-    options = {"epochs": 1, "batches": 12, "compressor": TOPK, "stateful": True}
-    whole = spread(keywords, 2, options | {"folder": str(tmp_path / "whole")})
+    options: dict[str, Any] = {"epochs": 1, "batches": 12, "compressor": TOPK, "stateful": True}
+    whole = in_processes(2, folder=str(tmp_path / "whole"), **options)
     options["folder"] = str(tmp_path / "first")
-    spread(crashing, 2, "between", str(tmp_path), options)
-    resumed = spread(keywords, 2, options | {"resume": str(tmp_path / "crashed.ckpt")})
+    run_in_processes(crashing, 2, "between", str(tmp_path), options)
+    resumed = in_processes(2, resume=str(tmp_path / "crashed.ckpt"), **options)
     assert differences(whole, resumed) == []
 
 
 def test_an_exception_within_a_step_says_that_errors_are_lost(tmp_path: Path) -> None:
     """Some buckets have been sent, others not: no errors fit to the weights that are saved."""
-    options = {"epochs": 1, "batches": 12, "compressor": TOPK, "bucket_cap_mb": 0.002}
+    options: dict[str, Any] = {
+        "epochs": 1,
+        "batches": 12,
+        "compressor": TOPK,
+        "bucket_cap_mb": 0.002,
+    }
     options["folder"] = str(tmp_path / "first")
-    spread(crashing, 2, "within", str(tmp_path), options)
+    run_in_processes(crashing, 2, "within", str(tmp_path), options)
     saved = torch.load(tmp_path / "crashed.ckpt", weights_only=True)
     assert saved["lightning_gc"]["torn"] is True
     assert not (tmp_path / FOLDER).exists()
-    resumed = spread(keywords, 2, options | {"resume": str(tmp_path / "crashed.ckpt")})
-    assert resumed[0]["step"] > 7
+    resumed = in_processes(2, resume=str(tmp_path / "crashed.ckpt"), **options)
+    assert resumed[0]["rounds"][0] > 7
 
 
 def test_an_exception_on_one_worker_saves_what_that_one_has(tmp_path: Path) -> None:
     """Nobody else answers, so saving must not wait for them; Lightning does so afterwards."""
-    options = {"epochs": 1, "batches": 12, "compressor": TOPK, "folder": str(tmp_path / "first")}
+    options: dict[str, Any] = {
+        "epochs": 1,
+        "batches": 12,
+        "compressor": TOPK,
+        "folder": str(tmp_path / "first"),
+    }
     with pytest.raises((TimeoutError, RuntimeError)):
-        spread(crashing, 2, "on worker 0", str(tmp_path), options, timeout=15)
+        run_in_processes(crashing, 2, "on worker 0", str(tmp_path), options, timeout=15)
     saved = torch.load(tmp_path / "crashed.ckpt", weights_only=True)
     assert (saved["lightning_gc"]["torn"], saved["lightning_gc"]["step"]) == (False, 7)
     assert [f.name for f in (tmp_path / FOLDER).iterdir()] == ["crashed.ckpt-step7-worker0of2.pt"]

@@ -1,4 +1,4 @@
-"""Real processes over Gloo against the simulator: the same bits, the same bytes."""
+"""Workers over Gloo get the same bits and send the same bytes as the simulator."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gc import ErrorReset, TopK
+from lightning_gc import MEMORIES, AllGather, ErrorReset, Scheme, TopK
 from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
@@ -20,17 +20,16 @@ from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Distributed, distributed, run
 from lightning_gc.transports.distributed import broadcast_text, gather_text
-from tests.instances import ALL, ALL_MEMORIES, ONE_EACH, schemes_for
-from tests.processes import spread
+from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH, schemes_for
+from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
-STEPS = 4
 
 
-def combinations(compressors: Sequence[Compressor]) -> list[tuple[Compressor, Memory, Any]]:
-    """Each compressor with the memory that is its own, and every memory; in all schemes."""
-    pairs = [(compressor, combine(compressor)[1]) for compressor in compressors]
-    pairs += [(TopK(0.1), memory) for memory in ALL_MEMORIES]
+Combination = tuple[Compressor, Memory, Scheme]
+
+
+def in_all_schemes(pairs: Sequence[tuple[Compressor, Memory]]) -> list[Combination]:
     return [
         (compressor, memory, scheme)
         for compressor, memory in pairs
@@ -38,15 +37,28 @@ def combinations(compressors: Sequence[Compressor]) -> list[tuple[Compressor, Me
     ]
 
 
-def real(worker: int, workers: int, compressors: Sequence[Compressor]) -> list[list[Any]]:
+FEW = in_all_schemes([(compressor, combine(compressor)[1]) for compressor in ONE_EACH])
+FEW += [(TopK(0.1), kind.examples()[0], AllGather()) for kind in MEMORIES.values()]
+"""Each compressor with the memory that is its own in all schemes, each memory in one."""
+
+MANY = in_all_schemes(
+    [(compressor, combine(compressor)[1]) for compressor in ALL]
+    + [(TopK(0.1), memory) for memory in ALL_MEMORIES]
+)
+"""Each instance of each."""
+
+
+def real(
+    worker: int, workers: int, combinations: Sequence[Combination], steps: int
+) -> list[list[Any]]:
     """Return, per combination and step: the mean, this worker's error, the bytes it sent."""
     dist.init_process_group("gloo", rank=worker, world_size=workers, timeout=timedelta(seconds=30))
     results = []
-    for compressor, memory, scheme in combinations(compressors):
+    for compressor, memory, scheme in combinations:
         transport = Distributed()
         engine = Engine(layerwise(compressor), memory, scheme, worker=worker, workers=workers)
         rows: list[Any] = []
-        for step in range(STEPS):
+        for step in range(steps):
             named = cases.gradients(workers, step)[worker]
             flat = torch.cat([grad.reshape(-1) for grad in named.values()])
             before = transport.sent_bytes
@@ -54,35 +66,39 @@ def real(worker: int, workers: int, compressors: Sequence[Compressor]) -> list[l
             flow = engine.flow(flat, {name: tuple(grad.shape) for name, grad in named.items()})
             engine.advance()
             run(flow, transport)
-            errors = torch.cat([engine.statistics.leftovers[name].reshape(-1) for name in cases.SHAPES])
+            errors = torch.cat(
+                [engine.statistics.leftovers[name].reshape(-1) for name in cases.SHAPES]
+            )
             rows.append((flat.numpy(), errors.numpy(), transport.sent_bytes - before))
         results.append(rows)
     dist.destroy_process_group()
     return results
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2, 3])
 def test_gloo_equals_the_simulator(workers: int) -> None:
     """Bit for bit where payloads are gathered; to rounding where three or more are all-reduced."""
-    assert_equal(workers, ONE_EACH, 90)
+    assert_equal(workers, FEW, steps=3, timeout=90)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_gloo_equals_the_simulator_for_all(workers: int) -> None:
-    assert_equal(workers, ALL, 250)
+    assert_equal(workers, MANY, steps=4, timeout=250)
 
 
-def assert_equal(workers: int, compressors: Sequence[Compressor], timeout: float) -> None:
-    measured = spread(real, workers, workers, compressors, timeout=timeout)
-    for index, (compressor, memory, scheme) in enumerate(combinations(compressors)):
+def assert_equal(
+    workers: int, combinations: Sequence[Combination], steps: int, timeout: float
+) -> None:
+    measured = run_in_processes(real, workers, workers, combinations, steps, timeout=timeout)
+    for index, (compressor, memory, scheme) in enumerate(combinations):
         lockstep = Lockstep(workers, compressor, memory, scheme)
         what = f"{compressor} {memory} {scheme}"
         averaged = scheme is None or scheme.averages
         dense = isinstance(memory, ErrorReset) or getattr(memory, "average_every", 0) > 0
         exact = workers <= 2 or not (averaged or dense)
-        for step in range(STEPS):
+        for step in range(steps):
             simulated = lockstep.step(cases.gradients(workers, step))
             expected = torch.cat([mean.reshape(-1) for mean in simulated.mean.values()])
             for worker in range(workers):
@@ -153,4 +169,4 @@ def requests(worker: int, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_every_kind_of_request(workers: int) -> None:
-    spread(requests, workers, workers)
+    run_in_processes(requests, workers, workers)

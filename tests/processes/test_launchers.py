@@ -1,4 +1,4 @@
-"""Every launcher, both flavours of Lightning, as a user would start them."""
+"""Training starts under every launcher and both flavours of Lightning."""
 
 import importlib.util
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = str(Path(__file__).parent / "scripts" / "launch.py")
+SCRIPT = str(Path(__file__).parents[1] / "support" / "scripts" / "launch.py")
 
 pytestmark = [
     pytest.mark.processes,
@@ -27,20 +27,37 @@ def launch(*command: str) -> float:
     return float(line.split()[1])
 
 
-@pytest.mark.parametrize("start", ["popen", "spawn", "fork", "forkserver"])
-def test_start_methods(start: str) -> None:
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def test_a_script_that_starts_the_other_workers() -> None:
+    """Lightning's default, with a strategy object, in one flavour."""
+    assert launch(SCRIPT, "pytorch_lightning", "popen", "topk") > 10
+
+
+def test_torchrun_by_name() -> None:
+    """With the name of a strategy, in the other flavour."""
+    ratio = launch(*TORCHRUN, SCRIPT, "lightning.pytorch", "by-name", "compressed_ddp")
+    assert 1.9 < ratio <= 2.0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("start", ["spawn", "fork", "forkserver"])
+def test_other_start_methods(start: str) -> None:
     assert launch(SCRIPT, "pytorch_lightning", start, "topk") > 10
 
 
+@pytest.mark.nightly
 def test_torchrun() -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert launch(*torchrun, SCRIPT, "pytorch_lightning", "popen", "qsgd") > 5
+    assert launch(*TORCHRUN, SCRIPT, "pytorch_lightning", "popen", "qsgd") > 5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("flavour", ["pytorch_lightning", "lightning.pytorch"])
 def test_by_name_in_both_flavours(flavour: str) -> None:
     assert 1.9 < launch(SCRIPT, flavour, "by-name", "compressed_ddp") <= 2.0
 
 
+@pytest.mark.nightly
 def test_lightning_flavour_with_a_strategy_object() -> None:
     assert launch(SCRIPT, "lightning.pytorch", "spawn", "hard_threshold") > 1

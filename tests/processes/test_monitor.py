@@ -1,4 +1,4 @@
-"""What the monitor logs, against the transport's own counter and arithmetic by hand."""
+"""CompressionMonitor logs the bytes that the transport counted, to every logger."""
 
 import csv
 from pathlib import Path
@@ -12,8 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
-from tests.processes import spread
+from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from tests.support.fitting import ddp, fit
+from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
 
@@ -44,46 +45,37 @@ class Small(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Count(pl.Callback):
+    """Asks the transport, beside the monitor, how much it has sent."""
+
+    sent = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.sent -= trainer.strategy.recording.sent_bytes
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.sent += trainer.strategy.recording.sent_bytes
+
+
 def train(worker: int, folder: str, kind: str, accumulate: int = 1) -> dict[str, Any]:
-    torch.manual_seed(0)
-    logger: Any = {
-        "csv": lambda: CSVLogger(folder, name="", version=""),
-        "tensorboard": lambda: TensorBoardLogger(folder, name="", version=""),
-        "none": lambda: False,
-    }[kind]()
-    strategy = CompressedDDPStrategy("topk", process_group_backend="gloo")
-    monitor = CompressionMonitor()
-    counted: list[int] = []
-
-    class Count(pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            counted.append(trainer.strategy.recording.sent_bytes)
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            counted.append(trainer.strategy.recording.sent_bytes)
-
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    logger: Any = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}.get(kind)
+    rows = torch.randn(12 * 8, 100, generator=torch.Generator().manual_seed(worker))
+    strategy: Any = ddp("topk")
+    monitor, count = CompressionMonitor(), Count()
+    result = fit(
+        strategy,
+        Small,
+        DataLoader(rows, batch_size=8),  # type: ignore[arg-type]
         devices=2,
-        strategy=strategy,
         max_epochs=2,
         accumulate_grad_batches=accumulate,
         log_every_n_steps=3,
-        logger=logger,
-        callbacks=[monitor, Count()],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        logger=logger(folder, name="", version="") if logger else False,
+        callbacks=[monitor, count],
         use_distributed_sampler=False,
     )
-    rows = torch.randn(12 * 8, 100, generator=torch.Generator().manual_seed(worker))
-    trainer.fit(Small(), DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
     assert strategy._synchronizer is None, "the thread is stopped after the fit"
-    return {
-        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
-        "counted": counted[1] - counted[0],
-        "state": monitor.state_dict(),
-    }
+    return result | {"counted": count.sent, "state": monitor.state_dict()}
 
 
 # Per step and worker at W = 2: a message of 50 values of 4 bytes and 50 coded positions, of which
@@ -94,7 +86,7 @@ WIRE = -(-(50 * 4 + CODED) // 8) * 8 + (50 + 1) * 4
 
 
 def test_csv_and_callback_metrics(tmp_path: Path) -> None:
-    results = spread(train, 2, str(tmp_path), "csv")
+    results = run_in_processes(train, 2, str(tmp_path), "csv")
     metrics = results[0]["metrics"]
     steps = 24
     assert metrics["compression/total_wire_bytes"] == sum(r["counted"] for r in results) / 2
@@ -114,7 +106,7 @@ def test_csv_and_callback_metrics(tmp_path: Path) -> None:
 
 
 def test_accumulation_logs_each_step_once(tmp_path: Path) -> None:
-    spread(train, 2, str(tmp_path), "csv", 2)
+    run_in_processes(train, 2, str(tmp_path), "csv", 2)
     with (tmp_path / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("compression/wire_bytes")]
     assert [int(row["step"]) for row in rows] == [2, 5, 8, 11]
@@ -122,7 +114,7 @@ def test_accumulation_logs_each_step_once(tmp_path: Path) -> None:
 
 
 def test_tensorboard_layout_and_hparams(tmp_path: Path) -> None:
-    spread(train, 2, str(tmp_path), "tensorboard")
+    run_in_processes(train, 2, str(tmp_path), "tensorboard")
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = events.Tags()
     assert {f"compression/{name}" for name in FIGURES} <= set(tags["scalars"])
@@ -133,12 +125,12 @@ def test_tensorboard_layout_and_hparams(tmp_path: Path) -> None:
 
 
 def test_without_a_logger_the_totals_are_still_there(tmp_path: Path) -> None:
-    metrics = spread(train, 2, str(tmp_path), "none")[0]["metrics"]
+    metrics = run_in_processes(train, 2, str(tmp_path), "none")[0]["metrics"]
     assert metrics["compression/total_ratio"] > 10
 
 
 def test_totals_go_on_after_a_resume(tmp_path: Path) -> None:
-    state = spread(train, 2, str(tmp_path), "none")[0]["state"]
+    state = run_in_processes(train, 2, str(tmp_path), "none")[0]["state"]
     monitor = CompressionMonitor()
     monitor.load_state_dict(state)
     assert monitor.state_dict() == state

@@ -1,10 +1,12 @@
-"""Several processes and one study; and trials that are trees of processes themselves."""
+"""Several processes share one study without losing or repeating a trial."""
 
+import functools
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,14 @@ import pytest
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from lightning_gc import CompressionMonitor, TopK
 from lightning_gc.tuning import Method, open_storage, trial_leases
 from lightning_gc.tuning.subprocess_trial import SubprocessError, fit_in_subprocess
+from lightning_gc.tuning.training_callback import TrialCallback
 from lightning_gc.tuning.trial_leases import begin_trial, counts
-from tests.processes import hold_port, spread
-from tests.tunings import compare, experiment, steep, work
-
-
-def shared(worker: int, path: str, trials: int, victim: int | None = None) -> list[int]:
-    return work(path, kill_after=1 if worker == victim else 0, trials=trials)
+from tests.support.fitting import ddp, fit
+from tests.support.processes import hold_port, preloaded, run_in_processes
+from tests.support.tuning import Bowl, Data, compare, experiment, steep, work
 
 
 def dense(path: str) -> list[FrozenTrial]:
@@ -48,20 +49,24 @@ def check_shares(known: list[FrozenTrial], shares: list[list[int]], trials: int)
 @pytest.mark.processes
 def test_two_processes_share_a_study_without_a_word(tmp_path: Path) -> None:
     path = str(tmp_path / "study.journal")
-    shares = spread(shared, 2, path, 12)
+    shares = run_in_processes(work, 2, path, 12, tmp_path, 1, False)
     check_shares(dense(path), shares, 12)
 
 
 @pytest.mark.processes
 def test_one_is_killed_and_the_other_makes_up_for_it(tmp_path: Path) -> None:
     path = str(tmp_path / "study.journal")
-    (survivor,) = spread(shared, 2, path, 10, 1, wait_for=1)
+    (survivor,) = run_in_processes(work_or_die, 2, path, 10, tmp_path, wait_for=1)
     known = dense(path)
     (lost,) = [t for t in known if not counts(t)]
     assert lost.state == TrialState.FAIL
     assert len([t for t in known if counts(t)]) == 10
-    assert len(survivor) >= 5
+    assert len(survivor) == 9  # the other one has made one, and was in the middle of its second
     assert known[survivor[0]].user_attrs["pid"] != lost.user_attrs["pid"]
+
+
+def work_or_die(worker: int, path: str, trials: int, folder: Path) -> list[int]:
+    return work(worker, path, trials, folder, meetings=2, dies=worker == 1)
 
 
 def test_whoever_asks_too_late_gives_the_trial_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,23 +118,68 @@ def postgres(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.processes
 @pytest.mark.postgres
-def test_two_processes_share_a_study_in_postgresql(postgres: str) -> None:
-    shares = spread(shared, 2, postgres, 8)
+def test_two_processes_share_a_study_in_postgresql(postgres: str, tmp_path: Path) -> None:
+    shares = run_in_processes(work, 2, postgres, 8, tmp_path, 1, False)
     check_shares(dense(postgres), shares, 8)
 
 
 REAL = {"workers": 1, "devices": 2}
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees grow from a process that has imported torch, where a user's import it anew."""
+    context = preloaded()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+
+
+class EarlyStopping:
+    """Hears the losses of a run, and lets it have three."""
+
+    def __init__(self) -> None:
+        self.heard: list[float] = []
+
+    def __call__(self, figures: Mapping[str, float]) -> bool:
+        self.heard.append(figures["loss"])
+        return len(self.heard) < 3
+
+
+ENDLESS = {**experiment().trainer, "max_epochs": 1000}
+
+
+@pytest.mark.processes
+def test_a_run_asks_its_parent_after_each_validation(quick: None) -> None:
+    """And ends when it is told to. Here it has no workers that are processes."""
+    judge, rules = EarlyStopping(), experiment(steep, trainer=ENDLESS, timeout=60.0)
+    fit_in_subprocess(rules, Method("topk", fixed={"density": 0.1}), {"x": 0.5}, judge, seed=0)
+    assert judge.heard == pytest.approx([0.04, 1.04, 2.04])
+
+
+def obey(worker: int) -> tuple[list[float], int]:
+    judge = EarlyStopping()
+    settings = {**ENDLESS, "callbacks": [CompressionMonitor(), TrialCallback(judge)]}
+    model = functools.partial(Bowl, slope=1.0)
+    result = fit(ddp(TopK(0.1)), model, Data(), devices=2, **settings)
+    return judge.heard, result["steps"]
+
+
+@pytest.mark.processes
+def test_one_of_several_workers_asks_and_all_obey() -> None:
+    (asked, steps), (silent, as_many) = run_in_processes(obey, 2)
+    assert asked == pytest.approx([0.04, 1.04, 2.04])
+    assert silent == []
+    assert steps == as_many == 3
+
+
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_trials_of_two_processes_are_judged_and_pruned_by_their_parent(tmp_path: Path) -> None:
-    endless = {**experiment().trainer, "max_epochs": 1000}
     poor = Method("topk", fixed={"density": 0.1}, budget=1.0)
     rules: dict[str, Any] = {
         **REAL,
         "trials": 1,
         "patience": 2,
-        "trainer": endless,
+        "trainer": ENDLESS,
         "timeout": 90.0,
     }
     studies = compare(tmp_path / "journal", poor, build=steep, **rules)
@@ -167,7 +217,9 @@ def dying(trial: optuna.trial.BaseTrial) -> Any:
         (silent, 4.0, "silent for 4 s and was killed"),
     ],
 )
-def test_a_tree_that_fails_dies_or_hangs_is_an_error(build: Any, timeout: float, said: str) -> None:
+def test_a_tree_that_fails_dies_or_hangs_is_an_error(
+    quick: None, build: Any, timeout: float, said: str
+) -> None:
     rules = experiment(build, **REAL, timeout=timeout)
     with pytest.raises(SubprocessError, match=said):
         fit_in_subprocess(rules, Method("dense"), {}, lambda figures: True, seed=0)

@@ -1,4 +1,4 @@
-"""A worker that falls silent or dies: the others end with an error, within the timeout."""
+"""When a worker hangs or dies, the others end with an error within the timeout."""
 
 import os
 import time
@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from lightning_gc import TopK
-from tests import fits
-from tests.processes import spread
+from tests.support.fitting import ddp, fit
+from tests.support.models import Books, own_batches
+from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
 TIMEOUT = timedelta(seconds=3)
 
 
-class Deserts(fits.Books):
+class Deserts(Books):
     """Worker 1 never comes back from its sixth step."""
 
     dies = False
@@ -32,26 +33,30 @@ class Dies(Deserts):
     dies = True
 
 
+def train(worker: int, model: type[Books]) -> None:
+    strategy, batches = ddp(TopK(0.1), timeout=TIMEOUT), own_batches(worker, 10)
+    fit(strategy, model, batches, devices=2, use_distributed_sampler=False)
+
+
 def train_late(worker: int) -> bool:
     time.sleep(2 * TIMEOUT.total_seconds() * worker)
-    fits.fit(worker, 2, TopK(0.1), timeout=TIMEOUT)
+    train(worker, Books)
     return True
 
 
-def train_with(worker: int, model: str) -> tuple[str, float]:
-    fits.Deserts, fits.Dies = Deserts, Dies  # type: ignore[attr-defined]
+def train_with(worker: int, model: type[Books]) -> tuple[str, float]:
     started = time.monotonic()
     try:
-        fits.fit(worker, 2, TopK(0.1), model=model, timeout=TIMEOUT)
+        train(worker, model)
     except RuntimeError as error:
         return str(error), time.monotonic() - started
     raise AssertionError("the fit ended as if nothing had happened")
 
 
-@pytest.mark.parametrize("model", ["Deserts", "Dies"])
-def test_the_others_end_with_an_error(model: str) -> None:
+@pytest.mark.parametrize("model", [Deserts, Dies])
+def test_the_others_end_with_an_error(model: type[Books]) -> None:
     """It names worker 1, which is killed by the test when worker 0 has reported."""
-    message, seconds = spread(train_with, 2, model, timeout=40, wait_for=1)[0]
+    message, seconds = run_in_processes(train_with, 2, model, timeout=40, wait_for=1)[0]
     assert "Worker 0: all-reduce with worker 1 failed" in message
     assert "imed out" in message or "onnection" in message
     assert seconds < 30
@@ -59,4 +64,4 @@ def test_the_others_end_with_an_error(model: str) -> None:
 
 def test_a_worker_may_be_late() -> None:
     """Later than the timeout of a collective: nobody counts as lost before the first one."""
-    assert spread(train_late, 2) == [True, True]
+    assert run_in_processes(train_late, 2) == [True, True]

@@ -1,5 +1,7 @@
-"""Checkpoints of simulated workers are those of real ones: each goes on as the other."""
+"""Real and simulated workers resume from each other's checkpoints, bit for bit."""
 
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +10,20 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_gc import HardThreshold, PerParameter, TopK
 from lightning_gc.controllers import Accordion, TotalError
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
-from tests.processes import spread
-from tests.resumes import Crash, checkpoint
-from tests.simulations import Plain, fit, loader, real, rows, simulated
+from tests.support.models import GoesOn, Plain, common_batches, common_rows
+from tests.support.processes import run_in_processes
+from tests.support.resuming import Crash, checkpoint
+from tests.support.simulation import fit_case, real, simulated
 
 pytestmark = pytest.mark.processes
 EVERYWHERE = PerParameter(TopK(0.05))
 STEPS = 15  # of an epoch, with two workers
-SAME = ("digest", "errors", "metrics", "controller", "steps")
+SAME = ("digest", "memory", "metrics", "controller", "steps")
 
 
 def run(
@@ -48,8 +50,9 @@ def run(
     }
     if kind == "simulated":
         return simulated(workers, case)
-    runs = [each[0] for each in spread(real, workers, workers, [case])]
-    return runs[0] and runs[0] | {"errors": [each["errors"][0] for each in runs]}
+    runs = [each[0] for each in run_in_processes(real, workers, workers, [case])]
+    of_all = {what: [each[what][0] for each in runs] for what in ("errors", "memory") if runs[0]}
+    return runs[0] | of_all
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -64,44 +67,31 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@functools.cache
+def undisturbed(kind: str, name: str) -> dict[str, Any]:
+    """Return what three epochs end with."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(kind, Path(folder), **CASES[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["topk", pytest.param("accordion", marks=pytest.mark.nightly), "budget"]
+)
 @pytest.mark.parametrize(
     ("first", "second"),
     [("simulated", "simulated"), ("simulated", "real"), ("real", "simulated")],
 )
 def test_goes_on_as_the_other(tmp_path: Path, name: str, first: str, second: str) -> None:
     """Bit for bit what the second would have been alone."""
-    case = CASES[name]
-    whole = run(second, tmp_path / "whole", **case)
-    run(first, tmp_path / "first", crash=2 * STEPS, **case)
+    run(first, tmp_path / "first", crash=2 * STEPS, **CASES[name])
     resume = checkpoint(tmp_path / "first", 1, 2 * STEPS)
-    resumed = run(second, tmp_path / "second", resume, **case)
+    resumed = run(second, tmp_path / "second", resume, **CASES[name])
+    whole = undisturbed(second, name)
     assert {key: resumed[key] for key in SAME} == {key: whole[key] for key in SAME}
 
 
-class Stateful(DataLoader[Tensor]):
-    """Goes on within an epoch; made anew by Lightning with another sampler."""
-
-    given = start = 0
-
-    def __iter__(self) -> Any:
-        start, self.start = self.start, 0
-        self.given = start
-        for number, batch in enumerate(super().__iter__()):
-            if number >= start:
-                self.given += 1
-                yield batch
-        self.given = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["given"]
-
-
-def stateful() -> Stateful:
-    return Stateful(rows(), 4, shuffle=True)  # type: ignore[arg-type]
+def goes_on() -> GoesOn:
+    return GoesOn(common_rows(), 4, shuffle=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +99,7 @@ def stateful() -> Stateful:
     [("simulated", "simulated"), ("simulated", "real"), ("real", "simulated")],
 )
 def test_within_an_epoch(tmp_path: Path, first: str, second: str) -> None:
-    case = {**CASES["budget"], "data": stateful, "saving": {"every_n_train_steps": 1}}
+    case = {**CASES["budget"], "data": goes_on, "saving": {"every_n_train_steps": STEPS + 7}}
     whole = run(second, tmp_path / "whole", **case)
     run(first, tmp_path / "first", crash=STEPS + 7, **case)
     resume = checkpoint(tmp_path / "first", 1, STEPS + 7)
@@ -144,6 +134,9 @@ class Owing(Plain):
         super().__init__()
         self.owed: dict[str, Any] = {}
 
+    def noted(self) -> dict[str, Any]:
+        return super().noted() | {"owed": self.owed}
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         names, params = zip(*self.named_parameters(), strict=True)
@@ -164,8 +157,7 @@ class Owing(Plain):
 
 
 def kept(result: dict[str, Any], name: str) -> Any:
-    errors = [np.frombuffer(errors[name], np.float32) for errors in result["errors"]]
-    return np.mean(errors, axis=0, dtype=np.float64)
+    return np.mean([errors[name] for errors in result["errors"]], axis=0)
 
 
 @pytest.mark.parametrize("state", ["full", "mean", "off"])
@@ -178,10 +170,9 @@ def test_other_numbers_of_workers_owe_the_same(
     (resume,) = (tmp_path / "a").glob("*.ckpt")
     second = run("simulated", tmp_path / "b", str(resume), workers=now, max_epochs=2, **case)
     for name, earlier in first["owed"].items():
-        earlier = earlier.reshape(-1)
         assert np.abs(kept(first, name) - earlier).max() < 1e-5
         assert np.abs(earlier).max() > 1e-4
-        due = second["owed"][name].reshape(-1) + (0 if state == "off" else earlier)
+        due = second["owed"][name] + (0 if state == "off" else earlier)
         assert np.abs(kept(second, name) - due).max() < 1e-5, name
     assert (tmp_path / "a" / FOLDER).exists() == (state == "full")
 
@@ -190,7 +181,7 @@ def test_other_numbers_of_workers_owe_the_same(
 def test_a_second_fit_goes_on() -> None:
     """The same Trainer and strategy: errors stay, and so do the user's settings."""
     strategy = SimulatedDDPStrategy(EVERYWHERE, workers=3)
-    first = fit(strategy, max_epochs=1)
+    first = fit_case(strategy, max_epochs=1)
     assert first["steps"] == 10
     module = strategy.lightning_module
     assert module is not None
@@ -198,7 +189,7 @@ def test_a_second_fit_goes_on() -> None:
     assert trainer.accumulate_grad_batches == 1
     trainer.fit_loop.max_epochs = 2
     engine = strategy.engine
-    trainer.fit(module, loader())
+    trainer.fit(module, common_batches())
     assert strategy.engine is engine
     assert engine is not None
     assert engine.step == 20

@@ -1,4 +1,4 @@
-"""Simulated workers against real processes: the same data, gradients, errors, bytes and levels."""
+"""Simulated workers train as real processes do: same data, gradients, errors, bytes, levels."""
 
 from typing import Any
 
@@ -12,21 +12,27 @@ from torch.amp import GradScaler
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_gc import (
+    DGC,
     QSGD,
     Cast,
+    GlobalMomentum,
     HardThreshold,
     Identity,
+    MomentumCorrection,
     NetworkModel,
     PerParameter,
     RandomK,
     Residual,
+    Signum,
+    StepAhead,
     TopK,
     TwoShot,
 )
 from lightning_gc.controllers import Accordion, Controller, TotalError
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
-from tests.processes import spread
-from tests.simulations import Plain, fit, real, rows, simulated
+from tests.support.models import Plain, PlainSGD, common_rows
+from tests.support.processes import run_in_processes
+from tests.support.simulation import fit_case, real, simulated
 
 pytestmark = pytest.mark.processes
 EVERYWHERE = PerParameter(TopK(0.05))
@@ -37,13 +43,13 @@ def in_turn(seen: list[list[Any]]) -> list[Any]:
     return [row for rows in zip(*seen, strict=True) for row in rows]
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_equal_to_real_workers(workers: int) -> None:
     """On an ordinary shuffled DataLoader, over two epochs: data, parameters, errors, totals."""
     exact = [EVERYWHERE, PerParameter(HardThreshold(0.05)), PerParameter(QSGD(4))]
     rounded = [Identity(), PerParameter(RandomK(0.1)), TopK(0.05), Cast("bfloat16")]
     cases = [{"compressor": c} for c in (*exact, *rounded)]
-    runs = zip(*spread(real, workers, workers, cases), strict=True)
+    runs = zip(*run_in_processes(real, workers, workers, cases), strict=True)
     for case, them in zip(cases, runs, strict=True):
         us, what = simulated(workers, case), repr(case["compressor"])
         assert us["steps"] == them[0]["steps"] >= 20
@@ -52,7 +58,7 @@ def test_equal_to_real_workers(workers: int) -> None:
         assert us["metrics"]["compression/total_wire_bytes"] > 0
         if case["compressor"] in exact:
             assert us["digest"] == them[0]["digest"], what
-            assert us["errors"] == [run["errors"][0] for run in them], what
+            assert us["memory"] == [run["memory"][0] for run in them], what
         tolerance = 1e-2 if isinstance(case["compressor"], Cast) else 1e-6
         for ours, theirs in zip(us["parameters"], them[0]["parameters"], strict=True):
             assert np.abs(ours - theirs).max() <= tolerance, what
@@ -96,9 +102,9 @@ def scaled() -> list[Any]:
 
 def weighted() -> DataLoader[Tensor]:
     generator = torch.Generator().manual_seed(3)
-    weights = rows()[:, 0].abs().tolist()
+    weights = common_rows()[:, 0].abs().tolist()
     sampler = WeightedRandomSampler(weights, 100, generator=generator)
-    return DataLoader(rows(), 4, sampler=sampler)  # type: ignore[arg-type]
+    return DataLoader(common_rows(), 4, sampler=sampler)  # type: ignore[arg-type]
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -123,7 +129,7 @@ def test_ways_of_training() -> None:
     cases = [{"compressor": EVERYWHERE, **way} for way in WAYS.values()]
     theirs = [dict(case) for case in cases]
     theirs[0]["options"] = {"find_unused_parameters": True}
-    runs = zip(*spread(real, 2, 2, theirs, timeout=110), strict=True)
+    runs = zip(*run_in_processes(real, 2, 2, theirs, timeout=110), strict=True)
     for name, case, them in zip(WAYS, cases, runs, strict=True):
         if "accumulate_grad_batches" in case:
             case["accumulate_grad_batches"] *= 2
@@ -131,7 +137,7 @@ def test_ways_of_training() -> None:
         assert us["steps"] == them[0]["steps"] > 0, name
         assert us["seen"] == in_turn([run["seen"] for run in them]), name
         assert us["digest"] == them[0]["digest"], name
-        assert us["errors"] == [run["errors"][0] for run in them], name
+        assert us["memory"] == [run["memory"][0] for run in them], name
         assert us["metrics"] == them[0]["metrics"], name
         for ours, its in zip(us["buffers"], them[0]["buffers"], strict=True):
             assert np.array_equal(ours, its), name
@@ -153,22 +159,22 @@ def test_controllers_decide_alike() -> None:
         {"compressor": compressor, "options": {"controller": controller}, "max_epochs": 5}
         for compressor, controller in CONTROLLED.values()
     ]
-    runs = zip(*spread(real, 2, 2, cases), strict=True)
+    runs = zip(*run_in_processes(real, 2, 2, cases), strict=True)
     for name, case, them in zip(CONTROLLED, cases, runs, strict=True):
         us = simulated(2, case)
-        assert len({str(levels) for levels in us["levels"]}) > 1, name
-        for ours, theirs in zip(us["levels"], them[0]["levels"], strict=True):
+        assert len({str(levels) for levels in us["levels of steps"]}) > 1, name
+        for ours, theirs in zip(us["levels of steps"], them[0]["levels of steps"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-6), name
         if name == "estimates":
             continue  # sums in another order: the level differs in its last digits
-        assert us["levels"] == them[0]["levels"], name
+        assert us["levels of steps"] == them[0]["levels of steps"], name
         assert us["digest"] == them[0]["digest"], name
 
 
 def test_dense_workers_share_a_batch() -> None:
     """The same global batch, each worker a share of it: the number of workers does not matter."""
     runs = [
-        fit(SimulatedDDPStrategy(Identity(), workers=workers), batch_size=8 // workers)
+        fit_case(SimulatedDDPStrategy(Identity(), workers=workers), batch_size=8 // workers)
         for workers in (1, 2, 4)
     ]
     for run in runs[1:]:
@@ -217,7 +223,7 @@ def remember(worker: int) -> list[dict[str, Any]]:
 
 
 def test_hidden_state_of_every_worker() -> None:
-    them = spread(remember, 2)
+    them = run_in_processes(remember, 2)
     us = simulated(2, REMEMBERING | {"data": lambda: windows([0, 1])})
     assert us["digest"] == them[0][0]["digest"]
     assert us["steps"] == 20
@@ -226,7 +232,7 @@ def test_hidden_state_of_every_worker() -> None:
 def test_seconds_on_a_network() -> None:
     """A dense gradient up to the server and down again, at 1 Gb/s with 100 µs each way."""
     network = NetworkModel(bandwidth_gbps=1.0, latency_us=100.0)
-    run = fit(SimulatedDDPStrategy(Identity(), workers=4, network=network))
+    run = fit_case(SimulatedDDPStrategy(Identity(), workers=4, network=network))
     elements = 8 * 40 + 40 + 40 * 40 + 40 + 40 * 4 + 4
     estimated = run["seconds"]["compression_epoch/communication_seconds_estimated"]
     assert estimated == pytest.approx(2 * 8 * 4 * elements / 1e9 + 2e-4)
@@ -249,9 +255,28 @@ def test_what_a_server_is_sent(scheme: str, share: float) -> None:
     On a ring of 4, a worker sends a gathered message 3 times, and 6/4 of a two-shot one.
     """
     network = NetworkModel(bandwidth_gbps=16e-9)  # two bytes a second, up and down: M seconds
-    run = fit(
+    run = fit_case(
         SimulatedDDPStrategy(PerParameter(QSGD(8)), scheme=scheme, workers=4, network=network)
     )
     message = run["seconds"]["compression_epoch/communication_seconds_estimated"]
     wire = run["metrics"]["compression_epoch/wire_bytes"]
     assert message == pytest.approx(share * wire, rel=0.01)
+
+
+def test_memories_do_the_same() -> None:
+    memories = [
+        MomentumCorrection(0.9, clip=1.0, weight_decay=0.01),
+        GlobalMomentum(0.5),
+        StepAhead(average_every=4),
+    ]
+    cases = [
+        {"compressor": EVERYWHERE, "module": PlainSGD, "options": {"memory": memory}}
+        for memory in memories
+    ]
+    cases.append({"compressor": PerParameter(Signum()), "module": PlainSGD})
+    cases.append({"compressor": PerParameter(DGC(0.05)), "module": PlainSGD})
+    runs = zip(*run_in_processes(real, 2, 2, cases, timeout=110), strict=True)
+    for case, them in zip(cases, runs, strict=True):
+        us = simulated(2, case)
+        assert us["digest"] == them[0]["digest"], case
+        assert us["memory"] == [run["memory"][0] for run in them], case

@@ -1,5 +1,6 @@
-"""Workers that do not end alike: as with plain DDP, which stands beside in every test."""
+"""Workers that do not end alike fail within the timeout, where plain DDP fails, and say why."""
 
+import functools
 import time
 from datetime import timedelta
 from typing import Any
@@ -7,84 +8,82 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_gc import Identity, PerParameter, TopK
-from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
-from tests.fits import data, digest
-from tests.processes import spread
+from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from tests.support.fitting import ddp, fit
+from tests.support.models import own_batches
+from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
 TIMEOUT = timedelta(seconds=4)
 COMPRESSORS = {"plain DDP": None, "identity": Identity(), "topk": PerParameter(TopK(0.1))}
 
 
-class Plain(pl.LightningModule):
+class Uneven(pl.LightningModule):
     """Stops, skips or not, as it is told."""
 
     def __init__(self, skips: tuple[int, ...] = (), stops: tuple[int, int] = (-1, -1)) -> None:
         super().__init__()
         self.net = torch.nn.Linear(8, 40)
-        self.skips, self.stops, self.steps = skips, stops, 0
+        self.skips, self.stops, self.made = skips, stops, 0
+
+    def noted(self) -> dict[str, Any]:
+        return {"made": self.made}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         if (self.global_rank, batch_idx) == self.stops:
             self.trainer.should_stop = True
         if batch_idx in self.skips:
             return None
-        self.steps += 1
+        self.made += 1
         return self.net(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(worker: int, name: str, batches: tuple[int, int], options: Any, **module: Any) -> Any:
-    torch.manual_seed(0)
+def train(
+    worker: int,
+    name: str,
+    batches: tuple[int, int],
+    trainer: dict[str, Any],
+    module: dict[str, Any],
+) -> tuple[Any, Any]:
+    """Return digest and steps, or the error and after how many seconds it came."""
     compressor = COMPRESSORS[name]
-    settings: dict[str, Any] = {"process_group_backend": "gloo", "timeout": TIMEOUT}
-    strategy: Any = DDPStrategy(**settings)
-    callbacks: list[Any] = []
-    if compressor is not None:
-        strategy = CompressedDDPStrategy(compressor, **settings)
-        callbacks = [CompressionMonitor()]
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        callbacks=callbacks,
-        max_epochs=2,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    model = Plain(**module)
     started = time.monotonic()
     try:
-        trainer.fit(model, data(worker, batches[worker]))
+        result = fit(
+            ddp(compressor, timeout=TIMEOUT),
+            functools.partial(Uneven, **module),
+            own_batches(worker, batches[worker]),
+            devices=2,
+            callbacks=[] if compressor is None else [CompressionMonitor()],
+            max_epochs=2,
+            use_distributed_sampler=False,
+            **trainer,
+        )
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
-    return digest(model), model.steps
+    return result["digest"], result["made"]
 
 
-def run(name: str, batches: tuple[int, int] = (6, 6), **module: Any) -> Any:
-    options = module.pop("options", {})
-    return spread(call, 2, (name, batches, options), module, timeout=60)
-
-
-def call(worker: int, args: Any, module: dict[str, Any]) -> Any:
-    return fit(worker, *args, **module)
+def run(
+    name: str,
+    batches: tuple[int, int] = (6, 6),
+    trainer: dict[str, Any] | None = None,
+    **module: Any,
+) -> Any:
+    return run_in_processes(train, 2, name, batches, trainer or {}, module, timeout=60)
 
 
 OURS = [name for name in COMPRESSORS if name != "plain DDP"]
 
 
 def test_limited_batches() -> None:
-    ends = {name: run(name, options={"limit_train_batches": 3}) for name in COMPRESSORS}
+    ends = {name: run(name, trainer={"limit_train_batches": 3}) for name in COMPRESSORS}
     assert ends["identity"] == ends["plain DDP"]
     assert all(first == second and first[1] == 6 for first, second in ends.values())
 

@@ -1,13 +1,20 @@
-"""What the pages show runs: titled blocks as files, the others of a page one after the other."""
+"""Every Python block in README and documentation runs.
 
+Titled blocks are files, the other blocks of a page make one file, one after the other.
+"""
+
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.processes import run_in_processes, without_others
+
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.S | re.M)
 
@@ -22,12 +29,43 @@ def scripts(page: Path) -> dict[str, str]:
     return found
 
 
+def run_script(worker: int, folder: str, name: str, workers: int) -> None:
+    """Be a process in which a user runs a file, or one of those that Lightning would start."""
+    if workers == 1:
+        without_others()
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.argv = [name]
+    if name.startswith("test_"):
+        assert pytest.main(["-q", "-p", "no:cacheprovider", name]) == pytest.ExitCode.OK
+    else:
+        runpy.run_path(name, run_name="__main__")
+
+
+def written(page: Path, folder: Path) -> dict[str, str]:
+    found = scripts(page)
+    for name, code in found.items():
+        (folder / name).write_text(code)
+    return found
+
+
+each_page = pytest.mark.parametrize("page", [p for p in PAGES if scripts(p)], ids=lambda p: p.name)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("page", [p for p in PAGES if scripts(p)], ids=lambda p: p.name)
+@each_page
 def test_code_on_pages_runs(page: Path, tmp_path: Path) -> None:
-    for name, code in scripts(page).items():
-        (tmp_path / name).write_text(code)
-    for name in scripts(page):
+    """In processes that have imported torch before; those of two workers are started together."""
+    for name, code in written(page, tmp_path).items():
+        workers = 2 if "__main__" in code and "devices=2" in code else 1
+        run_in_processes(run_script, workers, str(tmp_path), name, workers)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@each_page
+def test_code_on_pages_runs_as_a_user_starts_it(page: Path, tmp_path: Path) -> None:
+    for name in written(page, tmp_path):
         tool = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if name.startswith("test_") else []
         done = subprocess.run(
             [sys.executable, *tool, name],

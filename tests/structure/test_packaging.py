@@ -1,4 +1,4 @@
-"""What is installed is what is in the tree."""
+"""Wheel and source distribution contain exactly the packages in the tree."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """Where kernels run in these tests: on a GPU if there is one, else in Triton's interpreter.
 
 The interpreter must be chosen before triton is imported, which torch and Lightning do by
-themselves. So `tests/test_kernels.py` runs this folder in a process of its own.
+themselves. So `tests/units/test_kernel_interpreter.py` runs those tests in a process of its own.
 """
 
 import os
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,19 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 needs_kernels = pytest.mark.skipif(
     find_spec("triton") is None or not (INTERPRETED or DEVICE == "cuda"),
-    reason="needs triton and a GPU, or TRITON_INTERPRET=1: see tests/test_kernels.py",
+    reason="needs triton and a GPU, or TRITON_INTERPRET=1: see test_kernel_interpreter.py",
 )
 marks = [
     needs_kernels,
     # The interpreter computes with numpy, which warns of what floats do.
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
+
+
+def some(numbers: Iterable[int], by_day: Collection[int]) -> list[Any]:
+    """Return parameters of which the interpreter, which is slow, takes the others at night."""
+    late = [] if DEVICE == "cuda" else [pytest.mark.nightly]
+    return [pytest.param(n, marks=[] if n in by_day else late) for n in numbers]
 
 
 def here(tensor: Tensor) -> Tensor:

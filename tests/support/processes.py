@@ -12,11 +12,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TIMEOUT = 90.0
 
 
-def spread(
+def run_in_processes(
     function: Callable[..., Any],
     workers: int,
     *args: Any,
@@ -31,10 +31,7 @@ def spread(
     has imported torch and Lightning but run nothing, so that they start quickly and share no
     threads. If one fails or the time is up, all are killed, and the error is raised here.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
-    with contextlib.chdir(ROOT):  # from elsewhere it would not find what to import, and not say so
-        forkserver.ensure_running()
+    context = preloaded()
     held = hold_port()
     port = held.getsockname()[1]
     pipes, processes = [], []
@@ -65,12 +62,30 @@ def spread(
     return results
 
 
+def preloaded() -> multiprocessing.context.ForkServerContext:
+    """Return what makes processes that have imported torch and Lightning, and run nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preload"])
+    with contextlib.chdir(ROOT):  # from elsewhere it would not find what to import, and not say so
+        forkserver.ensure_running()
+    return context
+
+
 def hold_port() -> socket.socket:
     """Bind a free port: torch can still listen there, but the system gives it to nobody else."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
     return held
+
+
+def without_others() -> None:
+    """Forget, in a process of ``run_in_processes``, that it is a worker: nobody has started it."""
+    for name in _PLACE:
+        del os.environ[name]
+
+
+_PLACE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
 
 
 def _run(pipe: Any, function: Any, worker: int, workers: int, port: int, args: Any) -> None:

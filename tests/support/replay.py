@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.controllers.base import State
 
-patient = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+patient = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 """For machines that are busy with something else; controllers themselves take microseconds."""
 
 

@@ -1,4 +1,4 @@
-"""Fits that save, stop and go on, and what is left of them to compare."""
+"""Fits that save, stop and go on, and what must be the same afterwards."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,11 +7,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from torch import Tensor
-from torch.utils.data import DataLoader
+from pytorch_lightning.plugins import MixedPrecision
+from torch.amp import GradScaler
 
-from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
-from tests.fits import Books, data, digest, numbers
+from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from tests.support.fitting import Crashed, ddp, fit
+from tests.support.models import Books, GoesOn, own_batches
+from tests.support.processes import run_in_processes
 
 
 class Logged(Books):
@@ -34,29 +36,6 @@ class Logged(Books):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
-class Stateful(DataLoader[Tensor]):
-    """Goes on within an epoch, as torchdata's StatefulDataLoader does."""
-
-    def __init__(self, loader: DataLoader[Tensor]) -> None:
-        super().__init__(loader.dataset, batch_size=loader.batch_size)
-        self.given, self.start = 0, 0
-
-    def __iter__(self) -> Any:
-        start, self.start = self.start, 0
-        self.given = start
-        for number, batch in enumerate(super().__iter__()):
-            if number >= start:
-                self.given += 1
-                yield batch
-        self.given = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["given"]
-
-
 class Crash(pl.Callback):
     """Ends the run before a step, as whatever may happen."""
 
@@ -68,11 +47,7 @@ class Crash(pl.Callback):
             raise Crashed
 
 
-class Crashed(Exception):
-    """What was to happen."""
-
-
-def fit(
+def fit_and_save(
     worker: int,
     workers: int,
     folder: str,
@@ -81,7 +56,8 @@ def fit(
     resume: str | None = None,
     batches: int = 5,
     saving: dict[str, Any] | None = None,
-    plugins: Any = None,
+    plugins: Sequence[Any] = (),
+    scaler: dict[str, Any] | None = None,
     accumulate: int = 1,
     stateful: bool = False,
     loud: int | None = None,
@@ -89,27 +65,41 @@ def fit(
     callbacks: Sequence[Any] = (),
     **options: Any,
 ) -> dict[str, Any]:
-    """Fit some epochs, saving at the end of each; return all that there is to compare.
+    """Fit some epochs as one of several processes, saving at the end of each.
 
-    ``loud``: the step in which worker 1's batch is too large for float16; ``crash``: the step
-    before which the run ends with an exception.
+    Args:
+        worker: which one.
+        workers: of how many.
+        folder: for checkpoints.
+        epochs: to train.
+        compressor: of the strategy.
+        resume: the checkpoint to go on from.
+        batches: steps of an epoch.
+        saving: arguments of ``ModelCheckpoint`` instead of those that keep every epoch's.
+        plugins: of the Trainer.
+        scaler: arguments of a loss scaler, and so float16.
+        accumulate: batches of a step.
+        stateful: whether the data go on within an epoch.
+        loud: the step in which worker 1's batch is too large for float16.
+        crash: the step before which the run ends with an exception.
+        callbacks: more of them.
+        options: of the strategy.
     """
-    torch.manual_seed(0)
-    model = Logged()
-    strategy = CompressedDDPStrategy(compressor, process_group_backend="gloo", **options)
+    if scaler is not None:
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", **scaler))]
     saving = saving or {"save_top_k": -1, "save_on_train_epoch_end": True}
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    loader = own_batches(worker, batches * accumulate, loud if worker == 1 else None)
+    return fit(
+        ddp(compressor, **options),
+        Logged,
+        GoesOn(loader.dataset, loader.batch_size) if stateful else loader,
+        own_batches(worker, 2),
+        resume,
         devices=workers,
-        strategy=strategy,
         max_epochs=epochs,
         accumulate_grad_batches=accumulate,
         use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        plugins=plugins,
+        plugins=list(plugins),
         callbacks=[
             CompressionMonitor(),
             Crash(crash),
@@ -117,57 +107,34 @@ def fit(
             ModelCheckpoint(folder, "{epoch}-{step}", **saving),
         ],
     )
-    loader = data(worker, batches * accumulate)
-    if loud is not None and worker == 1:
-        loader.dataset[16 * loud : 16 * (loud + 1)].mul_(1e4)  # type: ignore[index, attr-defined]
-    loader = Stateful(loader) if stateful else loader
-    try:
-        trainer.fit(model, loader, data(worker, 2), ckpt_path=resume)
-    except Crashed:
-        return {}
-    engine = strategy.engine
-    assert engine is not None
-    engine.loss_scaling.settle()
-    return {
-        "parameters": digest(model),
-        "errors": {
-            f"{name} {buffer}": kept.numpy().tobytes()
-            for name, buffers in engine.state_dict()["memory"].items()
-            for buffer, kept in buffers.items()
-        },
-        "levels": strategy.levels(),
-        "controller": strategy.control_loop.state if strategy.control_loop else None,
-        "totals": {n: float(v) for n, v in trainer.callback_metrics.items() if "compr" in n},
-        "step": engine.step,
-        "losses": model.losses,
-        "local": numbers(model.local),
-        "applied": numbers(model.applied),
-        "error": numbers({n: e.double() for n, e in engine.errors().items()}),
-        "skipped": model.skipped,
-    }
 
 
-SAME = ("parameters", "errors", "levels", "controller", "totals", "step")
+def in_processes(workers: int, **options: Any) -> list[dict[str, Any]]:
+    """Do so in that many processes, and return what each has left."""
+    return run_in_processes(_with_options, workers, workers, options)  # type: ignore[no-any-return]
+
+
+def _with_options(worker: int, workers: int, options: dict[str, Any]) -> dict[str, Any]:
+    return fit_and_save(worker, workers, **options)
+
+
+SAME = ("digest", "memory", "levels", "controller", "rounds")
 
 
 def differences(whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> list[str]:
     """Name what is not bit for bit the same; times are not expected to be."""
     found = []
     for worker, (a, b) in enumerate(zip(whole, resumed, strict=True)):
-        for key in SAME:
-            left, right = a[key], b[key]
-            if key == "totals":
-                left, right = (
-                    {n: v for n, v in d.items() if "sec" not in n} for d in (left, right)
-                )
-            if left != right:
-                found.append(f"worker {worker}: {key}")
+        found += [f"worker {worker}: {key}" for key in SAME if a[key] != b[key]]
+        if totals(a) != totals(b):
+            found.append(f"worker {worker}: totals")
     return found
+
+
+def totals(result: dict[str, Any]) -> dict[str, float]:
+    """Return the monitor's figures, of the epoch and of the run."""
+    return {name: value for name, value in result["metrics"].items() if "compression" in name}
 
 
 def checkpoint(folder: Path, epoch: int, steps: int) -> str:
     return str(folder / f"epoch={epoch}-step={steps}.ckpt")
-
-
-def timeless(totals: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in totals.items() if "seconds" not in name}

@@ -1,11 +1,9 @@
 """Tiny models with a known optimum, and the comparisons that tests make of them."""
 
-import contextlib
 import math
 import os
 import signal
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_gc.tuning import Experiment, Method, tune
+from lightning_gc.tuning import Experiment, tune
+from tests.support.fitting import unwarned
 
 QUIET = {"accelerator": "cpu", "max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
 
@@ -79,11 +78,6 @@ def denser(trial: optuna.trial.BaseTrial) -> tuple[Any, Any]:
     return Denser(), Data()
 
 
-def slow(trial: optuna.trial.BaseTrial) -> tuple[Any, Any]:
-    time.sleep(0.15)
-    return bowl(trial)
-
-
 def experiment(build: Any = bowl, **changes: Any) -> Experiment:
     settings: dict[str, Any] = {
         "trials": 4,
@@ -96,39 +90,41 @@ def experiment(build: Any = bowl, **changes: Any) -> Experiment:
     return Experiment("toy", build, metric="loss", **settings | changes)
 
 
-@contextlib.contextmanager
-def unwarned() -> Any:
-    """Lightning warns of much that is not ours."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def compare(storage: Path, *methods: Any, build: Any = bowl, finals: bool = False, **changes: Any):
     with unwarned():
         return tune(experiment(build, **changes), methods, storage, finals)
 
 
-def work(path: str, kill_after: int, trials: int) -> list[int]:
-    """Be one of several processes that share a study; die in the middle of a trial if asked to."""
+def work(worker: int, path: str, trials: int, folder: Path, meetings: int, dies: bool) -> list[int]:
+    """Be one of two processes that share a study; return the numbers of the trials that it made.
+
+    Args:
+        worker: 0 or 1.
+        path: where the study is.
+        trials: how many there are to be.
+        folder: where the two can see how far the other one is.
+        meetings: how many trials of each are begun together.
+        dies: whether it dies in the last of these.
+    """
     done: list[int] = []
+    begun = 0
 
     def show(event: Any) -> None:
         if event.kind == "trial":
             done.append(int(event.text.split()[1]))
-            if len(done) == kill_after:
-                dying.append(True)
 
     def build(trial: optuna.trial.BaseTrial) -> tuple[Any, Any]:
-        if dying:
+        nonlocal begun
+        begun += 1
+        if begun <= meetings:
+            (folder / f"{worker} has begun {begun}").touch()
+            while not (folder / f"{1 - worker} has begun {begun}").exists():
+                time.sleep(0.01)
+        if dies and begun == meetings:
             os.kill(os.getpid(), signal.SIGKILL)
-        return slow(trial)
+        return bowl(trial)
 
-    dying: list[bool] = []
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with unwarned():
         tune(experiment(build, trials=trials), [], path, finals=False, show=show)
     return done
-
-
-SEARCHED = Method("topk")

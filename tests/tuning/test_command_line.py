@@ -1,4 +1,4 @@
-"""The command line: what it does, what it says, and how it ends."""
+"""The command line tunes, reports, fits and lists, and refuses bad input with an exit code."""
 
 import os
 import signal
@@ -14,15 +14,15 @@ import pytest
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
 from lightning_gc.tuning import open_storage, yaml_config
 from lightning_gc.tuning.trial_leases import counts
-from tests.tunings import unwarned
+from tests.support.fitting import unwarned
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIG = """
 model:
-  class_path: tests.tunings.Bowl
+  class_path: tests.support.tuning.Bowl
   init_args: {x: 0.5}
 data:
-  class_path: tests.tunings.Data
+  class_path: tests.support.tuning.Data
 trainer: {accelerator: cpu, max_epochs: 1, num_sanity_val_steps: 0, log_every_n_steps: 1}
 tune:
   name: toy
@@ -155,7 +155,7 @@ def change(old: str, new: str) -> None:
         ("{low: 0, high: 1}", "7", "model.x: 7 is no range"),
         ("trials: 2", "trials: two", "two"),
         ("metric: loss", "metrik: loss", "metrik"),
-        ("tests.tunings.Bowl", "tests.tunings.Bwl", "Bwl"),
+        ("tests.support.tuning.Bowl", "tests.support.tuning.Bwl", "Bwl"),
         ("fixed: {density: 0.1}", "fixed: {density: 7}", "leaves the range of its knob"),
         ("bandwidth_gbps: 1.0", "topology: star", "star"),
         ("max_epochs: 1", "devices: auto", "trainer.devices='auto'"),

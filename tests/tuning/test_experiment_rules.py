@@ -1,4 +1,4 @@
-"""When a run ends, and which rules cannot be."""
+"""Trials end when the rules say so, and impossible experiment settings are refused."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from lightning_gc.tuning import Experiment, Method, MissingMetric
 from lightning_gc.tuning.early_stopping import WIRE_BYTES, BestTracker, EarlyStopping
-from tests.tunings import bowl, experiment
+from tests.support.tuning import bowl, experiment
 
 nan = float("nan")
 

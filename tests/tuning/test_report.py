@@ -1,4 +1,4 @@
-"""The report of a comparison that never was: all tables and plots are there and are right."""
+"""The tuning report contains all tables and plots, with the figures of the studies."""
 
 import csv
 import itertools

@@ -1,4 +1,4 @@
-"""What is searched is what compressors declare; what contradicts them is refused in a sentence."""
+"""Search spaces follow the compressors' declarations; contradictions are refused."""
 
 import dataclasses
 import re

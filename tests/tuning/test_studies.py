@@ -1,4 +1,4 @@
-"""Studies: resumed, pruned, diverged, under a budget, against bytes; and what is refused."""
+"""Studies resume, prune, record divergence, keep budgets, and refuse changed rules."""
 
 import dataclasses
 import signal
@@ -16,7 +16,17 @@ from lightning_gc.tuning.comparison import Event
 from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
 from lightning_gc.tuning.studies import RULES, PerTrialSampler, best_trial
 from lightning_gc.tuning.trial_leases import counts
-from tests.tunings import Bowl, Data, bowl, cliff, compare, denser, experiment, steep, unwarned
+from tests.support.fitting import unwarned
+from tests.support.tuning import (
+    Bowl,
+    Data,
+    bowl,
+    cliff,
+    compare,
+    denser,
+    experiment,
+    steep,
+)
 
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 
@@ -231,7 +241,10 @@ def test_a_study_that_names_the_file_of_its_compressor_is_resumed(journal: Path)
     """As those did that were made before files moved: lightning_gc/compressors/topk.py."""
     study = compare(journal, "topk", trials=1)["topk"]
     assert study.user_attrs[RULES]["compressor"] == "lightning_gc.compressors.TopK"
-    for stored in ("lightning_gc.compressors.topk.TopK", "lightning_gc.compressors.sparse.x.TopK"):
+    for stored in (
+        "lightning_gc.compressors.sparsifiers.topk.TopK",
+        "lightning_gc.compressors.sparsifiers.sparse_payload.x.TopK",
+    ):
         study.set_user_attr(RULES, {**study.user_attrs[RULES], "compressor": stored})
         again = compare(journal, "topk", trials=len(study.trials) + 1)["topk"]
         assert len(again.trials) == len(study.trials)

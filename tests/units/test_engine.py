@@ -1,10 +1,9 @@
-"""The engine's state: by name, portable, given back when a step is skipped."""
+"""The engine's state is kept by name, portable, and restored when a step is skipped."""
 
 import io
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_gc import Cast, HardThreshold, Identity, NoMemory, PerParameter, Residual, TopK
 from lightning_gc.bucket import Bucket
@@ -15,16 +14,7 @@ from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import run
 from lightning_gc.transports import Simulated
-
-
-def alone(engine: Engine, **named: Tensor) -> dict[str, Tensor]:
-    """One worker, one bucket, one round; returns the means by name."""
-    flat = torch.cat([grad.reshape(-1) for grad in named.values()])
-    flow = engine.flow(flat, {name: tuple(grad.shape) for name, grad in named.items()})
-    engine.advance()
-    Simulated(1).run([flow])
-    sizes = [grad.numel() for grad in named.values()]
-    return dict(zip(named, flat.split(sizes), strict=True))
+from tests.support.engines import alone
 
 
 def test_state_loads_with_weights_only_and_continues_bit_for_bit() -> None:

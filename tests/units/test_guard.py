@@ -1,4 +1,4 @@
-"""The guard's flag: no number that arrives in its place can do harm."""
+"""No value that arrives in place of the guard's flag can do harm."""
 
 import pytest
 import torch

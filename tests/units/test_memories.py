@@ -1,4 +1,4 @@
-"""Memories beside their formulas in NumPy: several workers, Top-k by argsort, step by step."""
+"""Memories match their formulas in NumPy, for several workers, step by step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

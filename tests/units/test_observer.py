@@ -1,4 +1,4 @@
-"""What is collected for controllers, against sums made by hand."""
+"""Statistics collected for controllers match sums made by hand."""
 
 import math
 
@@ -11,7 +11,7 @@ from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.engine.epoch_statistics import EpochStatistics
 from lightning_gc.testing.contracts import cases
-from tests.units.test_engine import alone
+from tests.support.engines import alone
 
 
 def test_norm_of_the_sum_not_sum_of_norms() -> None:

@@ -1,4 +1,4 @@
-"""Packing against bit strings made by hand in Python."""
+"""Packed integers match bit strings made by hand."""
 
 import pytest
 import torch

@@ -1,11 +1,10 @@
-"""Bad input: refused early, in a sentence with the value and the fix."""
+"""Bad input is refused early, in a sentence that names the value and the fix."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -34,6 +33,7 @@ from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
+from tests.support.fitting import quiet_trainer
 
 nan, inf = float("nan"), float("inf")
 
@@ -43,9 +43,7 @@ class Correcting(Memory):
     buffers = ("error",)
     corrects_momentum = True
 
-    def flow(
-        self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange
-    ) -> Flow:
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
         yield from exchange(state["error"].add_(bucket.grad))
 
 
@@ -102,28 +100,21 @@ def test_refused_in_a_sentence(attempt: Callable[[], Any], value: str, fix: str)
 @pytest.mark.parametrize("accelerator", ["cpu", "auto"])
 def test_one_strategy_object_in_two_trainers(accelerator: str) -> None:
     strategy = CompressedDDPStrategy(TopK(), start_method="spawn")
-    settings: dict[str, Any] = {"accelerator": accelerator, "devices": 2, "logger": False}
-    pl.Trainer(strategy=strategy, **settings)
+    settings: dict[str, Any] = {"accelerator": accelerator, "devices": 2}
+    quiet_trainer(strategy, **settings)
     with pytest.raises(ValueError, match=r"already belongs to a Trainer.*Make a new one"):
-        pl.Trainer(strategy=strategy, **settings)
+        quiet_trainer(strategy, **settings)
 
 
 def test_unknown_strategy_name() -> None:
     with pytest.raises(ValueError, match="compressed_ddp_topkk"):
-        pl.Trainer(strategy="compressed_ddp_topkk", accelerator="cpu", devices=2)
+        quiet_trainer("compressed_ddp_topkk", devices=2)
 
 
 def test_monitor_without_compression() -> None:
     from pytorch_lightning.demos.boring_classes import BoringModel
 
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        callbacks=[CompressionMonitor()],
-    )
+    trainer = quiet_trainer("auto", devices=1, callbacks=[CompressionMonitor()])
     with pytest.raises(ValueError, match=r"SingleDeviceStrategy.*CompressedDDPStrategy"):
         trainer.fit(BoringModel())
 

@@ -1,4 +1,4 @@
-"""SparseReduce beside its formulas in NumPy, its volume, and what it does where tensors are bad."""
+"""SparseReduce matches its formula, sends the promised volume, and survives bad tensors."""
 
 import math
 from collections.abc import Callable, Sequence

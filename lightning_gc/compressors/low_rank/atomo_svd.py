@@ -30,22 +30,19 @@ class AtomoSVD(Codec):
     ``rank`` the variance ``Σ σ_i²·(1/p_i − 1)`` is least for ``p_i = min(1, σ_i/c)``: the greatest
     are always sent, and c follows from the sum. Each worker draws for itself.
 
-    A tensor of shape (n, ...) is a matrix of n rows. A tensor of one dimension has its elements in
-    ⌊√d⌋ rows, with some zeros at the end; so has a shard of ``TwoShot``. A tensor that ``rank``
-    triplets would not make smaller is sent as it is. Singular values below 1.2e-7 of the greatest
-    count as zero: that is how exact a float32 matrix is.
-
-    The decomposition takes ``O(n·m·min(n, m))`` time in every step, which is seconds on a host
-    where the shorter side is thousands; ``PowerSGD`` needs two thin products.
+    A tensor of shape (n, ...) is a matrix of n rows; one of one dimension, as a shard of
+    ``TwoShot``, is folded into ⌊√d⌋ rows, padded with zeros. A tensor that ``rank`` triplets would
+    not make smaller is sent as it is. Singular values below 1.2e-7 of the greatest, float32's
+    rounding, count as zero. The decomposition takes ``O(n·m·min(n, m))`` time in every step: seconds
+    on a host where the shorter side is thousands.
 
     Args:
         rank: how many triplets are sent on average, at least 1 (the paper's s). Higher means less
             compression, less variance.
 
     The number of triplets k differs between workers and steps: ``rank`` ± √rank. The vectors of the
-    longer side are multiplied by σ/p, the others have length 1. An element takes
-    ``32·rank·(1/n + 1/m)`` bits on average: 0.25 for 512 x 512 at rank 2. Where that is 32 or more,
-    u is empty and v is the tensor.
+    longer side are multiplied by σ/p. An element takes ``32·rank·(1/n + 1/m)`` bits on average:
+    0.25 for 512 x 512 at rank 2. Where that is 32 or more, u is empty and v is the tensor.
 
     Raises:
         ValueError: ``rank`` below 1 or no whole number.
@@ -105,8 +102,7 @@ class AtomoSVD(Codec):
     def _decomposed(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """Return left singular vectors, in columns, and a multiple of singular values, in float64.
 
-        From M·Mᵀ, of n x n, which takes a fraction of the time of an SVD. In float64 the root of
-        what it rounds is below float32's own rounding.
+        From M·Mᵀ, in a fraction of an SVD's time; in float64 its error is below float32's rounding.
         """
         clean = matrix.double().nan_to_num(0.0, 0.0, 0.0)
         clean.div_(clean.abs().amax().clamp_min(topk_selection.smallest(clean)))
@@ -151,14 +147,10 @@ class AtomoSVD(Codec):
 
 
 def probabilities(values: Tensor, budget: float) -> Tensor:
-    """Return the probabilities whose sum is ``budget``, or less where fewer values are not zero.
+    """Return probabilities of sum ``budget`` (the paper's s), or less if few values are not zero.
 
-    The paper's algorithm tests one value after the other: where ``budget·σ_i/Σσ`` over those that
-    remain reaches 1, it removes the value, and 1 from the budget. Here all steps are one.
-
-    Args:
-        values: ``(r,)``, at least one, descending, not negative.
-        budget: the paper's s.
+    The paper removes one value after the other, and 1 from the budget, while ``budget·σ_i/Σσ`` over
+    those that remain reaches 1. Here all steps are one. ``values``: ``(r,)``, r ≥ 1, descending.
     """
     order = torch.arange(len(values), device=values.device)
     tails = values.flip(0).cumsum(0).flip(0)  # Σ of this one and all behind it

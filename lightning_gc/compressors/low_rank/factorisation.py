@@ -31,9 +31,9 @@ RANK = Traits(
 class LowRank(Collective):
     """Sends M as ``C = P·Qᵀ``: P from the mean of M_i·Q, then Q from the mean of M_iᵀ·P.
 
-    Subclasses compute P from the first mean (``basis``) and Q from the second (``fit``), with the
-    same result on all workers. Q is that of the step before, orthonormalised, at first random. All
-    apply C, and worker i keeps ``M_i − C``. Fields are as ``PowerSGD`` explains them.
+    Subclasses compute P from the first mean (``basis``) and Q from the second (``fit``), the same
+    on all workers. Q is that of the step before, orthonormalised, at first random. All apply C, and
+    worker i keeps ``M_i − C``. Fields are as in ``PowerSGD``.
     """
 
     rank: int = 2
@@ -79,8 +79,8 @@ class LowRank(Collective):
         state["q"] = torch.where(good, q, before)
         product = (p @ q.t()).view(-1)
         buffer.sub_(product)
-        # NaN and overflow in what another worker sent are in ``out``; no error must keep them. The
-        # factors are small, and tell whether there can be any.
+        # NaN and overflow that another worker sent are in ``out``; no error must keep them. The
+        # factors, which are small, show whether there can be any.
         largest = p.abs().amax() * q.abs().amax() * p.shape[1]
         if not (payload_validation.on_host(p) and largest.isfinite()):
             buffer.nan_to_num_(0.0, 0.0, 0.0)

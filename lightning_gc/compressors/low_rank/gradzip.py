@@ -20,22 +20,20 @@ class GradZip(LowRank):
     A tensor of shape (n, ...) is a matrix M of n rows and m columns, M_i on worker i and M their
     mean. Either factor minimises ``‖M − P·Qᵀ‖² + λ·(‖P‖² + ‖Q‖²)`` while the other is fixed:
     ``P = M·Q·(QᵀQ + λI)⁻¹`` with Q of the step before, ``Q = Mᵀ·P·(PᵀP + λI)⁻¹``, and
-    ``C = P·Qᵀ``. Of M only the mean of M_i·Q and the mean of M_iᵀ·P are needed: sums of thin
-    matrices, so the bytes do not grow with W. All workers solve the same fits. All apply C, and
-    worker i keeps ``M_i − C``, which has the right mean over workers.
+    ``C = P·Qᵀ``. Only the means of M_i·Q and of M_iᵀ·P are needed, so the bytes do not grow with W.
+    All workers solve the same fits and apply C; worker i keeps ``M_i − C``, whose mean over workers
+    is the error of C.
 
     Without λ this is the projection of M on the span of M·Q, which ``PowerSGD`` computes by a QR
-    decomposition. Here the n x rank matrix P is only scaled, and a rank x rank system is solved,
-    which is cheaper; λ takes directions out that P barely has, which QR would make as long as all
-    others. They stay in the error.
+    decomposition. Here P is only scaled, and a rank x rank system is solved, which is cheaper; λ
+    leaves in the error directions that P barely has, which QR would make as long as all others.
 
     Our reading of the paper: one alternation a step, with errors taken from the mean approximation.
     P is scaled before the fit so that its longest column has length 1 and λ means the same for
     gradients of any size; and Q is orthonormalised before it is used again: a direction that one
-    step's gradient lacks would be lost for ever. QᵀQ is I then, and what is left of the first
-    inverse, ``1 / (1 + λ)``, goes when P is scaled.
+    step's gradient lacks would be lost for ever. QᵀQ is I then, and scaling P absorbs ``1/(1 + λ)``.
 
-    Tensors of one dimension, and those that ``rank`` columns would hardly make smaller, go dense.
+    Tensors of one dimension, and those that hardly become smaller, go dense.
 
     Args:
         rank: columns of P and Q, at least 1. Higher means less compression, less error.
@@ -78,9 +76,8 @@ class GradZip(LowRank):
         super().__post_init__()
         if not _LEAST <= self.regulariser < float("inf"):
             raise ValueError(
-                f"GradZip(regulariser={self.regulariser!r}): it keeps a fit to columns that depend "
-                f"on each other apart from a division by zero, and must be at least {_LEAST:g}; "
-                f"use 1e-8."
+                f"GradZip(regulariser={self.regulariser!r}): it prevents a division by zero and "
+                f"must be at least {_LEAST:g}; use 1e-8."
             )
 
     def basis(self, p: Tensor) -> Tensor:

@@ -16,10 +16,8 @@ class PowerSGD(LowRank):
     A tensor of shape (n, ...) is a matrix M of n rows and m columns. With M_i of worker i and Q of
     the step before, orthonormalised, at first random and equal on all workers:
     ``P = orthonormal(mean M_i·Q)``, ``Q = mean M_iᵀ·P``, ``C = P·Qᵀ``. All workers apply C, and
-    worker i keeps ``M_i − C``, which is more than what it did not send itself, but has the right
-    mean over workers. Both means are sums of matrices, so the bytes do not grow with W.
-
-    Tensors of one dimension, and those that ``rank`` columns would hardly make smaller, go dense.
+    worker i keeps ``M_i − C``, whose mean over workers is the error of C. The bytes do not grow
+    with W. Tensors of one dimension, and those that hardly become smaller, go dense.
 
     Args:
         rank: columns of P and Q, at least 1. Higher means less compression, less error.

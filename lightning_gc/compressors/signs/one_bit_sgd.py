@@ -20,9 +20,8 @@ from lightning_gc.flow import Payload
 class OneBitSGD(Codec):
     """Send one bit an element, and the means of the negative and of the other elements.
 
-    ``C(x)_i = mean{x_j : x_j ≥ 0}`` if ``x_i ≥ 0``, else ``mean{x_j : x_j < 0}``: with one number
-    per side, the least squared error. The paper has two means for each column of a matrix; here, as
-    in most code, it is two for each tensor. 1 bit an element and 8 bytes.
+    ``C(x)_i = mean{x_j : x_j ≥ 0}`` if ``x_i ≥ 0``, else ``mean{x_j : x_j < 0}``. The paper has two
+    means for each column of a matrix, this two for each tensor. 1 bit an element and 8 bytes.
 
     Example:
         >>> import torch
@@ -46,8 +45,7 @@ class OneBitSGD(Codec):
         return sign_payload.take(buffer, means), means
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        bits, means = payload
-        sign_payload.add(bits, means, out, scale)
+        sign_payload.add(*payload, out, scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1/d: at least the share of the greatest element is taken; usually far more."""

@@ -17,13 +17,9 @@ def mean(parts: Tensor, count: int | Tensor) -> Tensor:
 
 
 def take(buffer: Tensor, levels: Tensor) -> Tensor:
-    """Subtract ``levels[1]`` from elements that are not negative, ``levels[0]`` from others.
-
-    Returns:
-        The tensor of ``field``.
-    """
-    positive = buffer >= 0
-    buffer.sub_(_pick(positive, levels.to(buffer.dtype)))
+    """Subtract ``levels[1]`` where elements are not negative, else ``levels[0]``; return the bits."""
+    positive, levels = buffer >= 0, levels.to(buffer.dtype)
+    buffer.sub_(torch.where(positive, levels[1], levels[0]))
     return pack(positive.to(torch.uint8), 1)
 
 
@@ -34,9 +30,5 @@ def field(numel: int, set_where: str = "not negative") -> Field:
 
 def add(bits: Tensor, levels: Tensor, out: Tensor, scale: float) -> None:
     """Add ``scale·levels[1]`` where the bit is set and ``scale·levels[0]`` where it is not."""
-    positive = unpack(bits, 1, out.numel(), torch.uint8).bool()
-    out.add_(_pick(positive, levels.to(out.dtype)), alpha=scale)
-
-
-def _pick(positive: Tensor, levels: Tensor) -> Tensor:
-    return torch.where(positive, levels[1], levels[0])
+    positive, levels = unpack(bits, 1, out.numel(), torch.uint8).bool(), levels.to(out.dtype)
+    out.add_(torch.where(positive, levels[1], levels[0]), alpha=scale)

@@ -22,17 +22,14 @@ from lightning_gc.flow import Payload
 class SignSGD(Codec):
     """Vote on each element's sign; the result is +1 or −1 where most workers agree.
 
-    ``out_i = sign(Σ_workers sign(x_i))``. It is a direction and no mean of gradients: the learning
-    rate alone is the length of a step, and is to be chosen anew, usually 100 to 10,000 times
-    smaller. Where an even number of workers is evenly divided, the result is 0 under ``AllGather``,
-    and under ``TwoShot``, whose second encoding has one bit too, a sign drawn at random. Elements
-    that are zero vote at random; a tensor of zeros does not vote.
+    ``out_i = sign(Σ_workers sign(x_i))``, a direction: the learning rate alone is the length of a
+    step, and usually has to be 100 to 10,000 times smaller. A tie is 0 under ``AllGather``, and a
+    random sign under ``TwoShot``, whose second encoding has one bit too. Elements that are zero
+    vote at random; a tensor of zeros does not vote.
 
-    All tensors vote, small ones and those of one dimension too, as their mean gradient would need
-    another learning rate. ``SizeSwitch(SignSGD())`` leaves them dense all the same.
-
-    There is no error feedback, as the length of what was sent is not known; see ``EFSignSGD``.
-    ``Signum`` votes with the signs of a momentum. 1 bit an element and 4 bytes.
+    Small tensors vote too, as their mean gradient would need another learning rate; with
+    ``SizeSwitch(SignSGD())`` they go dense all the same. There is no error feedback, as the length
+    of what was sent is not known; see ``EFSignSGD``. 1 bit an element and 4 bytes.
 
     Communication pattern:
         As the scheme's. With ``TwoShot``, the default, the owners of shards count the votes and

@@ -20,14 +20,14 @@ from lightning_gc.flow import Flow, together
 class PerParameter(Wrapper):
     """Run the inner compressor on each parameter of a bucket by itself.
 
-    The flows of all parameters are merged, so a bucket still costs one message a round. A
-    controller may set a level of its own for every parameter.
+    Their flows are merged, so a bucket still costs one message a round. A controller may set a
+    level for each parameter.
 
     Args:
         inner: what compresses one parameter.
-        levels: pairs of parameter name and level, for those whose level is not the inner one's;
-            None sends the parameter uncompressed.
-        others_dense: send the parameters that ``levels`` does not name uncompressed.
+        levels: pairs of parameter name and level, where it is not the inner one's; None sends the
+            parameter uncompressed.
+        others_dense: send parameters that are not in ``levels`` uncompressed.
 
     Communication pattern:
         As the inner one's, with the payloads of all parameters in one message.
@@ -79,7 +79,7 @@ def _for_shape(compressor: Compressor, shape: tuple[int, ...]) -> Compressor | N
 
 
 def layerwise(compressor: Compressor) -> Compressor:
-    """Return ``compressor`` at the default granularity: per parameter, where that matters."""
+    """Return ``compressor`` per parameter, unless it is elementwise."""
     if compressor.traits.elementwise or isinstance(compressor, PerParameter):
         return compressor
     return PerParameter(compressor)

@@ -17,9 +17,7 @@ from lightning_gc.flow import Flow
 
 
 class Preset(Compressor):
-    """Names a compressor and the memory that goes with it unless another is chosen.
-
-    Subclasses have the fields of the compressor, and say which it is and which memory.
+    """A compressor, with its fields, and the default memory that goes with it.
 
     Attributes:
         memory_name: the registry's name of the memory.

@@ -36,21 +36,19 @@ class Quantised(Codec):
     ``C(x)_S = Q(x_S)``, 0 elsewhere, where S are the selected elements and Q is the quantiser,
     which gets their values as one tensor. The other elements and what Q leaves stay in the error.
 
-    The paper proves convergence with error feedback where C is a contraction. For an unbiased Q
-    with variance ω that is so for ω < 1: ``QSGD`` needs blocks of fewer than 4·s² elements, 196 for
-    4 bits. Its variant for ω > 1, which divides what is sent by 1 + ω, is not offered; see
-    ``bound``. It also communicates only every H steps; here it is every step.
+    The paper proves convergence with error feedback where C is a contraction: for an unbiased Q
+    where its variance ω is below 1, so ``QSGD`` needs blocks of fewer than 4·s² elements, 196 for
+    4 bits. Not here: its variant for ω > 1, which divides by 1 + ω, and sending every H steps.
 
     Args:
-        sparsifier: a ``SparseCodec``, such as ``TopK`` or ``HardThreshold``; by default
-            ``TopK(0.01)``. Its knob is this compressor's. Its ``value_dtype`` has no effect.
+        sparsifier: a ``SparseCodec``, by default ``TopK(0.01)``. Its knob is this compressor's; its
+            ``value_dtype`` has no effect.
         quantiser: a codec of a fixed length that sends something of every element, such as
             ``EFSignSGD`` or ``NaturalCompression``; by default ``QSGD(4, block_size=64)``.
 
-    The payload is that of the quantiser for k elements, and their positions in at most
-    ``2 + log2(numel/k)`` bits each and a byte or two: 13.1 bits a sent element for the defaults,
-    where ``TopK(0.01)`` has 40.6. Padding of 15 − k mod 16 and k mod 16 bytes makes k follow from
-    the lengths, so that no receiver has to read a number from its device.
+    The payload is that of the quantiser for k elements, and positions as ``SparseCodec``'s: 13.1
+    bits a sent element for the defaults, where ``TopK(0.01)`` has 40.6. Padding of 15 − k mod 16
+    and k mod 16 bytes makes k follow from the lengths: no receiver reads a number from its device.
 
     Raises:
         ValueError: a sparsifier that is no ``SparseCodec``; a quantiser that is no codec, is exact
@@ -66,8 +64,8 @@ class Quantised(Codec):
         Sparsification, and Local Computations", NeurIPS 2019.
     """
 
-    # Never None after construction. Instances as defaults would be taken apart by LightningCLI's
-    # parser, which then mixes their fields into those of another class that YAML names.
+    # Never None after construction. With instances as defaults, LightningCLI's parser would mix
+    # their fields into those of another class that YAML names.
     sparsifier: SparseCodec = None  # type: ignore[assignment]
     quantiser: Codec = None  # type: ignore[assignment]
 
@@ -187,9 +185,8 @@ def _values(bucket: Bucket, values: Tensor) -> Bucket:
 def _count(payload: Payload, numel: int, most: int) -> int:
     """Return how many of ``numel`` elements have positions in the last tensors of a payload.
 
-    It follows from lengths: coded positions grow by at least a byte for 16 more of them, and the
-    remainder is the last tensor's length. The padding of both is always 15 bytes together, so that
-    more elements never take fewer bytes.
+    Coded positions grow by at least a byte for 16 more of them, and the remainder is the last
+    length. Both paddings together are always 15 bytes, so more elements never take fewer bytes.
 
     Raises:
         ValueError: lengths of no number of elements, or of more than ``most``.

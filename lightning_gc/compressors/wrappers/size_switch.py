@@ -46,8 +46,7 @@ class SizeSwitch(Wrapper):
             raise ValueError(f"{self!r}: limits must be at least 0; 0 turns a limit off.")
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        """Choose by the tensor's shape, which is the same on all workers."""
-        inner = self.for_shape(bucket.shape)
+        inner = self.for_shape(bucket.shape)  # which is the same on all workers
         if inner is None:
             yield from dense(buffer, out)
         else:

@@ -19,10 +19,8 @@ class Wrapper(Compressor):
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
-            raise ValueError(
-                f"{type(self).__name__} wraps a compressor, such as TopK(0.01), but was given "
-                f"{self.inner!r}."
-            )
+            name = type(self).__name__
+            raise ValueError(f"{name} wraps a compressor, such as TopK(0.01), not {self.inner!r}.")
 
     @property
     def traits(self) -> Traits:

@@ -1,6 +1,5 @@
 """Resuming: Lightning's checkpoint hooks, which save error state and restore it on resume."""
 
-# No "from __future__ import annotations": see ddp.py, whose base this is.
 from typing import Any, Literal, cast
 
 import torch

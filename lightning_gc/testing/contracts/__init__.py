@@ -2,7 +2,7 @@
 
 try:
     import hypothesis as _hypothesis  # noqa: F401
-    import pytest as _pytest  # noqa: F401
+    import pytest  # noqa: F401
 except ImportError as _error:
     raise ImportError(
         f"lightning_gc.testing.contracts needs pytest and hypothesis ({_error}). "

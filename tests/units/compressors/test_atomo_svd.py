@@ -1,4 +1,4 @@
-"""AtomoSVD beside NumPy's SVD and the paper's algorithm for the probabilities."""
+"""AtomoSVD samples singular triplets with the paper's probabilities."""
 
 import math
 
@@ -13,7 +13,7 @@ from lightning_gc.compressors.low_rank.atomo_svd import probabilities
 from lightning_gc.flow import Payload
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from tests.units.codecs import KINDS, each_kind
+from tests.support.codecs import KINDS, each_kind
 
 ROWS, COLUMNS = 15, 20
 SIGMA = 4

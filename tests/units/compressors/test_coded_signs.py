@@ -1,4 +1,4 @@
-"""Sparsifiers that send signs beside their formulas in NumPy, and how those signs are coded."""
+"""StromThreshold, FixedProportion and AdaComp match their formulas, and code signs in few bits."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,7 @@ from lightning_gc.coding.elias_fano import coded_bytes
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from tests.units.codecs import KINDS, STUDENT, apply, each_kind
+from tests.support.codecs import KINDS, STUDENT, apply, each_kind
 
 
 def sizes(c: int, numel: int = 300) -> list[int]:

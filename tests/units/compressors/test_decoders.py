@@ -1,4 +1,4 @@
-"""What our own decoders refuse, in which words, and that they never read numbers on a device."""
+"""Decoders refuse malformed payloads by name, and never read numbers on a device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Positions drawn without replacement: different, as many as asked, none preferred."""
+"""Positions drawn without replacement are distinct, complete and uniform."""
 
 import itertools
 

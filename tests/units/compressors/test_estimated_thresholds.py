@@ -1,4 +1,4 @@
-"""Estimated thresholds beside NumPy, and beside the density that was wanted."""
+"""Sparsifiers that estimate a threshold match NumPy and meet the requested density."""
 
 import math
 from statistics import NormalDist

@@ -1,4 +1,4 @@
-"""Methods of one byte an element beside their formulas in NumPy, and beside torch's own formats."""
+"""Float8 and Int8 match their formulas in NumPy and torch's own formats."""
 
 import math
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_gc import Codec, Float8, Int8
 from lightning_gc.testing.contracts import cases
-from tests.units import codecs
-from tests.units.codecs import STUDENT, apply
+from tests.support import codecs
+from tests.support.codecs import STUDENT, apply
 
 KINDS = {
     **codecs.KINDS,

@@ -1,4 +1,4 @@
-"""GradZip beside alternating least squares in NumPy."""
+"""GradZip matches alternating least squares in NumPy."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Methods that add integer codes beside their formulas in NumPy, for all numbers of workers."""
+"""IntegerQSGD and TernGrad match their formulas, and their sums never overflow."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.damaged_payloads import Lying
 from lightning_gc.transports.simulated import Simulated
-from tests.units.codecs import KINDS, each_kind
+from tests.support.codecs import KINDS, each_kind
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -90,7 +90,10 @@ def test_shards_may_be_short_or_empty(numel: int, workers: int, bits: int) -> No
     check_levels(x, sent, mean, np.abs(x).max(), 2 ** (bits - 1) - 1)
 
 
-@pytest.mark.parametrize(("bits", "workers"), [(2, 64), (4, 64), (16, 64), (4, 65)])
+@pytest.mark.parametrize(
+    ("bits", "workers"),
+    [*(pytest.param(b, 64, marks=pytest.mark.nightly) for b in (2, 4)), (16, 64), (4, 65)],
+)
 def test_sums_never_overflow(bits: int, workers: int) -> None:
     """All at the highest level, or at the lowest: no sum wraps round, and nothing is infinite."""
     xs = [torch.tensor([1.0, -1.0, 0.0, (-1.0) ** i]) * LARGEST for i in range(workers)]
@@ -262,10 +265,13 @@ def test_codes_that_no_worker_makes(kind: type, bits: int) -> None:
 
 @pytest.mark.parametrize("compressor", [IntegerQSGD(4), IntegerQSGD(9), TernGrad()], ids=str)
 @pytest.mark.parametrize("look", [True, False])
-def test_replicas_get_the_same_bits_of_a_liar(compressor: Compressor, look: bool) -> None:
+@pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.nightly)])
+def test_replicas_get_the_same_bits_of_a_liar(
+    compressor: Compressor, look: bool, examples: int
+) -> None:
     """It is named, or all get the same bits; nobody remembers what is not finite."""
 
-    @settings(max_examples=60, derandomize=True, database=None, deadline=None)
+    @settings(max_examples=examples)
     @given(st.data())
     def hold(data: st.DataObject) -> None:
         lockstep = Lockstep(3, compressor, Residual())

@@ -1,4 +1,4 @@
-"""Coding a large tensor piece by piece gives the bits of coding it whole."""
+"""Encoding a large tensor piece by piece gives the bits of encoding it whole."""
 
 import pytest
 import torch

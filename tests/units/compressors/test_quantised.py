@@ -1,4 +1,4 @@
-"""Quantised: positions of the sparsifier, values of the quantiser, and nothing else."""
+"""Quantised sends the sparsifier's positions with the quantiser's values, and nothing else."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.wrappers.quantised import _coded_bytes, _count
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from tests.units.codecs import KINDS, apply, each_kind
+from tests.support.codecs import KINDS, apply, each_kind
 
 SIGMA = 4
 

@@ -1,4 +1,4 @@
-"""Masks drawn at random beside their formulas in NumPy: shared ones, and those of least number."""
+"""RandomMask and VarianceSparsifier match their formulas and sampling probabilities."""
 
 import math
 
@@ -8,8 +8,8 @@ import torch
 
 from lightning_gc import RandomMask, VarianceSparsifier
 from lightning_gc.coding.elias_fano import coded_bytes
-from tests.units import codecs
-from tests.units.codecs import STUDENT, apply
+from tests.support import codecs
+from tests.support.codecs import STUDENT, apply
 
 KINDS = {
     **codecs.KINDS,

@@ -1,4 +1,4 @@
-"""SignSGD's vote and gTop-k's tree, beside what they should do, written slowly."""
+"""SignSGD's majority vote and gTop-k's merge tree match slow references."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_gc.compressors.sparsifiers.gtopk import merged
 from lightning_gc.flow import Exchange
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from tests.units.codecs import KINDS, each_kind
+from tests.support.codecs import KINDS, each_kind
 
 
 def drawn(workers: int, numel: int, seed: int = 0) -> list[np.ndarray]:

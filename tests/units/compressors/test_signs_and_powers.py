@@ -1,4 +1,4 @@
-"""Methods of signs, powers of two and scaled elements beside their formulas in NumPy."""
+"""EFSignSGD, OneBitSGD, NaturalCompression and UnbiasedRandomK match their formulas."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_gc import EFSignSGD, NaturalCompression, OneBitSGD, UnbiasedRandomK
-from tests.units.codecs import KINDS, apply, each_kind
+from tests.support.codecs import KINDS, apply, each_kind
 
 
 @each_kind

@@ -1,4 +1,4 @@
-"""Each codec beside its formula, written slowly in NumPy and sharing no code with it."""
+"""TopK, HardThreshold, RandomK, QSGD and Cast match independent NumPy references."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 
 from lightning_gc import QSGD, Cast, HardThreshold, RandomK, TopK
 from lightning_gc.testing.contracts import cases
-from tests.units.codecs import apply
+from tests.support.codecs import apply
 
 KINDS = ["normal", "heavy tails", "all negative", "one element", "zeros", "tiny", "huge"]
 

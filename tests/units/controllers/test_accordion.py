@@ -1,4 +1,4 @@
-"""Accordion beside the authors' programs, written once more in plain Python."""
+"""Accordion decides as the authors' programs do."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_gc import QSGD, HardThreshold, TopK
 from lightning_gc.controllers import Accordion, Decision, Observation
-from tests.controllers.replay import patient, replay
+from tests.support.replay import patient, replay
 
 LOW, HIGH = 0.25, 0.01
 Trace = dict[str, list[float]]  # parameter -> one norm per epoch

@@ -1,4 +1,4 @@
-"""One controller after the other: who decides when, and what the second one is told."""
+"""Chain hands over from one controller to the next, and translates what the second is told."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from lightning_gc.controllers import (
     Schedule,
     TotalError,
 )
-from tests.controllers.replay import levels, patient, replay
+from tests.support.replay import levels, patient, replay
 
 
 @dataclass(frozen=True)

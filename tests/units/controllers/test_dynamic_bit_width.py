@@ -1,4 +1,4 @@
-"""The dynamic bit-width beside its three rules, written once more in plain Python."""
+"""DynamicBitWidth follows its three rules, written again in plain Python."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_gc import QSGD, HardThreshold, TopK
 from lightning_gc.controllers import DynamicBitWidth, Observation
-from tests.controllers.replay import levels, patient, replay
+from tests.support.replay import levels, patient, replay
 
 STEPS = ((0.0, 4), (0.6, 8), (0.8, 16))
 STEADY = DynamicBitWidth(STEPS, loss_delta=None, patience=99)  # only the metric counts

@@ -1,15 +1,16 @@
-"""What every controller must keep, on a table of instances."""
+"""Every controller keeps the laws of controllers: pure decisions, plain state, clear refusals."""
 
 import ast
 import copy
 import dataclasses
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_gc.controllers
@@ -24,7 +25,7 @@ from lightning_gc.controllers import (
     Schedule,
     TotalError,
 )
-from tests.controllers.replay import outcome, patient, through_a_checkpoint, through_json
+from tests.support.replay import outcome, patient, through_a_checkpoint, through_json
 
 CONTROLLERS: list[Controller] = [
     Fixed(0.01),
@@ -81,33 +82,48 @@ def runs(draw: st.DrawFn) -> list[Observation]:
     return [draw(observations(epoch, end)) for epoch in range(-1, seen)]
 
 
+often = pytest.mark.parametrize("examples", [20, pytest.param(500, marks=pytest.mark.nightly)])
+
+
+def hold(examples: int, law: Callable[[list[Observation]], None]) -> None:
+    """Hold a law on runs: by day the same ones, at night others."""
+    drawn = given(runs())(law)
+    settings(patient, max_examples=examples, derandomize=examples < 100)(drawn)()
+
+
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
-@patient
-@given(run=runs())
-def test_law_1_it_is_pure(controller: Controller, run: list[Observation]) -> None:
+@often
+def test_law_1_it_is_pure(controller: Controller, examples: int) -> None:
     """Equal inputs, equal outcomes; a copy of the controller is as good; inputs are not changed."""
-    state = controller.init()
-    assert state == controller.init()
     twin = pickle.loads(pickle.dumps(controller))  # noqa: S301
-    for observation in run:
-        shown, new = outcome(controller, observation, state)
-        for again in (controller, twin):
-            assert outcome(again, *copy.deepcopy((observation, state)))[0] == shown
-        state = new
+
+    def law(run: list[Observation]) -> None:
+        state = controller.init()
+        assert state == controller.init()
+        for observation in run:
+            shown, new = outcome(controller, observation, state)
+            for again in (controller, twin):
+                assert outcome(again, *copy.deepcopy((observation, state)))[0] == shown
+            state = new
+
+    hold(examples, law)
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
 @pytest.mark.parametrize("way", [through_json, through_a_checkpoint], ids=lambda f: f.__name__)
-@patient
-@given(run=runs())
-def test_law_2_its_state_travels(controller: Controller, run: list[Observation], way) -> None:
+@often
+def test_law_2_its_state_travels(controller: Controller, way: Any, examples: int) -> None:
     """Sent or saved after every epoch, nothing is decided otherwise."""
-    straight, travelled = controller.init(), way(controller.init())
-    for observation in run:
-        shown, straight = outcome(controller, observation, straight)
-        same, travelled = outcome(controller, observation, travelled)
-        assert same == shown
-        travelled = way(travelled)
+
+    def law(run: list[Observation]) -> None:
+        straight, travelled = controller.init(), way(controller.init())
+        for observation in run:
+            shown, straight = outcome(controller, observation, straight)
+            same, travelled = outcome(controller, observation, travelled)
+            assert same == shown
+            travelled = way(travelled)
+
+    hold(examples, law)
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)

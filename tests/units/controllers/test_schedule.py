@@ -1,4 +1,4 @@
-"""Levels written down beforehand, and Deep Gradient Compression's warm-up."""
+"""Schedule follows its list of levels, and Deep Gradient Compression's warm-up."""
 
 import math
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gc.controllers import Fixed, Observation, Schedule
-from tests.controllers.replay import levels, patient, replay
+from tests.support.replay import levels, patient, replay
 
 
 def run(epochs: int | None, turns: int | None = None) -> list[Observation]:

@@ -1,4 +1,4 @@
-"""The hard threshold's controller: its formulae by hand, its budget against laws made up here."""
+"""TotalError's formulas match calculations by hand."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gc import HardThreshold, TopK
 from lightning_gc.controllers import Observation, TotalError
-from tests.controllers.replay import levels, replay
+from tests.support.replay import levels, replay
 
 RESNET18, GOOGLENET, SENET18 = 11_173_962, 6_166_250, 11_260_354
 

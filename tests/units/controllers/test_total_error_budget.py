@@ -1,4 +1,4 @@
-"""The budget of the hard threshold's controller, against laws made up here and error feedback."""
+"""TotalError spends its budget, however error depends on the threshold."""
 
 import math
 import random
@@ -13,7 +13,7 @@ import torch
 from lightning_gc import HardThreshold
 from lightning_gc.controllers import Observation, TotalError
 from lightning_gc.testing import Lockstep
-from tests.controllers.replay import levels, replay
+from tests.support.replay import levels, replay
 
 RESNET18 = 11_173_962
 BUDGET = 0.01

@@ -1,12 +1,11 @@
-"""Adding a sparse payload: the kernel against torch's index_add_."""
+"""The kernel that adds sparse payloads matches torch's index_add_."""
 
 import pytest
 import torch
 
 from lightning_gc.kernels.accumulate import accumulate, reference
 from lightning_gc.kernels.dispatch import fused
-
-from .device import DEVICE, here, marks, narrow, same, tensors
+from tests.support.kernel_device import DEVICE, here, marks, narrow, same, tensors
 
 pytestmark = marks
 

@@ -1,4 +1,4 @@
-"""What a GPU would be given, without one: Triton compiles each kernel."""
+"""Triton compiles every kernel for a GPU, without one."""
 
 import importlib
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .device import INTERPRETED
+from tests.support.kernel_device import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or INTERPRETED, reason="needs triton's compiler"

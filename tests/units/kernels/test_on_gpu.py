@@ -1,12 +1,11 @@
-"""What only a GPU can show: that the host never waits, and sizes that fill it."""
+"""On a GPU, kernels never make the host wait, and handle sizes that fill it."""
 
 import pytest
 import torch
 
 from lightning_gc.coding import payload_validation
 from lightning_gc.kernels import accumulate, dequantise, quantise, select
-
-from .device import same
+from tests.support.kernel_device import same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NUMEL = 5_000_003

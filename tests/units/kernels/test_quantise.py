@@ -1,4 +1,4 @@
-"""QSGD's kernels: bit for bit where the random numbers are given, in distribution where not."""
+"""QSGD's kernels match torch bit for bit, and in distribution where they draw numbers."""
 
 import math
 from importlib.metadata import version
@@ -12,8 +12,7 @@ from lightning_gc.coding import payload_validation
 from lightning_gc.coding.bit_packing import packed_bytes, unpack
 from lightning_gc.kernels import dequantise, quantise
 from lightning_gc.kernels.dispatch import fused
-
-from .device import DEVICE, INTERPRETED, here, marks, same, tensors
+from tests.support.kernel_device import DEVICE, INTERPRETED, here, marks, same, some, tensors
 
 pytestmark = marks
 TILE = 1024
@@ -42,7 +41,7 @@ def philox(seed: int, numel: int) -> torch.Tensor:
     return torch.from_numpy(folded * np.float32(4.6566127342e-10))
 
 
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("numel", some(SIZES, (1, 9, 2 * TILE + 13)))
 @pytest.mark.parametrize("bits", BITS)
 def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
     for i, (name, x) in enumerate(tensors(numel).items()):

@@ -1,12 +1,11 @@
-"""Compensate, select, compact: the kernel against torch's operations."""
+"""The kernel that compensates, selects and compacts matches torch's operations."""
 
 import pytest
 import torch
 
 from lightning_gc.kernels.dispatch import fused
 from lightning_gc.kernels.select import reaching, reaching_reference, reference, select
-
-from .device import DEVICE, here, marks, narrow, same, tensors
+from tests.support.kernel_device import DEVICE, here, marks, narrow, same, some, tensors
 
 pytestmark = marks
 BLOCK = 2048
@@ -28,7 +27,7 @@ def agree(gradient, error, threshold, capacity) -> None:
     assert bool((taken[1:] > taken[:-1]).all())
 
 
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("numel", some(SIZES, (1, 9, 2 * BLOCK + 5)))
 @pytest.mark.parametrize("name", tensors(1))
 def test_every_kind_of_number(numel: int, name: str) -> None:
     x = tensors(numel)[name]

@@ -1,4 +1,4 @@
-"""Whole exchanges with the kernels in them, against the same ones without."""
+"""Whole exchanges give the same result with kernels as without."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ import torch
 from lightning_gc import QSGD, AllGather, HardThreshold, TopK, TwoShot
 from lightning_gc.kernels import dispatch
 from lightning_gc.testing import Lockstep
-
-from .device import DEVICE, here, marks, same, tensors
+from tests.support.kernel_device import DEVICE, here, marks, same, tensors
 
 pytestmark = marks
 

@@ -1,4 +1,4 @@
-"""What is said, and kept, when a run goes on with something else than it was saved with."""
+"""Resuming with changed settings says what changed, and keeps what still fits."""
 
 from typing import Any
 

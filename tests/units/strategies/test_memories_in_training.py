@@ -1,9 +1,7 @@
-"""Memories inside a Trainer: what they ask of strategy and optimizer."""
+"""Memories move weights in a Trainer as their formulas say, and refuse optimizers that clash."""
 
-import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -11,36 +9,22 @@ from pytorch_lightning.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_gc import (
-    DGC,
     GlobalMomentum,
     LocalMomentum,
     MomentumCorrection,
     NoMemory,
     PerParameter,
-    Signum,
     StepAhead,
     TopK,
 )
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
-from tests.processes import spread
-from tests.simulations import Plain, loader, real, simulated
+from tests.support.fitting import quiet_trainer, unwarned
+from tests.support.models import PlainSGD, common_batches
 
-pytestmark = pytest.mark.processes
 EVERYWHERE = PerParameter(TopK(0.05))
 
 
-class Still(Plain):
-    """Plain SGD, with whatever else is asked for."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__()
-        self.arguments = arguments
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.rate, **self.arguments)
-
-
-class Watching(Still):
+class Watching(PlainSGD):
     """Notes the weights that its forward passes see, and those that its optimizer steps from."""
 
     def __init__(self) -> None:
@@ -61,25 +45,16 @@ def train(
     memory: Any, module: pl.LightningModule, compressor: Any = EVERYWHERE, **more: Any
 ) -> None:
     strategy = SimulatedDDPStrategy(compressor, memory, workers=2)
-    settings = {"max_epochs": 1, "limit_train_batches": 6, "logger": False, **more}
-    settings.setdefault("enable_checkpointing", "callbacks" in more)
-    with warnings.catch_warnings():  # Lightning warns of much that is not ours
-        warnings.simplefilter("ignore")
-        trainer = pl.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **settings,
-        )
-        trainer.fit(module, loader())
+    trainer = quiet_trainer(strategy, **{"limit_train_batches": 6, **more})
+    with unwarned():
+        trainer.fit(module, common_batches())
 
 
 @pytest.mark.parametrize("arguments", [{}, {"nesterov": True}, {"weight_decay": 0.01}])
 def test_momentum_correction_of_everything_is_sgd_with_momentum(arguments: dict[str, Any]) -> None:
     """Trained by Lightning: density 1 with the memory's momentum, and torch's own without it."""
     torch.manual_seed(0)
-    ours, theirs = Still(), Still(momentum=0.9, **arguments)
+    ours, theirs = PlainSGD(), PlainSGD(momentum=0.9, **arguments)
     theirs.load_state_dict(ours.state_dict())
     torch.manual_seed(1)
     train(MomentumCorrection(0.9, **arguments), ours, PerParameter(TopK(1.0)))
@@ -103,7 +78,7 @@ def test_a_step_ahead_and_back(alpha: float) -> None:
                 zero = torch.zeros_like(module.head.weight)
                 errors.append(known.get("head.weight", zero).clone())
 
-    train(StepAhead(alpha), module, callbacks=[Note()], enable_checkpointing=False)
+    train(StepAhead(alpha), module, callbacks=[Note()])
     assert len(errors) == len(module.forward_at) == 12
     assert len(module.step_from) == 6
     for number, seen in enumerate(module.forward_at):
@@ -153,26 +128,6 @@ def test_what_is_saved_after_an_exception_has_not_moved(tmp_path: Any) -> None:
         assert torch.equal(saved["state_dict"]["head.weight"], clean.step_from[3])
 
 
-def test_real_workers_do_the_same() -> None:
-    memories = [
-        MomentumCorrection(0.9, clip=1.0, weight_decay=0.01),
-        GlobalMomentum(0.5),
-        StepAhead(average_every=4),
-    ]
-    cases = [
-        {"compressor": EVERYWHERE, "module": Still, "options": {"memory": memory}}
-        for memory in memories
-    ]
-    cases.append({"compressor": PerParameter(Signum()), "module": Still})
-    cases.append({"compressor": PerParameter(DGC(0.05)), "module": Still})
-    runs = zip(*spread(real, 2, 2, cases, timeout=110), strict=True)
-    for case, them in zip(cases, runs, strict=True):
-        us = simulated(2, case)
-        assert us["digest"] == them[0]["digest"], case
-        assert us["errors"] == [run["errors"][0] for run in them], case
-        assert all(np.isfinite(p).all() for p in us["parameters"])
-
-
 @pytest.mark.parametrize(
     ("memory", "arguments", "word"),
     [
@@ -186,11 +141,11 @@ def test_optimizers_that_do_it_too_are_refused(
     memory: Any, arguments: dict[str, Any], word: str
 ) -> None:
     with pytest.raises(ValueError, match=word):
-        train(memory, Still(**arguments))
+        train(memory, PlainSGD(**arguments))
 
 
 def test_adam_has_momentum() -> None:
-    class WithAdam(Still):
+    class WithAdam(PlainSGD):
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters())
 
@@ -200,7 +155,7 @@ def test_adam_has_momentum() -> None:
 
 def test_where_workers_vote_all_tensors_do() -> None:
     """A learning rate for signs would leave what goes dense next to where it was."""
-    module = Still()
+    module = PlainSGD()
     before = [parameter.detach().clone() for parameter in module.parameters()]
     train(None, module, "sign_sgd", limit_train_batches=1)
     for now, was in zip(module.parameters(), before, strict=True):
@@ -222,5 +177,5 @@ def test_simulated_workers_decode_what_somebody_looks_at(
         plain(*arguments)
 
     monkeypatch.setattr(TopK, "decode", counted)
-    train(memory, Still(), limit_train_batches=1)
-    assert len(calls) == decoded * 2 * len(list(Still().parameters()))
+    train(memory, PlainSGD(), limit_train_batches=1)
+    assert len(calls) == decoded * 2 * len(list(PlainSGD().parameters()))

@@ -1,4 +1,4 @@
-"""How far a run has come, held against what really happens in small runs."""
+"""How far a run has come is known for every combination of Trainer settings."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What simulated workers refuse, each in a sentence; what they leave alone; what they log."""
+"""SimulatedDDPStrategy refuses what cannot work, deals training data only, and logs time."""
 
 import csv
 from pathlib import Path
@@ -17,7 +17,9 @@ from lightning_gc.controllers import TotalError
 from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
 from lightning_gc.strategies.simulation.micro_batches import to_batches, to_micro_batches
 from lightning_gc.strategies.simulation.sharded_loader import Dealt
-from tests.simulations import Plain, fit, loader, rows, simulated
+from tests.support.fitting import quiet_trainer
+from tests.support.models import Plain, common_batches, common_rows
+from tests.support.simulation import fit_case, simulated
 
 TOPK = PerParameter(TopK(0.1))
 
@@ -80,7 +82,7 @@ class Sparse(Plain):
 
 class Endless(IterableDataset[Tensor]):
     def __iter__(self) -> Any:
-        return iter(rows(5 * 4))
+        return iter(common_rows(5 * 4))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ class Endless(IterableDataset[Tensor]):
         ({"module": Thaws}, RuntimeError, r"head\.bias has begun to require a gradient"),
         ({"module": Sparse}, ValueError, "sparse=True"),
         (
-            {"data": lambda: loader(20, 4), "use_distributed_sampler": False},
+            {"data": lambda: common_batches(20, 4), "use_distributed_sampler": False},
             ValueError,
             r"5 micro-batches, and 2 .*limit_train_batches=2\)",
         ),
@@ -156,9 +158,9 @@ def test_networks(topology: Any) -> None:
 
 def test_one_strategy_for_one_trainer() -> None:
     strategy = SimulatedDDPStrategy(TOPK, workers=2)
-    pl.Trainer(strategy=strategy, logger=False, accelerator="cpu")
+    quiet_trainer(strategy)
     with pytest.raises(ValueError, match="SimulatedDDPStrategy already belongs to a Trainer"):
-        pl.Trainer(strategy=strategy, logger=False, accelerator="cpu")
+        quiet_trainer(strategy)
 
 
 class Validates(Plain):
@@ -185,25 +187,18 @@ class Validates(Plain):
 def test_only_training_data_is_dealt(interval: float, when: list[int]) -> None:
     """``val_check_interval`` counts batches of a worker; validation sees every row, in order."""
     module = Validates()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=SimulatedDDPStrategy(TOPK, workers=3),
-        max_epochs=1,
-        val_check_interval=interval,
-        num_sanity_val_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
+    trainer = quiet_trainer(
+        SimulatedDDPStrategy(TOPK, workers=3), val_check_interval=interval, num_sanity_val_steps=1
     )
-    trainer.fit(module, loader(120, 4), loader(20, 4))
+    trainer.fit(module, common_batches(120, 4), common_batches(20, 4))
     assert module.when[1:] == when
-    assert module.validated[4:] == rows(20)[:, 0].tolist() * len(when)
+    assert module.validated[4:] == common_rows(20)[:, 0].tolist() * len(when)
     assert module.workers == [0, 1, 2] * 10
     assert isinstance(trainer.train_dataloader, Dealt)
     assert isinstance(trainer.val_dataloaders, DataLoader)
     assert trainer.val_check_interval == interval
     before = [p.clone() for p in module.parameters()]
-    trainer.validate(module, loader(20, 4), verbose=False)
+    trainer.validate(module, common_batches(20, 4), verbose=False)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
@@ -217,7 +212,7 @@ def test_several_loaders() -> None:
             return self.loss(left, batch_idx) + self.loss(right, batch_idx)
 
     def loaders() -> Any:
-        return {"a": loader(24, 4), "b": loader(12, 3)}
+        return {"a": common_batches(24, 4), "b": common_batches(12, 3)}
 
     run = two(module=Pairs, data=loaders, max_epochs=1)
     assert run["steps"] == 3
@@ -229,7 +224,7 @@ def test_what_is_logged(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="", version="")
     network = NetworkModel(topology="ring")
     strategy = SimulatedDDPStrategy(TOPK, workers=2, network=network)
-    fit(strategy, logger=logger, log_every_n_steps=5)
+    fit_case(strategy, logger=logger, log_every_n_steps=5)
     with (tmp_path / "metrics.csv").open() as file:
         logged = [row for row in csv.DictReader(file) if row.get("compression/wire_bytes")]
     assert [int(row["step"]) for row in logged] == [4, 9, 14, 19, 24, 29]
@@ -265,7 +260,7 @@ def test_gradients_that_are_kept() -> None:
             type(self).sums = pl_module.sums
 
     case = {"compressor": Identity(), "module": Aside, "callbacks": [Looks()]}
-    simulated(2, case | {"data": lambda: loader(8, 4)})
+    simulated(2, case | {"data": lambda: common_batches(8, 4)})
     assert torch.allclose(Looks.sums[1], 2 * Looks.sums[0], rtol=1e-4)
 
 
@@ -288,9 +283,9 @@ def test_units_of_checkpoints() -> None:
 
 def test_monitor_names_both_strategies() -> None:
     monitor = CompressionMonitor()
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[monitor])
+    trainer = quiet_trainer("auto", callbacks=[monitor])
     with pytest.raises(ValueError, match="CompressedDDPStrategy and SimulatedDDPStrategy"):
-        trainer.fit(Plain(), loader(8, 1))
+        trainer.fit(Plain(), common_batches(8, 1))
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice for small fits

@@ -1,4 +1,4 @@
-"""Where side files lie, on disk and behind a URL, and that only a checkpoint's own are removed."""
+"""State files are found on disk and behind URLs, hold no code, and go with their checkpoint."""
 
 from pathlib import Path
 from typing import Any

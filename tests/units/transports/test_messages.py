@@ -1,4 +1,4 @@
-"""What a transport makes of any bytes and any lengths that arrive."""
+"""Transports survive any bytes and any lengths that arrive."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Residual(lr_aware=True) beside Algorithm 1 of the total-error paper, in NumPy, on quadratics."""
+"""Residual(lr_aware=True) matches Algorithm 1 of the total-error paper."""
 
 import numpy as np
 import pytest

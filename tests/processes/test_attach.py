@@ -1,0 +1,242 @@
+"""``attach``: equal to the strategy, resumed bit for bit, with a gradient scaler."""
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_gc import (
+    DGC,
+    QSGD,
+    Cast,
+    EFSignSGD,
+    GTopK,
+    Identity,
+    PowerSGD,
+    RandomK,
+    Residual,
+    SignSGD,
+    StepAhead,
+    TopK,
+    attach,
+)
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Accordion, Fixed
+from tests.support.fitting import ddp, digest, fit, unwarned
+from tests.support.processes import run_in_processes
+
+pytestmark = pytest.mark.processes
+STEPS = 20
+FAMILIES: tuple[Compressor, ...] = (
+    Identity(),
+    Cast(),
+    TopK(0.05),
+    RandomK(0.1),
+    QSGD(4),
+    EFSignSGD(),
+    SignSGD(),
+    PowerSGD(1),
+    GTopK(0.1),
+)
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return (self(x) - x[:, :4]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def batches(worker: int) -> Tensor:
+    return torch.randn(STEPS, 8, 16, generator=torch.Generator().manual_seed(7 + worker))
+
+
+class Loop:
+    """A training loop of a user's own."""
+
+    def __init__(self, worker: int, *args: Any, amp: bool = False, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        self.ddp = DistributedDataParallel(self.net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=amp)
+        both: dict[str, Any] = {"optimizers": self.optimizer, "scaler": self.scaler}
+        self.handle = attach(self.ddp, *args, **both | options)
+        self.data = batches(worker)
+
+    def run(self, start: int, stop: int, spoil: int = -1) -> None:
+        for step in range(start, stop):
+            x = self.data[step]
+            loss = (self.ddp(x) - x[:, :4]).square().mean()
+            if step == spoil:
+                loss = loss * math.inf
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def end(self) -> tuple[str, dict[str, Any]]:
+        state = self.handle.state_dict()
+        self.handle.close()
+        memory = state["engine"]["memory"]
+        return digest(self.net), {n: kept["error"].numpy() for n, kept in memory.items()}
+
+
+def both_ways(worker: int) -> list[tuple[Any, Any]]:
+    dist.init_process_group("gloo")
+    found = []
+    for compressor in FAMILIES:
+        loop = Loop(worker, compressor)
+        loop.run(0, STEPS)
+        own, errors = loop.end()
+        with unwarned():
+            data: Any = DataLoader(list(batches(worker)), batch_size=None)  # type: ignore[arg-type]
+            left = fit(ddp(compressor), Net, data, use_distributed_sampler=False)
+        theirs = left["errors"][0]
+        same = all((errors[n] == theirs[n]).all() for n in theirs) and len(errors) == len(theirs)
+        found.append(((own, same), (left["digest"], True)))
+    return found
+
+
+def test_it_equals_the_strategy() -> None:
+    """The same weights and errors, bit for bit, after 20 steps: one method of each family."""
+    for results in run_in_processes(both_ways, 2):
+        for compressor, (attached, strategy) in zip(FAMILIES, results, strict=True):
+            assert attached == strategy, compressor
+
+
+def interrupted(worker: int) -> list[Any]:
+    dist.init_process_group("gloo")
+    cases: list[Callable[[], tuple[Any, ...]]] = [
+        lambda: (TopK(0.05),),
+        lambda: (PowerSGD(1),),
+        lambda: (QSGD(4),),
+        lambda: (TopK(0.05), Residual(lr_aware=True)),
+        lambda: (TopK(0.05), None, None, Accordion(low=0.5, high=0.05, interval=1)),
+    ]
+    found = []
+    for case in cases:
+        straight, first, second = (Loop(worker, *case()) for _ in range(3))
+        for loop in (straight, first):
+            epochs(loop, 0, 10)
+        straight_rest = straight
+        saved = io.BytesIO()
+        torch.save(
+            {
+                "net": first.net.state_dict(),
+                "optimizer": first.optimizer.state_dict(),
+                "compression": first.handle.state_dict(),
+            },
+            saved,
+        )
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=True)
+        second.net.load_state_dict(loaded["net"])
+        second.optimizer.load_state_dict(loaded["optimizer"])
+        second.handle.load_state_dict(loaded["compression"])
+        for loop in (straight_rest, second):
+            epochs(loop, 10, STEPS)
+        (a, errors), (b, others) = straight.end(), second.end()
+        first.handle.close()
+        found.append((a, b, all((errors[n] == others[n]).all() for n in errors)))
+    return found
+
+
+def epochs(loop: Loop, start: int, stop: int) -> None:
+    for begin in range(start, stop, 5):
+        if loop.handle._control is not None:
+            loop.handle.begin_epoch(begin // 5, {"loss": 1.0}, max_epochs=4)
+        loop.run(begin, begin + 5)
+
+
+def test_it_resumes_bit_for_bit() -> None:
+    for results in run_in_processes(interrupted, 2):
+        for straight, resumed, same in results:
+            assert straight == resumed
+            assert same
+
+
+def overflowing(worker: int) -> list[str]:
+    """Worker 1's gradient overflows in step 5; the other run leaves that step out."""
+    dist.init_process_group("gloo")
+    spoiled = Loop(worker, TopK(0.05), amp=True)
+    spoiled.run(0, 10, spoil=5 if worker == 1 else -1)
+    without = Loop(worker, TopK(0.05), amp=True)
+    without.run(0, 5)
+    without.run(6, 10)
+    (a, errors), (b, others) = spoiled.end(), without.end()
+    assert spoiled.scaler.get_scale() < without.scaler.get_scale()
+    assert all((errors[n] == others[n]).all() for n in errors)
+    return [a, b]
+
+
+def test_an_overflow_on_one_worker_leaves_no_trace() -> None:
+    for a, b in run_in_processes(overflowing, 2):
+        assert a == b
+
+
+def handled(worker: int) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    loop = Loop(worker, TopK(0.05))
+    before = loop.handle.levels
+    loop.run(0, 1)
+    at_first = loop.handle.account().wire_bytes
+    loop.handle.set_levels(0.5, {"body.2.weight": None})
+    after = loop.handle.levels
+    loop.run(1, 2)
+    at_last = loop.handle.account().wire_bytes
+    said = []
+    wrong = loop.handle.state_dict() | {"workers": 3}
+    for attempt in (
+        lambda: loop.handle.load_state_dict(wrong),
+        lambda: loop.handle.begin_epoch(0),
+        lambda: attach(loop.net, TopK()),  # type: ignore[arg-type]
+        lambda: Loop(worker, TopK(), StepAhead()),
+        lambda: Loop(worker, TopK(), Residual(lr_aware=True), optimizers=()),
+        lambda: Loop(worker, DGC(0.1)),
+        lambda: Loop(worker, TopK(), None, None, Fixed(0.1), optimizers=()).handle.begin_epoch(0),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            said.append(str(error))
+    loop.handle.close()
+    return {"levels": (before, after), "bytes": (at_first, at_last), "said": said}
+
+
+def test_levels_bytes_and_refusals() -> None:
+    for found in run_in_processes(handled, 2):
+        before, after = found["levels"]
+        assert before == {"body.0.weight": 0.05, "body.2.weight": 0.05}
+        assert after == {"body.0.weight": 0.5, "body.2.weight": None}
+        assert found["bytes"][1] > 5 * found["bytes"][0] > 0
+        words = (
+            "workers=3",
+            "controller=",
+            "wrap",
+            "StepAhead",
+            "optimizers=",
+            "momentum",
+            "optim",
+        )
+        assert len(found["said"]) == len(words)
+        for sentence, word in zip(found["said"], words, strict=True):
+            assert word in sentence
