@@ -89,11 +89,9 @@ class Accordion(Controller):
 
     @property
     def gradients(self) -> Literal["none", "epoch sum", "first batch"]:  # type: ignore[override]
-        """The gradient norms that the detector compares."""
         return "epoch sum" if self.detector == "epoch" else "first batch"
 
     def check(self, knob: KnobLike | None) -> None:
-        """Refuse a ``low`` that compresses more than ``high`` with this knob."""
         super().check(knob)
         assert knob is not None
         if not compresses_less(self.low, self.high, knob):
@@ -104,11 +102,9 @@ class Accordion(Controller):
             )
 
     def init(self) -> State:
-        """Return the state without norms, in which all parameters are critical."""
         return {"norms": {}, "critical": {}, "rate": None}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Compare norms if a check is due, compare learning rates, return levels."""
         epoch, falls = observation.epoch, False
         norms, critical, rate = state["norms"], state["critical"], state["rate"]
         why = "between checks"

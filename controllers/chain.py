@@ -42,30 +42,24 @@ class Chain(Controller):
 
     @property
     def gradients(self) -> Literal["none", "epoch sum", "first batch"]:  # type: ignore[override]
-        """The gradient norms that either needs."""
         return self.first.gradients if self.first.gradients != "none" else self.then.gradients
 
     @property
     def errors(self) -> bool:  # type: ignore[override]
-        """Whether either needs ``total_error``."""
         return self.first.errors or self.then.errors
 
     def check(self, knob: KnobLike | None) -> None:
-        """Check the knob with both."""
         self.first.check(knob)
         self.then.check(knob)
 
     def init(self) -> State:
-        """Return both states."""
         return {"first": self.first.init(), "then": self.then.init(), "over": 0.0}
 
     def turns(self, epoch: int) -> int:
-        """Ask the controller of that epoch."""
         first = epoch < self.at_epoch
         return self.first.turns(epoch) if first else self.then.turns(epoch - self.at_epoch)
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Ask the controller of the next epoch."""
         if observation.epoch + 1 < self.at_epoch:
             decision, new = self.first.decide(observation, state["first"])
             return decision, {**state, "first": new}

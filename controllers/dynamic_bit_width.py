@@ -84,7 +84,6 @@ class DynamicBitWidth(Controller):
                 raise ValueError(f"DynamicBitWidth({name}={getattr(self, name)!r}): 1 or more.")
 
     def check(self, knob: KnobLike | None) -> None:
-        """Refuse steps of increasing compression."""
         super().check(knob)
         assert knob is not None
         levels = [level for _, level in self.steps]
@@ -97,11 +96,9 @@ class DynamicBitWidth(Controller):
                 )
 
     def init(self) -> State:
-        """Return the state at the first step."""
         return {"step": 0, "epochs": 0, "released": 0, "loss": None}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Count the epoch, choose the step, release or resume compression."""
         if observation.epoch < 0:
             return self._at(0, "The first step."), dict(state)
         metric = self._metric(observation, self.monitor)

@@ -29,9 +29,7 @@ class Fixed(Controller):
         check_level(self, self.level)
 
     def init(self) -> State:
-        """Return the empty state."""
         return {}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Return the level."""
         return Decision(self.level, reason="The level is fixed."), state

@@ -63,11 +63,9 @@ class Schedule(Controller):
         return cls(tuple(final ** ((i + 1) / epochs) for i in range(epochs)))
 
     def init(self) -> State:
-        """Return the empty state."""
         return {}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Return the next epoch's level."""
         following = observation.epoch + 1
         index = following
         if self.by == "progress":

@@ -82,7 +82,6 @@ class TotalError(Controller):
         object.__setattr__(self, "moments", self.estimate_epochs > 0)
 
     def check(self, knob: KnobLike | None) -> None:
-        """Refuse compressors whose knob is not a threshold."""
         if knob is None or knob.field != "threshold":
             what = "no level" if knob is None else f"a {knob.field}"
             raise ValueError(
@@ -90,15 +89,12 @@ class TotalError(Controller):
             )
 
     def init(self) -> State:
-        """Return the state without measurements, with nothing of the budget spent."""
         return {"level": None, "moments": [], "spent": 0.0, "over": 0.0, "recent": []}
 
     def turns(self, epoch: int) -> int:
-        """Decide within epochs if there is a budget."""
         return 0 if self.budget is None else _DECISIONS
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Return the next epoch's threshold."""
         new = {**self.init(), **state}
         if self.budget is not None:
             return self._spend(self.budget, observation, new)

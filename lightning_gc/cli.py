@@ -7,15 +7,13 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_gc import __version__
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-
-_EPILOG = "Exit codes: 0 done, 1 failed, 2 something in the request is wrong, 130 Ctrl-C."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,119 +30,96 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Models and plug-ins are in the user's folder, as for `python -m`.
     sys.path.insert(0, os.getcwd())
     try:
-        code: int = options.run(options)
-        return code
+        return int(options.run(options))
     except KeyboardInterrupt:
         print("Stopped. What is done is kept; the same command goes on.", file=sys.stderr)  # noqa: T201
         return INTERRUPTED
     except (ValueError, ImportError, RuntimeError) as error:
-        if not _is_for_users(error):
-            raise
+        ours = type(error).__module__.startswith("lightning_gc")
+        if not ours and type(error) not in (ValueError, ImportError):
+            raise  # not a sentence for users: with its traceback
         print(f"lightning-gc: {error}", file=sys.stderr)  # noqa: T201
         return USAGE if isinstance(error, ValueError) else FAILED
 
 
-def _is_for_users(error: Exception) -> bool:
-    """Return whether an error is a sentence for users; others are shown with their traceback."""
-    module = type(error).__module__
-    return module.startswith("lightning_gc") or type(error) in (ValueError, ImportError)
-
-
 def _parser() -> argparse.ArgumentParser:
+    epilog = "Exit codes: 0 done, 1 failed, 2 something in the request is wrong, 130 Ctrl-C."
     parser = argparse.ArgumentParser(
         prog="lightning-gc",
         description="Tune, compare, measure and list methods of gradient compression.",
-        epilog=_EPILOG,
+        epilog=epilog,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    tune = commands.add_parser(
-        "tune",
-        help="tune every method in a study of its own, then run the winners",
-        description="Tune every method in a study of its own with the same number of trials, then "
-        "run the winners over several seeds. Repeat the command to resume; run it several times at "
-        "once, with one storage, to share the work.",
-        epilog=_EPILOG,
+    def command(run: Callable[[argparse.Namespace], int], short: str, long: str) -> Any:
+        name = run.__name__.removeprefix("_")
+        made = commands.add_parser(name, help=short, description=long, epilog=epilog)
+        made.set_defaults(run=run)
+        return made.add_argument
+
+    storage = "path of a journal file, or a database URL such as postgresql://user@host/name"
+    add = command(
+        _tune,
+        "tune every method in a study of its own, then run the winners",
+        "Tune every method in a study of its own with the same number of trials, then run the "
+        "winners over several seeds. Repeat the command to resume; run it several times at once, "
+        "with one storage, to share the work.",
     )
-    add = tune.add_argument
     add("config", type=Path, help="YAML with LightningCLI's model, data and trainer, and tune")
-    add(
-        "--compressor",
-        nargs="+",
-        metavar="NAME",
-        help="methods of the file, or compressors by name (default: all methods of the file); the "
-        "dense baseline is always among them",
-    )
+    methods = "methods of the file, or compressors by name"
+    dense = " (default: all methods of the file); the dense baseline is always among them"
+    add("--compressor", nargs="+", metavar="NAME", help=methods + dense)
     add("--trials", type=int, metavar="N", help="per study (default: what the file says, or 60)")
     add("--workers", type=int, metavar="W", help="simulated workers (default: as in the file)")
-    add("--storage", help=_STORAGE + " (default: runs/tune/<name>.journal)")
+    add("--storage", help=storage + " (default: runs/tune/<name>.journal)")
     add("--no-finals", action="store_true", help="leave out the runs of the winners")
-    tune.set_defaults(run=_tune)
 
-    report = commands.add_parser(
-        "report",
-        help="write tables, plots and one HTML page about an experiment",
-        description="Write report.md, report.html, plots/ and tables/ about an experiment.",
-        epilog=_EPILOG,
+    add = command(
+        _report,
+        "write tables, plots and one HTML page about an experiment",
+        "Write report.md, report.html, plots/ and tables/ about an experiment.",
     )
-    add = report.add_argument
-    add("--storage", required=True, help=_STORAGE)
+    add("--storage", required=True, help=storage)
     add("--out", type=Path, default=Path("runs", "report"), help="folder (default: %(default)s)")
     add("--name", help="of the experiment, where the storage holds several")
-    report.set_defaults(run=_report)
 
-    fit = commands.add_parser(
-        "fit",
-        help="train once, as LightningCLI does",
-        description="Train once with the file's model, data and trainer. Everything else is handed "
-        "to LightningCLI, such as --trainer.strategy or --model.learning_rate.",
-        epilog=_EPILOG,
+    add = command(
+        _fit,
+        "train once, as LightningCLI does",
+        "Train once with the file's model, data and trainer. Everything else is handed to "
+        "LightningCLI, such as --trainer.strategy or --model.learning_rate.",
     )
-    fit.add_argument("config", type=Path, help="the same YAML; its section tune is ignored")
-    fit.set_defaults(run=_fit)
+    add("config", type=Path, help="the same YAML; its section tune is ignored")
 
-    bench = commands.add_parser(
-        "bench",
-        help="seconds per step on your machines and model, beside plain DDP and torch's hooks",
-        description="Train for some steps in turn without synchronisation, with plain DDP, with "
-        "torch's fp16 and PowerSGD hooks and with ours, and compare seconds, bytes and loss. Start "
-        "it on all workers, by torchrun.",
-        epilog=_EPILOG,
+    add = command(
+        _bench,
+        "seconds per step on your machines and model, beside plain DDP and torch's hooks",
+        "Train for some steps in turn without synchronisation, with plain DDP, with torch's fp16 "
+        "and PowerSGD hooks and with ours, and compare seconds, bytes and loss. Start it on all "
+        "workers, by torchrun.",
     )
-    add = bench.add_argument
     add("config", type=Path, help="the same YAML; of its section tune only the methods are read")
-    add(
-        "--compressor",
-        nargs="+",
-        metavar="NAME",
-        help="methods of the file, or compressors by name with fields, memory and scheme: "
-        "topk:density=0.001,scheme=two_shot (default: four of them)",
-    )
+    example = "topk:density=0.001,scheme=two_shot (default: four of them)"
+    fields = f" with fields, memory and scheme: {example}"
+    add("--compressor", nargs="+", metavar="NAME", help=methods + fields)
     add("--rounds", type=int, default=3, help="measurements of each method (default: %(default)s)")
     add("--steps", type=int, default=20, help="measured steps per round (default: %(default)s)")
     add("--timeout", type=float, default=120, help="of a collective, in s (default: %(default)s)")
     add("--find-unused-parameters", action="store_true", help="as for DDP, for all methods")
     add("--out", type=Path, default=Path("runs", "bench"), help="folder (default: %(default)s)")
-    bench.set_defaults(run=_bench)
 
-    listing = commands.add_parser(
-        "list",
-        help="compressors, memories, schemes, controllers, and wire formats",
-        description="List the registered classes with what they declare. Bounds and bits per "
-        "element are those of the default instance for a 512 x 512 matrix.",
-        epilog=_EPILOG,
+    add = command(
+        _list,
+        "compressors, memories, schemes, controllers, and wire formats",
+        "List the registered classes with what they declare. Bounds and bits per element are those "
+        "of the default instance for a 512 x 512 matrix.",
     )
-    add = listing.add_argument
     families = "compressors, memories, schemes, controllers, wire (default: all)"
     add("families", nargs="*", metavar="FAMILY", help=families)
     add("--wide", action="store_true", help="a column for everything, with ranges to tune")
     add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
-    listing.set_defaults(run=_list)
     return parser
-
-
-_STORAGE = "path of a journal file, or a database URL such as postgresql://user@host/name"
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -154,14 +129,12 @@ def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.tuning.yaml_config import load
 
     quiet_libraries()
-    changes = {"trials": options.trials, "workers": options.workers}
-    experiment, known = load(options.config, **changes)
+    experiment, known = load(options.config, trials=options.trials, workers=options.workers)
     methods = {method.name: method for method in known}
-    names = options.compressor or list(methods)
+    names = options.compressor or methods
     if not names:
         raise ValueError(
-            f"{options.config} names no methods; add them to its section tune, or name compressors "
-            f"with --compressor."
+            f"{options.config} names no methods; add them to its section tune, or use --compressor."
         )
     wanted = [methods.get(name) or Method(name) for name in names]
     storage = options.storage or str(Path("runs", "tune", f"{experiment.name}.journal"))
@@ -180,10 +153,8 @@ def _outcome(study: Any) -> str:
     best = best_trial(study)
     if best is None:
         return "no trial has completed within its budget"
-    params = ", ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in best.params.items()
-    )
+    shown = {n: f"{v:.4g}" if isinstance(v, float) else v for n, v in best.params.items()}
+    params = ", ".join(f"{name}={value}" for name, value in shown.items())
     return f"best {best.values[0]:.5g} with {params}"
 
 
@@ -224,8 +195,7 @@ def _list(options: argparse.Namespace) -> int:
     for family in options.families:
         if family not in FAMILIES:
             raise ValueError(f"{family!r} is no family; there are {', '.join(FAMILIES)}.")
-    width = shutil.get_terminal_size(fallback=(120, 24)).columns
-    width = max(width, 220) if options.wide else width
+    width = max(shutil.get_terminal_size((120, 24)).columns, 220 if options.wide else 0)
     families = options.families or FAMILIES
     texts = (markdown(f) if options.markdown else plain(f, width, options.wide) for f in families)
     sys.stdout.write("\n".join(texts))

@@ -18,7 +18,7 @@ ADAPTORS = {
     "pytorch_lightning": "lightning_gc.strategies.for_pytorch_lightning",
     "lightning.pytorch": "lightning_gc.strategies.for_lightning",
 }
-"""Lightning package -> module with our strategies for it, which registers their names."""
+"""Lightning package -> module that registers our strategies for it."""
 
 
 def lightning() -> str:

@@ -21,8 +21,8 @@ class NetworkModel:
     - ``"ring"``: ``8·S/B + 2·(W − 1)·t``: a ring all-reduce or all-gather.
     - ``"all_gather"``: ``(W − 1)·8·M/B + (W − 1)·t``: a message to each of the others.
 
-    One worker sends nothing: 0 seconds. The latency counts once per step, as if it had one request.
-    Communication does not overlap with computation, and links are not shared.
+    One worker sends nothing: 0 seconds. A step is one request. Communication does not overlap with
+    computation, and links are not shared.
 
     Args:
         bandwidth_gbps: of a worker's link in each direction, in 10⁹ bits per second.
@@ -33,10 +33,8 @@ class NetworkModel:
         ValueError: a bandwidth that is not above 0, a negative latency, an unknown topology.
 
     Example:
-        A dense gradient of 4,444,800 float32 elements, 17.8 MB, among 4 workers at 10 Gb/s:
-
         >>> from lightning_gc import NetworkModel
-        >>> dense = 4 * 4_444_800
+        >>> dense = 4 * 4_444_800  # bytes of a gradient, 17.8 MB, among 4 workers at 10 Gb/s
         >>> round(NetworkModel().seconds(4, message_bytes=dense), 4)
         0.0284
         >>> ring = NetworkModel(latency_us=50, topology="ring")
@@ -44,8 +42,7 @@ class NetworkModel:
         0.0216
 
     Reference:
-        The parameter server at 10 Gb/s without latency is the model of the thesis that this library
-        reproduces.
+        The thesis that this library reproduces: a parameter server at 10 Gb/s without latency.
     """
 
     bandwidth_gbps: float = 10.0
@@ -55,18 +52,15 @@ class NetworkModel:
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth_gbps < math.inf:
             raise ValueError(
-                f"NetworkModel(bandwidth_gbps={self.bandwidth_gbps!r}): give 10⁹ bits per second, "
-                f"above 0, such as 10.0."
+                f"NetworkModel(bandwidth_gbps={self.bandwidth_gbps!r}): give 10⁹ bits/s, above 0."
             )
         if not 0 <= self.latency_us < math.inf:
             raise ValueError(
                 f"NetworkModel(latency_us={self.latency_us!r}): give microseconds, 0 or more."
             )
         if self.topology not in get_args(Topology):
-            raise ValueError(
-                f"NetworkModel(topology={self.topology!r}): use one of "
-                f"{', '.join(map(repr, get_args(Topology)))}."
-            )
+            known = ", ".join(map(repr, get_args(Topology)))
+            raise ValueError(f"NetworkModel(topology={self.topology!r}): use one of {known}.")
 
     def seconds(self, workers: int, message_bytes: float = 0, wire_bytes: float = 0) -> float:
         """Return the estimated seconds of communication of one step.

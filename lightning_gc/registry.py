@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
+from types import FunctionType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -14,18 +15,15 @@ T = TypeVar("T")
 def export(namespace: dict[str, Any], *more: str) -> None:
     """Set ``__all__`` of a package to the public classes and functions in its namespace.
 
-    Static tools must not see the assignment: they would read a computed ``__all__`` as an empty
-    one. Without it they go by ``from x import Y as Y``, which says the same.
+    Static tools, which would read a computed ``__all__`` as an empty one, must not see it. They go
+    by ``from x import Y as Y``.
 
     Args:
         namespace: the package's ``globals()``.
         more: names of constants to export as well.
     """
-    found = (
-        name
-        for name, value in namespace.items()
-        if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))
-    )
+    kinds = (type, FunctionType)
+    found = [n for n, v in namespace.items() if isinstance(v, kinds) and not n.startswith("_")]
     namespace["__all__"] = sorted([*found, *more])
 
 
@@ -34,12 +32,9 @@ def subclasses(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]
 
     The name is that of the file that holds the class: ``hard_threshold.py`` -> ``HardThreshold``.
     """
-    classes = (v for v in namespace.values() if inspect.isclass(v) and issubclass(v, base))
-    return {
-        cls.__module__.rpartition(".")[2]: cls
-        for cls in sorted(classes, key=lambda cls: cls.__name__)
-        if not inspect.isabstract(cls)
-    }
+    classes = [v for v in namespace.values() if inspect.isclass(v) and issubclass(v, base)]
+    classes = sorted(classes, key=lambda cls: cls.__name__)
+    return {c.__module__.rpartition(".")[2]: c for c in classes if not inspect.isabstract(c)}
 
 
 def concrete(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:
@@ -55,13 +50,11 @@ def required_fields(cls: type) -> set[str]:
 
 
 def public_name(path: str) -> str:
-    """Return the dotted path that users write; ours are in ``lightning_gc.<package>``.
+    """Return the dotted path that users write; only ours change, to ``lightning_gc.<package>``.
 
     Example:
         >>> public_name("lightning_gc.compressors.sparsifiers.topk.TopK")
         'lightning_gc.compressors.TopK'
-        >>> public_name("mine.codecs.Codec")
-        'mine.codecs.Codec'
     """
     top, _, rest = path.partition(".")
     if top != __name__.partition(".")[0]:

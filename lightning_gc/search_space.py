@@ -16,8 +16,7 @@ class Range:
         field: name of the tuned field or argument.
         low: least value.
         high: greatest value.
-        scale: whether equal shares of the range are equal factors (``"log"``) or equal
-            differences (``"linear"``).
+        scale: whether equal shares are equal factors (``"log"``) or differences (``"linear"``).
         integer: whether only whole numbers are drawn.
 
     Raises:
@@ -72,10 +71,7 @@ class Choice:
             raise ValueError(f"{self.field}: there is nothing to choose from.")
         for value in self.values:
             if not isinstance(value, str | int | float | None):
-                raise ValueError(
-                    f"{self.field}: {value!r} cannot be chosen; use numbers, strings, true, false "
-                    f"or null."
-                )
+                raise ValueError(f"{self.field}: {value!r}; use numbers, strings, booleans, null.")
 
 
 Space = tuple[Range | Choice, ...]

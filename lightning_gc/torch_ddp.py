@@ -17,11 +17,10 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.synchronizer import Synchronizer, Workers, configure
-from lightning_gc.synchronizer.bucket_regrouping import Regrouping
+from lightning_gc.strategies.checkpoint.pytree import each_tensor
+from lightning_gc.synchronizer import Configuration, Synchronizer, Workers, configure
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
 from lightning_gc.synchronizer.validation import check_controller, refuse_sparse_gradients
-from lightning_gc.synchronizer.workers import learning_rates_of
 from lightning_gc.transports.accounting import Account
 
 FORMAT = 1
@@ -78,7 +77,15 @@ def attach(
             loss.backward()
             optimizer.step()
     """
-    return Attached(ddp, compressor, memory, scheme, controller, optimizers, scaler, seed, timeout)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ValueError(
+            f"attach({type(ddp).__name__}(...)): give a DistributedDataParallel module; wrap the "
+            f"model first: attach(DistributedDataParallel(model), ...)."
+        )
+    configuration = configure("attach", compressor, memory, scheme, seed)
+    if isinstance(optimizers, torch.optim.Optimizer):
+        optimizers = [optimizers]
+    return Attached(ddp, configuration, controller, list(optimizers), scaler, timeout)
 
 
 class Attached:
@@ -87,25 +94,14 @@ class Attached:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        compressor: Compressor | str,
-        memory: Memory | str | None,
-        scheme: Scheme | str | None,
+        configuration: Configuration,
         controller: Controller | None,
-        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        optimizers: list[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler | None,
-        seed: int,
         timeout: timedelta | None,
     ) -> None:
-        if not isinstance(ddp, DistributedDataParallel):
-            raise ValueError(
-                f"attach({type(ddp).__name__}(...)): give a DistributedDataParallel module; wrap "
-                f"the model first: attach(DistributedDataParallel(model), ...)."
-            )
-        configuration = configure("attach", compressor, memory, scheme, seed)
-        if isinstance(optimizers, torch.optim.Optimizer):
-            optimizers = [optimizers]
-        self._optimizers = list(optimizers)
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._optimizers = optimizers
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._check(configuration.memory)
         if controller is not None:
             check_controller(controller, configuration.compressor, configuration.memory, "attach")
@@ -119,8 +115,8 @@ class Attached:
             self._device,
             self._group,
             timeout,
-            before_round=self._before_round,
-            revocable=self._scaler is not None,
+            before_round=partial(self._workers.prepare_round, scaler, optimizers),
+            revocable=scaler is not None,
             agreed={"controller": repr(controller)},
         )
         self._control: ControlLoop | None = None
@@ -143,13 +139,6 @@ class Attached:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 memory.check_optimizer(group)
-
-    def _before_round(self) -> None:
-        rates = None
-        if self._workers.configuration.memory.lr_aware:
-            rates = learning_rates_of(self._optimizers, self._workers.names)
-        scale = None if self._scaler is None else self._scaler._scale  # a tensor: no waiting
-        self._workers.prepare_round(scale, rates)
 
     @property
     def levels(self) -> dict[str, float | None]:
@@ -202,11 +191,9 @@ class Attached:
                 "There is no controller, or no optimizer whose learning rate it could see; give "
                 "attach(..., controller=Accordion(...), optimizers=optimizer)."
             )
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        rate = float(max(group["lr"] for group in groups))
         moment = partial(Moment, metrics or {}, **run)
-        decides = dist.get_rank(self._group) == 0
-        self._control.decide(epoch, rate, moment, Peers(decides, self._device, self._mean))
+        peers = Peers(dist.get_rank(self._group) == 0, self._device, self._mean)
+        self._control.decide(epoch, self._optimizers, moment, peers)
 
     def _mean(self, tensor: Tensor) -> Tensor:
         total = tensor.clone()
@@ -229,17 +216,24 @@ class Attached:
         engine = self._workers.first
         if engine.rounds.torn:
             raise RuntimeError("A step is under way, so its errors are not final; save after it.")
-        control = self._control
+        control, kept = self._control, None
+        if control is not None:
+            kept = {"loop": control.state_dict({}), "worker": control.statistics[0].own_state()}
+        return self._identity() | {
+            "layout": [list(names) for names in self._workers.layout],
+            "engine": engine.state_dict(),
+            "levels": engine.levels.requested(),
+            "control": kept,
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """Return the part of the state that must be equal where it is loaded."""
+        engine = self._workers.first
         return {
             "format": FORMAT,
             "worker": engine.worker,
             "workers": engine.workers,
             "configuration": self._workers.configuration.in_words(),
-            "layout": [list(names) for names in self._workers.layout],
-            "engine": engine.state_dict(),
-            "control": None
-            if control is None
-            else {"loop": control.state_dict({}), "worker": control.statistics[0].own_state()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -249,17 +243,11 @@ class Attached:
             ValueError: the state of another worker, number of workers, configuration or model.
         """
         engine = self._workers.first
-        now = self._workers.configuration.in_words()
-        for what, found, own in (
-            ("format", state["format"], FORMAT),
-            ("worker", state["worker"], engine.worker),
-            ("workers", state["workers"], engine.workers),
-            ("configuration", state["configuration"], now),
-        ):
-            if found != own:
+        for what, own in self._identity().items():
+            if state[what] != own:
                 raise ValueError(
-                    f"The state has {what}={found!r}, but here it is {own!r}; give every worker "
-                    f"the state that it has saved, and attach with the same arguments."
+                    f"The state has {what}={state[what]!r}, but here it is {own!r}; give every "
+                    f"worker the state that it has saved, and attach with the same arguments."
                 )
         shapes = self._workers.shapes
         for name, kept in state["engine"]["memory"].items():
@@ -269,9 +257,11 @@ class Attached:
                         f"The state has an error of {name} of shape {tuple(tensor.shape)}, but "
                         f"the model has {shapes.get(name, 'no such parameter')}."
                     )
-        engine.load_state_dict(copy.deepcopy(_on(dict(state["engine"]), self._device)))
-        regrouping = Regrouping(state["layout"])
-        self._workers.regrouping = regrouping if regrouping.fits(shapes) else None
+        there = each_tensor(state["engine"], lambda tensor: tensor.to(self._device))
+        engine.load_state_dict(copy.deepcopy(there))
+        if state["levels"] is not None:
+            self._workers.set_levels(*state["levels"])
+        self._workers.regroup(state["layout"])
         if self._control is not None and state["control"] is not None:
             self._control.load_state_dict(state["control"]["loop"])
             self._control.statistics[0].load_own_state(state["control"]["worker"])
@@ -279,13 +269,3 @@ class Attached:
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow."""
         self._synchronizer.close()
-
-
-def _on(tree: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return nested dicts with their tensors on ``device``."""
-    return {
-        name: _on(leaf, device)
-        if isinstance(leaf, dict)
-        else (leaf.to(device) if isinstance(leaf, Tensor) else leaf)
-        for name, leaf in tree.items()
-    }

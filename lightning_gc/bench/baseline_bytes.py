@@ -9,9 +9,6 @@ from torch import Tensor
 from lightning_gc.bench.baselines import FP16, NONE, PLAIN, POWER_SGD, RANK
 from lightning_gc.transports.base import all_reduce_bytes
 
-_MIN_RATE = 2
-"""PowerSGD's ``min_compression_rate``: tensors that would shrink less are sent dense."""
-
 
 def computed_bytes(method: str, parameters: Iterable[Tensor], workers: int) -> int:
     """Return the bytes of gradients that one worker sends in a step, by a ring all-reduce.
@@ -35,4 +32,5 @@ def low_rank_numel(tensor: Tensor) -> int:
     rows = tensor.shape[0] if tensor.dim() else 1
     columns = tensor.numel() // max(rows, 1)
     low = (rows + columns) * min(rows, columns, RANK)
-    return low if low * _MIN_RATE < tensor.numel() else tensor.numel()
+    # PowerSGD's ``min_compression_rate``: tensors that would shrink less are sent dense.
+    return low if low * 2 < tensor.numel() else tensor.numel()

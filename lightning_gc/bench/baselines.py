@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -12,18 +11,7 @@ from lightning_gc.tuning.lightning_flavour import pl
 NONE, PLAIN = "no synchronisation", "plain DDP"
 FP16, POWER_SGD = "torch fp16 hook", "torch PowerSGD hook"
 RANK = 2  # of PowerSGD
-ONE_BUCKET = {"bucket_cap_mb": 10_000}
-"""For PowerSGD over Gloo: it chains callbacks on Gloo's futures, and with several buckets these
-can dead-lock."""
-
-HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    FP16: lambda: (None, default_hooks.fp16_compress_hook),
-    POWER_SGD: lambda: (
-        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2),
-        powerSGD_hook.powerSGD_hook,
-    ),
-}
-BASELINES = (NONE, PLAIN, *HOOKS)
+BASELINES = (NONE, PLAIN, FP16, POWER_SGD)
 
 
 class HookStrategy(pl.strategies.DDPStrategy):
@@ -61,6 +49,10 @@ def baseline_strategy(method: str, process_group_backend: str, **settings: Any) 
         return UnsynchronisedStrategy(**settings)
     if method == PLAIN:
         return pl.strategies.DDPStrategy(**settings)
-    if method == POWER_SGD and process_group_backend == "gloo":
-        settings |= ONE_BUCKET
-    return HookStrategy(HOOKS[method](), **settings)
+    if method == FP16:
+        return HookStrategy((None, default_hooks.fp16_compress_hook), **settings)
+    if process_group_backend == "gloo":
+        # PowerSGD chains callbacks on Gloo's futures; with several buckets these can dead-lock.
+        settings["bucket_cap_mb"] = 10_000
+    state = powerSGD_hook.PowerSGDState(None, RANK, start_powerSGD_iter=2)
+    return HookStrategy((state, powerSGD_hook.powerSGD_hook), **settings)

@@ -37,7 +37,10 @@ def bench(options: argparse.Namespace) -> None:
         BenchError: a method has failed; unless another worker has, the traceback was printed.
     """
     worker = WorkerRank.from_environment()
-    _check(options)
+    for name, least in (("rounds", 1), ("steps", 2), ("timeout", 1)):
+        if getattr(options, name) < least:
+            value = getattr(options, name)
+            raise ValueError(f"--{name} {value:g}: must be at least {least}.")
     sections = read(options.config, needed=("model",))
     given = dict(sections.get("trainer") or {})
     device = worker.device(given.get("accelerator", "auto"))
@@ -59,7 +62,7 @@ def bench(options: argparse.Namespace) -> None:
     )
     say = _print if worker.rank == 0 else lambda text: None
     quiet_libraries()
-    ignored = sorted(set(given) - set(TRAINER_ARGUMENTS) - {"accelerator"})
+    ignored = sorted(given.keys() - kept.keys() - {"accelerator"})
     if ignored:
         say(f"Left aside of the file's trainer: {', '.join(ignored)}.")
     rows = _measure(setup, methods, options, device, say)
@@ -81,7 +84,8 @@ def _measure(
         torch.cuda.set_device(device)
     dist.init_process_group(setup.backend, timeout=setup.timeout)
     process_shutdown.register()
-    same = {name: repr(getattr(options, name)) for name in _SAME}
+    agreed = ("compressor", "rounds", "steps", "find_unused_parameters")
+    same = {name: repr(getattr(options, name)) for name in agreed}
     same["the file's sections"] = repr(dict(setup.build.sections))
     check_agreement(same, Distributed(), device)
     before = signal.getsignal(signal.SIGTERM)
@@ -95,16 +99,6 @@ def _measure(
     signal.signal(signal.SIGTERM, before)
     dist.destroy_process_group()
     return rows
-
-
-_SAME = ("compressor", "rounds", "steps", "find_unused_parameters")
-
-
-def _check(options: argparse.Namespace) -> None:
-    for name, least in (("rounds", 1), ("steps", 2), ("timeout", 1)):
-        value = getattr(options, name)
-        if value < least:
-            raise ValueError(f"--{name} {value:g}: must be at least {least}.")
 
 
 def _print(text: str) -> None:

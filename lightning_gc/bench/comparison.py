@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from lightning_gc.transports.distributed import Distributed, gather_text
 from lightning_gc.tuning.method import Method
 
 Say = Callable[[str], None]
-Measurements = dict[str, list[Measurement]]
 
 
 def compare(
@@ -23,7 +22,7 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Measure and return a row per method, the same on all workers.
 
-    Needs a process group. Methods take turns, so that other load on the machines affects all alike.
+    Needs a process group. Methods take turns, so that other load affects all alike.
 
     Args:
         setup: the same for all.
@@ -35,7 +34,7 @@ def compare(
     Raises:
         BenchError: a method has failed.
     """
-    found: Measurements = {name: [] for name in (*BASELINES, *methods)}
+    found: dict[str, list[Measurement]] = {name: [] for name in (*BASELINES, *methods)}
     for number in range(1, rounds + 1):
         for name, results in found.items():
             measured = measure(setup, name, methods.get(name))
@@ -43,22 +42,16 @@ def compare(
             median = statistics.median(measured.seconds)
             say(f"round {number} of {rounds}  {name}: {median:.4f} s per step")
     ours = json.dumps({name: [vars(each) for each in results] for name, results in found.items()})
-    texts = gather_text(ours, Distributed(), device)
-    gathered = [
-        {
-            name: [Measurement(**each) for each in results]
-            for name, results in json.loads(text).items()
-        }
-        for text in texts
-    ]
-    return dict(_rows(gathered, methods))
+    gathered = [json.loads(text) for text in gather_text(ours, Distributed(), device)]
+    for name, results in found.items():
+        results[:] = [Measurement(**each) for theirs in gathered for each in theirs[name]]
+    return dict(_rows(found, methods))
 
 
 def _rows(
-    gathered: Sequence[Measurements], methods: Mapping[str, Method]
+    found: Mapping[str, list[Measurement]], methods: Mapping[str, Method]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in gathered[0]:
-        measured = [each for results in gathered for each in results[name]]
+    for name, measured in found.items():
         seconds = sorted(second for each in measured for second in each.seconds)
         low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
         row: dict[str, Any] = {

@@ -26,8 +26,8 @@ TRAINER_ARGUMENTS = (
     *("accumulate_grad_batches", "use_distributed_sampler", "sync_batchnorm", "benchmark"),
     *("max_epochs", "max_steps", "limit_train_batches"),
 )
-"""Arguments of the file's Trainer that affect a step; the others are ignored. The length of a run is
-for learning rate schedules; it does not bound the number of steps."""
+"""Arguments of the file's Trainer that affect a step; the length of a run is for learning rate
+schedules, and does not bound the number of steps."""
 
 _QUIET: dict[str, Any] = {
     "logger": False,
@@ -48,16 +48,13 @@ class BenchError(RuntimeError):
 
     def __init__(self, rank: int, method: str, cause: Exception) -> None:
         text = f"{type(cause).__name__}: {cause}"
-        self.other_worker = isinstance(cause, (PeerError, dist.DistError)) or any(
-            sign in text for sign in _NETWORK
-        )
+        # DDP's network errors have no class of their own for Gloo.
+        signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
+        known = isinstance(cause, (PeerError, dist.DistError))
+        self.other_worker = known or any(sign in text for sign in signs)
         if self.other_worker and not isinstance(cause, PeerError):
             text = f"Another one has died or hangs; its own output says more. {text}"
         super().__init__(f"Worker {rank} cannot go on with {method}. {text}")
-
-
-_NETWORK = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
-"""Parts of messages of DDP's network errors, which for Gloo have no class of their own."""
 
 
 @dataclass(frozen=True)
@@ -109,23 +106,22 @@ def measure(setup: BenchSetup, name: str, method: Method | None) -> Measurement:
     setup.worker.restore_environment()
     settings = {"process_group_backend": setup.backend, "timeout": setup.timeout, **setup.ddp}
     try:
-        strategy = (
-            baseline_strategy(name, **settings)
-            if method is None
-            else make_strategy(method, **settings)
-        )
+        if method is None:
+            strategy = baseline_strategy(name, **settings)
+        else:
+            strategy = make_strategy(method, **settings)
         timer, module = _train(setup, strategy, WARMUP_STEPS + setup.steps, name)
         dist.barrier()
     except Exception as error:
         raise BenchError(setup.worker.rank, name, error) from error
     if method is None:
-        nbytes = float(computed_bytes(name, _trained(module), setup.worker.world_size))
+        trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        nbytes = float(computed_bytes(name, trained, setup.worker.world_size))
     else:
         nbytes = timer.bytes_per_step()
     last = timer.losses[-max(1, len(timer.losses) // 4) :]
-    return Measurement(
-        timer.seconds[WARMUP_STEPS:], nbytes, sum(last) / len(last) if last else None
-    )
+    loss = sum(last) / len(last) if last else None
+    return Measurement(timer.seconds[WARMUP_STEPS:], nbytes, loss)
 
 
 def _train(setup: BenchSetup, strategy: Any, steps: int, name: str) -> tuple[StepTimer, Any]:
@@ -154,7 +150,3 @@ def _train(setup: BenchSetup, strategy: Any, steps: int, name: str) -> tuple[Ste
 def _sent_bytes(trainer: Any) -> int:
     recording = getattr(trainer.strategy, "recording", None)
     return 0 if recording is None else int(recording.sent_bytes)
-
-
-def _trained(module: Any) -> list[Any]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]

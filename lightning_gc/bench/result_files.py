@@ -42,7 +42,8 @@ def write(
 
 
 def _about(config: Path, setup: BenchSetup, rounds: int) -> dict[str, Any]:
-    worker = setup.worker
+    worker, packages = setup.worker, ("torch", pl.__name__.partition(".")[0])
+    versions = [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
     return {
         "date": str(datetime.date.today()),
         "config": config.name,
@@ -51,10 +52,7 @@ def _about(config: Path, setup: BenchSetup, rounds: int) -> dict[str, Any]:
         "device": f"{setup.accelerator}, {setup.backend}",
         "rounds": rounds,
         "steps": setup.steps,
-        "versions": ", ".join(
-            [f"Python {platform.python_version()}"]
-            + [f"{part} {version(part)}" for part in ("torch", pl.__name__.partition(".")[0])]
-        ),
+        "versions": ", ".join(versions),
     }
 
 

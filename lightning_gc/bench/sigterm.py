@@ -35,7 +35,7 @@ class SigtermCallback(pl.Callback):
     def _exit(self, *_: Any) -> None:
         sys.stderr.write(
             f"lightning-gc: Worker {self.rank} was told to stop while it measured {self.method}; "
-            f"where torchrun did that, another worker has failed, and its summary says which.\n"
+            f"if by torchrun, another worker has failed, and its summary says which.\n"
         )
         sys.stderr.flush()
         # No exception: clean-up would wait for the failed worker.

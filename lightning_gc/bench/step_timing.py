@@ -41,13 +41,12 @@ class StepTimer(pl.Callback):
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         """Remove what could end the run before its last step."""
-        if self.steps is None:
-            return
-        # Schedulers have been made by now, and have read the length of the run.
-        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
-        # These would need a validation, and none is run.
-        schedulers = trainer.strategy.lr_scheduler_configs
-        schedulers[:] = [each for each in schedulers if not each.reduce_on_plateau]
+        if self.steps is not None:
+            # Schedulers have been made by now, and have read the length of the run.
+            trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
+            # These would need a validation, and none is run.
+            schedulers = trainer.strategy.lr_scheduler_configs
+            schedulers[:] = [each for each in schedulers if not each.reduce_on_plateau]
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """Start the clock."""

@@ -9,14 +9,7 @@ from typing import Any
 from lightning_gc.bench.baselines import NONE, PLAIN
 
 Rows = Mapping[str, Mapping[str, Any]]
-COLUMNS = (
-    "",
-    "s per step",
-    "times faster than DDP",
-    "times the limit",
-    "bytes per step",
-    "loss",
-)
+COLUMNS = ("", "s per step", "times faster than DDP", "times the limit", "bytes per step", "loss")
 FOOTNOTE = "* computed; the others are counted"
 
 

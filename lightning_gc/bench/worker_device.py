@@ -35,8 +35,7 @@ class WorkerRank:
         """Read the environment variables of torchrun, or of another launcher.
 
         Raises:
-            ValueError: they are not set, there is one worker only, or machines have unequal numbers
-                of workers.
+            ValueError: they are not set, or there is one worker, or unequal numbers of workers.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         if not all(name in os.environ for name in names):
@@ -47,8 +46,7 @@ class WorkerRank:
             raise ValueError(f"One worker has nobody to send to. Start several:\n  {_HOW}")
         if workers % local:
             raise ValueError(
-                f"{workers} workers, of which {local} on this machine: give all machines the same "
-                f"--nproc-per-node."
+                f"{local} of {workers} workers here: give all machines the same --nproc-per-node."
             )
         return cls(int(os.environ["RANK"]), workers, int(os.environ["LOCAL_RANK"]), local)
 

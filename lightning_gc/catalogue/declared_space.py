@@ -30,13 +30,14 @@ def declared(compressor: type[Compressor]) -> Space:
         (Range(field='density', low=0.0001, high=0.1, scale='log', integer=False),)
     """
     traits = traits_of(compressor)
-    space, knob = {entry.field: entry for entry in traits.space}, traits.knob
+    space, knob = traits.space, traits.knob
     fields = {field.name for field in dataclasses.fields(compressor)}  # type: ignore[arg-type]
-    if knob is not None and knob.field in fields - space.keys():  # else it is an inner compressor's
-        space[knob.field] = Range(knob.field, knob.low, knob.high, knob.scale, knob.integer)
-    for entry in space.values():
+    fields -= {entry.field for entry in space}
+    if knob is not None and knob.field in fields:  # else it is an inner compressor's
+        space += (Range(knob.field, knob.low, knob.high, knob.scale, knob.integer),)
+    for entry in space:
         check_entry(compressor, entry)
-    return tuple(space.values())
+    return space
 
 
 def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:

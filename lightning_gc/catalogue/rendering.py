@@ -17,8 +17,8 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
     Args:
         family: one of ``FAMILIES``.
         width: see ``text_table.plain``.
-        all_columns: a column for everything; else memory and scheme share one, as do class and
-            name, and there are no ranges to tune.
+        all_columns: a column for everything; else memory and scheme share one, class and name too,
+            and there are no ranges to tune.
     """
     rows, table = FAMILIES[family](), []
     for row in rows:

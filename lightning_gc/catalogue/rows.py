@@ -14,14 +14,7 @@ from lightning_gc import controllers
 from lightning_gc.catalogue.citations import cited
 from lightning_gc.catalogue.declared_space import declared
 from lightning_gc.coding.wire import Field
-from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor
-from lightning_gc.compressors.bounds import (
-    AbsoluteError,
-    Contraction,
-    Multiple,
-    Unbounded,
-    Variance,
-)
+from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor, bounds
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Knob
 from lightning_gc.controllers import Controller
@@ -34,10 +27,8 @@ from lightning_gc.testing import Lockstep
 
 SIDE = 512
 """Rows and columns of the matrix that bounds and bits per element are about."""
-
 NUMEL = 1_000_000
 """Elements of the tensor that wire formats are about."""
-
 SPREAD = 0.004
 """Standard deviation of measured elements, normal: 1.2 % of them reach a threshold of 0.01."""
 
@@ -87,24 +78,16 @@ def properties(compressor: Compressor) -> list[str]:
         "linear": traits.linear,
         "own rounds": isinstance(method, Collective),
         "unbiased": traits.unbiased,
-        "ragged": is_ragged(compressor),
+        "ragged": any(field.varies == "worker" for field in compressor.wire(SIDE**2)),
         "selects": isinstance(method, SparseCodec),
         "no mean": not traits.conserves,
     }
     return [name for name, holds in found.items() if holds]
 
 
-def is_ragged(compressor: Compressor) -> bool:
-    """Return whether lengths of the payload differ between workers."""
-    return any(field.varies == "worker" for field in compressor.wire(SIDE**2))
-
-
 @functools.cache
 def wire_bits(compressor: Compressor) -> float:
-    """Return the payload's bits per element of a matrix: as declared, measured where they vary.
-
-    What is sent dense is not counted by codecs: that is 32 bits an element.
-    """
+    """Return the payload's bits per element of a matrix: as declared, measured where they vary."""
     wire = compressor.wire(SIDE**2)
     if isinstance(compressor.method, Codec) and all(field.varies == "no" for field in wire):
         return 8 * sum(field.nbytes for field in wire) / SIDE**2
@@ -112,6 +95,7 @@ def wire_bits(compressor: Compressor) -> float:
     alone = Lockstep(1, compressor)
     alone.step([{"weight": SPREAD * drawn}])
     tally = alone.engines[0].statistics.tally
+    # Codecs do not count what is sent dense.
     return 8 * tally.payload_bytes / drawn.numel() if tally.elements else 32.0
 
 
@@ -120,34 +104,29 @@ def bound(compressor: Compressor, numel: int) -> str:
     found = compressor.bound(numel)
     if compressor.traits.exact:
         return "no error"
-    if isinstance(found, Contraction):
-        small = found.delta <= 0.99
-        return f"contraction\nδ = {_short(found.delta) if small else f'1 − {1 - found.delta:.3g}'}"
-    if isinstance(found, Variance):
-        return f"variance\nω = {_short(found.omega)}"
-    if isinstance(found, Multiple):
-        return f"‖error‖² ≤\n{_short(found.omega)}·‖x‖²"
-    if isinstance(found, AbsoluteError):
+    if isinstance(found, bounds.Contraction):
+        text = f"{found.delta:.3g}" if found.delta <= 0.99 else f"1 − {1 - found.delta:.3g}"
+        return f"contraction\nδ = {text}"
+    if isinstance(found, bounds.Variance):
+        return f"variance\nω = {found.omega:.3g}"
+    if isinstance(found, bounds.Multiple):
+        return f"‖error‖² ≤\n{found.omega:.3g}·‖x‖²"
+    if isinstance(found, bounds.AbsoluteError):
         other = compressor.bound(4 * numel)
-        if isinstance(other, AbsoluteError) and abs(other.v - 2 * found.v) <= 1e-6 * found.v:
-            return f"‖error‖ ≤\n{_short(found.v / numel**0.5)}·√d"
-        return f"‖error‖ ≤\n{_short(found.v)}"
-    assert isinstance(found, Unbounded), found
+        if isinstance(other, bounds.AbsoluteError) and abs(other.v - 2 * found.v) <= 1e-6 * found.v:
+            return f"‖error‖ ≤\n{found.v / numel**0.5:.3g}·√d"
+        return f"‖error‖ ≤\n{found.v:.3g}"
+    assert isinstance(found, bounds.Unbounded), found
     return "none"
 
 
 def written(instance: Any) -> str:
     """Return the call that makes a frozen configuration, without fields at their defaults."""
-    cls = type(instance)
+    cls, needed = type(instance), required_fields(type(instance))
     given = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
-    needed = required_fields(cls)
     plain = cls(**{name: given[name] for name in needed})
-    arguments = [
-        f"{name}={value!r}"
-        for name, value in given.items()
-        if name in needed or value != getattr(plain, name)
-    ]
-    return f"{cls.__name__}({', '.join(arguments)})"
+    shown = [n for n, value in given.items() if n in needed or value != getattr(plain, n)]
+    return f"{cls.__name__}({', '.join(f'{name}={given[name]!r}' for name in shown)})"
 
 
 def memory_row(name: str, cls: type[Memory]) -> Row:
@@ -164,9 +143,9 @@ def memory_row(name: str, cls: type[Memory]) -> Row:
 
 def scheme_row(name: str, cls: type[Scheme]) -> Row:
     """Return which compressors a scheme carries."""
-    codecs = {name for name, each in COMPRESSORS.items() if isinstance(each().method, Codec)}
-    taken = {name for name in codecs if _takes(cls(), COMPRESSORS[name]())}
-    takes = "all codecs" if taken == codecs else ", ".join(sorted(taken))
+    codecs = {name: c() for name, c in COMPRESSORS.items() if isinstance(c().method, Codec)}
+    taken = sorted(name for name, codec in codecs.items() if _takes(cls(), codec))
+    takes = "all codecs" if len(taken) == len(codecs) else ", ".join(taken)
     return Row(name, cls, {"takes": takes, "fields": _fields(cls)})
 
 
@@ -176,11 +155,6 @@ def _takes(scheme: Scheme, compressor: Compressor) -> bool:
     except ValueError:
         return False
     return True
-
-
-def controller_row(name: str, cls: type[Controller]) -> Row:
-    """Return how a controller is made."""
-    return Row(name, cls, {"fields": _fields(cls)})
 
 
 def wire_row(name: str, cls: type[Compressor]) -> Row:
@@ -198,10 +172,6 @@ def _tensor(field: Field) -> str:
     most = {"no": "", "step": "by step ≤ ", "worker": "≤ "}[field.varies]
     text = f"{field.name}: {most}{field.length:,} {str(field.dtype).removeprefix('torch.')}"
     return f"{text} ({field.note})" if field.note else text
-
-
-def _short(number: float) -> str:
-    return f"{number:.3g}"
 
 
 def _knob(knob: Knob) -> str:
@@ -231,7 +201,10 @@ FAMILIES: dict[str, Callable[[], list[Row]]] = {
     "compressors": lambda: _rows(compressor_row, COMPRESSORS),
     "memories": lambda: _rows(memory_row, MEMORIES),
     "schemes": lambda: _rows(scheme_row, SCHEMES),
-    "controllers": lambda: _rows(controller_row, subclasses(vars(controllers), Controller)),
+    "controllers": lambda: _rows(
+        lambda name, cls: Row(name, cls, {"fields": _fields(cls)}),
+        subclasses(vars(controllers), Controller),
+    ),
     "wire": lambda: _rows(wire_row, COMPRESSORS),
 }
 """Family -> function that returns its rows; some bits of compressors are measured, for seconds."""

@@ -10,8 +10,10 @@ from lightning_gc.compressors.bounds import Unbounded as Unbounded
 from lightning_gc.compressors.bounds import Variance as Variance
 from lightning_gc.compressors.identity import Identity as Identity
 from lightning_gc.compressors.low_rank.atomo_svd import AtomoSVD as AtomoSVD
+from lightning_gc.compressors.low_rank.factorisation import LowRank as LowRank
 from lightning_gc.compressors.low_rank.gradzip import GradZip as GradZip
 from lightning_gc.compressors.low_rank.powersgd import PowerSGD as PowerSGD
+from lightning_gc.compressors.quantisers.blockwise_8bit import Blockwise8Bit as Blockwise8Bit
 from lightning_gc.compressors.quantisers.cast import Cast as Cast
 from lightning_gc.compressors.quantisers.ecqsgd import ECQSGD as ECQSGD
 from lightning_gc.compressors.quantisers.float8 import Float8 as Float8
@@ -38,6 +40,9 @@ from lightning_gc.compressors.sparsifiers.redsync import RedSync as RedSync
 from lightning_gc.compressors.sparsifiers.sidco import SIDCo as SIDCo
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec as SparseCodec
 from lightning_gc.compressors.sparsifiers.strom_threshold import StromThreshold as StromThreshold
+from lightning_gc.compressors.sparsifiers.threshold_estimator import (
+    ThresholdEstimator as ThresholdEstimator,
+)
 from lightning_gc.compressors.sparsifiers.topk import TopK as TopK
 from lightning_gc.compressors.sparsifiers.unbiased_randomk import UnbiasedRandomK as UnbiasedRandomK
 from lightning_gc.compressors.sparsifiers.variance_sparsifier import (
@@ -57,5 +62,8 @@ from lightning_gc.search_space import Range as Range
 
 COMPRESSORS = _concrete(globals(), Compressor)
 """``{name: class}`` of all compressors that have a name; wrappers need an inner one."""
+
+ByteCodes, Estimating = Blockwise8Bit, ThresholdEstimator
+"""Their names before."""
 
 _export(globals(), "COMPRESSORS")

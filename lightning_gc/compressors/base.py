@@ -29,8 +29,8 @@ class CodecScheme(Protocol):
 class Compressor(abc.ABC):
     """A way to exchange a gradient with fewer bytes.
 
-    Subclasses are frozen dataclasses that hold configuration only; state between steps is in
-    ``bucket.state``. A method of one round is a ``Codec``, one with its own rounds a ``Collective``.
+    Subclasses are frozen dataclasses that hold configuration only; state is in ``bucket.state``. A
+    method of one round is a ``Codec``, one with its own rounds a ``Collective``.
     """
 
     @property
@@ -42,7 +42,7 @@ class Compressor(abc.ABC):
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         """Exchange ``buffer`` with the other workers.
 
-        Afterwards ``out`` is the mean of what all workers sent, the same bits on all, and ``buffer``
+        Afterwards ``out`` is the mean of what all workers sent, the same bits on all; ``buffer`` is
         what this worker did not send. Both are ``(numel,)``; without a memory they may be one
         tensor, so ``out`` is written last.
         """

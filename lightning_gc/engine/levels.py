@@ -16,6 +16,7 @@ class Levels:
         compressor: at the common level, with the levels by name.
         traits: the compressor's, which levels do not change.
         uncompressed: all parameters are sent dense; the compressor is not run.
+        changed: levels have been set.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -24,6 +25,7 @@ class Levels:
         self.uncompressed = False
         self._common = compressor.level
         self._by_name: dict[str, float | None] = {}
+        self.changed = False
 
     def set(self, level: float | None, levels: Mapping[str, float | None] | None = None) -> None:
         """Change the levels; see ``Engine.set_levels``."""
@@ -40,6 +42,11 @@ class Levels:
         )
         self._common_compressor, self._common, self._by_name = compressor, level, by_name
         self.uncompressed = level is None and not by_name
+        self.changed = True
+
+    def requested(self) -> tuple[float | None, dict[str, float | None]] | None:
+        """Return the arguments of the last ``set``, clamped; None if there was none."""
+        return (self._common, dict(self._by_name)) if self.changed else None
 
     def of(self, name: str) -> float | None:
         """Return the level of a parameter; None: uncompressed, or no knob."""

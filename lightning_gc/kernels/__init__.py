@@ -1,5 +1,6 @@
 """Kernels: fused passes over a gradient, one function per file.
 
 Each has two implementations with the same results: the reference in torch, in the same file, and a
-Triton kernel in ``triton_kernels``, used where ``dispatch.fused`` returns True.
+Triton kernel in ``triton_kernels``, used where ``dispatch.fused`` returns True. Kernels equal the
+reference bit for bit in Triton's interpreter and compile for NVIDIA GPUs; not yet run on one.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_gc.kernels.dispatch import flat, fused
+from lightning_gc.kernels.dispatch import fused
 
 
 def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> None:
@@ -22,10 +22,6 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
 
     On CUDA each thread reads, adds and writes one element; no atomics.
 
-    Status:
-        Equal to the reference bit for bit in Triton's interpreter, and compiled for NVIDIA GPUs;
-        not yet run on one.
-
     Example:
         >>> import torch
         >>> out = torch.zeros(3)
@@ -33,7 +29,7 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
         >>> out
         tensor([ 0.5000,  0.0000, -1.0000])
     """
-    if fused(out) and flat(positions) and flat(values):
+    if fused(out) and positions.is_contiguous() and values.is_contiguous():
         from lightning_gc.kernels.triton_kernels.accumulate import accumulate as program
 
         program(out, positions, values, scale)

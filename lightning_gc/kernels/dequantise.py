@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.coding.bit_packing import packed_bytes, unpack
-from lightning_gc.kernels.dispatch import flat, fused
+from lightning_gc.kernels.dispatch import fused
 from lightning_gc.kernels.quantise import in_blocks, pieces
 
 Check = Callable[[Tensor, int, Tensor], Tensor]
@@ -36,12 +36,8 @@ def dequantise(
             code is above 2s, which no encoder makes (``payload_validation.codes``). The Triton
             kernel does not call it: such an element becomes NaN.
 
-    On CUDA one kernel reads ``4 + bits/8`` bytes and writes 4 per element.
-
-    Status:
-        Equal to the reference bit for bit in Triton's interpreter, and compiled for NVIDIA GPUs;
-        not yet run on one. (Triton 3.2's interpreter rounds the product before the sum; torch and
-        the kernel do not.)
+    On CUDA one kernel reads ``4 + bits/8`` bytes and writes 4 per element. Triton 3.2's interpreter
+    rounds the product before the sum; torch and the kernel do not.
 
     Raises:
         ValueError: ``packed`` has a wrong length; whatever ``check`` raises.
@@ -53,7 +49,8 @@ def dequantise(
         >>> out
         tensor([3., 0.])
     """
-    if fused(out) and flat(packed) and flat(norms) and norms.dtype == torch.float32:
+    contiguous = packed.is_contiguous() and norms.is_contiguous()
+    if fused(out) and contiguous and norms.dtype == torch.float32:
         from lightning_gc.kernels.triton_kernels.dequantise import dequantise as program
 
         program(packed, norms, block_size, bits, out, scale)
@@ -68,17 +65,11 @@ def dequantise(
 
 
 def reference(
-    packed: Tensor,
-    norms: Tensor,
-    block_size: int,
-    bits: int,
-    out: Tensor,
-    scale: float,
-    check: Check,
+    data: Tensor, norms: Tensor, block_size: int, bits: int, out: Tensor, scale: float, check: Check
 ) -> None:
     """Compute the same with torch operations."""
     numel, s = out.numel(), 2 ** (bits - 1) - 1
-    codes = unpack(packed, bits, numel, torch.uint8 if bits <= 8 else torch.int32)
+    codes = unpack(data, bits, numel, torch.uint8 if bits <= 8 else torch.int32)
     norms = check(codes, 2 * s, norms)
     steps = torch.full((), s, dtype=norms.dtype, device=norms.device)
     levels = in_blocks(codes.to(norms.dtype) - s, block_size)

@@ -21,19 +21,13 @@ def fused(tensor: Tensor) -> bool:
     used. On CPU they run in Triton's interpreter only, for tests: set ``TRITON_INTERPRET=1`` before
     triton is imported.
     """
-    if tensor.dtype != torch.float32 or not 0 < tensor.numel() < MAX_NUMEL:
-        return False
-    if not tensor.is_contiguous():
+    suitable = tensor.dtype == torch.float32 and tensor.is_contiguous()
+    if not suitable or not 0 < tensor.numel() < MAX_NUMEL:
         return False
     if tensor.device.type == "cuda":
         return _works(tensor.device)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return interpreted and tensor.device.type == "cpu" and _found()
-
-
-def flat(tensor: Tensor, numel: int | None = None) -> bool:
-    """Return whether ``tensor`` is contiguous and, if ``numel`` is given, of shape ``(numel,)``."""
-    return tensor.is_contiguous() and (numel is None or tensor.shape == (numel,))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.coding.bit_packing import pack
-from lightning_gc.kernels.dispatch import flat, fused
+from lightning_gc.kernels.dispatch import fused
 
 _PIECE = 1 << 16  # elements, about
 Noise = Tensor | torch.Generator | np.random.SFC64
@@ -41,16 +41,13 @@ def quantise(
 
     On CUDA one kernel reads 4 bytes and writes ``4 + bits/8`` per element.
 
-    Status:
-        Given the same u, equal to the reference bit for bit in Triton's interpreter, and compiled
-        for NVIDIA GPUs; not yet run on one.
-
     Example:
         >>> x = torch.tensor([1.0, -0.25])
         >>> quantise(x, torch.tensor([1.0]), 2, 2, torch.tensor([0.5, 0.5])), x
         (tensor([6], dtype=torch.uint8), tensor([ 0.0000, -0.2500]))
     """
-    if fused(buffer) and flat(norms) and not (isinstance(noise, Tensor) and not flat(noise)):
+    others = [norms, noise] if isinstance(noise, Tensor) else [norms]
+    if fused(buffer) and all(other.is_contiguous() for other in others):
         from lightning_gc.kernels.triton_kernels.quantise import quantise as program
 
         return program(buffer, norms, block_size, bits, noise)

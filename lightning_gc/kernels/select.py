@@ -1,81 +1,40 @@
-"""select: add the gradient to the error and move elements at or above a threshold out of it."""
+"""select: move elements at or above a threshold out of a buffer."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from lightning_gc.kernels.dispatch import flat, fused
+from lightning_gc.kernels.dispatch import fused
 
 
-class Selection(NamedTuple):
-    """Elements that ``select`` has moved out of the error, on the error's device.
+def select(buffer: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Move elements ``|x_i| ≥ λ`` out of ``buffer``, where they become 0. The host waits.
 
-    Attributes:
-        values: ``(capacity,)`` float32, padded with 0.
-        positions: ``(capacity,)`` int64, ascending, padded with ``numel``.
-        reached: 0-dim int64, number of elements that reach the threshold. If more than
-            ``capacity``, those at the lowest positions are moved.
-    """
-
-    values: Tensor
-    positions: Tensor
-    reached: Tensor
-
-
-def select(
-    gradient: Tensor | None, error: Tensor, threshold: float | Tensor, capacity: int | None = None
-) -> Selection:
-    """Compensate, select and compact: ``x = e + g``; move ``|x_i| ≥ λ`` out, up to ``capacity``.
-
-    Moved elements become 0 in ``error``; the rest stays there, so nothing is lost. NaN is moved
-    whatever the threshold: it must be sent, or it would stay in the error unseen.
+    NaN is moved whatever the threshold: it must be sent, or it would stay in the error unseen.
 
     Args:
-        gradient: g, ``(numel,)``, float32, bfloat16 or float16, in the units of the error; None
-            if already added.
-        error: e, ``(numel,)`` float32, changed in place.
-        threshold: λ, a magnitude; a tensor of one element on the error's device is not read by the
-            host.
-        capacity: most elements to move. None moves all; then the host waits for their number on
-            CUDA, else it never does.
+        buffer: x, ``(numel,)`` float32, changed in place.
+        threshold: λ, a magnitude; a number or a tensor of one element.
 
-    Two kernels on CUDA: the first adds, marks elements that reach λ in a bitmap and counts them by
-    block; the second gathers. They move ``12 + 1/4`` bytes per element with a float32 gradient,
-    ``4 + 1/4`` without, and some 50 bytes per selected element. A running sum over blocks, no
-    atomics, so results are deterministic.
+    Returns:
+        Values, ``(k,)`` float32, and their ascending positions, ``(k,)`` int64.
 
-    Status:
-        Equal to the reference bit for bit in Triton's interpreter, and compiled for NVIDIA GPUs;
-        not yet run on one. ``HardThreshold`` uses it without the gradient, since between memory and
-        compressor the guard sets aside the errors of unused parameters.
-
-    Raises:
-        ValueError: gradient and error differ in shape, or a negative capacity.
+    Two kernels on CUDA: the first marks elements that reach λ in a bitmap and counts them by block;
+    the second gathers. They move ``4 + 1/4`` bytes per element and some 50 per selected element.
 
     Example:
-        >>> error = torch.tensor([0.5, 0.0, -2.0])
-        >>> select(torch.tensor([0.5, 0.25, 0.0]), error, 1.0, 2)[:2]
-        (tensor([ 1., -2.]), tensor([0, 2]))
+        >>> import torch
+        >>> error = torch.tensor([0.5, 0.25, -2.0])
+        >>> select(error, 0.5)
+        (tensor([ 0.5000, -2.0000]), tensor([0, 2]))
         >>> error
         tensor([0.0000, 0.2500, 0.0000])
     """
-    numel = error.numel()
-    if error.dim() != 1 or (gradient is not None and gradient.shape != error.shape):
-        raise ValueError(
-            f"select: the error has shape {tuple(error.shape)} and the gradient "
-            f"{None if gradient is None else tuple(gradient.shape)}; give two flat tensors of the "
-            f"same length."
-        )
-    if capacity is not None and capacity < 0:
-        raise ValueError(f"select(capacity={capacity}): give a number of elements, 0 or more.")
-    if fused(error) and (gradient is None or flat(gradient, numel)):
+    if fused(buffer):
         from lightning_gc.kernels.triton_kernels.select import select as program
 
-        return Selection(*program(gradient, error, threshold, capacity))
-    return reference(gradient, error, threshold, capacity)
+        return program(buffer, threshold)
+    return reference(buffer, threshold)
 
 
 def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
@@ -91,24 +50,14 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     return reaching_reference(buffer, threshold)
 
 
+def reference(buffer: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the same with torch operations."""
+    positions = reaching_reference(buffer, threshold)
+    values = buffer[positions]
+    buffer[positions] = 0
+    return values, positions
+
+
 def reaching_reference(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     """Compute the same with torch operations."""
     return (buffer.abs() < threshold).logical_not_().nonzero().view(-1)
-
-
-def reference(
-    gradient: Tensor | None, error: Tensor, threshold: float | Tensor, capacity: int | None
-) -> Selection:
-    """Compute the same with torch operations. The host waits."""
-    if gradient is not None:
-        error.add_(gradient)
-    found = reaching_reference(error, threshold)
-    reached = torch.full((), found.numel(), device=error.device)
-    room = found.numel() if capacity is None else capacity
-    found = found[:room]
-    values = error.new_zeros(room)
-    values[: len(found)] = error[found]
-    positions = found.new_full((room,), error.numel())
-    positions[: len(found)] = found
-    error[found] = 0
-    return Selection(values, positions, reached)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from torch import Tensor
@@ -35,9 +36,8 @@ class GradientExchange(Protocol):
 class Memory(abc.ABC):
     """Decides what is compressed, given the gradient and the errors of earlier steps.
 
-    Subclasses are frozen dataclasses that hold configuration only. Their state is a few flat
-    buffers, one element per gradient element, float32 or wider, initially zero, kept by the engine
-    under parameter names.
+    Subclasses are frozen dataclasses of settings. Their state is a few flat buffers, one element
+    per gradient element, float32 or wider, initially zero, kept by the engine by parameter name.
 
     Laws, each held by a test of the same number in ``lightning_gc.testing``:
 
@@ -72,17 +72,14 @@ class Memory(abc.ABC):
 
     @property
     def conserves(self) -> bool:
-        """Whether law 1 holds."""
         return True
 
     @property
     def reads_weights(self) -> bool:
-        """Whether ``flow`` reads ``bucket.weights``."""
         return False
 
     @property
     def lookahead(self) -> float:
-        """Share of its error by which a worker moves its weights in a forward and backward pass."""
         return 0.0
 
     @abc.abstractmethod
@@ -98,14 +95,7 @@ class Memory(abc.ABC):
         """
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
-        """Refuse optimizer settings that conflict with this memory, at fit start.
-
-        Args:
-            group: one of its ``param_groups``.
-
-        Raises:
-            ValueError: with the value and what to set instead.
-        """
+        """Raise ValueError if one of the optimizer's ``param_groups`` conflicts with it."""
         return
 
     @classmethod
@@ -114,12 +104,25 @@ class Memory(abc.ABC):
         return (cls(),)
 
 
-def refuse_momentum(memory: Memory, group: Mapping[str, Any]) -> None:
-    """Raise ValueError if the optimizer has momentum, which would be applied twice."""
-    for field in ("momentum", "betas"):
-        value = group.get(field)
-        if value:
+@dataclass(frozen=True)
+class OwnMomentum(Memory):
+    """A memory with momentum, which the optimizer's would be added to."""
+
+    momentum: float = 0.9
+
+    conserves = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
             raise ValueError(
-                f"{memory!r} has the momentum, so the optimizer must have none, but its {field} is "
-                f"{value!r}; use torch.optim.SGD with momentum=0, or memory=Residual()."
+                f"{type(self).__name__}(momentum={self.momentum!r}): it must be in [0, 1); use 0.9."
             )
+
+    def check_optimizer(self, group: Mapping[str, Any]) -> None:
+        for field in ("momentum", "betas"):
+            value = group.get(field)
+            if value:
+                raise ValueError(
+                    f"{self!r} has the momentum, so the optimizer must have none, but its {field} "
+                    f"is {value!r}; use torch.optim.SGD with momentum=0, or memory=Residual()."
+                )

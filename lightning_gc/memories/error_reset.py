@@ -18,10 +18,8 @@ class ErrorReset(Memory):
 
     ``x_t = e_{t−1} + g_t``, ``e_t = x_t − C(x_t)``; in every ``every``-th step ``x_t`` is sent
     uncompressed and ``e_t = 0``. This bounds the age of errors, which allows harder compression.
-    Nothing is lost: errors are sent, not dropped.
-
-    Costs one float32 per parameter and worker, and a dense all-reduce every ``every`` steps: at
-    128, as many bytes as a density of about 0.8 %.
+    Nothing is lost. Costs one float32 per parameter and worker, and a dense all-reduce every
+    ``every`` steps: at 128, as many bytes as a density of about 0.8 %.
 
     Args:
         every: steps between resets, at least 1. Higher means fewer bytes and older errors.
@@ -50,12 +48,10 @@ class ErrorReset(Memory):
             )
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Add the gradient to the error; send the sum, compressed or not."""
         due = (bucket.step + 1) % self.every == 0
         buffer = state["error"].add_(bucket.grad)
         yield from exchange.dense(buffer) if due else exchange(buffer)
 
     @classmethod
     def examples(cls) -> tuple[ErrorReset, ...]:
-        """One that resets several times in a short test."""
         return (cls(every=3),)

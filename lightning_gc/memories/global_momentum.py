@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
-from lightning_gc.memories.base import GradientExchange, Memory, refuse_momentum
+from lightning_gc.memories.base import GradientExchange, OwnMomentum
 from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)
-class GlobalMomentum(Memory):
+class GlobalMomentum(OwnMomentum):
     """Add momentum of the last applied mean to the gradient, and feed errors back.
 
     ``x_t = e_{t−1} + g_t + β·a_{t−1}``, ``e_t = x_t − C(x_t)``, with a_t the mean that all workers
     applied in step t. The paper's a is ``−(w_t − w_{t−1})/η``, which is the same under plain SGD
-    with a constant learning rate. Every worker's momentum then follows the model's updates, not its
-    own gradients. If everything is sent, it is SGD with momentum β.
+    with a constant learning rate. If everything is sent, it is SGD with momentum β.
 
     Nothing is lost of ``g_t + β·a_{t−1}``. Costs two float32 per parameter and worker. Use plain
     SGD: momentum in the optimizer would be added to this one.
@@ -41,26 +39,12 @@ class GlobalMomentum(Memory):
         Learning", 2019.
     """
 
-    momentum: float = 0.9
-
     buffers = ("error", "applied")
     space = (Range("momentum", 0.1, 0.9),)
     common = ("applied",)
-    conserves = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"GlobalMomentum(momentum={self.momentum!r}): it must be in [0, 1); use 0.9."
-            )
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Exchange error, gradient and momentum; keep the mean."""
         buffer = state["error"].add_(bucket.grad).add_(state["applied"], alpha=self.momentum)
         mean = yield from exchange(buffer)
         # NaN and infinity would never leave the buffer.
         state["applied"].copy_(mean).nan_to_num_(0.0, 0.0, 0.0)
-
-    def check_optimizer(self, group: Mapping[str, Any]) -> None:
-        """Refuse momentum."""
-        refuse_momentum(self, group)

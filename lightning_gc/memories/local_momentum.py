@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
-from lightning_gc.memories.base import GradientExchange, Memory, refuse_momentum
+from lightning_gc.memories.base import GradientExchange, OwnMomentum
 from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)
-class LocalMomentum(Memory):
+class LocalMomentum(OwnMomentum):
     """Compress each worker's moving average of gradients, without error feedback.
 
     ``m_t = β·m_{t−1} + (1 − β)·g_t``, and ``m_t`` is compressed. For ``Signum``: the sign of an
@@ -38,26 +37,12 @@ class LocalMomentum(Memory):
         Non-Convex Problems", ICML 2018.
     """
 
-    momentum: float = 0.9
-
     # The first is a scratch buffer: compression in place must not change the average.
     buffers = ("error", "momentum")
     space = (Range("momentum", 0.5, 0.99),)
-    conserves = False
     feeds_back = False
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"LocalMomentum(momentum={self.momentum!r}): it must be in [0, 1); use 0.9."
-            )
-
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Update the average and exchange a copy of it."""
         average = state["momentum"]
         average.mul_(self.momentum).add_(bucket.grad, alpha=1 - self.momentum)
         yield from exchange(state["error"].copy_(average))
-
-    def check_optimizer(self, group: Mapping[str, Any]) -> None:
-        """Refuse momentum."""
-        refuse_momentum(self, group)

@@ -12,19 +12,18 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
-from lightning_gc.memories.base import GradientExchange, Memory, refuse_momentum
+from lightning_gc.memories.base import GradientExchange, OwnMomentum
 from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)
-class MomentumCorrection(Memory):
+class MomentumCorrection(OwnMomentum):
     """Accumulate each worker's velocity, not its gradient, until it is sent.
 
     ``u_t = m·u_{t−1} + g_t``, ``v_t = v_{t−1} + u_t``, and v is compressed. With ``nesterov``
     ``u_t = m·(u_{t−1} + g_t)``, ``v_t = v_{t−1} + u_t + g_t``. Where an element of v is sent, that
-    of u is set to zero too (*factor masking*): its stale momentum is dropped. If a parameter is
-    sent whole, as with small tensors, uncompressed epochs or density 1, nothing is delayed and
-    nothing is masked: that equals SGD with momentum.
+    of u is set to zero too (*factor masking*): its stale momentum is dropped. A parameter that is
+    sent whole is not masked: nothing is delayed, and that equals SGD with momentum.
 
     Use plain SGD without momentum and without weight decay: both are done here, in the right order.
     Costs two float32 per parameter and worker, and temporarily two more.
@@ -54,21 +53,16 @@ class MomentumCorrection(Memory):
         Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018.
     """
 
-    momentum: float = 0.9
     nesterov: bool = False
     clip: float | None = None
     weight_decay: float = 0.0
 
     buffers = ("error", "momentum")
     space = (Range("momentum", 0.1, 0.9),)
-    conserves = False
     corrects_momentum = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"MomentumCorrection(momentum={self.momentum!r}): it must be in [0, 1); use 0.9."
-            )
+        super().__post_init__()
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(
                 f"MomentumCorrection(clip={self.clip!r}): a norm above 0, or None for no clipping."
@@ -80,11 +74,9 @@ class MomentumCorrection(Memory):
 
     @property
     def reads_weights(self) -> bool:
-        """Whether there is weight decay."""
         return self.weight_decay > 0
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Exchange the accumulated velocity; then mask what was sent of it."""
         velocity, total = state["momentum"], state["error"]
         gradient = self._gradient(bucket, velocity)
         if self.nesterov:
@@ -111,29 +103,24 @@ class MomentumCorrection(Memory):
                 most = self.clip / math.sqrt(bucket.workers)
                 norm = torch.linalg.vector_norm(part)
                 part.mul_((most / norm.clamp_min(most)).to(part.dtype))
+            if self.weight_decay and name not in bucket.weights:
+                raise ValueError(
+                    f"{self!r} adds weight decay, but the value of {name} is not known: give "
+                    f"Engine.flow(weights=...), as strategies do."
+                )
             if self.weight_decay:
-                part.add_(self._weight(bucket, name), alpha=self.weight_decay)
+                part.add_(bucket.weights[name], alpha=self.weight_decay)
         return gradient
 
-    def _weight(self, bucket: Bucket, name: str) -> Tensor:
-        if name not in bucket.weights:
-            raise ValueError(
-                f"{self!r} adds weight decay, but the value of {name} is not known: give "
-                f"Engine.flow(weights=...), as strategies do."
-            )
-        return bucket.weights[name]
-
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
-        """Refuse momentum, and weight decay, which must be added before the velocity."""
-        refuse_momentum(self, group)
+        super().check_optimizer(group)
         if group.get("weight_decay"):
             raise ValueError(
-                f"{self!r} is given gradients that weight decay belongs to, but the optimizer adds "
-                f"it after the exchange, weight_decay={group['weight_decay']!r}; set it to 0 there "
-                f"and use MomentumCorrection(weight_decay={group['weight_decay']!r})."
+                f"{self!r} must add weight decay before the exchange; the optimizer adds it after, "
+                f"weight_decay={group['weight_decay']!r}; set it to 0 there and use "
+                f"MomentumCorrection(weight_decay={group['weight_decay']!r})."
             )
 
     @classmethod
     def examples(cls) -> tuple[MomentumCorrection, ...]:
-        """Both kinds of momentum, with and without clipping."""
         return (cls(), cls(nesterov=True, clip=1.0))

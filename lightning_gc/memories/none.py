@@ -29,5 +29,4 @@ class NoMemory(Memory):
     feeds_back = False
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Exchange the gradient itself."""
         yield from exchange(bucket.grad)

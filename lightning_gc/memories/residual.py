@@ -17,11 +17,8 @@ from lightning_gc.memories.base import GradientExchange, Memory
 class Residual(Memory):
     """Add the stored error to the gradient before it is compressed.
 
-    ``x_t = decay·e_{t−1} + gain·g_t``, ``e_t = x_t − C(x_t)``. In place, without a copy: x replaces
-    the error in its buffer, and the compressor leaves the next error there.
-
-    Costs one float32 per parameter and worker. Errors are float32 whatever the gradient's dtype,
-    and unscaled whatever the loss scale.
+    ``x_t = decay·e_{t−1} + gain·g_t``, ``e_t = x_t − C(x_t)``. Costs one float32 per parameter and
+    worker; errors are float32 whatever the gradient's dtype, and unscaled whatever the loss scale.
 
     Args:
         decay: weight of the old error, in (0, 1]. 1 loses nothing; lower values damp stale errors
@@ -61,17 +58,14 @@ class Residual(Memory):
             )
         if not 0 < self.gain < math.inf:
             raise ValueError(
-                f"Residual(gain={self.gain!r}): the weight of the new gradient must be above 0; "
-                f"use 1.0."
+                f"Residual(gain={self.gain!r}): the new gradient's weight must be above 0; use 1.0."
             )
 
     @property
     def conserves(self) -> bool:
-        """Whether decay and gain are 1 and errors are not rescaled."""
         return self.decay == 1 and self.gain == 1 and not self.lr_aware
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Add the gradient to the error and exchange the sum, in place."""
         error = state["error"]
         if self.decay != 1:
             error.mul_(self.decay)
@@ -79,5 +73,4 @@ class Residual(Memory):
 
     @classmethod
     def examples(cls) -> tuple[Residual, ...]:
-        """Plain error feedback, one with both weights, one that is ``lr_aware``."""
         return (cls(), cls(decay=0.9, gain=0.5), cls(lr_aware=True))

@@ -55,17 +55,14 @@ class StepAhead(Memory):
             )
         if self.average_every < 0 or self.average_every != int(self.average_every):
             raise ValueError(
-                f"StepAhead(average_every={self.average_every!r}): give a whole number of steps, "
-                f"or 0 for never."
+                f"StepAhead(average_every={self.average_every!r}): whole steps, or 0 for never."
             )
 
     @property
     def lookahead(self) -> float:
-        """α."""
         return self.alpha
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Average errors if due; then as ``Residual``."""
         error = state["error"]
         if self.average_every and bucket.step > 0 and bucket.step % self.average_every == 0:
             (average,) = yield Mean((error.clone(),))
@@ -74,5 +71,4 @@ class StepAhead(Memory):
 
     @classmethod
     def examples(cls) -> tuple[StepAhead, ...]:
-        """The default, and one that averages errors."""
         return (cls(), cls(alpha=0.5, average_every=3))

@@ -20,9 +20,8 @@ class WeightedError(Memory):
     ``h_t = β·h_{t−1} + (g_{t−1} − q_{t−1})``, ``q_t = C(g_t + α·h_t)``. The error is relative to
     the gradient, not to what was compressed. α = β = 1 is ``Residual``: h is then the error, and
     nothing is lost. An unbiased quantiser's error may exceed the gradient's norm and would grow if
-    fed back whole; a small share of it reduces the variance.
-
-    Costs two float32 per parameter and worker.
+    fed back whole; a small share of it reduces the variance. Costs two float32 per parameter and
+    worker.
 
     Args:
         alpha: share of the accumulated errors that is added, in (0, 1]. Higher corrects more, but
@@ -56,19 +55,14 @@ class WeightedError(Memory):
 
     @property
     def conserves(self) -> bool:
-        """Whether α = β = 1, which is ``Residual``."""
         return self.alpha == self.beta == 1
 
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        """Exchange the gradient with a share of the history added.
-
-        The compressor's error is ``g + α·h − q``; subtracting ``α·h`` gives ``g − q``.
-        """
         error, history = state["error"], state["history"]
+        # The compressor left g + α·h − q; subtracting α·h gives g − q.
         history.mul_(self.beta - self.alpha).add_(error)
         yield from exchange(error.copy_(bucket.grad).add_(history, alpha=self.alpha))
 
     @classmethod
     def examples(cls) -> tuple[WeightedError, ...]:
-        """The default, and one equal to ``Residual``."""
         return (cls(), cls(alpha=1.0, beta=1.0))

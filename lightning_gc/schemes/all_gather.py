@@ -27,7 +27,6 @@ class AllGather(Scheme):
     """
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Encode, gather, decode W payloads."""
         payload = codec.send(buffer, bucket)
         payloads = yield Gather(payload, limits_of(codec, buffer.numel()))
         if not bucket.wanted:

@@ -30,7 +30,6 @@ class AllReduce(Scheme):
     averages = True
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Encode, average, decode; in place where the payload is the buffer itself."""
         if codec.traits.exact:
             yield from dense(buffer, out)
             return

@@ -67,7 +67,6 @@ class SparseReduce(Scheme):
     """
 
     def check(self, compressor: Compressor) -> None:
-        """Refuse compressors that do not send positions."""
         super().check(compressor)
         if not isinstance(compressor.method, SparseCodec):
             other = "AllReduce()" if compressor.traits.linear else "TwoShot()"
@@ -78,7 +77,6 @@ class SparseReduce(Scheme):
             )
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Select, agree on ranges, exchange, average one, select in it, gather W, decode."""
         workers, numel = bucket.workers, buffer.numel()
         limits: Limits = (numel, elias_fano.most_bytes(numel))
         assert isinstance(codec, SparseCodec)  # check() has seen to it
@@ -151,7 +149,6 @@ def _common_cuts(means: Sequence[float], numel: int) -> tuple[list[int], int]:
 
 
 def _grid_width(numel: int) -> int:
-    """Return the width in elements of the grid on which cuts lie."""
     return max(1, -(-numel // GRID))
 
 

@@ -34,7 +34,6 @@ class TwoShot(Scheme):
     """
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Encode W shards, exchange, average one, encode it, gather W, decode."""
         workers, me = bucket.workers, bucket.worker
         size = -(-buffer.numel() // workers)  # the last shards may be shorter, or empty
         limits = limits_of(codec, size)

@@ -74,7 +74,7 @@ class CompressedStrategy(Resuming, SingleTrainer):
 
     @property
     def recording(self) -> Recorder | None:
-        """The byte and time account of this process's first worker, while fitting."""
+        """The first worker's byte and time account, while fitting."""
         return self.recordings[0] if self.recordings else None
 
     @property
@@ -91,19 +91,20 @@ class CompressedStrategy(Resuming, SingleTrainer):
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         if self.control_loop is not None:
             trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
-            groups = [group for opt in self.optimizers for group in opt.param_groups]  # type: ignore[attr-defined]
-            rate = float(max(group["lr"] for group in groups))
             moment = partial(moment_of, trainer, batch_idx)
-            self.control_loop.decide(int(trainer.current_epoch), rate, moment, self._peers())
-
-    def _peers(self) -> Peers:
-        decides = self.global_rank == 0  # type: ignore[attr-defined]
-        mean = partial(self.reduce, reduce_op="mean")  # type: ignore[attr-defined]
-        return Peers(decides, self.root_device, mean)  # type: ignore[attr-defined]
+            mean = partial(self.reduce, reduce_op="mean")  # type: ignore[attr-defined]
+            peers = Peers(self.global_rank == 0, self.root_device, mean)  # type: ignore[attr-defined]
+            self.control_loop.decide(int(trainer.current_epoch), self.optimizers, moment, peers)  # type: ignore[attr-defined]
 
     def _on_engines_ready(self) -> None:
         """Set up lookahead and control loop; the engines exist by now."""
-        self._set_lookahead()
+        share = self.memory.lookahead
+        if share and not self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{self.memory!r} moves the weights around each forward and backward pass, which "
+                f"only automatic optimization tells apart; use that, or memory=Residual()."
+            )
+        self._lookahead = Lookahead(share, self.names) if share else None
         if self.controller is not None and self.control_loop is None:
             self.control_loop = ControlLoop(self.controller, self.local_workers)
             self.local_workers.kept["turn"] = self.control_loop.statistics
@@ -111,11 +112,7 @@ class CompressedStrategy(Resuming, SingleTrainer):
             self.control_loop.attach()
 
     def _prepare_round(self) -> None:
-        """Pass loss scale and learning rates to the engines."""
-        scaler = self._scaler()
-        rates = self._learning_rates() if self.memory.lr_aware else None
-        # The tensor, not get_scale(): reading a number would wait for the device.
-        self.local_workers.prepare_round(None if scaler is None else scaler._scale, rates)
+        self.local_workers.prepare_round(self._scaler(), self.optimizers)  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; refuse settings that conflict with the memory."""
@@ -130,7 +127,8 @@ class CompressedStrategy(Resuming, SingleTrainer):
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
         engine = self._active_engine()
         engine.loss_scaling.settle()
-        self._lookahead.move(engine.errors(), self._learning_rates())
+        rates = learning_rates_of(self.optimizers, self.names)  # type: ignore[attr-defined]
+        self._lookahead.move(engine.errors(), rates)
         try:
             output = super().training_step(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -141,7 +139,6 @@ class CompressedStrategy(Resuming, SingleTrainer):
         return output
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Restore weights that were moved ahead."""
         super().post_backward(closure_loss)  # type: ignore[misc]
         if self._lookahead is not None:
             self._lookahead.put_back()
@@ -157,17 +154,5 @@ class CompressedStrategy(Resuming, SingleTrainer):
         """Return the engine of the worker whose batch is running."""
         return self.engines[0]
 
-    def _set_lookahead(self) -> None:
-        share = self.memory.lookahead
-        self._lookahead = Lookahead(share, self.names) if share else None
-        if self._lookahead and not self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"{self.memory!r} moves the weights around each forward and backward pass, which "
-                f"only automatic optimization tells apart; use that, or memory=Residual()."
-            )
-
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]
-
-    def _learning_rates(self) -> dict[str, float]:
-        return learning_rates_of(self.optimizers, self.names)  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from lightning_gc.flow import Flow
 from lightning_gc.transports.background import Background
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
 MakeFlow = Callable[[Tensor, Shapes], Flow]
 """Makes the flow that replaces a flat gradient by the mean over workers."""
 
@@ -33,10 +31,6 @@ class Regrouping:
         self.layout = [tuple(names) for names in layout]
         self._held: list[tuple[Tensor, Shapes, torch.futures.Future[Tensor]]] = []
 
-    def fits(self, names: Iterable[str]) -> bool:
-        """Return whether the layout has exactly these parameters."""
-        return sorted(name for bucket in self.layout for name in bucket) == sorted(names)
-
     def hold(
         self, grad: Tensor, shapes: Shapes, background: Background
     ) -> torch.futures.Future[Tensor]:
@@ -54,12 +48,9 @@ class Regrouping:
         known = {name: shape for _, shapes, _ in self._held for name, shape in shapes.items()}
         copies: list[tuple[Tensor, Tensor]] = []
         for names in self.layout:
-            flat = torch.cat([pieces[name] for name in names])
-            copies += zip(
-                (pieces[name] for name in names),
-                flat.split([pieces[name].numel() for name in names]),
-                strict=True,
-            )
+            members = [pieces[name] for name in names]
+            flat = torch.cat(members)
+            copies += zip(members, flat.split([m.numel() for m in members]), strict=True)
             background.submit(make_flow(flat, {name: known[name] for name in names}), flat)
         background.submit(_copy_back(copies), self._held[0][0])
         for grad, _, future in self._held:

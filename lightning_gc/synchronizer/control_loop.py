@@ -53,10 +53,9 @@ class ControlLoop:
     """Runs a controller before the first step of every epoch, and within epochs if it asks for it.
 
     At the beginning of an epoch validation is over and the learning rate is that of the next step,
-    so the observation is complete. All workers take part in one packed all-reduce of plain numbers;
-    worker 0 decides; one broadcast carries decision, reason and new state, or the error on which
-    all workers stop. It also carries the number of steps until the next decision, since workers may
-    differ about an epoch's length.
+    so the observation is complete. All workers take part in one all-reduce of plain numbers; worker
+    0 decides; one broadcast carries its decision, its new state and the number of steps until the
+    next decision (workers may differ about an epoch's length), or the error on which all stop.
 
     Args:
         controller: the policy.
@@ -93,15 +92,23 @@ class ControlLoop:
         for each, account in zip(self.statistics, self._workers.accounts, strict=True):
             each.attach(account)
 
-    def decide(self, epoch: int, rate: float, moment: Callable[[], Moment], peers: Peers) -> None:
+    def decide(
+        self,
+        epoch: int,
+        optimizers: Iterable[torch.optim.Optimizer],
+        moment: Callable[[], Moment],
+        peers: Peers,
+    ) -> None:
         """Decide if a decision is due. Called before every training batch, by all workers.
 
         Args:
             epoch: the batch's epoch.
-            rate: the learning rate of the next step.
+            optimizers: the controller sees their largest learning rate, that of the next step.
             moment: returns metrics and progress; called only if a decision is due.
             peers: the other workers.
         """
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        rate = float(max(group["lr"] for group in groups))
         begins = self._epoch != epoch
         if begins or self._due():
             now = moment()
@@ -141,8 +148,7 @@ class ControlLoop:
         self._epoch_step = self._step - state["epoch_steps"]
         self._metrics, self._resumed = state["metrics"], self._step
         if state["decision"] is not None:
-            self.decision = Decision(**state["decision"])
-            self._set_levels(self.decision)
+            self._set_levels(Decision(**state["decision"]))
 
     def _call_policy(self, observation: Observation, epoch: int, steps: int | None) -> str:
         """Let the controller decide; return the text to broadcast."""
@@ -161,11 +167,11 @@ class ControlLoop:
             raise RuntimeError(
                 f"The controller failed on worker 0, so all workers stop. {said['error']}"
             )
-        self.decision, self.state = Decision(**said["decision"]), said["state"]
-        self._pause = said["pause"]
-        self._set_levels(self.decision)
+        self.state, self._pause = said["state"], said["pause"]
+        self._set_levels(Decision(**said["decision"]))
 
     def _set_levels(self, decision: Decision) -> None:
+        self.decision = decision
         self._workers.set_levels(decision.level, decision.levels)
 
     def _observe(

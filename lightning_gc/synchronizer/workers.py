@@ -57,7 +57,7 @@ class Workers:
         self.names = {param: plain_name(name) for name, param in trained}
 
     def start(self, accounts: Sequence[Recorder], *, revocable: bool) -> None:
-        """Make an engine for each account, or reuse those of an earlier fit.
+        """Make an engine per account, or reuse those of an earlier fit.
 
         ``revocable``: optimizer steps may be skipped, as by a gradient scaler.
         """
@@ -77,14 +77,21 @@ class Workers:
         """The first worker's engine."""
         return self.engines[0]
 
-    def prepare_round(
-        self, loss_scale: Tensor | None, learning_rates: Mapping[str, float] | None
-    ) -> None:
-        """Set loss scale and learning rates (if not None) of the next round."""
+    def prepare_round(self, scaler: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Set loss scale and, if the memory reads them, learning rates of the next round."""
+        # The tensor, not get_scale(): reading a number would wait for the device.
+        scale = None if scaler is None else scaler._scale
+        aware = self.configuration.memory.lr_aware
+        rates = learning_rates_of(optimizers, self.names) if aware else None
         for engine in self.engines:
-            engine.loss_scaling.scale = loss_scale
-            if learning_rates is not None:
-                engine.learning_rates.now = dict(learning_rates)
+            engine.loss_scaling.scale = scale
+            if rates is not None:
+                engine.learning_rates.now = dict(rates)
+
+    def regroup(self, layout: Sequence[Sequence[str]]) -> None:
+        """Exchange the next round in ``layout`` if it has exactly this model's parameters."""
+        fits = sorted(name for names in layout for name in names) == sorted(self.shapes)
+        self.regrouping = Regrouping(layout) if fits else None
 
     def flow(self, engine: Engine, grad: Tensor, shapes: Shapes, *, wanted: bool = True) -> Flow:
         """Return the flow that replaces one worker's ``grad`` by the mean over workers."""

@@ -92,13 +92,10 @@ class Lockstep:
             engine.advance()
         with torch.no_grad():
             self.transport.run(flows)
-        return Round(
-            mean=self._same(flats, shapes),
-            errors=[
-                {n: e.clone() for n, e in eng.statistics.leftovers.items()} for eng in self.engines
-            ],
-            wire_bytes=[a - b for a, b in zip(self.transport.sent_bytes, before, strict=True)],
-        )
+        left = [engine.statistics.leftovers for engine in self.engines]
+        errors = [{name: error.clone() for name, error in named.items()} for named in left]
+        sent = [a - b for a, b in zip(self.transport.sent_bytes, before, strict=True)]
+        return Round(self._same(flats, shapes), errors, sent)
 
     def _same(
         self, flats: Sequence[Tensor], shapes: Mapping[str, tuple[int, ...]]

@@ -31,21 +31,15 @@ class Account:
 
 
 class Recorder(Protocol):
-    """Account of one worker, real or simulated."""
+    """Account of one of W workers, real or simulated; ``timing``: CUDA streams are timed."""
 
-    @property
-    def worker(self) -> int:
-        """The worker's index."""
-
-    @property
-    def workers(self) -> int:
-        """The number of workers, W."""
+    worker: int
+    workers: int
+    timing: bool
 
     @property
     def sent_bytes(self) -> int:
         """Bytes sent so far."""
-
-    timing: bool
 
     def take(self) -> Account:
         """Return and reset the totals."""
@@ -55,11 +49,13 @@ class Recording(Transport):
     """Transport that delegates to ``inner`` and records bytes and seconds.
 
     Time before the first request is compression, time inside requests is communication, and the
-    rest (decoding, and the second encoding of two-shot schemes) is decoding. CUDA streams are timed
-    by events, and only while ``timing`` is on.
+    rest (decoding, and the second encoding of two-shot schemes) is decoding.
 
     Args:
         inner: the transport that communicates.
+
+    Attributes:
+        timing: whether CUDA streams are timed, by events.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -71,12 +67,10 @@ class Recording(Transport):
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
-        """The inner transport's counter."""
         return self.inner.sent_bytes
 
     @property
     def timing(self) -> bool:
-        """Whether CUDA streams are timed."""
         return self._watch.timing
 
     @timing.setter
@@ -84,7 +78,6 @@ class Recording(Transport):
         self._watch.timing = on
 
     def fulfil(self, request: Request) -> Reply:
-        """Let the inner transport fulfil the request."""
         return self.inner.fulfil(request)
 
     def run(self, flow: Flow, device: torch.device) -> None:
@@ -111,10 +104,8 @@ class Recording(Transport):
 class Stopwatch:
     """Adds up the seconds of consecutive phases.
 
-    CUDA streams are timed by events, and only while ``timing`` is on.
-
     Attributes:
-        timing: whether CUDA streams are timed.
+        timing: whether CUDA streams are timed, by events.
     """
 
     def __init__(self) -> None:

@@ -40,10 +40,7 @@ class Background:
 
     def promise(self) -> torch.futures.Future[Tensor]:
         """Return a future for a later ``submit``."""
-        on_cuda: list[int | str | torch.device] | None = (
-            [self.device] if self._stream is not None else None
-        )
-        return torch.futures.Future(devices=on_cuda)
+        return torch.futures.Future(devices=[self.device] if self._stream is not None else None)
 
     def submit(
         self, flow: Flow, result: Tensor, future: torch.futures.Future[Tensor] | None = None

@@ -65,12 +65,10 @@ class Message:
     def __init__(self, like: Payload, lengths: Sequence[int] | None = None) -> None:
         """Lay out tensors like ``like``, with other ``lengths`` in elements if given (ragged)."""
         self.dtypes = [t.dtype for t in like]
-        self.shapes: list[tuple[int, ...]] = [tuple(t.shape) for t in like]
-        if lengths is not None:
-            self.shapes = [
-                (n,) if n != t.numel() else tuple(t.shape)
-                for t, n in zip(like, lengths, strict=True)
-            ]
+        numels = [t.numel() for t in like] if lengths is None else lengths
+        self.shapes: list[tuple[int, ...]] = [
+            tuple(t.shape) if n == t.numel() else (n,) for t, n in zip(like, numels, strict=True)
+        ]
         self.order = sorted(range(len(like)), key=lambda i: -like[i].element_size())
         self.spans: list[tuple[int, int]] = [(0, 0)] * len(like)
         end = 0
@@ -96,23 +94,18 @@ class Message:
                 f"A message of {self.nbytes} bytes was expected, but {tuple(message.shape)} of "
                 f"{message.dtype} arrived; sender and receiver disagree on the format."
             )
-        return [
-            _typed(message[start:stop], dtype).view(shape)
-            for (start, stop), dtype, shape in zip(
-                self.spans, self.dtypes, self.shapes, strict=True
-            )
-        ]
+        tensors = []
+        for span, dtype, shape in zip(self.spans, self.dtypes, self.shapes, strict=True):
+            data = message[slice(*span)]
+            # A bool from a byte other than 0 and 1 is undefined behaviour.
+            tensors.append((data != 0 if dtype == torch.bool else data.view(dtype)).view(shape))
+        return tensors
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the tensor's bytes as a flat uint8 view."""
     # as_strided, since a tensor of one element may be contiguous with any stride.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
-    # A bool from a byte other than 0 and 1 is undefined behaviour.
-    return data != 0 if dtype == torch.bool else data.view(dtype)
 
 
 def check_lengths(lengths: Sequence[int], own: Payload, limits: Limits, sender: int) -> None:

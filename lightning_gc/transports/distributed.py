@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_gc.flow import Exchange, Gather, Mean, Reply, Request
+from lightning_gc.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Message,
@@ -21,8 +21,6 @@ from lightning_gc.transports.p2p import PIECE, swap
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 _NAMES = {Mean: "all-reduce", Gather: "all-gather", Exchange: "all-to-all"}
 
 
@@ -55,7 +53,11 @@ class Distributed(Transport):
         """Carry out one request; PeerError if a peer has died, hangs, or makes other requests."""
         started = time.monotonic()
         try:
-            return self._fulfil(request)
+            if isinstance(request, Mean):
+                return self._mean(request)
+            if isinstance(request, Gather):
+                return self._gather(request)
+            return self._exchange(request)
         except RuntimeError as error:
             peers = ", ".join(str(i) for i in range(self.workers) if i != self.worker)
             raise PeerError(
@@ -64,13 +66,6 @@ class Distributed(Transport):
                 f"gradients. One of them has died, hangs, or has fewer batches or has stopped "
                 f"earlier than the others; its own output says more. The backend says: {error}"
             ) from error
-
-    def _fulfil(self, request: Request) -> Reply:
-        if isinstance(request, Mean):
-            return self._mean(request)
-        if isinstance(request, Gather):
-            return self._gather(request)
-        return self._exchange(request)
 
     def _mean(self, request: Mean) -> Reply:
         tensors = [t.contiguous() for t in request.tensors]
@@ -91,14 +86,7 @@ class Distributed(Transport):
 
     def _gather(self, request: Gather) -> Reply:
         own = request.tensors
-        if request.limits is None:
-            layouts = [Message(own)] * self.workers
-        else:
-            announced = self._lengths([[t.numel() for t in own]] * self.workers, own[0].device)
-            for sender, lengths in enumerate(announced):
-                check_lengths(lengths, own, request.limits, sender)
-            layouts = [Message(own, lengths) for lengths in announced]
-            self.sent_bytes += all_gather_bytes(LENGTH_BYTES * len(own), self.workers)
+        layouts = self._incoming([own] * self.workers, request.limits)
         longest = max(layout.nbytes for layout in layouts)
         message = layouts[self.worker].pack(own)
         if message.numel() < longest:
@@ -113,17 +101,8 @@ class Distributed(Transport):
         return [layout.unpack(row) for layout, row in zip(layouts, rows, strict=True)]
 
     def _exchange(self, request: Exchange) -> Reply:
-        own = request.payloads[self.worker]
         outgoing = [Message(payload) for payload in request.payloads]
-        if request.limits is None:
-            incoming = [Message(own)] * self.workers
-        else:
-            lengths = [[t.numel() for t in payload] for payload in request.payloads]
-            announced = self._lengths(lengths, own[0].device)
-            for sender, arriving in enumerate(announced):
-                check_lengths(arriving, own, request.limits, sender)
-            incoming = [Message(own, arriving) for arriving in announced]
-            self.sent_bytes += all_gather_bytes(LENGTH_BYTES * len(own), self.workers)
+        incoming = self._incoming(request.payloads, request.limits)
         messages = [m.pack(p) for m, p in zip(outgoing, request.payloads, strict=True)]
         sizes = [m.nbytes for m in incoming]
         arrived = messages[0].new_empty(sum(sizes))
@@ -141,13 +120,23 @@ class Distributed(Transport):
         self.sent_bytes += sum(m.nbytes for i, m in enumerate(outgoing) if i != self.worker)
         return [m.unpack(row) for m, row in zip(incoming, rows, strict=True)]
 
-    def _lengths(self, toward: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
-        """Send lengths ``toward[i]`` to worker i; return the lengths that each worker sent here."""
-        ours = torch.tensor(toward, dtype=torch.int64, device=device)
+    def _incoming(self, toward: Sequence[Payload], limits: Limits | None) -> list[Message]:
+        """Return the layouts of the messages sent here; ``toward[i]`` is about to go to worker i.
+
+        Ragged lengths are exchanged for that.
+        """
+        own = toward[self.worker]
+        if limits is None:
+            return [Message(own)] * self.workers
+        lengths = [[t.numel() for t in payload] for payload in toward]
+        ours = torch.tensor(lengths, dtype=torch.int64, device=own[0].device)
         theirs = torch.empty_like(ours)
         dist.all_to_all_single(theirs, ours, group=self.group)
         announced: list[list[int]] = theirs.tolist()
-        return announced
+        for sender, arriving in enumerate(announced):
+            check_lengths(arriving, own, limits, sender)
+        self.sent_bytes += all_gather_bytes(LENGTH_BYTES * len(own), self.workers)
+        return [Message(own, arriving) for arriving in announced]
 
 
 MAX_TEXT = 1 << 24
@@ -161,9 +150,7 @@ def gather_text(text: str, transport: Transport, device: torch.device) -> list[s
 
 
 def broadcast_text(text: str | None, device: torch.device) -> str:
-    """Return worker 0's text on all workers of the default group.
-
-    Without pickle, unlike ``broadcast_object_list`` behind Lightning's ``strategy.broadcast``.
+    """Return worker 0's text on all workers of the default group, without pickle.
 
     Args:
         text: worker 0's; ignored on the others.

@@ -27,11 +27,7 @@ def swap(
         group: the process group; None is the default group.
     """
     workers, me = len(outgoing), dist.get_rank(group)
-    ranks = (
-        [dist.get_global_rank(group, i) for i in range(workers)]
-        if group is not None
-        else range(workers)
-    )
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     under_way: list[dist.Work | None] = []
     for start in range(0, max(t.numel() for t in (*outgoing, *incoming)), PIECE):
         for apart in range(1, workers):  # all workers send to different ones at the same time

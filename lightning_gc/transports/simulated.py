@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_gc.flow import Exchange, Flow, Gather, Mean, Payload, Reply, Request
+from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request
 from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, DECODE
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
@@ -21,8 +21,7 @@ from lightning_gc.transports.base import (
 class Simulated:
     """Runs one flow per worker in lockstep and fulfils each request for all workers at once.
 
-    What would hang on a real network is an error here: workers that make different requests, or
-    requests of different shapes.
+    Requests that differ between workers, which would hang on a real network, are an error here.
 
     Attributes:
         workers: W.
@@ -86,8 +85,8 @@ class Simulated:
                 other.copy_(first)
             means.append(first)
         for dtype in {mean.dtype for mean in means}:  # one all-reduce each, as in Distributed
-            nbytes = _nbytes(tuple(mean for mean in means if mean.dtype == dtype))
-            self._count([all_reduce_bytes(nbytes, self.workers)] * self.workers)
+            nbytes = sum(mean.numel() * dtype.itemsize for mean in means if mean.dtype == dtype)
+            self._count(all_reduce_bytes(nbytes, self.workers))
             self.message_bytes = [old + nbytes for old in self.message_bytes]
         return [list(tensors) for tensors in given]
 
@@ -102,7 +101,7 @@ class Simulated:
             size += lengths
         for sender, nbytes in enumerate(own):
             self.message_bytes[sender] += nbytes + lengths
-        self._count([all_gather_bytes(size, self.workers)] * self.workers)
+        self._count(all_gather_bytes(size, self.workers))
         return [[list(r.tensors) for r in requests] for _ in requests]
 
     def _exchange(self, requests: Sequence[Exchange]) -> list[Reply]:
@@ -118,8 +117,8 @@ class Simulated:
             self.message_bytes[sender] += nbytes
         return [[list(r.payloads[i]) for r in requests] for i in range(self.workers)]
 
-    def _count(self, nbytes: Sequence[int]) -> None:
-        self.sent_bytes = [old + new for old, new in zip(self.sent_bytes, nbytes, strict=True)]
+    def _count(self, nbytes: int) -> None:
+        self.sent_bytes = [old + nbytes for old in self.sent_bytes]
 
     def _check_agreement(self, requests: Sequence[Request | None]) -> None:
         asked = [_describe(request) for request in requests]
@@ -150,7 +149,3 @@ def _describe(request: Request | None) -> str:
             shape = f"at most {limit}" if limit is not None else str(tuple(tensor.shape))
             shapes.append(f"{shape} {str(tensor.dtype).removeprefix('torch.')}")
     return f"{type(request).__name__}[{', '.join(shapes)}]"
-
-
-def _nbytes(tensors: Payload) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

@@ -17,8 +17,8 @@ class Ledger:
     """Runs the flows of W workers in one thread and keeps an account (``Page``) for each.
 
     Compression and decoding are timed at worker 0, which alone decodes the mean. Each worker's
-    compute time is the total of all forward and backward passes divided by W. The time to pass
-    messages within the process is left out, as it says nothing about a network.
+    compute time is that of all forward and backward passes divided by W. The time to pass messages
+    within the process says nothing about a network and is left out.
 
     Args:
         workers: W.
@@ -26,38 +26,30 @@ class Ledger:
     Attributes:
         pages: the accounts, one per worker.
         compute: stopwatch of forward and backward passes; phase ``"compute"``.
+        phases: stopwatch of the flows.
     """
 
     def __init__(self, workers: int) -> None:
         self.transport = Simulated(workers)
         self.compute = Stopwatch()
         self.pages = [Page(self, worker) for worker in range(workers)]
-        self._phases = Stopwatch()
-
-    @property
-    def timing(self) -> bool:
-        """Whether CUDA streams are timed."""
-        return self._phases.timing
-
-    @timing.setter
-    def timing(self, on: bool) -> None:
-        self._phases.timing = self.compute.timing = on
+        self.phases = Stopwatch()
 
     def run(self, flows: Sequence[Flow], device: torch.device) -> None:
         """Run one flow per worker and time their phases."""
-        self._phases.start(device)
+        self.phases.start(device)
         with torch.no_grad():
             self.transport.run(flows, self._lap)
 
     def seconds(self) -> dict[str, float]:
         """Return and reset the seconds by phase of one worker."""
-        seconds = self._phases.take()
+        seconds = self.phases.take()
         seconds.pop(_OTHER, None)
         computed = self.compute.take().get(COMPUTE, 0.0) / self.transport.workers
         return seconds | ({COMPUTE: computed} if computed else {})
 
     def _lap(self, phase: str, worker: int | None) -> None:
-        self._phases.lap(phase if worker == 0 else _OTHER)
+        self.phases.lap(phase if worker == 0 else _OTHER)
 
 
 class Page:
@@ -72,20 +64,18 @@ class Page:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this worker would have sent so far."""
         return self.ledger.transport.sent_bytes[self.worker]
 
     @property
     def timing(self) -> bool:
         """Whether CUDA streams are timed, for all workers."""
-        return self.ledger.timing
+        return self.ledger.phases.timing
 
     @timing.setter
     def timing(self, on: bool) -> None:
-        self.ledger.timing = on
+        self.ledger.phases.timing = self.ledger.compute.timing = on
 
     def take(self) -> Account:
-        """Return and reset the totals. Waits for CUDA where it is timed."""
         for phase, spent in self.ledger.seconds().items():
             for page in self.ledger.pages:
                 page.noted[phase] = page.noted.get(phase, 0.0) + spent

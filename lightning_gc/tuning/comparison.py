@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import optuna
 from optuna.storages import BaseStorage
@@ -54,8 +54,7 @@ def tune(
 
     Args:
         experiment: the task and the rules.
-        methods: names or ``Method``s. The dense baseline is added if it is left out, and comes
-            first.
+        methods: names or ``Method``s. The dense baseline is added if left out, and comes first.
         storage: the path of a journal, a database URL, or an Optuna storage.
         finals: run the winners over ``experiment.seeds`` and compute the test metric.
         show: called with each event.
@@ -130,13 +129,10 @@ def _run_finals(
     experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study
 ) -> Iterator[Event]:
     for done, record in enumerate(run_finals(experiment, method, study, dense), start=1):
-        yield Event(method.name, "final", done, _describe_final(record))
-
-
-def _describe_final(record: dict[str, Any]) -> str:
-    value = record["test"] if record["test"] is not None else record["validation"]
-    result = "diverged" if value is None else f"{value:.5g}"
-    return f"{record['source']}, seed {record['seed']}: {result}"
+        value = record["test"] if record["test"] is not None else record["validation"]
+        result = "diverged" if value is None else f"{value:.5g}"
+        text = f"{record['source']}, seed {record['seed']}: {result}"
+        yield Event(method.name, "final", done, text)
 
 
 def _describe(study: optuna.Study, number: int) -> str:

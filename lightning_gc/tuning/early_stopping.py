@@ -68,8 +68,8 @@ class EarlyStopping:
     Args:
         experiment: the rules.
         method: whose run it is.
-        trial: gets intermediate values and decides on pruning; None for a final run, which stops
-            early for divergence and patience only.
+        trial: gets values and decides on pruning; None for a final run, which stops early for
+            divergence and patience only.
 
     Attributes:
         outcome: how the run has ended.
@@ -81,8 +81,7 @@ class EarlyStopping:
     def __init__(
         self, experiment: Experiment, method: Method, trial: optuna.Trial | None = None
     ) -> None:
-        self.experiment = experiment
-        self.trial = trial
+        self.experiment, self.method, self.trial = experiment, method, trial
         self.budget = experiment.budget_of(method) if trial is not None else None
         self.tracker = BestTracker(experiment)
         self.curve: list[float] = []
@@ -131,7 +130,9 @@ class EarlyStopping:
 
     def record(self) -> dict[str, Any]:
         """Return the run as plain values, for the trial's user attributes."""
-        wire, dense = (self._logged.get(name, 0.0) for name in (WIRE_BYTES, DENSE_BYTES))
+        logged = self._logged
+        wire, dense = logged.get(WIRE_BYTES, 0.0), logged.get(DENSE_BYTES, 0.0)
+        parts = {n.removeprefix(PER_STEP): v for n, v in logged.items() if n.startswith(PER_STEP)}
         return {
             "curve": self.curve,
             "best_epoch": self.tracker.best_epoch,
@@ -141,11 +142,7 @@ class EarlyStopping:
             "dense_bytes": dense,
             "ratio": dense / wire if wire else 1.0,
             "epoch_seconds": self.seconds,
-            "per_step": {
-                name.removeprefix(PER_STEP): value
-                for name, value in self._logged.items()
-                if name.startswith(PER_STEP)
-            },
+            "per_step": parts,
         }
 
     def _stop(self, outcome: Outcome, reason: str) -> bool:

@@ -25,7 +25,7 @@ class Experiment:
     Args:
         name: prefix of its studies, which are called ``name/method``.
         build: asks the trial for hyper-parameters (``trial.suggest_float("learning_rate", 1, 50)``)
-            and returns a new model and datamodule. With ``devices`` above 1 it must be importable.
+            and returns a new model and datamodule. It must be importable if ``devices`` > 1.
         metric: logged in validation; trials are selected on it.
         mode: whether less or more of it is better.
         test_metric: logged by ``trainer.test``; computed for the winner only. None: no test.
@@ -92,10 +92,8 @@ class Experiment:
                 f"buys; leave the budget out, or use objective='metric'."
             )
         if self.workers > 1 and self.devices > 1:
-            raise ValueError(
-                f"workers={self.workers} are simulated, devices={self.devices} real; give one of "
-                f"the two."
-            )
+            both = f"workers={self.workers} simulated and devices={self.devices} real"
+            raise ValueError(f"{both}: give one of the two.")
         self.check_trainer(self.trainer)
 
     def check_trainer(self, trainer: Mapping[str, Any]) -> None:
@@ -103,15 +101,15 @@ class Experiment:
         for name in RESERVED:
             if trainer.get(name) is not None:
                 raise ValueError(
-                    f"trainer.{name}={trainer[name]!r}: tuning chooses it for every trial. Remove "
-                    f"it; the experiment's workers and devices say who trains."
+                    f"trainer.{name}={trainer[name]!r}: tuning sets it by the experiment's workers "
+                    f"and devices. Remove it."
                 )
         given = trainer.get("accumulate_grad_batches") or 1
         if self.workers > 1 and given != 1 and given % self.workers:
             raise ValueError(
-                f"accumulate_grad_batches={given} with workers={self.workers}: a step takes the "
-                f"same number of micro-batches of every simulated worker. Use 1, or a multiple of "
-                f"{self.workers}; {self.workers * given} accumulates {given} for each of them."
+                f"accumulate_grad_batches={given} with workers={self.workers}: each worker needs "
+                f"as many micro-batches in a step. Use 1, or a multiple of {self.workers}; "
+                f"{self.workers * given} accumulates {given} for each."
             )
 
     def budget_of(self, method: Method) -> float | None:

@@ -107,7 +107,7 @@ def _run(
     stopping = EarlyStopping(experiment, method)
     trial = optuna.trial.FixedTrial(dict(params))
     try:
-        tested = train(experiment, method, trial, stopping, seed, final=True)
+        tested = train(stopping, trial, seed)
     except MissingMetric:
         raise
     except Exception as error:

@@ -13,8 +13,8 @@ from typing import Any
 def interrupt_check() -> Iterator[Callable[[], None]]:
     """Record Ctrl-C; yield a function that raises KeyboardInterrupt if there was one.
 
-    Python prints and forgets an exception in a destructor or in a callback from C, where short
-    trials spend much of their time. Call the function between two runs.
+    Call it between two runs. Python prints and forgets exceptions in destructors and in callbacks
+    from C, where short trials spend much of their time.
     """
     pressed = threading.Event()
 

@@ -29,10 +29,9 @@ class Method:
 
     Args:
         name: of the method, and of its study.
-        compressor: a class, its registered name, or its dotted path; by default what ``name``
-            says. ``"dense"`` is ``Identity``, the baseline.
-        fixed: fields that keep one value. Fields that are neither fixed nor tuned keep their
-            default.
+        compressor: a class, its registered name, or its dotted path; by default ``name``.
+            ``"dense"`` is ``Identity``, the baseline.
+        fixed: fields that keep one value; those neither fixed nor tuned keep their default.
         space: replaces what the compressor declares, field by field.
         memory: as for ``CompressedDDPStrategy``; so are ``scheme`` and ``controller``. Its declared
             space is tuned, unless an instance is given.
@@ -82,7 +81,22 @@ class Method:
     @property
     def compressor_class(self) -> type[Compressor]:
         """The compressor's class."""
-        return find_compressor(self.compressor or self.name)
+        given, known = self.compressor or self.name, {**COMPRESSORS, DENSE: Identity}
+        found: Any = known.get(given, given) if isinstance(given, str) else given
+        if isinstance(found, str) and "." in found:
+            module, _, name = found.rpartition(".")
+            try:
+                found = getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError) as error:
+                raise ValueError(
+                    f"The compressor {given!r} cannot be imported: {error}."
+                ) from error
+        if isinstance(found, type) and issubclass(found, Compressor):
+            return found
+        raise ValueError(
+            f"{given!r} is not a compressor{did_you_mean(given, known)}. Those with a name are "
+            f"{', '.join(sorted(known))}; write package.module.Class for one of your own."
+        )
 
     @property
     def tuned(self) -> Space:
@@ -117,25 +131,3 @@ class Method:
 
     def _make_memory(self, tuned: Mapping[str, Any]) -> Memory:
         return dataclasses.replace(self._base_memory(), **tuned)  # type: ignore[type-var]
-
-
-def find_compressor(given: str | type[Compressor]) -> type[Compressor]:
-    """Return a compressor class, given itself, its registered name, or ``package.module.Class``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    known = {**COMPRESSORS, DENSE: Identity}
-    found: Any = known.get(given, given) if isinstance(given, str) else given
-    if isinstance(found, str) and "." in found:
-        module, _, name = found.rpartition(".")
-        try:
-            found = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"The compressor {given!r} cannot be imported: {error}.") from error
-    if isinstance(found, type) and issubclass(found, Compressor):
-        return found
-    raise ValueError(
-        f"{given!r} is not a compressor{did_you_mean(given, known)}. Those with a name are "
-        f"{', '.join(sorted(known))}; write package.module.Class for one of your own."
-    )

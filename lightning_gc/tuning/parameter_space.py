@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import optuna
@@ -17,7 +17,7 @@ def parse(name: str, given: Any) -> Range | Choice:
     """Return the entry that a configuration file gives for one field.
 
     ``{low: 1, high: 50}``, with ``scale: log`` or ``integer: true`` if wanted, or a list to choose
-    from. Without ``integer`` a range is one of real numbers, even between whole ones.
+    from. Without ``integer`` a range has real numbers, even between whole ones.
 
     Raises:
         ValueError: it is neither.
@@ -36,7 +36,7 @@ def parse(name: str, given: Any) -> Range | Choice:
             try:
                 return Range(name, float(given["low"]), float(given["high"]), **rest)
             except TypeError:
-                pass  # falls through to the sentence below
+                pass  # to the sentence below
     raise ValueError(
         f"{name}: {given!r} is no range. Write {{low: 1, high: 50}}, with scale: log or "
         f"integer: true if wanted, or a list of values."
@@ -48,9 +48,7 @@ def parse_all(given: Mapping[str, Any]) -> Space:
     return tuple(parse(name, entry) for name, entry in given.items())
 
 
-def suggest(
-    trial: optuna.trial.BaseTrial, space: Iterable[Range | Choice], prefix: str = ""
-) -> Any:
+def suggest(trial: optuna.trial.BaseTrial, space: Space, prefix: str = "") -> dict[str, Any]:
     """Return ``{field: value}``, drawn by a trial under prefixed names."""
     return {entry.field: _suggest(trial, prefix + entry.field, entry) for entry in space}
 

@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_gc.tuning.tables import Row, Studies, Table, log_scaled, metric_name
+from lightning_gc.tuning.tables import Row, Studies, Table, log_scaled, rules_of
 
 # Makes plots reproducible to the byte.
 _SVG: Any = {"svg.hashsalt": "lightning_gc", "svg.fonttype": "path"}
@@ -19,7 +19,7 @@ _SVG: Any = {"svg.hashsalt": "lightning_gc", "svg.fonttype": "path"}
 
 def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
     """Return ``{name: SVG}``; a plot that would be empty is left out."""
-    metric = metric_name(studies)
+    metric = rules_of(studies)["metric"]
     found: dict[str, bytes] = {}
 
     def draw(name: str, table: str, how: Callable[[Axes, tuple[Row, ...]], None]) -> None:
@@ -37,8 +37,8 @@ def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
             found[f"tuned_{parameter}"] = _svg(boxes, chosen)
     draw("seconds_per_step", "seconds_per_step", _stacks)
     draw("convergence", "convergence", lambda axes, rows: _curves(axes, rows, metric))
-    boxes = functools.partial(_boxes, column="best_epoch", label="best epoch")
-    draw("epochs_to_converge", "epochs_to_converge", boxes)
+    epochs = functools.partial(_boxes, column="best_epoch", label="best epoch")
+    draw("epochs_to_converge", "epochs_to_converge", epochs)
     draw("importance", "importance", _bars)
     return found
 

@@ -13,8 +13,8 @@ from optuna.storages import BaseStorage
 
 from lightning_gc import text_table
 from lightning_gc.tuning.plots import plots
-from lightning_gc.tuning.studies import RULES, load_studies, open_storage
-from lightning_gc.tuning.tables import TOP, Studies, Table, metric_name, tables
+from lightning_gc.tuning.studies import open_storage
+from lightning_gc.tuning.tables import TOP, Studies, Table, rules_of, tables
 
 _TEXTS = {
     "results": "Each method with hyper-parameters of its own, and the same method with those of "
@@ -70,10 +70,10 @@ def report(
             none was named.
         StorageError: the storage cannot be used.
     """
-    path = None if isinstance(storage, BaseStorage) or "://" in str(storage) else Path(storage)
+    is_path = not isinstance(storage, BaseStorage) and "://" not in str(storage)
     # open_storage would create a missing journal: here the path is mistyped.
-    if path is not None and not path.is_file():
-        raise ValueError(f"There is no journal {path}; lightning-gc tune makes one.")
+    if is_path and not Path(str(storage)).is_file():
+        raise ValueError(f"There is no journal {storage}; lightning-gc tune makes one.")
     storage = open_storage(storage)
     names = optuna.get_all_study_names(storage=storage)
     held = sorted({name.partition("/")[0] for name in names if "/" in name})
@@ -81,7 +81,11 @@ def report(
     if not experiment and len(held) != 1:
         raise ValueError(f"Name the experiment to report on; {it_holds}.")
     experiment = experiment or held[0]
-    studies = load_studies(storage, experiment)
+    studies = {
+        name.partition("/")[2]: optuna.load_study(study_name=name, storage=storage)
+        for name in names
+        if name.startswith(f"{experiment}/")
+    }
     if not studies:
         raise ValueError(f"The storage holds no experiment {experiment!r}; {it_holds}.")
     out = Path(out)
@@ -91,9 +95,8 @@ def report(
     files = {out / "plots" / f"{name}.svg": svg for name, svg in drawn.items()}
     files[out / "report.md"] = _markdown(experiment, studies, sections).encode()
     files[out / "report.html"] = _page(experiment, studies, sections, drawn).encode()
-    files |= {
-        out / "tables" / f"{name}.csv": table.to_csv().encode() for name, table in found.items()
-    }
+    for name, table in found.items():
+        files[out / "tables" / f"{name}.csv"] = table.to_csv().encode()
     for file, content in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
@@ -138,11 +141,10 @@ def _with_spread(row: dict[str, Any], column: str) -> str:
 
 
 def _introduction(studies: Studies) -> str:
-    rules = next(iter(studies.values())).user_attrs.get(RULES, {})
+    rules = rules_of(studies)
     return (
-        f"{len(studies)} studies, one per method, selected on {metric_name(studies)} "
-        f"({rules.get('mode', 'min')}), {rules.get('workers', 1)} workers. The table behind each "
-        f"plot is in tables/."
+        f"{len(studies)} studies, one per method, selected on {rules['metric']} ({rules['mode']}), "
+        f"{rules['workers']} workers. The table behind each plot is in tables/."
     )
 
 

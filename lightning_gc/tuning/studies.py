@@ -96,7 +96,7 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
     """
     name, pareto = experiment.study_name(method), experiment.objective == "pareto"
     minimize, maximize = StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE
-    direction = {"min": minimize, "max": maximize}[experiment.mode]
+    direction = minimize if experiment.mode == "min" else maximize
     rules = {
         "metric": experiment.metric,
         "mode": experiment.mode,
@@ -132,20 +132,9 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
         other = next(key for key in rules if old.get(key) != rules[key])
         raise ValueError(
             f"The study {name!r} exists with {other}={old.get(other)!r}, and is now asked for "
-            f"{other}={rules[other]!r}. Trials of both would not compare: give the experiment "
-            f"another name, or another storage."
+            f"{other}={rules[other]!r}: give the experiment another name or storage."
         )
     return study
-
-
-def load_studies(storage: BaseStorage, experiment: str) -> dict[str, optuna.Study]:
-    """Return the studies of an experiment, by the names of their methods."""
-    names = optuna.get_all_study_names(storage=storage)
-    return {
-        name.partition("/")[2]: optuna.load_study(study_name=name, storage=storage)
-        for name in names
-        if name.startswith(f"{experiment}/")
-    }
 
 
 def _of_the_sampler(method: str) -> Any:

@@ -1,9 +1,8 @@
 """Run a trial of several devices in a process group of its own, which talks to its parent by files.
 
-Lightning starts W workers, and each of them would ask the study for a trial of its own. So a run is
-a fresh process that starts the workers. After each validation worker 0 writes the logged metrics to
-a file and waits for the parent's answer in another. That works with every storage and survives a
-crash, a hang and Ctrl-C.
+Each worker that Lightning starts would ask the study for a trial of its own. So a run is a fresh
+process that starts the workers. After each validation worker 0 writes the logged metrics to a file
+and waits for the parent's answer in another. That survives a crash, a hang and Ctrl-C.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,11 @@ def fit_in_subprocess(
     seed: int,
     final: bool = False,
 ) -> float | None:
-    """Run ``fit`` in a fresh process, which may start others, with hyper-parameters drawn before.
+    """Run ``fit`` in a fresh process with hyper-parameters drawn before.
 
     Raises:
-        SubprocessError: the run has failed, has ended without a result, or has been silent for
-            longer than ``experiment.timeout``; none of its processes is left.
+        SubprocessError: the run has failed, ended without a result, or been silent for longer than
+            ``experiment.timeout``; none of its processes is left.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="lightning_gc_") as name:
@@ -58,14 +57,16 @@ def fit_in_subprocess(
         process = context.Process(target=_run_child, args=(run, folder))
         process.start()
         try:
-            for number, message in _messages(process, folder, experiment.timeout):
+            number = 0
+            while True:
+                message = _receive(process, folder, number, experiment.timeout)
                 if "error" in message:
                     raise SubprocessError(message["error"])
                 if "result" in message:
                     result: float | None = message["result"]
                     return result
                 _write(folder / f"answer-{number}", ask(message["logged"]))
-            raise AssertionError("unreachable")
+                number += 1
         finally:
             _kill_group(process)
 
@@ -106,23 +107,20 @@ def _die_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _messages(process: Any, folder: Path, timeout: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the child's messages in order, numbered."""
-    number, deadline = 0, time.monotonic() + timeout
+def _receive(process: Any, folder: Path, number: int, timeout: float) -> dict[str, Any]:
+    """Wait for the child's message with this number, or its last one."""
+    deadline = time.monotonic() + timeout
     while True:
         alive = process.is_alive()  # read first: the last message is written before the end
-        for name in (f"message-{number}", "last"):
-            if (folder / name).exists():
-                yield number, json.loads((folder / name).read_text())
-                number, deadline = number + 1, time.monotonic() + timeout
-                break
-        else:
-            if not alive:
-                code = process.exitcode
-                raise SubprocessError(f"The process of the run has ended with code {code}.")
-            if time.monotonic() > deadline:
-                raise SubprocessError(f"The run has been silent for {timeout:g} s and was killed.")
-            time.sleep(_PAUSE)
+        for path in (folder / f"message-{number}", folder / "last"):
+            if path.exists():
+                message: dict[str, Any] = json.loads(path.read_text())
+                return message
+        if not alive:
+            raise SubprocessError(f"The process of the run has ended with code {process.exitcode}.")
+        if time.monotonic() > deadline:
+            raise SubprocessError(f"The run has been silent for {timeout:g} s and was killed.")
+        time.sleep(_PAUSE)
 
 
 def _kill_group(process: Any) -> None:

@@ -6,7 +6,7 @@ import csv
 import io
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ _RESULTS = """method validation test test_spread seeds test_with_dense_hyper_par
 test_with_dense_hyper_parameters_spread ratio wire_bytes epochs complete pruned failed"""
 
 Row = dict[str, Any]
+Cells = Iterator[tuple[Any, ...]]
+"""Rows of a table: a value for each column."""
 Studies = Mapping[str, optuna.Study]
 
 
@@ -54,7 +56,7 @@ def tables(studies: Studies) -> dict[str, Table]:
     """Return all tables of an experiment's studies, by name."""
     # The dense baseline first.
     ordered = dict(sorted(studies.items(), key=lambda item: item[0] != DENSE))
-    contents: dict[str, tuple[Callable[[Studies], Iterable[Row]], str]] = {
+    contents: dict[str, tuple[Callable[[Studies], Cells], str]] = {
         "results": (_results, _RESULTS),
         "winners": (_winners, "method parameter value dense_value"),
         "metric_against_ratio": (_scatter, "method trial metric ratio wire_bytes on_front"),
@@ -64,16 +66,18 @@ def tables(studies: Studies) -> dict[str, Table]:
         "epochs_to_converge": (_epochs, "method trial best_epoch epochs"),
         "importance": (_importance, "method parameter importance"),
     }
-    return {
-        name: Table(tuple(columns.split()), tuple(rows(ordered)))
-        for name, (rows, columns) in contents.items()
-    }
+    found = {}
+    for name, (rows, heads) in contents.items():
+        columns = tuple(heads.split())
+        cells = tuple(dict(zip(columns, row, strict=True)) for row in rows(ordered))
+        found[name] = Table(columns, cells)
+    return found
 
 
-def metric_name(studies: Studies) -> str:
-    """Return the name of the metric that trials were selected on."""
-    rules = next(iter(studies.values())).user_attrs.get(RULES, {})
-    return str(rules.get("metric", "metric"))
+def rules_of(studies: Studies) -> dict[str, Any]:
+    """Return the rules that all studies share, with defaults where they are not known."""
+    known = next(iter(studies.values())).user_attrs.get(RULES, {})
+    return {"metric": "metric", "mode": "min", "workers": 1, **known}
 
 
 def log_scaled(studies: Studies, parameter: str) -> bool:
@@ -108,27 +112,23 @@ def _best(studies: Studies) -> dict[str, FrozenTrial]:
     return {name: best for name, best in found.items() if best is not None}
 
 
-def _results(studies: Studies) -> Iterator[Row]:
+def _results(studies: Studies) -> Cells:
     dense, winners = studies.get(DENSE), _best(studies)
     for name, study in studies.items():
         finals = final_records(study, dense)
         tuned = [record for record in finals if record["source"] == TUNED]
         moved = [record for record in finals if record["source"] == TRANSFERRED]
         best, states = winners.get(name), [t.state for t in study.get_trials() if counts(t)]
-        row: Row = {
-            "method": name,
-            "validation": None if best is None else best.values[0],
-            "seeds": len(tuned),
-            "complete": states.count(TrialState.COMPLETE),
-            "pruned": states.count(TrialState.PRUNED),
-            "failed": states.count(TrialState.FAIL),
-        }
-        if best is not None:
-            row |= {key: best.user_attrs.get(key) for key in ("ratio", "wire_bytes", "epochs")}
-        row["test"], row["test_spread"] = _mean(tuned)
-        key = "test_with_dense_hyper_parameters"
-        row[key], row[f"{key}_spread"] = _mean(moved if name != DENSE else tuned)
-        yield row
+        known = {} if best is None else best.user_attrs
+        yield (
+            name,
+            None if best is None else best.values[0],
+            *_mean(tuned),
+            len(tuned),
+            *_mean(moved if name != DENSE else tuned),
+            *(known.get(key) for key in ("ratio", "wire_bytes", "epochs")),
+            *(states.count(s) for s in (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)),
+        )
 
 
 def _mean(records: list[Row]) -> tuple[Any, float | None]:
@@ -142,73 +142,62 @@ def _mean(records: list[Row]) -> tuple[Any, float | None]:
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _winners(studies: Studies) -> Iterator[Row]:
+def _winners(studies: Studies) -> Cells:
     winners = _best(studies)
     dense = winners[DENSE].params if DENSE in winners else {}
     for name, best in winners.items():
         for parameter, value in best.params.items():
-            row = {"parameter": parameter, "value": value, "dense_value": dense.get(parameter)}
-            yield {"method": name, **row}
+            yield name, parameter, value, dense.get(parameter)
 
 
-def _scatter(studies: Studies) -> list[Row]:
-    found = []
+def _scatter(studies: Studies) -> Cells:
+    points = []
     for name, study in studies.items():
         for trial in _complete(study):
-            row = {
-                "method": name,
-                "trial": trial.number,
-                "metric": trial.values[0],
-                "ratio": trial.user_attrs.get("ratio", 1.0),
-                "wire_bytes": trial.user_attrs.get("wire_bytes", 0.0),
-            }
-            found.append((-row["ratio"], _loss(study, trial), row))
+            ratio = trial.user_attrs.get("ratio", 1.0)
+            points.append((-ratio, _loss(study, trial), name, trial))
     # From the highest ratio down, a point is on the front if none before it was as good.
-    best = float("inf")
-    for _, loss, row in sorted(found, key=lambda each: each[:2]):
-        row["on_front"] = loss < best
-        best = min(best, loss)
-    return [row for *_, row in found]
+    front, best = set(), float("inf")
+    for _, loss, name, trial in sorted(points, key=lambda point: point[:2]):
+        if loss < best:
+            front.add((name, trial.number))
+            best = loss
+    for minus_ratio, _, name, trial in points:
+        sent, number = trial.user_attrs.get("wire_bytes", 0.0), trial.number
+        yield name, number, trial.values[0], -minus_ratio, sent, (name, number) in front
 
 
-def _parameters(studies: Studies) -> Iterator[Row]:
+def _parameters(studies: Studies) -> Cells:
     for name, trial in _top(studies):
         for parameter, value in trial.params.items():
-            row = {"parameter": parameter, "trial": trial.number, "value": value}
-            yield {"method": name, **row}
+            yield name, parameter, trial.number, value
 
 
-def _seconds(studies: Studies) -> Iterator[Row]:
+def _seconds(studies: Studies) -> Cells:
     for name, best in _best(studies).items():
         spent = best.user_attrs.get("per_step", {})
-        if not spent:
-            continue
-        estimated = "communication_seconds_estimated" in spent
-        sent = "communication_seconds_estimated" if estimated else "communicate_seconds"
-        yield {
-            "method": name,
-            "computation": spent.get("compute_seconds", 0.0),
-            "compression": spent.get("compress_seconds", 0.0) + spent.get("decode_seconds", 0.0),
-            "communication": spent.get(sent, 0.0),
-            "estimated": estimated,
-        }
+        if spent:
+            compressing = spent.get("compress_seconds", 0.0) + spent.get("decode_seconds", 0.0)
+            estimated = "communication_seconds_estimated" in spent
+            sent = "communication_seconds_estimated" if estimated else "communicate_seconds"
+            computing, sending = spent.get("compute_seconds", 0.0), spent.get(sent, 0.0)
+            yield name, computing, compressing, sending, estimated
 
 
-def _convergence(studies: Studies) -> Iterator[Row]:
+def _convergence(studies: Studies) -> Cells:
     for name, best in _best(studies).items():
         for epoch, value in enumerate(best.user_attrs.get("curve", []), start=1):
-            yield {"method": name, "epoch": epoch, "metric": value}
+            yield name, epoch, value
 
 
-def _epochs(studies: Studies) -> Iterator[Row]:
+def _epochs(studies: Studies) -> Cells:
     for name, trial in _top(studies):
         known = trial.user_attrs
         if "best_epoch" in known:
-            row = {"best_epoch": known["best_epoch"] + 1, "epochs": known["epochs"]}
-            yield {"method": name, "trial": trial.number, **row}
+            yield name, trial.number, known["best_epoch"] + 1, known["epochs"]
 
 
-def _importance(studies: Studies) -> Iterator[Row]:
+def _importance(studies: Studies) -> Cells:
     for name, study in studies.items():
         done = _complete(study)
         # Fewer say nothing, and one value everywhere leaves nothing to explain.
@@ -222,4 +211,4 @@ def _importance(studies: Studies) -> Iterator[Row]:
                 target=(lambda t: float(t.values[0])) if len(study.directions) > 1 else None,
             )
         for parameter, importance in found.items():
-            yield {"method": name, "parameter": parameter, "importance": importance}
+            yield name, parameter, importance

@@ -18,8 +18,7 @@ Ask = Callable[[Mapping[str, float]], bool]
 class TrialCallback(pl.Callback):
     """Asks after each training epoch with a validation whether training goes on.
 
-    Worker 0 asks and all workers obey. Must follow the monitor in the list of callbacks, whose
-    metrics it passes on.
+    Worker 0 asks and all obey. Must follow the monitor, whose metrics it passes on.
 
     Args:
         ask: is given all logged metrics and the epoch's ``seconds`` of training.
@@ -54,13 +53,15 @@ class TrialCallback(pl.Callback):
         """Ask, stop, and copy the best weights."""
         if not self._validated:
             return
-        go_on = better = True
+        go_on, better, tracker = True, True, self._tracker
         if trainer.is_global_zero:
             logged = {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1}
             go_on = self.ask({**logged, "seconds": self._seconds or 0.0})
-            better = self._improves(logged)
+            if tracker is not None:
+                value = logged.get(tracker.experiment.metric, math.nan)
+                better = math.isfinite(value) and tracker.add(value) == 0
         strategy: Any = trainer.strategy
-        if self._tracker is not None and strategy.reduce_boolean_decision(better):
+        if tracker is not None and strategy.reduce_boolean_decision(better):
             weights = pl_module.state_dict()
             self._weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         if not strategy.reduce_boolean_decision(go_on):
@@ -76,9 +77,3 @@ class TrialCallback(pl.Callback):
     ) -> None:
         """Tell Ctrl-C from a failure."""
         self.interrupted = isinstance(exception, KeyboardInterrupt)
-
-    def _improves(self, logged: Mapping[str, float]) -> bool:
-        if self._tracker is None:
-            return False
-        value = logged.get(self._tracker.experiment.metric, math.nan)
-        return math.isfinite(value) and self._tracker.add(value) == 0

@@ -84,14 +84,13 @@ def fit(
 
 def _train(trainer: pl.Trainer, callback: TrialCallback, model: Any, data: Any) -> None:
     # Lightning answers Ctrl-C by ignoring further ones for ever and leaving the process.
-    in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT) if in_main else None
+    handler = signal.getsignal(signal.SIGINT)
     try:
         trainer.fit(model, data)
     except SystemExit:
         if not callback.interrupted:
             raise
-        if in_main:
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, handler)
         raise KeyboardInterrupt from None
 

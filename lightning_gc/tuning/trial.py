@@ -25,8 +25,8 @@ def run_trial(
 ) -> None:
     """Train with the trial's hyper-parameters and tell the study the result.
 
-    A run that diverges counts as a failed trial, with its parameters and the reason. So does an
-    error, once a trial of this study has completed or been pruned.
+    A run that diverges counts as a failed trial, with the reason. So does an error, once a trial of
+    this study has completed or been pruned.
 
     Raises:
         TrialError: an error in the first trials of a study.
@@ -36,11 +36,11 @@ def run_trial(
     stopping = EarlyStopping(experiment, method, trial)
     try:
         with trial_leases.heartbeat(lambda now: trial.set_user_attr("beat", now)):
-            train(experiment, method, trial, stopping, experiment.seed)
+            train(stopping, trial, experiment.seed)
         if not stopping.curve:
             raise MissingMetric(
-                f"No validation was run, so there is no {experiment.metric!r} to select on. Give "
-                f"the model a validation_step and the data a val_dataloader."
+                f"No validation was run, so there is no {experiment.metric!r}. Give the model a "
+                f"validation_step and the data a val_dataloader."
             )
     except (MissingMetric, KeyboardInterrupt, SystemExit):
         study.tell(trial, state=TrialState.FAIL)
@@ -56,18 +56,12 @@ def run_trial(
                 f"{text} Its parameters were {trial.params}."
             ) from error
         return
-    _tell(experiment, study, trial, stopping)
+    _tell(study, trial, stopping)
 
 
-def train(
-    experiment: Experiment,
-    method: Method,
-    trial: optuna.trial.BaseTrial,
-    stopping: EarlyStopping,
-    seed: int,
-    final: bool = False,
-) -> float | None:
+def train(stopping: EarlyStopping, trial: optuna.trial.BaseTrial, seed: int) -> float | None:
     """Train here, or in processes of its own; return the test metric of a final run."""
+    experiment, method, final = stopping.experiment, stopping.method, stopping.trial is None
     if experiment.devices == 1:
         return fit(experiment, method, trial, stopping.update, seed, final)
     # Other processes have no access to the study: every value is drawn here.
@@ -77,22 +71,20 @@ def train(
     return fit_in_subprocess(experiment, method, trial.params, stopping.update, seed, final)
 
 
-def _tell(
-    experiment: Experiment, study: optuna.Study, trial: optuna.Trial, stopping: EarlyStopping
-) -> None:
-    record: dict[str, Any] = {**stopping.record(), "seed": experiment.seed}
+def _tell(study: optuna.Study, trial: optuna.Trial, stopping: EarlyStopping) -> None:
+    record: dict[str, Any] = {**stopping.record(), "seed": stopping.experiment.seed}
     if stopping.budget is not None:
         record["over_budget"] = stopping.over_budget
         if hasattr(trial, "set_constraint"):  # since Optuna 5; feasible where 0 or less
             trial.set_constraint("budget", stopping.over_budget)
+    if stopping.outcome == "diverged":
+        record["error"] = f"diverged: {stopping.reason}"
     for name, value in record.items():
         trial.set_user_attr(name, value)
-    if stopping.outcome == "diverged":
-        trial.set_user_attr("error", f"diverged: {stopping.reason}")
-        study.tell(trial, state=TrialState.FAIL)
-    elif stopping.outcome == "pruned":
-        study.tell(trial, state=TrialState.PRUNED)
-    elif experiment.objective == "pareto":
+    if stopping.outcome != "complete":
+        ended = {"diverged": TrialState.FAIL, "pruned": TrialState.PRUNED}
+        study.tell(trial, state=ended[stopping.outcome])
+    elif stopping.experiment.objective == "pareto":
         study.tell(trial, [stopping.best, math.log10(max(record["wire_bytes"], 1.0))])
     else:
         study.tell(trial, stopping.best)

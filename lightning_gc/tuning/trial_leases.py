@@ -1,8 +1,7 @@
 """Leases on trials: several processes share a study through its storage alone.
 
 Each running trial holds its process and a heartbeat. A failed trial with an ``error`` is a result,
-such as a diverged run, and counts towards the number of trials; one without was lost, because its
-process died or was stopped, and is made up for.
+such as a diverged run, and counts; one without was lost with its process, and is made up for.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-HEARTBEAT = 20.0
-"""Seconds between two heartbeats of a trial."""
-LEASE = 300.0
-"""Seconds without a heartbeat after which a trial on another machine is taken for lost."""
+HEARTBEAT = 20.0  # seconds between two heartbeats of a trial
+LEASE = 300.0  # seconds without one after which a trial on another machine is taken for lost
 
 
 def counts(trial: FrozenTrial) -> bool:
@@ -41,8 +38,7 @@ def has_room(study: optuna.Study, wanted: int) -> bool:
 def begin_trial(study: optuna.Study, wanted: int) -> optuna.Trial | None:
     """Begin a trial and return it, or None if there are enough.
 
-    The storage numbers trials one after the other: a process that finds enough trials with lower
-    numbers gives its own back.
+    The storage numbers trials in turn: who finds enough with lower numbers gives its own back.
     """
     if not has_room(study, wanted):
         return None

@@ -51,8 +51,7 @@ class YAMLBuild:
 
     Attributes:
         sections: ``model``, ``data`` and ``trainer`` of the file.
-        space: what is tuned; the name of an entry is its path, without ``init_args``:
-            ``model.learning_rate``.
+        space: what is tuned, by path without ``init_args``: ``model.learning_rate``.
     """
 
     sections: Mapping[str, Any]
@@ -60,8 +59,7 @@ class YAMLBuild:
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
         """Return the values of a trial."""
-        values: dict[str, Any] = suggest(trial, self.space)
-        return values
+        return suggest(trial, self.space)
 
     def __call__(self, trial: optuna.trial.BaseTrial) -> tuple[Any, Any, dict[str, Any]]:
         """Return model, datamodule and Trainer arguments."""
@@ -71,8 +69,7 @@ class YAMLBuild:
         """Return the same with these values at their paths."""
         sections = self._with_values(values)
         made = _parser().instantiate(_parse(_parser(), sections))
-        trainer = made.trainer.as_dict()
-        given = sections.get("trainer") or {}
+        trainer, given = made.trainer.as_dict(), sections.get("trainer") or {}
         return made.model, made.get("data"), {name: trainer[name] for name in given}
 
     def check(self) -> None:
@@ -91,8 +88,7 @@ def load(given: str | Path | Mapping[str, Any], **changes: Any) -> tuple[Experim
 
     Args:
         given: path of the YAML file, or its sections.
-        changes: settings that replace those of its section ``tune``, such as ``trials=10``, unless
-            None.
+        changes: settings in place of those in its section ``tune``, such as ``trials=10``; or None.
 
     Raises:
         ValueError: the file is missing, is no YAML, or holds invalid settings.
@@ -128,10 +124,8 @@ def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[st
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(sections, dict) or not set(needed) <= set(sections):
-        wanted = (
-            f"sections called {' and '.join(needed)}" if needed[1:] else f"a section {needed[0]}"
-        )
-        raise ValueError(f"{path} needs {wanted}; see docs/tune.md.")
+        wanted = " and ".join(needed)
+        raise ValueError(f"{path} needs sections called {wanted}; see docs/tune.md.")
     for name in sections:
         if name not in SECTIONS:
             raise ValueError(f"{path} has a section {name!r}; known are {', '.join(SECTIONS)}.")
@@ -176,8 +170,8 @@ def _set(sections: dict[str, Any], path: str, value: Any) -> None:
     node = sections.get(first)
     if first not in ("model", "data", "trainer") or not isinstance(node, dict):
         raise ValueError(
-            f"{path}: nothing to tune there. Begin with model., data. or trainer., a section that "
-            f"the file has; a compressor's fields belong to its method."
+            f"{path}: nothing to tune there. Begin with model., data. or trainer., if the file has "
+            f"it; a compressor's fields belong to its method."
         )
     for name in middle:
         node = _init_args(node).setdefault(name, {})

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gc.compressors import Codec
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.testing.contracts import DecoderContract, MemoryContract, SchemeContract
 from lightning_gc.testing.contracts.memory import refused
@@ -25,8 +24,6 @@ def remembers(case: Case) -> bool:
 
 
 def conserves(case: Case) -> bool:
-    if "memory" not in case:
-        return bool(case["compressor"].conserves)
     memory = case["memory"]
     return together(case) and (memory.conserves or not memory.buffers)
 
@@ -38,10 +35,6 @@ def together(case: Case) -> bool:
 
 
 ASKS: dict[str, Callable[[Case], bool]] = {
-    "test_3_unbiased_if_declared": lambda case: case["codec"].unbiased,
-    "test_3_linear_if_declared": lambda case: case["codec"].linear,
-    "test_3_selects_if_declared": lambda case: case["codec"].selects,
-    "test_nothing_is_lost": conserves,
     "test_absent_gradient_leaves_its_error_alone": remembers,
     "test_1_nothing_is_lost": conserves,
     "test_state_survives_a_round_trip": together,
@@ -75,8 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         case = item.callspec.params if hasattr(item, "callspec") else {}
         asks = ASKS.get(item.originalname, lambda case: True)  # type: ignore[attr-defined]
-        without_codec = "codec" in case and not isinstance(case["codec"], Codec)
-        if without_codec or not asks(case):
+        if not asks(case):
             left_out.append(item)
         elif is_late(case):
             item.add_marker(pytest.mark.nightly)

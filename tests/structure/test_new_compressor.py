@@ -17,12 +17,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Contraction
+from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Contraction
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.flow import Payload
-from lightning_gc.coding.bit_packing import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class ScaledSign(Codec):
         ScaledSign()
     """
 
-    kind = "quantiser"
+    traits = Traits("quantiser")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take the scaled signs."""
@@ -52,6 +56,11 @@ class ScaledSign(Codec):
     def bound(self, numel: int) -> Contraction:
         """Return 1 / numel, reached by one large element."""
         return Contraction(1 / numel)
+
+    def wire(self, numel: int) -> Wire:
+        """Return a bit an element, and the scale."""
+        bits = Field("signs", torch.uint8, packed_bytes(numel, 1), note="a bit each")
+        return bits, Field("scale", torch.float32, 1)
 '''
 
 NAMES = """
@@ -74,7 +83,7 @@ def test_names_of_ScaledSign() -> None:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with the plug-in: one file, one line."""
     root = tmp_path_factory.mktemp("project")
-    for folder in ("lightning_gc", "controllers", "tests", "docs", "configs"):
+    for folder in ("lightning_gc", "controllers", "tests", "docs", "configs", "examples"):
         shutil.copytree(ROOT / folder, root / folder, symlinks=True)
     for file in ("pyproject.toml", "mkdocs.yml", "CHANGELOG.md", "README.md"):
         shutil.copy(ROOT / file, root / file)

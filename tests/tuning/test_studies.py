@@ -14,7 +14,7 @@ from lightning_gc import Range
 from lightning_gc.tuning import Method, MissingMetric, StorageError, TrialError, open_storage, tune
 from lightning_gc.tuning.comparison import Event
 from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
-from lightning_gc.tuning.studies import RULES, PerTrialSampler, best_trial
+from lightning_gc.tuning.studies import PerTrialSampler, best_trial
 from lightning_gc.tuning.trial_leases import counts
 from tests.support.fitting import unwarned
 from tests.support.tuning import (
@@ -235,22 +235,6 @@ def test_one_name_is_one_set_of_rules(journal: Path) -> None:
         compare(journal, trials=1, workers=4)
     with pytest.raises(ValueError, match="Two methods are called 'topk'"):
         compare(journal, "topk", narrow)
-
-
-def test_a_study_that_names_the_file_of_its_compressor_is_resumed(journal: Path) -> None:
-    """As those did that were made before files moved: lightning_gc/compressors/topk.py."""
-    study = compare(journal, "topk", trials=1)["topk"]
-    assert study.user_attrs[RULES]["compressor"] == "lightning_gc.compressors.TopK"
-    for stored in (
-        "lightning_gc.compressors.sparsifiers.topk.TopK",
-        "lightning_gc.compressors.sparsifiers.sparse_payload.x.TopK",
-    ):
-        study.set_user_attr(RULES, {**study.user_attrs[RULES], "compressor": stored})
-        again = compare(journal, "topk", trials=len(study.trials) + 1)["topk"]
-        assert len(again.trials) == len(study.trials)
-    study.set_user_attr(RULES, {**study.user_attrs[RULES], "compressor": "mine.TopK"})
-    with pytest.raises(ValueError, match=r"exists with compressor='mine\.TopK'"):
-        compare(journal, "topk")
 
 
 def test_a_metric_that_is_never_logged_is_named_and_costs_no_trial(journal: Path) -> None:

@@ -31,10 +31,10 @@ class AtomoSVD(Codec):
     are always sent, and c follows from the sum. Each worker draws for itself.
 
     A tensor of shape (n, ...) is a matrix of n rows; one of one dimension, as a shard of
-    ``TwoShot``, is folded into ⌊√d⌋ rows, padded with zeros. A tensor that ``rank`` triplets would
-    not make smaller is sent as it is. Singular values below 1.2e-7 of the greatest, float32's
-    rounding, count as zero. The decomposition takes ``O(n·m·min(n, m))`` time in every step: seconds
-    on a host where the shorter side is thousands.
+    ``TwoShot``, is folded into ⌊√d⌋ rows and padded with zeros. A tensor that ``rank`` triplets
+    would not make smaller is sent as it is. Singular values below 1.2e-7 of the greatest, float32's
+    rounding, count as zero. The decomposition takes ``O(n·m·min(n, m))`` time in every step, which
+    is seconds on a host where the shorter side is thousands.
 
     Args:
         rank: how many triplets are sent on average, at least 1 (the paper's s). Higher means less
@@ -80,14 +80,13 @@ class AtomoSVD(Codec):
         u, v = self._drawn(matrix.t() if n > m else matrix, bucket)
         if n > m:
             u, v = v, u
-        buffer.sub_(_product(u, v, buffer.numel()))
+        buffer.sub_((u.t() @ v).view(-1)[: buffer.numel()])  # without what filled the last row
         return u.reshape(-1), v.reshape(-1)
 
     def _drawn(self, matrix: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Return ``(k, n)``, orthonormal, and ``(k, m)`` for a matrix of n rows and more columns.
 
-        Whatever the n orthonormal u_i are, ``Σ u_i·(u_iᵀ·M)`` is M: this is unbiased even where
-        singular vectors are not exact.
+        Unbiased even where singular vectors are inexact: ``Σ u_i·(u_iᵀ·M)`` is M for any basis.
         """
         basis, values = self._decomposed(matrix)  # (n, n), (n,), descending
         p = probabilities(values, self.rank)
@@ -119,18 +118,16 @@ class AtomoSVD(Codec):
         count = payload[0].numel() // n
         payload_validation.lengths(payload, count * n, count * m)
         if count > min(n, m):
-            raise ValueError(
-                f"The payload has {count:,} singular triplets of a {n} x {m} matrix, which has "
-                f"{min(n, m):,} at most; it is damaged."
-            )
+            most = f"a {n} x {m} matrix, which has {min(n, m):,} at most; it is damaged."
+            raise ValueError(f"The payload has {count:,} singular triplets of {most}")
         u, v = payload
-        out.add_(_product(u.view(count, n), v.view(count, m), out.numel()), alpha=scale)
+        product = u.view(count, n).t() @ v.view(count, m)
+        out.add_(product.view(-1)[: out.numel()], alpha=scale)
 
     def bound(self, numel: int) -> Variance:
         """Return ω = ⌊√d⌋/rank − 1, or 0: no matrix of d elements has a shorter side above ⌊√d⌋.
 
-        Equal probabilities, ``p_i = rank/n`` of n triplets, have a variance of ``n/rank − 1`` times
-        the square, and the best have no more. Where all singular values are equal that is reached.
+        With equal probabilities, rank/n of n triplets, it is ``n/rank − 1``; the best make no more.
         """
         return Variance(max(0.0, math.isqrt(numel) / self.rank - 1))
 
@@ -158,8 +155,3 @@ def probabilities(values: Tensor, budget: float) -> Tensor:
     rest = tails.masked_fill(certain, 0).amax()
     shares = values / rest.where(rest > 0, 1.0) * (budget - certain.sum())
     return torch.where(certain, 1.0, shares)
-
-
-def _product(u: Tensor, v: Tensor, numel: int) -> Tensor:
-    """Return the sum of the outer products, flat, without what filled the last row."""
-    return (u.t() @ v).view(-1)[:numel]

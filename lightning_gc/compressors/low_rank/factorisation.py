@@ -121,9 +121,8 @@ class LowRank(Collective):
 def check_rank(name: str, rank: float) -> None:
     """Refuse a rank that is no number of columns."""
     if not 1 <= rank < math.inf or rank != int(rank):
-        raise ValueError(
-            f"{name}(rank={rank!r}): the rank is a number of columns, 1 or more; use 2."
-        )
+        said = f"{name}(rank={rank!r})"
+        raise ValueError(f"{said}: the rank is a number of columns, 1 or more; use 2.")
 
 
 def sides(shape: tuple[int, ...]) -> tuple[int, int]:

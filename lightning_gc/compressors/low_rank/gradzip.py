@@ -31,29 +31,22 @@ class GradZip(LowRank):
     Our reading of the paper: one alternation a step, with errors taken from the mean approximation.
     P is scaled before the fit so that its longest column has length 1 and λ means the same for
     gradients of any size; and Q is orthonormalised before it is used again: a direction that one
-    step's gradient lacks would be lost for ever. QᵀQ is I then, and scaling P absorbs ``1/(1 + λ)``.
+    step's gradient lacks would be lost for ever. QᵀQ is I then; scaling P absorbs ``1/(1 + λ)``.
 
     Tensors of one dimension, and those that hardly become smaller, go dense.
 
     Args:
-        rank: columns of P and Q, at least 1. Higher means less compression, less error.
-        min_ratio: a tensor is compressed if that makes it smaller by more than this factor:
-            ``min_ratio·rank·(n + m) < n·m``.
-        dense_steps: steps at the beginning that send everything exactly.
+        rank: as ``PowerSGD``'s.
+        min_ratio: as ``PowerSGD``'s.
+        dense_steps: as ``PowerSGD``'s.
         regulariser: λ, at least 1e-12, relative to the squared length of the longest column of P.
             Higher means a smaller C: what is ``√λ`` of that long is sent at half its size. Lower
             means more of what rounding leaves where P has fewer directions than columns: its share
             of C is about ``1e-14/λ``.
 
     Communication pattern:
-        Two all-reduces one after the other: M·Q, then Mᵀ·P; everything that goes dense is in the
-        first message. Per worker ``2·(W−1)/W`` times the payload.
-
-    An element takes ``32·rank·(1/n + 1/m)`` bits: 0.13 for 512 x 512 at rank 1.
-
-    State:
-        Q of every parameter, of the step before. It is in checkpoints. When a controller moves
-        ``rank``, columns are dropped, or further ones drawn alike on all workers.
+        Two all-reduces one after the other, M·Q, then Mᵀ·P, as ``PowerSGD``'s; so are the bits and
+        the state.
 
     Raises:
         ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or

@@ -21,8 +21,6 @@ BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))
 class Blockwise8Bit(Codec):
     """Rounds the elements of each block to 256 values, which depend on a few numbers of the block.
 
-    Subclasses say which values: ``code`` rounds to them and ``values`` computes them from codes.
-
     Attributes:
         block_size: elements of a block; the last block may have fewer.
         coding: what a code means, for the documentation.
@@ -77,7 +75,5 @@ class Blockwise8Bit(Codec):
 def check_block_size(name: str, block_size: int) -> None:
     """Refuse what is not a number of elements."""
     if block_size < 1 or block_size != int(block_size):
-        raise ValueError(
-            f"{name}(block_size={block_size!r}): a block needs a whole number of elements, at "
-            f"least 1; use 512."
-        )
+        said = f"{name}(block_size={block_size!r})"
+        raise ValueError(f"{said}: a block needs a whole number of elements, at least 1; use 512.")

@@ -25,12 +25,10 @@ class Cast(Codec):
 
     ``bfloat16`` keeps float32's range with 8 bits of precision: relative error at most 2⁻⁸.
     ``float16`` has 11 bits of precision between 6e-5 and 65,504; larger magnitudes are sent as
-    65,504 and tiny ones as less precise, and the difference stays in the error.
+    65,504 and tiny ones less precisely. The difference stays in the error.
 
-    It is not declared linear: averaging 16-bit numbers rounds at every addition, and no worker's
-    error would contain what is lost. Its default scheme, ``TwoShot``, adds in float32 and has the
-    same volume as a ring all-reduce of 16-bit numbers; it also works on backends that cannot reduce
-    bfloat16.
+    It is not linear: averaging 16-bit numbers rounds at every addition, in nobody's error. The
+    default scheme, ``TwoShot``, adds in float32, with the volume of a 16-bit ring all-reduce.
 
     Args:
         dtype: ``"bfloat16"`` or ``"float16"``.
@@ -67,8 +65,7 @@ class Cast(Codec):
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        (values,) = payload
-        out.add_(values, alpha=scale)
+        out.add_(payload[0], alpha=scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1 − 2⁻¹⁶ for bfloat16; 0 for float16, which may round all to zero."""

@@ -15,14 +15,13 @@ from lightning_gc.compressors.wrappers.preset import Preset
 class ECQSGD(Preset):
     """Error Compensated Quantized SGD: ``QSGD`` of the gradient and a share of past errors.
 
-    This is ``QSGD`` with the memory ``WeightedError(alpha=0.2, beta=0.9)``, unless another is
-    chosen. QSGD by itself needs no memory; with few bits its variance is large, and a share of the
-    errors fed back reduces it.
+    Its default memory is ``WeightedError(alpha=0.2, beta=0.9)``. QSGD needs no memory, but with few
+    bits its variance is large, and a share of the errors fed back reduces it.
 
     Args:
-        bits: as ``QSGD``'s, and so are the two that follow.
-        block_size: elements that share one norm.
-        norm: ``"max"`` or ``"l2"``.
+        bits: as ``QSGD``'s.
+        block_size: as ``QSGD``'s.
+        norm: as ``QSGD``'s.
 
     Raises:
         ValueError: as ``QSGD``.

@@ -29,12 +29,10 @@ class Float8(Blockwise8Bit):
     Args:
         format: ``"e4m3"`` and ``"e5m2"`` are torch's ``float8_e4m3fn`` and ``float8_e5m2``, bit for
             bit: 4 or 5 bits of exponent, 3 or 2 of mantissa. ``"1-3-4"`` has 3 bits of exponent, 4
-            of mantissa, and no code that is not a number. More mantissa means less error, of an
-            element's 1/33 at most with 4 bits, 1/17 with 3, 1/9 with 2; more exponent means that
-            this holds for smaller elements: down to L/124, L/28,672, L/939,524,096. Far below that
-            they become zero.
-        block_size: elements that share one scale. Smaller means that fewer become zero, and more
-            scales to send.
+            of mantissa, and no NaN. More mantissa means less relative error, at most 1/33 with 4
+            bits, 1/17 with 3, 1/9 with 2; more exponent means that this holds for smaller elements:
+            down to L/124, L/28,672, L/939,524,096. Far below that they become zero.
+        block_size: elements that share one scale. Smaller means fewer zeros and more scales.
 
     In blocks of 512 an element takes 8.06 bits.
 
@@ -50,9 +48,8 @@ class Float8(Blockwise8Bit):
 
     Reference:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (e4m3 and e5m2). Dettmers, "8-Bit
-        Approximations for Parallelism in Deep Learning", ICLR 2016 (1-3-4, in our reading: with
-        powers of two and numbers below the smallest power, as in IEEE 754; that paper's dynamic
-        tree is another type, which is not here).
+        Approximations for Parallelism in Deep Learning", ICLR 2016 (1-3-4, in our reading with
+        subnormal numbers as in IEEE 754; not that paper's dynamic tree).
     """
 
     format: Literal["e4m3", "e5m2", "1-3-4"] = "e4m3"
@@ -98,10 +95,9 @@ class Float8(Blockwise8Bit):
         """Return δ = 1 − max(ρ², n / (4·T² + n)), for n = min(block_size, numel) − 1.
 
         In units of the smallest number, L is T and sent as it is. Numbers of m bits of mantissa are
-        rounded by at most ρ = u / (1 + u) of themselves, where u = 2^−(m+1): half a step above a
-        power of two. Those too small for that are rounded by at most 1/2, and by at most all of
-        themselves; n of 1/2 beside T make ``n/4 / (T² + n/4)``, and no mixture is worse than the
-        worse part of it. Float32's own rounding, 2^−22 at most, adds less than a ten-thousandth.
+        rounded by at most ρ = u / (1 + u) of themselves, where u = 2^−(m+1). Smaller ones are
+        rounded by at most 1/2, and at most to zero; n of 1/2 beside T make ``n/4 / (T² + n/4)``,
+        and no mixture is worse. Float32's own rounding, 2^−22 at most, adds less than 1e-4.
         """
         mantissa, top = _FORMATS[self.format]
         half, others = 2.0 ** -(mantissa + 1), min(self.block_size, max(1, numel)) - 1

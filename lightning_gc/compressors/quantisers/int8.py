@@ -21,14 +21,11 @@ class Int8(Blockwise8Bit):
     """Round each element to the nearest of 256 values from its block's smallest to its largest.
 
     ``C(x)_i = low + (high − low)·c_i / 255`` with ``c_i = round(255·(x_i − low) / (high − low))``.
-    Both ends are sent as they are. Zero is usually none of the values, so zeros among other
-    elements get a small error, which goes to the next step.
+    Both ends are sent as they are, since ``high − low`` may be beyond float32. Zero is usually none
+    of the values, so zeros get a small error. In blocks of 512 an element takes 8.125 bits.
 
     Args:
         block_size: elements that share one range. Smaller means less error and more ranges to send.
-
-    In blocks of 512 an element takes 8.125 bits. Of the range both ends are sent, since
-    ``high − low`` may be beyond float32 where neither of them is.
 
     Raises:
         ValueError: ``block_size`` below 1 or above 65,536.
@@ -79,8 +76,8 @@ class Int8(Blockwise8Bit):
 
         The ends are exact and the d − 2 others err by at most half a step, 1/510 of the range r;
         the squares of the ends alone sum to at least r²/2, and to M², the greater of them. That
-        makes ``2·(d − 2) / 510²``, reached by zeros between −1 and 1. Float32 rounds values by up
-        to ``2^−23·M``, which adds less than a ten-thousandth.
+        makes ``2·(d − 2) / 510²``, reached by zeros between −1 and 1. Float32's rounding by up to
+        ``2^−23·M`` adds less than 1e-4.
         """
         others = max(0, min(self.block_size, numel) - 2)
         return Contraction(1 - _ROUNDING * 2 * others / (2 * _STEPS) ** 2)

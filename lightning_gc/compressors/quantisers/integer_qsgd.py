@@ -20,14 +20,12 @@ class IntegerQSGD(Collective):
     """Round each element at random to one of s = 2^(bits−1) − 1 levels of the workers' largest.
 
     ``norm = max_w ‖x_w‖_∞``, ``C(x_w)_i = norm·sign(x_i)·ξ_i / s``, where ξ_i is one of the two
-    whole numbers around ``s·|x_i| / norm``, drawn so that ``E C(x) = x``. Since all workers have
-    the same norm, the mean is ``norm / (s·W)`` times a sum of integers, which is exact: it is not
-    rounded a second time, as it is by ``TwoShot`` with QSGD. The price is one norm for the whole
-    tensor and all workers: where one of them has much larger elements, the others send few.
+    whole numbers around ``s·|x_i| / norm``, drawn so that ``E C(x) = x``. The mean is
+    ``norm / (s·W)`` times an exact sum of integers: it is not rounded a second time, as by
+    ``TwoShot`` with QSGD. But if one worker has much larger elements, the others send few.
 
-    The paper, in our reading, shares the greatest L2 norm and adds levels by an all-reduce. Here
-    the greatest magnitude is shared, which is less and so makes less error, and sums are computed
-    shard by shard: an all-reduce of narrow integers would overflow, one of wide ones send more.
+    The paper, in our reading, shares the greatest L2 norm, which makes more error, and adds levels
+    by an all-reduce: of narrow integers it would overflow, of wide ones send more than our sums.
 
     Args:
         bits: 2..16 bits an element, the sign included. Lower means more compression, more error.
@@ -35,8 +33,8 @@ class IntegerQSGD(Collective):
     Communication pattern:
         Three rounds. An all-gather of the norms, 4 bytes a tensor; an all-to-all of codes, worker
         i getting everybody's shard i; an all-gather of their sums, at the width that sums of W
-        need. Per worker ``(bits + ⌈log2(2·s·W + 1)⌉)·(W−1)/W`` bits an element, about
-        ``2·bits + log2 W``: 4 + 7 for 4 bits and 8 workers.
+        need. Per worker ``(bits + ⌈log2(2·s·W + 1)⌉)·(W−1)/W`` bits an element: 4 + 7 for 4 bits
+        and 8 workers.
 
     Raises:
         ValueError: ``bits`` outside 2..16.
@@ -68,10 +66,9 @@ class IntegerQSGD(Collective):
         yield from integer_sums.add(self, payloads, norm, self.bits, bucket, out)
 
     def bound(self, numel: int) -> Variance:
-        """Return ω = (√(1 + (d−1)/s²) − 1)/2, exact for one worker, with a norm of its own.
+        """Return ω = (√(1 + (d−1)/s²) − 1)/2, exact for one worker, with its own norm.
 
-        A common norm above a worker's own makes its error greater than that; the bound holds for
-        the gradients of all W workers, taken as one tensor of W·d elements.
+        For W workers it holds for their gradients taken as one tensor of W·d elements.
         """
         return Variance(integer_sums.variance(numel, self.bits))
 

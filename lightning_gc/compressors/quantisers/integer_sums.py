@@ -1,9 +1,8 @@
 """Exact sums of integer codes over workers, for quantisers with one scale for all workers.
 
 Code c of ``bits`` bits stands for level ``c − s``, a whole number in −s..s with
-``s = 2^(bits−1) − 1``, and level l for ``scale·l / s``. Where all workers have the same scale, the
-mean of what they send follows from the sum of their codes, an integer: nothing is rounded a second
-time, and the sum is sent at the width that W codes need, so that it cannot overflow.
+``s = 2^(bits−1) − 1``, and level l for ``scale·l / s``. As all workers have the same scale, the
+mean follows from the sum of their codes, which is exact, sent at the width that W codes need.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def take(buffer: Tensor, scale: Tensor, bits: int, bucket: Bucket) -> tuple[Payl
         bucket: whose private random numbers are used.
 
     Returns:
-        A payload per worker: packed codes of its shard, all of one length. The last shards, which
-        may be shorter or empty, are filled up with level 0.
+        A payload per worker: packed codes of its shard, all of one length. Shorter or empty shards
+        at the end are filled up with level 0.
     """
     size = _shard_size(buffer, bucket)
     block = min(_BLOCK, max(1, size))
@@ -139,9 +138,9 @@ def variance(numel: int, bits: int) -> float:
     """Return the least ω for which ``E‖x − C(x)‖² ≤ ω·‖x‖²`` with the largest magnitude as scale.
 
     In units of ``scale / s`` the largest element is s and sent as it is, and one with fractional
-    part p adds ``p·(1 − p)`` to the error. The ratio to ``‖x‖²`` is greatest if all the others are
-    between levels 0 and 1, and alike: ``(d−1)·p·(1−p) / (s² + (d−1)·p²)``, whose maximum is at
-    ``p = s / (s + √(s² + d − 1))`` and amounts to ``(√(1 + (d−1)/s²) − 1) / 2``.
+    part p adds ``p·(1 − p)`` to the error. The ratio to ``‖x‖²`` is greatest if all others are one
+    p in 0..1: ``(d−1)·p·(1−p) / (s² + (d−1)·p²)``, with its maximum
+    ``(√(1 + (d−1)/s²) − 1) / 2`` at ``p = s / (s + √(s² + d − 1))``.
     """
     return (math.sqrt(1 + max(0, numel - 1) / levels(bits) ** 2) - 1) / 2
 

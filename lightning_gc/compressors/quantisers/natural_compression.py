@@ -24,9 +24,8 @@ class NaturalCompression(Codec):
 
     ``C(x) = sign(x)·2^⌊log₂|x|⌋`` with probability ``(2^⌈log₂|x|⌉ − |x|) / 2^⌊log₂|x|⌋``, else
     ``sign(x)·2^⌈log₂|x|⌉``, so that ``E C(x) = x``. This is float32 without its mantissa, 9 bits an
-    element. All of float32's exponents are kept; the paper's own code cuts them to a smaller range
-    and spends 8 bits. Below 2⁻¹²⁶ an element becomes that or zero. Magnitudes of 2¹²⁷ and more are
-    sent as 2¹²⁷, since float32 has no 2¹²⁸.
+    element; the paper's own code cuts exponents to a smaller range and spends 8. Below 2⁻¹²⁶ an
+    element becomes that or zero; 2¹²⁷ and more becomes 2¹²⁷, since float32 has no 2¹²⁸.
 
     Example:
         >>> from lightning_gc import NaturalCompression

@@ -30,18 +30,16 @@ class TernGrad(Collective):
     |y_i| / S``, so that ``E C(x) = y``. What is clipped away is dropped, as is all of the error:
     the paper has no error feedback. Without clipping this is ``IntegerQSGD(bits=2)``.
 
-    σ is taken about zero, as the paper's analysis of clipping has it, which assumes a mean of zero;
-    its code takes the standard deviation about the mean, of which σ² is the square plus that of the
-    mean. About the mean a constant tensor, or one of a single element, would be clipped to nothing.
+    σ is taken about zero, as in the paper's analysis; about the mean, as in its code, a constant
+    tensor would be clipped to nothing.
 
     Args:
-        clip: c, at how many standard deviations elements are clipped. Lower means a smaller scale:
-            less variance, more bias. None does not clip, and then it is unbiased.
+        clip: c, at how many standard deviations elements are clipped. Lower means less variance,
+            more bias. None does not clip, and then it is unbiased.
 
     Communication pattern:
-        Three rounds, as of ``IntegerQSGD``: an all-gather of scales, 4 bytes a tensor ("scaler
-        sharing"); an all-to-all of codes; an all-gather of their sums. Per worker
-        ``(2 + ⌈log2(2·W + 1)⌉)·(W−1)/W`` bits an element: 2 + 5 for 8 workers.
+        Three rounds, as of ``IntegerQSGD``, with the scale for the norm ("scaler sharing"). Per
+        worker ``(2 + ⌈log2(2·W + 1)⌉)·(W−1)/W`` bits an element: 2 + 5 for 8 workers.
 
     Raises:
         ValueError: ``clip`` not above 0.
@@ -91,17 +89,16 @@ class TernGrad(Collective):
     def bound(self, numel: int) -> Variance | Multiple:
         """Return ω = (√d − 1)/2 unclipped, and 1 + c²/8 (c − 1 from c = 4 on) where it clips.
 
-        Both for one worker, with a scale of its own. A common scale is at least that, and makes
-        errors greater where it is more; the first holds for the gradients of all W workers, taken
+        Both for one worker, with its own scale; the first also for the gradients of W workers taken
         as one tensor of W·d elements.
 
         Where it clips: with S = 1 the error is ``Σ x² + Σ |y|·(1 − 2·|x|)``. If an element is
         clipped, then S = c·σ and ``‖x‖² = d/c²``. A term of the second sum is 1/8 at most, at
-        |x| = 1/4, which makes ``1 + c²/8``; and as it is at most a concave function of x², which is
+        |x| = 1/4, which makes ``1 + c²/8``; and as it is at most a concave function of x²,
         ``|x| − 2·x²`` up to there and 1/8 beyond, the sum is for c ≥ 4 at most that of d elements
         |x| = 1/c, which makes ``c − 1``. If no element is clipped, the error is ``Σ|x| − Σx²`` with
-        ``mean x² ≥ 1/c²``: again c − 1 at most, which is never above ``1 + c²/8``. And c ≥ √d
-        clips nothing, since no element is above ``√d·σ``.
+        ``mean x² ≥ 1/c²``: again c − 1 at most, never above ``1 + c²/8``. And c ≥ √d clips nothing,
+        since no element is above ``√d·σ``.
         """
         unclipped = integer_sums.variance(numel, _BITS)
         if self.clip is None:

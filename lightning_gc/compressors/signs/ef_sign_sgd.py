@@ -20,8 +20,8 @@ from lightning_gc.flow import Payload
 class EFSignSGD(Codec):
     """Send each element's sign times the mean magnitude of the tensor; keep the rest as the error.
 
-    ``C(x) = ‖x‖₁/d · sign(x)``, with ``sign(0) = +1``. Signs alone need not converge; with the
-    magnitude and the error they do as SGD does. 1 bit an element and 4 bytes.
+    ``C(x) = ‖x‖₁/d · sign(x)``, with ``sign(0) = +1``. Unlike signs alone it converges as SGD does.
+    1 bit an element and 4 bytes.
 
     Example:
         >>> import torch

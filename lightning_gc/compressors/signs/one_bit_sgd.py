@@ -45,7 +45,8 @@ class OneBitSGD(Codec):
         return sign_payload.take(buffer, means), means
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        sign_payload.add(*payload, out, scale)
+        bits, means = payload
+        sign_payload.add(bits, means, out, scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1/d: at least the share of the greatest element is taken; usually far more."""

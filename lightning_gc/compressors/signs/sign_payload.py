@@ -17,7 +17,7 @@ def mean(parts: Tensor, count: int | Tensor) -> Tensor:
 
 
 def take(buffer: Tensor, levels: Tensor) -> Tensor:
-    """Subtract ``levels[1]`` where elements are not negative, else ``levels[0]``; return the bits."""
+    """Subtract ``levels[1]`` from elements not negative, ``levels[0]`` from others; return bits."""
     positive, levels = buffer >= 0, levels.to(buffer.dtype)
     buffer.sub_(torch.where(positive, levels[1], levels[0]))
     return pack(positive.to(torch.uint8), 1)

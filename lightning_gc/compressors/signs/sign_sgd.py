@@ -32,8 +32,7 @@ class SignSGD(Codec):
     of what was sent is not known; see ``EFSignSGD``. 1 bit an element and 4 bytes.
 
     Communication pattern:
-        As the scheme's. With ``TwoShot``, the default, the owners of shards count the votes and
-        send the outcome, a bit an element each way.
+        As the scheme's. With ``TwoShot``, the default, it is a bit an element each way.
 
     Example:
         >>> import torch

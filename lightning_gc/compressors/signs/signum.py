@@ -13,8 +13,7 @@ from lightning_gc.compressors.wrappers.preset import Preset
 class Signum(Preset):
     """Vote on the sign of each worker's own moving average of gradients: ``SignSGD`` of a momentum.
 
-    Unless another memory is chosen, it comes with ``LocalMomentum(momentum=0.9)``. The optimizer
-    must have no momentum.
+    Its default memory is ``LocalMomentum(momentum=0.9)``. The optimizer must have no momentum.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, Signum

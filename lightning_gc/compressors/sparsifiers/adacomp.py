@@ -24,21 +24,18 @@ class AdaComp(Codec):
     """Send elements that would exceed the greatest of their bin if the newest gradient came twice.
 
     With G the error plus the newest gradient dW, and the soft score ``H = G + dW``, each bin of
-    ``bin_size`` elements sends those with ``|H_i| ≥ max|G|``, the maximum being that of the bin.
-    Each is sent as ``s·sign(G_i)``, s being the mean over all bins of these maxima, and the
-    difference from G_i is the error. How many are sent follows from the gradients: many where they
-    change, few where an old error outweighs them. Our reading of the paper: the sign is that of G,
-    s is one number per tensor, and a last bin that is shorter counts as any other.
+    ``bin_size`` elements sends those with ``|H_i| ≥ max|G|`` of the bin as ``s·sign(G_i)``, s being
+    the mean over bins of these maxima. The difference from G_i is the error. Many are sent where
+    gradients change, few where an old error outweighs them. Our reading of the paper: the sign is
+    that of G, s is one number per tensor, and a shorter last bin counts as any other.
 
-    dW is ``bucket.grad``, padded with zeros where the buffer is padded. Without a memory it is G
-    itself, so elements of half the maximum are sent; likewise in the second encoding of a two-shot
-    scheme, where the mean stands for dW.
-
-    A sent element takes 9.6 bits where one in a hundred is sent.
+    dW is ``bucket.grad``, padded with zeros as the buffer is. Without a memory, and in the second
+    encoding of a two-shot scheme, it is G, so elements of half the maximum are sent. A sent element
+    takes 9.6 bits where one in a hundred is sent.
 
     Args:
-        bin_size: elements in a bin, at least 1. Larger means more compression: each bin sends
-            about one element or a few. The paper has 50 for convolutions and 500 for others.
+        bin_size: elements in a bin, at least 1. Larger means more compression: a bin sends one or a
+            few. The paper has 50 for convolutions and 500 for others.
 
     Raises:
         ValueError: ``bin_size`` below 1 or not whole.
@@ -82,9 +79,8 @@ class AdaComp(Codec):
         # Negated, so that NaN is chosen: it must not stay in the error unnoticed.
         below = (score.abs_() < greatest.view(-1, 1)).view(-1)[: buffer.numel()]
         chosen = below.logical_not_().logical_and_(buffer != 0).nonzero().view(-1)
-        return scale.view(1), *sparse_sign_payload.take(
-            buffer, chosen, sparse_sign_payload.both(scale)
-        )
+        levels = sparse_sign_payload.both(scale)
+        return scale.view(1), *sparse_sign_payload.take(buffer, chosen, levels)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         sparse_sign_payload.add(payload[1:], sparse_sign_payload.both(payload[0][0]), out, scale)
@@ -93,8 +89,7 @@ class AdaComp(Codec):
         """Return ω = 1 + d/b for b bins: no contraction, as small elements may be sent as s.
 
         ``(|x_i| − s)² ≤ x_i² + s²``, and s², the square of a mean of b magnitudes, is at most
-        ``‖x‖²/b``. d/b is reached: where all bins have one element that is not sent and is much
-        greater than all others, which are.
+        ``‖x‖²/b``. d/b is reached where each bin sends all but one element, much the greatest.
         """
         bins = -(-numel // int(min(self.bin_size, max(1, numel))))
         return Multiple(1 + numel / max(1, bins))

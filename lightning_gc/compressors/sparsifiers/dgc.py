@@ -15,9 +15,8 @@ from lightning_gc.compressors.wrappers.preset import Preset
 class DGC(Preset):
     """Deep Gradient Compression: ``TopK(selection="sampled")`` of each worker's velocity.
 
-    Unless another memory is chosen, it comes with ``MomentumCorrection(momentum=0.9)``. The paper
-    raises the compression over four epochs: ``controller=Schedule.dgc_warmup(final=0.001)``. Use
-    plain SGD without momentum and weight decay; the memory has both.
+    Its default memory is ``MomentumCorrection(momentum=0.9)``, which replaces the optimizer's
+    momentum and weight decay: use plain SGD. The paper raises the compression over four epochs.
 
     Args:
         density: share of elements sent at most, in (0, 1]. Lower means more compression.

@@ -24,8 +24,8 @@ class FixedProportion(Codec):
     """Send a fixed share of the positive and of the negative elements, each as its side's mean.
 
     ``C(x)_i = mean{x_j : j in P}`` for i in P, the ``density·n₊`` greatest of n₊ positive elements;
-    likewise for the least of the negative ones; else 0. Both thresholds are exact, not sampled. It
-    is ``OneBitSGD`` of the largest elements. At density 1 % a sent element takes 9.6 bits.
+    likewise for the least of the negative ones; else 0. Both thresholds are exact. At density 1 % a
+    sent element takes 9.6 bits.
 
     Args:
         density: share of either side sent, in (0, 1]; at least one element of a side that is not
@@ -59,18 +59,14 @@ class FixedProportion(Codec):
         # NaN counts as positive, so that it is on exactly one side.
         below = self._greatest(torch.where(buffer < 0, buffer, 0))
         above = self._greatest(torch.where(buffer < 0, 0, buffer))
-        means = torch.stack(
-            [sign_payload.mean(buffer[side], side.numel()) for side in (below, above)]
-        )
-        return means, *sparse_sign_payload.take(
-            buffer, torch.cat([below, above]).sort().values, means
-        )
+        means = torch.stack([sign_payload.mean(buffer[i], i.numel()) for i in (below, above)])
+        chosen = torch.cat([below, above]).sort().values
+        return means, *sparse_sign_payload.take(buffer, chosen, means)
 
     def _greatest(self, side: Tensor) -> Tensor:
         """Return the ascending positions of the share to send of what is not zero."""
-        return topk_selection.largest(
-            side, sparse_payload.count(self.density, int(side.count_nonzero()))
-        )
+        k = sparse_payload.count(self.density, int(side.count_nonzero()))
+        return topk_selection.largest(side, k)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         sparse_sign_payload.add(payload[1:], payload[0], out, scale)
@@ -82,9 +78,8 @@ class FixedProportion(Codec):
         norm. That norm is greatest where one has A and the others nothing, A², or where all have
         A/k, n·A²/k²; so they take 1/k of it or k/n. Of the share k/n rounding leaves ⅔ at least.
         """
-        return Contraction(
-            min(1 / max(1, sparse_payload.count(self.density, numel)), _LEAST * self.density)
-        )
+        k = max(1, sparse_payload.count(self.density, numel))
+        return Contraction(min(1 / k, _LEAST * self.density))
 
     def wire(self, numel: int) -> Wire:
         # Two sides may round up where the whole would not.

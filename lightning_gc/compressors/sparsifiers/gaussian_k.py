@@ -18,8 +18,7 @@ class GaussianK(ThresholdEstimator):
 
     The threshold is ``√(mean x²)·Φ⁻¹(1 − density/2)``. While fewer than two thirds of the wanted
     number reach it, it is halved, and while more than four thirds do, multiplied by 1.5: three
-    times at most. Gradients have heavier tails than a normal distribution, whose quantile at 1 % is
-    then too low and at 0.01 % too high; hence the corrections.
+    times at most. Gradients have heavier tails than a normal distribution; hence the corrections.
 
     Args:
         density: wanted share of elements, in (0, 1]. Lower means more compression, more error.

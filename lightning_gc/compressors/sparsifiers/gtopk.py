@@ -26,21 +26,19 @@ class GTopK(Collective):
     The tree has ⌈log2 W⌉ levels and takes any W: at level l worker i·2^(l+1) adds what comes from
     worker i·2^(l+1) + 2^l, where there is one, to its own and keeps the k elements of greatest
     magnitude. The selection of worker 0 then goes back down the tree, and all apply it, divided by
-    W. So k elements are applied however many workers there are, and no worker receives more than k
-    in a round.
+    W. So k elements are applied and at most k received in a round, whatever W is.
 
-    An element that is not applied returns to the error of each worker that had selected it. Of one
-    that is applied, some workers' part may have been dropped at a merge: that part goes into the
-    error of the worker that merged. So nothing is lost; the paper, which clears errors at all
-    positions applied, loses these parts.
+    An element that is not applied returns to the error of each worker that had selected it. Parts
+    of applied elements that a merge dropped go into the error of the worker that merged. So nothing
+    is lost; the paper, which clears errors at all positions applied, loses these parts.
 
     Args:
         density: share of elements applied, in (0, 1]. Lower means more compression, more error.
 
     Communication pattern:
         2·⌈log2 W⌉ rounds, one after the other, each a ragged all-to-all in which a worker sends
-        at most k elements to one other. Worker 0 sends ⌈log2 W⌉ payloads in all, the others fewer:
-        less than with ``AllGather``, W − 1 each, from 4 workers on.
+        at most k elements to one other. Worker 0 sends ⌈log2 W⌉ payloads in all, the others fewer;
+        with ``AllGather`` each would send W − 1.
 
     Raises:
         ValueError: ``density`` outside (0, 1]; a scheme, since it takes no scheme.
@@ -102,10 +100,10 @@ class GTopK(Collective):
         self, receiver: int | None, selected: Sparse, bucket: Bucket, buffer: Tensor
     ) -> Exchange:
         """Return an exchange in which only ``receiver`` is sent something, if anybody."""
-        nothing = (buffer.new_empty(0), buffer.new_empty(0, dtype=torch.uint8))
-        payloads = [
-            _packed(selected, buffer) if i == receiver else nothing for i in range(bucket.workers)
-        ]
+        nothing: Payload = (buffer.new_empty(0), buffer.new_empty(0, dtype=torch.uint8))
+        payloads = [nothing] * bucket.workers
+        if receiver is not None:
+            payloads[receiver] = _packed(selected, buffer)
         return Exchange(tuple(payloads), limits(self.wire(buffer.numel())))
 
     def _read(self, payload: Payload, bucket: Bucket, buffer: Tensor, sender: int) -> Sparse:

@@ -23,10 +23,9 @@ from lightning_gc.search_space import Range
 class HardThreshold(SparseCodec):
     """Send all elements of magnitude λ or more, however many; keep the others as the error.
 
-    ``C(x)_i = x_i`` if ``|x_i| ≥ λ``, else 0. One λ for the whole model. With error feedback every
-    element is sent once enough has built up, and under ``AllGather`` the error stays below λ an
-    element at all times: this is what minimises the total error over training for a given number
-    of elements sent.
+    ``C(x)_i = x_i`` if ``|x_i| ≥ λ``, else 0. One λ for the whole model. With error feedback under
+    ``AllGather`` the error of an element is always below λ, which minimises the total error over
+    training for a given number of elements sent.
 
     Args:
         threshold: λ, in units of the (unscaled) gradient, at least 0. Higher means more
@@ -63,7 +62,7 @@ class HardThreshold(SparseCodec):
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take what reaches the threshold. On CUDA the host waits for its number."""
         if fused(buffer):
-            values, found, _ = select(None, buffer, self.threshold)
+            values, found = select(buffer, self.threshold)
             return values, elias_fano.encode(found, buffer.numel())
         return super().encode(buffer, bucket)
 

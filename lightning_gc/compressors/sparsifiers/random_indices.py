@@ -14,9 +14,8 @@ _SPARSE = 0.2  # of all elements: above that a permutation takes less time
 def positions(numel: int, k: int, generator: torch.Generator) -> Tensor:
     """Return k different positions below ``numel``, ``(k,)`` int64; all sets are equally likely.
 
-    A permutation of all positions takes longer than anything else that a sparsifier does. Where
-    few are wanted the host draws somewhat more, with replacement, and keeps k of those that
-    differ: no step of this prefers any position, so all sets stay equally likely.
+    A permutation of all positions is slow. If few are wanted, the host draws somewhat more, with
+    replacement, and keeps k of those that differ, without preferring any position.
     """
     device = generator.device
     if not k:

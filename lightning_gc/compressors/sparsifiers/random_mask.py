@@ -20,9 +20,8 @@ class RandomMask(RandomSparsifier):
 
     ``C(x)_i = x_i`` with probability ``density``, else 0. All workers draw the same mask from
     (seed, parameter name, step), so no positions are sent and values can be all-reduced: 32 bits a
-    sent element. Their number is binomial, and of a small tensor often nothing is sent at all:
-    ``RandomK`` sends as many at every step, and at least one. With both an element waits in the
-    error equally long on average.
+    sent element. Their number is binomial, and of a small tensor often zero: ``RandomK`` sends
+    equally many at every step, at least one.
 
     Args:
         density: probability of each element, in (0, 1]. Lower means more compression, more error.
@@ -63,10 +62,10 @@ class RandomMask(RandomSparsifier):
 
 
 def how_many(density: float, numel: int, bucket: Bucket) -> int:
-    """Return how many of ``numel`` elements the mask keeps in this step.
+    """Return how many of ``numel`` elements the mask keeps: binomial, drawn on the host.
 
-    Binomial, and drawn on the host, as it is a shape. It depends on nothing but seed, step and the
-    tensor's size, so payloads of a two-shot scheme's shards are equally long.
+    It depends on seed, step and size alone, so payloads of a two-shot scheme's shards are equally
+    long.
     """
     draw = replace(bucket, shapes={f"{numel} elements": (numel,)}).generator(shared=True)
     host = torch.Generator().manual_seed(draw.initial_seed())

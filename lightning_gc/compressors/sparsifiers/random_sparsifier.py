@@ -19,14 +19,7 @@ from lightning_gc.search_space import Range
 
 @dataclass(frozen=True)
 class RandomSparsifier(Codec):
-    """Sends k elements drawn from a seed that workers share: no positions.
-
-    Args:
-        density: share of elements sent, in (0, 1]. Lower means more compression.
-
-    Raises:
-        ValueError: ``density`` outside (0, 1].
-    """
+    """Sends k elements drawn from a seed that workers share: no positions."""
 
     density: float = 0.01
 

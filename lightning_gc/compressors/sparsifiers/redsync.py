@@ -6,26 +6,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.sparsifiers.threshold_estimator import (
-    MOST,
-    ThresholdEstimator,
-    reached,
-)
+from lightning_gc.compressors.sparsifiers import threshold_estimator
+from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator
 
 
 @dataclass(frozen=True)
 class RedSync(ThresholdEstimator):
     """Send elements beyond a threshold between mean and maximum, found by bisection.
 
-    The threshold is ``mean + r·(max − mean)`` of magnitudes. r is found by bisection of 0..1, until
-    between k and 2·k elements reach it, or its interval is shorter than ``tolerance``. What is
-    below the mean is never sent, so on heavy tails a large ``density`` is not reached.
+    The threshold is ``mean + r·(max − mean)`` of magnitudes; r is bisected in 0..1 until k to 2·k
+    elements reach it, or the interval is shorter than ``tolerance``. What is below the mean is
+    never sent, so on heavy tails a large ``density`` is not reached.
 
     Args:
         density: wanted share of elements, in (0, 1]. Lower means more compression, more error.
         tolerance: length of the interval at which the search ends, above 0. Each halving is a pass
-            over the tensor. The paper's code has 0.2: three passes, too few where one element is
-            much larger than all others.
+            over the tensor. The paper's code has 0.2: three passes, too few on heavy tails.
 
     Raises:
         ValueError: ``density`` outside (0, 1], a ``tolerance`` that is not above 0.
@@ -56,7 +52,8 @@ class RedSync(ThresholdEstimator):
         while True:
             r = (low + high) / 2
             threshold = mean + r * (1 - mean)  # the greatest magnitude is 1
-            number = int(reached(magnitudes, threshold))
-            if k <= number <= MOST * k or (high - low) / 2 < self.tolerance:
+            number = int(threshold_estimator.reached(magnitudes, threshold))
+            enough = k <= number <= threshold_estimator.MOST * k
+            if enough or (high - low) / 2 < self.tolerance:
                 return threshold
             low, high = (low, r) if number < k else (r, high)

@@ -1,10 +1,9 @@
 """About the k largest magnitudes, by a threshold estimated from a sample: no sorting.
 
-The sample has so many elements that 256 of them are expected to be among the k largest, but at most
-a hundredth of the tensor, or 65,536 where that is more. Its quantile is the threshold, which a
-random number of elements reaches: k ± 6 % with 256 in the sample, k ± 6 %·sqrt(256/h) with h. Where
-too few reach it, the threshold is lowered, a few times at most; where too many do, the k largest
-are sought among those alone.
+256 elements of the sample are expected to be among the k largest, but it has at most a hundredth of
+the tensor, or 65,536 if that is more. Its quantile is the threshold, which k ± 6 %·sqrt(256/h)
+elements reach with h such elements. If too few reach it, it is lowered, a few times at most; if too
+many do, the k largest are sought among those alone.
 
 Reference:
     Lin et al., "Deep Gradient Compression", ICLR 2018, and its code, which lowers the threshold
@@ -18,27 +17,17 @@ from torch import Tensor
 
 from lightning_gc.compressors.sparsifiers import topk_selection
 
-HITS = 256
-"""Elements of the sample that are expected to be among the k largest."""
-
-CORRECTIONS = 4
-"""How often the threshold is lowered at most; each time costs a pass over the tensor."""
-
-FACTOR = 0.8
-"""By what it is lowered, and the share of k below which too few elements reach it."""
+HITS = 256  # elements of the sample that are expected to be among the k largest
+CORRECTIONS = 4  # how often the threshold is lowered at most, each time by a pass over the tensor
+FACTOR = 0.8  # by what it is lowered, and the share of k below which too few elements reach it
 
 
 def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:
-    """Return the ascending positions of the c largest magnitudes, for some c of at most k.
+    """Return the ascending positions of the c largest magnitudes, zeros excluded, for some c ≤ k.
 
-    At least ``rank(k, numel)``, but for zeros, which are never among them. Where the sample is
-    like the tensor, ``0.8·k <= c``. On an accelerator the host waits for c.
-
-    Args:
-        buffer: ``(numel,)``; it stays as it is.
-        k: the most positions to return.
-        step: every ``stride(k, numel)``-th element is in the sample; the first one moves on by one
-            with every step, the same on every device.
+    c is at least ``rank(k, numel)``, but for zeros; and at least 0.8·k if the sample is like the
+    tensor. On an accelerator the host waits for c. Every ``stride(k, numel)``-th element is in the
+    sample, of which the first one moves on by one with every ``step``.
     """
     if not k:
         return torch.empty(0, dtype=torch.int64, device=buffer.device)
@@ -59,7 +48,7 @@ def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:
 def stride(k: int, numel: int) -> int:
     """Return how far apart elements of the sample are.
 
-    An odd number, so that in a matrix with an even row length the sample is not from a few columns.
+    An odd number, or the sample would be from a few columns of a matrix with an even row length.
     """
     most = max(numel // 100, 1 << 16)
     apart = max(1, numel // min(most, -(-HITS * numel // k)))

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator
 
-_FIRST = 0.25
-"""The share that every stage but the last lets through."""
+_FIRST = 0.25  # the share that every stage but the last lets through
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,13 @@ class SIDCo(ThresholdEstimator):
     - ``"pareto"`` (generalised, by moments): ``η + b·(1 − r^c)/c`` with ``b = μ·(μ²/σ² + 1)/2`` and
       ``c = (μ²/σ² − 1)/2``;
     - ``"gamma"`` in the first stage and ``"pareto"`` after it: ``−β·(ln r + ln Γ(α))``, with
-      ``s = ln μ − mean ln|x|``, ``α = (3 − s + √((s − 3)² + 24s)) / (12s)``, ``β = μ/α``. This is
-      our reading of the paper's closed form for small r; with stages, use few.
-
-    The paper changes the number of stages while it trains; here it is fixed.
+      ``s = ln μ − mean ln|x|``, ``α = (3 − s + √((s − 3)² + 24s)) / (12s)``, ``β = μ/α``: our
+      reading of the paper's closed form for small r; use few stages.
 
     Args:
         density: wanted share of elements, in (0, 1]. Lower means more compression, more error.
         fit: the distribution.
-        stages: how many, at least 1; fewer where ``density`` is too large for as many.
+        stages: how many, at least 1 (the paper varies it); fewer for a large ``density``.
 
     Raises:
         ValueError: ``density`` outside (0, 1], an unknown ``fit``, ``stages`` below 1.

@@ -26,8 +26,8 @@ DENSITY = Traits(
 class SparseCodec(Codec):
     """Sends the elements that ``choose`` names, as values and Elias-Fano coded positions.
 
-    Positions take at most ``2 + log2(numel/k)`` bits each, and a byte or two in all. As any part of
-    the chosen elements can be sent, schemes may split them: see ``SparseReduce``.
+    Positions take at most ``2 + log2(numel/k)`` bits each, and a byte or two in all. Schemes may
+    split the chosen elements: see ``SparseReduce``.
     """
 
     @property
@@ -44,9 +44,7 @@ class SparseCodec(Codec):
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         """Return the ascending positions of the elements to send, ``(k,)`` int64.
 
-        Args:
-            buffer: as for ``encode``; it stays as it is.
-            bucket: as for ``encode``.
+        Arguments are as for ``encode``, but ``buffer`` is not changed.
         """
 
     def most(self, numel: int) -> int:
@@ -54,11 +52,9 @@ class SparseCodec(Codec):
         return numel
 
     def take(self, buffer: Tensor, positions: Tensor) -> Payload:
-        """Move elements out of ``buffer`` into (values, coded positions).
+        """Move elements out of ``buffer``, or a part of one, into (values, coded positions).
 
-        Args:
-            buffer: as for ``encode``, or a part of it.
-            positions: ``(k,)`` int64, ascending, of this buffer.
+        ``positions`` are ascending, ``(k,)`` int64, of this buffer.
         """
         narrow = None if self.sent_dtype == torch.float32 else self.sent_dtype
         return sparse_payload.take(buffer, positions, narrow)

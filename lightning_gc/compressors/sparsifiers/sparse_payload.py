@@ -12,6 +12,8 @@ from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
 
+Varies = Literal["no", "step", "worker"]
+
 
 def check_density(name: str, density: float) -> None:
     """Refuse a density that is not in (0, 1]."""
@@ -27,17 +29,12 @@ def count(density: float, numel: int) -> int:
     return min(numel, max(1, round(density * numel)))
 
 
-def wire(
-    most: int,
-    numel: int,
-    varies: Literal["no", "step", "worker"],
-    dtype: torch.dtype = torch.float32,
-) -> Wire:
+def wire(most: int, numel: int, varies: Varies, dtype: torch.dtype = torch.float32) -> Wire:
     """Return the format of ``take``: ``most`` values of ``numel`` elements, or up to as many."""
     return (Field("values", dtype, most, varies), positions_field(most, numel, varies))
 
 
-def positions_field(most: int, numel: int, varies: Literal["no", "step", "worker"]) -> Field:
+def positions_field(most: int, numel: int, varies: Varies) -> Field:
     """Return the format of ``most`` coded positions, or up to as many."""
     nbytes = elias_fano.coded_bytes(most, numel)
     if varies != "no":

@@ -31,8 +31,8 @@ def take(buffer: Tensor, chosen: Tensor, levels: Tensor) -> Payload:
     Returns:
         The tensors of ``fields``.
     """
-    negative = buffer[chosen] < 0
-    buffer[chosen] -= _pick(negative, levels.to(buffer.dtype))
+    negative, levels = buffer[chosen] < 0, levels.to(buffer.dtype)
+    buffer[chosen] -= torch.where(negative, levels[0], levels[1])
     whole = chosen.numel() & ~7
     signs = negative.to(torch.uint8)
     packed, last = pack(signs[:whole], 1), signs[whole:].clone()
@@ -54,15 +54,10 @@ def fields(most: int, numel: int) -> Wire:
 
 
 def places(payload: Payload, levels: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Return positions in ``numel`` elements, ascending, and the level that is added at each.
-
-    Args:
-        payload: the three tensors of ``take``.
-        levels: ``(2,)``, of the dtype that is added.
-        numel: how many elements the tensor has.
+    """Return the ascending positions of what ``take`` has made, and the level to add at each.
 
     Raises:
-        ValueError: lengths that disagree; on the host, positions outside the tensor or not
+        ValueError: lengths that disagree; on the host, positions outside ``numel`` elements or not
             ascending.
     """
     coded, packed, last = payload
@@ -70,7 +65,8 @@ def places(payload: Payload, levels: Tensor, numel: int) -> tuple[Tensor, Tensor
     payload_validation.lengths((coded,), elias_fano.coded_bytes(chosen, numel))
     found = elias_fano.decode(coded, chosen, numel, payload_validation.on_host(coded))
     signs = torch.cat([unpack(packed, 1, 8 * packed.numel(), torch.uint8), last & 1])
-    return payload_validation.positions(found, _pick(signs.bool(), levels), numel)
+    values = torch.where(signs.bool(), levels[0], levels[1])
+    return payload_validation.positions(found, values, numel)
 
 
 def add(payload: Payload, levels: Tensor, out: Tensor, scale: float) -> None:
@@ -81,7 +77,3 @@ def add(payload: Payload, levels: Tensor, out: Tensor, scale: float) -> None:
     """
     found, values = places(payload, levels.to(out.dtype), out.numel())
     accumulate(out, found, values, scale)
-
-
-def _pick(negative: Tensor, levels: Tensor) -> Tensor:
-    return torch.where(negative, levels[0], levels[1])

@@ -13,23 +13,16 @@ from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_payload, topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY, SparseCodec
 
-MOST = 2
-"""How many times the wanted number of elements is sent at most."""
+MOST = 2  # times the wanted number of elements are sent at most
 
 
 @dataclass(frozen=True)
 class ThresholdEstimator(SparseCodec):
     """Sends what reaches the threshold that ``threshold`` estimates, and no more than 2·k elements.
 
-    Where the estimate is too low, the 2·k largest are sent; where it is too high, fewer than k,
-    perhaps none, and the others stay in the error. Zeros are never sent. On CUDA the host waits for
-    their number.
-
-    Args:
-        density: wanted share of elements, in (0, 1]. Lower means more compression, more error.
-
-    Raises:
-        ValueError: ``density`` outside (0, 1].
+    If the estimate is too low, the 2·k largest are sent; if it is too high, fewer than k, perhaps
+    none. Zeros are never sent. On CUDA the host waits for their number. ``density`` is the wanted
+    share of elements, in (0, 1].
     """
 
     density: float = 0.01

@@ -10,11 +10,7 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers import (
-    sampled_threshold,
-    sparse_payload,
-    topk_selection,
-)
+from lightning_gc.compressors.sparsifiers import sampled_threshold, sparse_payload, topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY, SparseCodec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -30,14 +26,12 @@ class TopK(SparseCodec):
     Args:
         density: share of elements sent, in (0, 1]. Lower means more compression, more error.
         value_dtype: of values on the wire; what ``"bfloat16"`` rounds off stays in the error.
-        selection: ``"exact"`` sends the k largest. ``"sampled"`` sends what reaches a threshold
-            which a sample tells: the c largest for some c of at most k, whose number differs
-            between workers and steps. Where fewer than 0.8·k reach it, the threshold is
-            multiplied by 0.8, four times at most; where more than k do, the k largest of those
-            are sent. So c is 0.8·k to k, but on tails so heavy that this does not suffice, and
-            on tensors with fewer elements other than zero: zeros are not sent. On tensors of
-            one value everywhere it takes as long as ``"exact"``, or longer. The number of
-            elements then goes ahead, and an all-gather pads to the longest payload.
+        selection: ``"exact"`` sends the k largest. ``"sampled"`` takes less time: it sends the c
+            largest, which reach a threshold estimated from a sample. If fewer than 0.8·k reach
+            it, it is multiplied by 0.8, four times at most; if more than k do, the k largest of
+            those are sent. So c, which differs between workers and steps, is 0.8·k to k, except
+            on extremely heavy tails and with fewer nonzero elements. Payload lengths then go
+            ahead, and an all-gather pads to the longest.
 
     At density 1 % a sent element takes 40.6 bits, 24.6 with bfloat16.
 
@@ -95,9 +89,8 @@ class TopK(SparseCodec):
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, reached when all magnitudes are equal; less what is rounded off.
 
-        With sampled selection r / numel, where r elements of the sample reach the threshold: 256,
-        say, of k. A tensor that meets it has its r largest elements in the sample and next to
-        nothing elsewhere; where the sample is like the tensor, δ is at least 0.8·k / numel.
+        With sampled selection r / numel, where r elements of the sample reach the threshold; it is
+        met if all others are next to zero. If the sample is like the tensor, δ ≥ 0.8·k / numel.
         """
         sent = self.most(numel)
         if self.selection == "sampled":
@@ -107,9 +100,4 @@ class TopK(SparseCodec):
 
     @classmethod
     def examples(cls) -> tuple[TopK, ...]:
-        return (
-            cls(0.1),
-            cls(1.0),
-            cls(0.1, value_dtype="bfloat16"),
-            cls(0.1, selection="sampled"),
-        )
+        return (cls(0.1), cls(1.0), cls(0.1, "bfloat16"), cls(0.1, selection="sampled"))

@@ -20,8 +20,7 @@ class UnbiasedRandomK(RandomSparsifier):
 
     ``C(x)_i = (d/k)·x_i`` for i in a random set of size k, else 0, so that ``E C(x) = x``. All
     workers draw the same set, so no positions are sent: 32 bits a sent element. It needs no error
-    feedback, but its variance is d/k − 1: at 1 % a hundred times the gradient's square. ``RandomK``
-    does not multiply, and feeds the error back instead.
+    feedback, but its variance is large: at 1 % a hundred times the gradient's square.
 
     Args:
         density: share of elements sent, in (0, 1]. Lower means more compression, more variance.

@@ -28,10 +28,9 @@ class VarianceSparsifier(Codec):
     (Algorithm 2) with λ = 1/m. The paper finds it by sorting; here m starts from all elements and
     is lowered, in a few passes, until it agrees with the elements below it.
 
-    The knob is ε, and no density as in the paper's greedy Algorithm 3: ε can be guaranteed, while
-    the number sent depends on the tensor. Of d normal elements ``0.64·d / (1+ε)`` are sent; where
-    few of them make up the norm, far fewer. An element sent by chance has no value to send: where
-    they are one in a hundred it takes 9.6 bits.
+    The knob is ε, not a density as in the paper's greedy Algorithm 3: ε can be guaranteed. Of d
+    normal elements ``0.64·d / (1+ε)`` are sent, on heavy tails far fewer. An element sent by chance
+    has no value to send: where they are one in a hundred it takes 9.6 bits.
 
     Args:
         epsilon: ε, the variance allowed in units of ``‖x‖²``, in 1e-4..1e9. Higher means more
@@ -75,9 +74,8 @@ class VarianceSparsifier(Codec):
         by_chance = noise.mul_(m) < buffer.abs()
         large = topk_selection.reaching(buffer, m)
         by_chance[large] = False
-        drawn = sparse_sign_payload.take(
-            buffer, by_chance.nonzero().view(-1), sparse_sign_payload.both(m)
-        )
+        chosen = by_chance.nonzero().view(-1)
+        drawn = sparse_sign_payload.take(buffer, chosen, sparse_sign_payload.both(m))
         return *sparse_payload.take(buffer, large), m.view(1), *drawn
 
     def magnitude(self, buffer: Tensor) -> Tensor:
@@ -105,17 +103,13 @@ class VarianceSparsifier(Codec):
         numel = out.numel()
         values, positions, m, *drawn = payload
         large = sparse_payload.places((values.to(out.dtype), positions), numel)
-        others = sparse_sign_payload.places(
-            tuple(drawn), sparse_sign_payload.both(m[0]).to(out.dtype), numel
-        )
+        levels = sparse_sign_payload.both(m[0]).to(out.dtype)
+        others = sparse_sign_payload.places(tuple(drawn), levels, numel)
         accumulate(out, *large, scale)
         accumulate(out, *others, scale)
 
     def bound(self, numel: int) -> Variance:
-        """Return ω = ε: ``E‖C(x) − x‖² = E‖C(x)‖² − ‖x‖²`` without bias.
-
-        It is reached by every tensor, but for those of zeros.
-        """
+        """Return ω = ε: ``E‖C(x) − x‖² = E‖C(x)‖² − ‖x‖²`` without bias; reached unless x is 0."""
         return Variance(self.epsilon)
 
     def wire(self, numel: int) -> Wire:

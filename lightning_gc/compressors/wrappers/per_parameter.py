@@ -20,8 +20,7 @@ from lightning_gc.flow import Flow, together
 class PerParameter(Wrapper):
     """Run the inner compressor on each parameter of a bucket by itself.
 
-    Their flows are merged, so a bucket still costs one message a round. A controller may set a
-    level for each parameter.
+    A bucket still costs one message a round. A controller may set a level for each parameter.
 
     Args:
         inner: what compresses one parameter.

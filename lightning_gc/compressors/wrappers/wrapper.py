@@ -19,8 +19,9 @@ class Wrapper(Compressor):
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
-            name = type(self).__name__
-            raise ValueError(f"{name} wraps a compressor, such as TopK(0.01), not {self.inner!r}.")
+            raise ValueError(
+                f"{type(self).__name__} wraps a compressor, such as TopK(0.01), not {self.inner!r}."
+            )
 
     @property
     def traits(self) -> Traits:

@@ -1,4 +1,4 @@
-"""Triton kernels of ``select``: add, mark and count; then compact by a running sum over blocks."""
+"""Triton kernels of ``select``: mark and count; then compact by a running sum over blocks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ BLOCK = 2048  # elements; 16 to a thread
 
 
 @triton.jit
-def mark(
-    gradient, error, threshold, bitmap, counts, numel, ADD: tl.constexpr, GROUPS: tl.constexpr
-):
+def mark(buffer, threshold, bitmap, counts, numel, GROUPS: tl.constexpr):
     """Write one bit per element to ``bitmap`` and the set bits per block to ``counts``."""
     block = tl.program_id(0)
     groups = block * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)[None, :]
     at = groups[:, None] * 8 + lane  # (GROUPS, 8)
     inside = at < numel
-    x = tl.load(error + at, mask=inside, other=0.0)
-    if ADD:
-        x += tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(error + at, x, mask=inside)
+    x = tl.load(buffer + at, mask=inside, other=0.0)
     below = tl.abs(x) < tl.load(threshold)  # false for NaN
     hits = tl.where(inside & (below == 0), 1, 0)
     marks = tl.sum(hits << lane, axis=1)
@@ -35,7 +30,7 @@ def mark(
 
 @triton.jit
 def compact(
-    error, bitmap, ends, values, positions, capacity, numel, MOVE: tl.constexpr, BLOCK: tl.constexpr
+    buffer, bitmap, ends, values, positions, numel, MOVE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write positions, and with MOVE elements, in order; ``ends``: selected up to a block's end."""
     block = tl.program_id(0)
@@ -44,38 +39,27 @@ def compact(
     hits = (marks >> (at % 8)) & 1
     start = tl.load(ends + block) - tl.sum(hits, axis=0)
     rank = start + tl.cumsum(hits, axis=0) - 1
-    taken = (hits == 1) & (rank < capacity)
+    taken = hits == 1
     tl.store(positions + rank, at.to(tl.int64), mask=taken)
     if MOVE:
-        x = tl.load(error + at, mask=taken, other=0.0)
+        x = tl.load(buffer + at, mask=taken, other=0.0)
         tl.store(values + rank, x, mask=taken)
-        tl.store(error + at, tl.zeros([BLOCK], tl.float32), mask=taken)
+        tl.store(buffer + at, tl.zeros([BLOCK], tl.float32), mask=taken)
 
 
-def select(
-    gradient: Tensor | None, error: Tensor, threshold: float | Tensor, capacity: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (values, positions, reached); see ``kernels.select``."""
-    with torch.cuda.device_of(error):
-        bitmap, ends = _mark_and_count(gradient, error, threshold)
-        reached = ends[-1].long()
-        room = int(reached) if capacity is None else capacity
-        values = torch.zeros(room, dtype=torch.float32, device=error.device)
-        return values, _compact(error, bitmap, ends, values, room), reached
+def select(buffer: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and positions; see ``kernels.select``."""
+    return _run(buffer, threshold, move=True)
 
 
 def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     """Return the positions; see ``kernels.select``."""
-    with torch.cuda.device_of(buffer):
-        bitmap, ends = _mark_and_count(None, buffer, threshold)
-        return _compact(buffer, bitmap, ends, None, int(ends[-1]))
+    return _run(buffer, threshold, move=False)[1]
 
 
-def _mark_and_count(
-    gradient: Tensor | None, error: Tensor, threshold: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """Add and mark; return one bit per element, and how many are set up to each block's end."""
-    numel, device = error.numel(), error.device
+def _run(buffer: Tensor, threshold: float | Tensor, move: bool) -> tuple[Tensor, Tensor]:
+    """Return values, which are ``buffer`` unless they are moved out of it, and positions."""
+    numel, device = buffer.numel(), buffer.device
     if isinstance(threshold, Tensor):
         limit = threshold.to(device, torch.float32)
     else:
@@ -83,26 +67,14 @@ def _mark_and_count(
     blocks = triton.cdiv(numel, BLOCK)
     bitmap = torch.empty(triton.cdiv(numel, 8), dtype=torch.uint8, device=device)
     counts = torch.empty(blocks, dtype=torch.int32, device=device)
-    mark[(blocks,)](
-        error if gradient is None else gradient,
-        *(error, limit, bitmap, counts, numel),
-        ADD=gradient is not None,
-        GROUPS=BLOCK // 8,
-        **EXACT,
-    )
-    return bitmap, counts.cumsum(0, dtype=torch.int32)
-
-
-def _compact(
-    error: Tensor, bitmap: Tensor, ends: Tensor, values: Tensor | None, room: int
-) -> Tensor:
-    positions = torch.full((room,), error.numel(), dtype=torch.int64, device=error.device)
-    if room:
-        compact[(len(ends),)](
-            *(error, bitmap, ends, error if values is None else values, positions),
-            *(room, error.numel()),
-            MOVE=values is not None,
-            BLOCK=BLOCK,
-            **EXACT,
-        )
-    return positions
+    with torch.cuda.device_of(buffer):
+        mark[(blocks,)](buffer, limit, bitmap, counts, numel, GROUPS=BLOCK // 8, **EXACT)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        reached = int(ends[-1])
+        positions = torch.empty(reached, dtype=torch.int64, device=device)
+        values = torch.empty(reached, device=device, dtype=buffer.dtype) if move else buffer
+        if reached:
+            compact[(blocks,)](
+                buffer, bitmap, ends, values, positions, numel, MOVE=move, BLOCK=BLOCK, **EXACT
+            )
+    return values, positions

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from lightning_gc.strategies.checkpoint.pytree import Tree
 
@@ -35,7 +35,11 @@ def changes(
         shapes: parameter name -> shape, in this run.
     """
     saved = own["averaged"].get("memory", {})
-    fitting = {name: kept for name, kept in saved.items() if _fits(kept, shapes.get(name))}
+    fitting = {
+        name: kept
+        for name, kept in saved.items()
+        if all(tuple(tensor.shape) == shapes.get(name) for tensor in kept.values())
+    }
     compressor = {name: kept for name, kept in own["compressor"].items() if name in shapes}
     sentences = []
     if before["compressor"] != now["compressor"]:
@@ -62,15 +66,7 @@ def changes(
             (new, "new, their errors begin at zero"),
         ):
             if names:
-                sentences.append(f"Parameters {what}: {_listed(names)}.")
+                sentences.append(f"Parameters {what}: {', '.join(names)}.")
         if len(fitting) < len(saved):
-            sentences.append(f"Errors are kept of: {_listed(fitting) or 'none'}.")
+            sentences.append(f"Errors are kept of: {', '.join(fitting) or 'none'}.")
     return Changes(fitting, compressor, same, sentences)
-
-
-def _fits(kept: Mapping[str, Any], shape: tuple[int, ...] | None) -> bool:
-    return all(tuple(tensor.shape) == shape for tensor in kept.values())
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -17,9 +17,7 @@ def average(trees: Sequence[Tree | None]) -> Tree:
     If another number of workers all start with the mean of the old errors, the mean over workers of
     the errors is preserved, so that nothing is lost.
     """
-    share = 1 / len(trees)
-    known = [tree for tree in trees if tree is not None]
-    return _merge(known, share) if known else {}
+    return _merge([tree or {} for tree in trees], 1 / len(trees))
 
 
 def _merge(trees: Sequence[Tree], share: float) -> Tree:
@@ -40,23 +38,22 @@ def _merge(trees: Sequence[Tree], share: float) -> Tree:
 
 def each_tensor(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
     """Return a copy with ``change`` applied to every tensor."""
-    copy: Tree = {}
-    for name, leaf in tree.items():
-        if isinstance(leaf, dict):
-            copy[name] = each_tensor(leaf, change)
-        else:
-            copy[name] = change(leaf) if isinstance(leaf, Tensor) else leaf
-    return copy
+    return _each_leaf(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def reduced(tree: Tree, mean: Callable[[Tensor], Tensor]) -> Tree:
     """Return the mean of all workers' trees, of one structure, by the collective ``mean``."""
-    merged: Tree = {}
-    for name, leaf in tree.items():
-        if isinstance(leaf, dict):
-            merged[name] = reduced(leaf, mean)
-        elif isinstance(leaf, Tensor):
-            merged[name] = mean(leaf.float())
-        else:
-            merged[name] = float(mean(torch.tensor(float(leaf), dtype=torch.float64)))
-    return merged
+
+    def mean_of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return mean(leaf.float())
+        return float(mean(torch.tensor(float(leaf), dtype=torch.float64)))
+
+    return _each_leaf(tree, mean_of)
+
+
+def _each_leaf(tree: Tree, change: Callable[[Any], Any]) -> Tree:
+    return {
+        name: _each_leaf(leaf, change) if isinstance(leaf, dict) else change(leaf)
+        for name, leaf in tree.items()
+    }

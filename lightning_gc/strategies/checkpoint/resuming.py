@@ -25,7 +25,6 @@ class Resuming:
         state: Literal["full", "mean", "off"],
         state_dtype: Literal["float32", "bfloat16"],
     ) -> None:
-        """Set the mode and dtype of saved errors; ValueError if unknown."""
         if state not in ("full", "mean", "off"):
             raise ValueError(f"state={state!r}: use 'full', 'mean' or 'off'.")
         if state_dtype not in _DTYPES:
@@ -51,7 +50,6 @@ class Resuming:
             self._remove_old_side_files(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Store the path, beside which the side files are."""
         self._resumed_from = checkpoint_path
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
         return loaded
@@ -63,7 +61,6 @@ class Resuming:
             self._checkpoints.restore(cast(Host, self), checkpoint, self._resumed_from)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove side files too; local rank 0 removes those on its node's disk."""
         super().remove_checkpoint(filepath)  # type: ignore[misc]
         if self.local_rank == 0:  # type: ignore[attr-defined]
             side_files.remove(filepath)

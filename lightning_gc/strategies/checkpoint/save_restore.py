@@ -19,7 +19,6 @@ from lightning_gc.strategies.checkpoint import side_files
 from lightning_gc.strategies.checkpoint.changes import changes
 from lightning_gc.strategies.checkpoint.pytree import Tree, average, each_tensor, reduced
 from lightning_gc.synchronizer import Workers
-from lightning_gc.synchronizer.bucket_regrouping import Regrouping
 from lightning_gc.synchronizer.control_loop import ControlLoop
 from lightning_gc.transports.distributed import Distributed, gather_text
 
@@ -34,26 +33,11 @@ class Host(Protocol):
     local_workers: Workers
     controller: Controller | None
     control_loop: ControlLoop | None
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """Lightning's plugin for reading and writing files."""
-
-    @property
-    def root_device(self) -> torch.device:
-        """Device of this process."""
-
-    @property
-    def global_rank(self) -> int:
-        """Index of this process."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-
-    @property
-    def lightning_module(self) -> Any:
-        """The module, which has its Trainer."""
+    checkpoint_io: Any
+    root_device: torch.device
+    global_rank: int
+    world_size: int
+    lightning_module: Any
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Return the mean over processes."""
@@ -80,11 +64,8 @@ class Checkpoints:
 
     def save(self, host: Host, checkpoint: Tree, path: Any, options: Any) -> None:
         """Add state to ``checkpoint`` before it is written, and write these workers' side files."""
-        workers, control, trainer = (
-            host.local_workers,
-            host.control_loop,
-            host.lightning_module.trainer,
-        )
+        workers, control = host.local_workers, host.control_loop
+        trainer = host.lightning_module.trainer
         engine = workers.first
         # After an exception this may be the only worker that saves; a collective would hang.
         alone = trainer.interrupted
@@ -111,9 +92,7 @@ class Checkpoints:
                 own["averaged"] = average([each["averaged"] for each in owns])
 
             def mean(tensor: Tensor) -> Tensor:
-                there = tensor.to(host.root_device)
-                result: Tensor = host.reduce(there, reduce_op="mean")
-                return result.cpu()
+                return host.reduce(tensor.to(host.root_device), reduce_op="mean").cpu()
 
             own["averaged"] = reduced(own["averaged"], mean)
             own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
@@ -239,8 +218,7 @@ class Checkpoints:
         same_controller = changed[0].same_controller
         if control is not None and main["turn"] is not None and same_controller:
             control.load_state_dict(main["turn"])
-        regrouping = Regrouping(main["layout"])
-        workers.regrouping = regrouping if regrouping.fits(shapes) else None
+        workers.regroup(main["layout"])
         for name, parts in workers.kept.items():
             for part, own in zip(parts, found, strict=True):
                 if name in own["averaged"] and (name != "turn" or same_controller):

@@ -19,15 +19,16 @@ FOLDER = "lightning_gc_state"
 def stem_of(checkpoint: Any, step: int) -> str:
     """Return the prefix of the names of a checkpoint's side files.
 
-    It has the step, so that a checkpoint saved again under its old name leaves the old side files
-    intact until the new ones are complete.
+    With the step: a checkpoint saved again under its old name must leave the old side files intact
+    until the new ones are complete.
     """
     return f"{_split(checkpoint)[1]}-step{step}"
 
 
 def path_of(checkpoint: Any, stem: str, worker: int, workers: int) -> str:
-    """Return the path of one worker's side file."""
-    folder, _ = _split(_resolved(checkpoint))
+    """Return the path of one worker's side file; beside its target, if the checkpoint is a link."""
+    path = os.fspath(checkpoint)  # such as last.ckpt
+    folder, _ = _split(os.path.realpath(path) if os.path.islink(path) else path)
     return posixpath.join(folder, FOLDER, f"{stem}-worker{worker}of{workers}.pt")
 
 
@@ -59,7 +60,7 @@ def read(path: str, checkpoint_io: Any) -> Any:
 def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
     """Remove a checkpoint's side files of all workers, except those of stems in ``keep``.
 
-    Several workers may do so at once; a file that another one has removed is no error.
+    Several workers may do so at once.
     """
     folder, base = _split(checkpoint)
     fs, inner = url_to_fs(posixpath.join(folder, FOLDER))
@@ -70,25 +71,16 @@ def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
     kept = tuple(f"{stem}-worker" for stem in keep)
     for name in names:
         if name.startswith(f"{base}-step") and not (kept and name.startswith(kept)):
-            _ignoring_os_errors(fs.rm, posixpath.join(inner, name))
+            with contextlib.suppress(OSError):  # removed already
+                fs.rm(posixpath.join(inner, name))
     tidy(checkpoint)
 
 
 def tidy(checkpoint: Any) -> None:
     """Remove the folder beside a checkpoint if it is empty."""
     fs, inner = url_to_fs(posixpath.join(_split(checkpoint)[0], FOLDER))
-    _ignoring_os_errors(fs.rmdir, inner)
-
-
-def _ignoring_os_errors(act: Any, path: str) -> None:
-    with contextlib.suppress(OSError):  # removed already, or a folder that is not empty
-        act(path)
-
-
-def _resolved(checkpoint: Any) -> str:
-    """Follow a link such as ``last.ckpt``: side files are beside its target."""
-    path = str(os.fspath(checkpoint))
-    return os.path.realpath(path) if os.path.islink(path) else path
+    with contextlib.suppress(OSError):  # removed already, or not empty
+        fs.rmdir(inner)
 
 
 def _split(checkpoint: Any) -> tuple[str, str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.compressors import Compressor
 from lightning_gc.testing.lockstep import Lockstep, Round
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -100,6 +102,50 @@ def lost(lockstep: Lockstep, steps: int, dtype: torch.dtype = torch.float32) -> 
         dropped = [mean(result.errors)] if remembers else [*dropped, mean(result.errors)]
     gap = applied + torch.stack(dropped).sum(0) - given
     return float(gap.norm() / given.norm())
+
+
+def within(errors: Sequence[Tensor], allowed: float, rounding: float) -> bool:
+    """Return whether the mean of squared errors is at most ``allowed``, up to 4 sigma."""
+    measured = torch.stack(list(errors))
+    slack = 4 * float(measured.std(correction=0)) / math.sqrt(len(errors))
+    return float(measured.mean()) <= allowed * (1 + rounding) + slack
+
+
+def unbiased(draw: Callable[[int], Tensor], wanted: Tensor, draws: int) -> bool:
+    """Return whether the mean over draws is ``wanted`` along random directions, up to 4 sigma."""
+    directions = torch.randn(wanted.numel(), 16, generator=generator(3), dtype=torch.float64).sign()
+    made = [draw(i).double().view(-1) @ directions for i in range(draws)]
+    projected = torch.stack(made)  # (draws, 16)
+    gap = (projected.mean(0) - wanted.double().view(-1) @ directions).abs()
+    return bool((gap <= 4 * projected.std(0) / draws**0.5 + 1e-4).all())
+
+
+def turns(compressor: Compressor, size: Callable[[Any], int], most: float = math.inf) -> None:
+    """Assert that the knob, up to ``most``, moves ``size`` as it declares, and is clamped."""
+    knob = compressor.knob
+    if knob is None:
+        assert compressor.level is None
+        return
+    high = min(knob.high, most)
+    levels = [knob.low, (knob.low * high) ** 0.5, high]
+    turned = [compressor.at(level) for level in levels]
+    assert [t.level for t in turned] == [knob.clamp(level) for level in levels]
+    sizes = [size(t) for t in turned]
+    assert sizes == sorted(sizes, reverse=knob.more == "compression")
+    assert sizes[0] != sizes[-1]
+    assert compressor.at(knob.high * 10).level == knob.clamp(knob.high)
+
+
+def private(run: Callable[[int], Sequence[Tensor]]) -> None:
+    """Assert that equal seeds or steps give equal tensors, without the global generator."""
+    state = torch.get_rng_state()
+    first = run(7)
+    torch.rand(3)
+    again = run(7)
+    torch.set_rng_state(state)
+    run(8)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def parametrize(metafunc: Any, **choices: Iterable[Any]) -> None:

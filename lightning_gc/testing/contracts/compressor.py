@@ -35,7 +35,6 @@ class CompressorContract(DecoderContract, CollectiveContract):
     """
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Parametrise over instances, shapes and numbers of workers."""
         found = codecs(self.instances)
         cases.parametrize(
             metafunc,
@@ -65,7 +64,6 @@ class CompressorContract(DecoderContract, CollectiveContract):
             assert buffer.untyped_storage().data_ptr() not in storages
 
     def test_2_adds(self, codec: Codec, numel: int) -> None:
-        """``decode`` adds ``scale`` times the payload to ``out``."""
         x = cases.tensors(numel)["normal"]
         bucket = cases.bucket_of(x)
         payload = codec.encode(x.clone(), bucket)
@@ -76,75 +74,54 @@ class CompressorContract(DecoderContract, CollectiveContract):
         torch.testing.assert_close(out, 5.0 + 3.0 * once)
 
     def test_3_keeps_its_bound(self, codec: Codec, numel: int) -> None:
-        """The mean squared error over draws is within ``bound``, up to 4 sigma."""
         draws = 64 if draws_at_all(codec) else 1
         for kind, x in cases.tensors(numel).items():
             allowed = codec.bound(numel).allowed(float(x.double().square().sum()))
-            errors = []
-            for step in range(draws):
-                buffer = x.clone()
-                codec.encode(buffer, cases.bucket_of(x, step=step))
-                errors.append(buffer.double().square().sum())
-            measured = torch.stack(errors)
-            slack = 4 * float(measured.std(correction=0)) / draws**0.5
-            assert float(measured.mean()) <= allowed * (1 + 1e-5) + slack, kind
+            errors = [left(codec, x, step).double().square().sum() for step in range(draws)]
+            assert cases.within(errors, allowed, 1e-5), kind
 
     def test_3_unbiased_if_declared(self, unbiased: Codec) -> None:
-        """Along random directions, the mean over 400 draws is the tensor's, up to 4 sigma."""
-        codec, x = unbiased, cases.tensors(221)["normal"]
-        directions = torch.randn(221, 16, generator=cases.generator(3), dtype=torch.float64).sign()
-        draws = []
-        for step in range(400):
-            payload = codec.encode(x.clone(), cases.bucket_of(x, step=step))
-            draws.append(decoded(codec, payload, x, step).double() @ directions)
-        projected = torch.stack(draws)  # (400, 16)
-        gap = (projected.mean(0) - x.double() @ directions).abs()
-        assert (gap <= 4 * projected.std(0) / 400**0.5 + 1e-4).all()
+        x = cases.tensors(221)["normal"]
+
+        def draw(step: int) -> Tensor:
+            payload = unbiased.encode(x.clone(), cases.bucket_of(x, step=step))
+            return decoded(unbiased, payload, x, step)
+
+        assert cases.unbiased(draw, x, 400)
 
     def test_3_linear_if_declared(self, linear: Codec) -> None:
-        """Decoding the mean of payloads gives the mean of decoded payloads."""
-        codec = linear
         xs = [cases.tensors(221)[kind] for kind in ("normal", "heavy tails", "constant")]
-        payloads = [codec.encode(x.clone(), cases.bucket_of(x)) for x in xs]
+        payloads = [linear.encode(x.clone(), cases.bucket_of(x)) for x in xs]
         averaged = tuple(torch.stack(parts).mean(0) for parts in zip(*payloads, strict=True))
-        apart = torch.stack([decoded(codec, p, xs[0]) for p in payloads]).mean(0)
-        torch.testing.assert_close(decoded(codec, averaged, xs[0]), apart)
+        apart = torch.stack([decoded(linear, p, xs[0]) for p in payloads]).mean(0)
+        torch.testing.assert_close(decoded(linear, averaged, xs[0]), apart)
 
     def test_3_sends_what_it_chooses(self, sparse: SparseCodec, numel: int) -> None:
         """``encode`` sends the elements that ``choose`` names; ``take`` by parts sends the same."""
-        codec = sparse
         for kind, x in cases.tensors(numel).items():
             bucket, before = cases.bucket_of(x), x.clone()
-            chosen = codec.choose(x, bucket)
+            chosen = sparse.choose(x, bucket)
             assert torch.equal(x, before), kind
             assert (chosen[1:] > chosen[:-1]).all(), kind
             whole = x.clone()
-            sent = decoded(codec, codec.encode(whole, bucket), x)
+            sent = decoded(sparse, sparse.encode(whole, bucket), x)
             parts, out = x.clone(), torch.zeros_like(x)
             for start, stop in ((0, numel // 3), (numel // 3, numel)):
                 mine = chosen[(chosen >= start) & (chosen < stop)] - start
-                payload = codec.take(parts[start:stop], mine)
+                payload = sparse.take(parts[start:stop], mine)
                 assert payload[0].numel() == mine.numel()
                 sparse_payload.add(payload, out[start:stop], 1.0)
             assert torch.equal(out, sent), kind
             assert torch.equal(parts, whole), kind
 
     def test_4_knob_moves_bytes_in_its_direction(self, codec: Codec) -> None:
-        """From ``low`` to ``high`` payloads only grow, or only shrink, as the knob declares."""
-        if codec.knob is None:
-            assert codec.level is None
-            return
-        low, high, knob = codec.knob.low, codec.knob.high, codec.knob
         x = cases.tensors(4096)["normal"]
-        levels = [low, (low * high) ** 0.5, high]
-        sizes = []
-        for level in levels:
-            turned = codec.at(level)
-            assert turned.level == knob.clamp(level)
-            sizes.append(nbytes(turned.encode(x.clone(), cases.bucket_of(x))))
-        assert sizes == sorted(sizes, reverse=knob.more == "compression")
-        assert sizes[0] != sizes[-1]
-        assert codec.at(high * 10).level == knob.clamp(high)
+
+        def size(turned: Codec) -> int:
+            payload = turned.encode(x.clone(), cases.bucket_of(x))
+            return sum(t.numel() * t.element_size() for t in payload)
+
+        cases.turns(codec, size)
 
     def test_5_payloads_are_as_declared(self, codec: Codec, numel: int) -> None:
         """Number, dtypes and lengths of tensors are those of ``wire``, whatever the values."""
@@ -172,16 +149,8 @@ class CompressorContract(DecoderContract, CollectiveContract):
             assert len(seen) == 1
 
     def test_6_randomness_is_private(self, codec: Codec) -> None:
-        """Equal (seed, name, step) give equal payloads; the global generator is not touched."""
         x = cases.tensors(221)["normal"]
-        state = torch.get_rng_state()
-        first = codec.encode(x.clone(), cases.bucket_of(x, step=7))
-        torch.rand(3)
-        again = codec.encode(x.clone(), cases.bucket_of(x, step=7))
-        torch.set_rng_state(state)
-        codec.encode(x.clone(), cases.bucket_of(x, step=8))
-        assert torch.equal(torch.get_rng_state(), state)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        cases.private(lambda step: codec.encode(x.clone(), cases.bucket_of(x, step=step)))
 
     # Laws of the whole synchronisation.
 
@@ -201,7 +170,6 @@ class CompressorContract(DecoderContract, CollectiveContract):
         assert cases.lost(lockstep, 20, dtype) < cases.TOLERANCE[dtype]
 
     def test_zeros_stay_zeros(self, compressor: Compressor, workers: int) -> None:
-        """Zero gradients give a zero result and zero errors."""
         zeros = [{n: torch.zeros(s) for n, s in cases.SHAPES.items()} for _ in range(workers)]
         result = Lockstep(workers, compressor).step(zeros)
         assert not cases.flat(result.mean).any()
@@ -210,7 +178,6 @@ class CompressorContract(DecoderContract, CollectiveContract):
     def test_absent_gradient_leaves_its_error_alone(
         self, compressor: Compressor, workers: int
     ) -> None:
-        """A parameter with a zero gradient keeps its error."""
         lockstep = Lockstep(workers, compressor)
         if not lockstep.engines[0].memory.buffers:
             return
@@ -241,20 +208,23 @@ class CompressorContract(DecoderContract, CollectiveContract):
             assert cases.flat(after.mean).isfinite().all()
 
     def test_configuration_is_a_value(self, compressor: Compressor) -> None:
-        """Frozen, hashable, comparable, and equal after pickling."""
         copy = pickle.loads(pickle.dumps(compressor))  # noqa: S301 - our own bytes
         assert copy == compressor
         assert hash(copy) == hash(compressor)
         assert type(compressor).__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
+def left(codec: Codec, x: Tensor, step: int) -> Tensor:
+    """Return the compression error of a tensor."""
+    buffer = x.clone()
+    codec.encode(buffer, cases.bucket_of(x, step=step))
+    return buffer
+
+
 def draws_at_all(codec: Codec) -> bool:
     """Return whether the error of one tensor differs between steps, that is, is random."""
-    x, left = cases.tensors(221)["normal"], []
-    for step in range(4):
-        left.append(x.clone())
-        codec.encode(left[-1], cases.bucket_of(x, step=step))
-    return not all(torch.equal(left[0], other) for other in left)
+    errors = [left(codec, cases.tensors(221)["normal"], step) for step in range(4)]
+    return not all(torch.equal(errors[0], other) for other in errors)
 
 
 def decoded(codec: Codec, payload: Payload, like: Tensor, step: int = 0) -> Tensor:
@@ -262,8 +232,3 @@ def decoded(codec: Codec, payload: Payload, like: Tensor, step: int = 0) -> Tens
     out = torch.zeros_like(like)
     codec.decode(payload, out, 1.0, cases.bucket_of(like, step=step))
     return out
-
-
-def nbytes(payload: Payload) -> int:
-    """Return the size of a payload in bytes."""
-    return sum(t.numel() * t.element_size() for t in payload)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
+from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.base import as_bytes
 from lightning_gc.transports.simulated import Simulated
 
@@ -33,12 +36,7 @@ def damaged(data: st.DataObject, payload: Payload, limits: Limits | None) -> Pay
 
 
 class Lying(Simulated):
-    """Simulated workers, one of which sends damaged payloads.
-
-    Args:
-        workers: W.
-        liar: index of the worker that sends damaged payloads.
-        data: hypothesis's source of the damages.
+    """Simulated workers, of whom ``liar`` sends damaged payloads.
 
     Attributes:
         to_each_another: an ``Exchange`` has sent a different damaged payload to each worker.
@@ -51,7 +49,6 @@ class Lying(Simulated):
         self.to_each_another = False
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
-        """Fulfil one request, with that worker's payloads damaged."""
         lies = list(requests)
         lies[self.liar] = self._damaged(lies[self.liar])
         return super().fulfil(lies)
@@ -64,6 +61,34 @@ class Lying(Simulated):
         self.to_each_another = True
         lies = tuple(damaged(self.data, payload, request.limits) for payload in request.payloads)
         return Exchange(lies, request.limits)
+
+
+def with_liar(
+    made: Callable[[], Lockstep], conversations: int, *, may_differ: bool = False
+) -> None:
+    """Assert that a worker that sends damaged payloads is named, or that all get the same bits.
+
+    Errors stay finite. ``may_differ``: unless it can send a different payload to each worker.
+    """
+
+    @settings(max_examples=conversations, derandomize=True, database=None, deadline=None)
+    @given(st.data())
+    def hold(data: st.DataObject) -> None:
+        lockstep = made()
+        liar = data.draw(st.integers(0, 2), label="liar")
+        small = [{n: g[n] for n in ("bias", "conv")} for g in cases.gradients(3, 0)]
+        lockstep.transport = lying = Lying(3, liar, data)
+        try:
+            lockstep.step(small)
+        except ValueError as error:
+            assert f"orker {liar} " in str(error)  # noqa: PT017
+        except RuntimeError:  # Lockstep: results differ
+            if not (may_differ and lying.to_each_another):
+                raise
+        for engine in lockstep.engines:
+            assert all(error.isfinite().all() for error in engine.errors().values())
+
+    hold()
 
 
 def _resized(tensor: Tensor, length: int) -> Tensor:

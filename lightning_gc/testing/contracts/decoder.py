@@ -36,7 +36,6 @@ class DecoderContract:
     repeatable: bool = True
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Parametrise over codecs."""
         cases.parametrize(metafunc, codec=codecs(self.instances))
 
     def test_7_trusts_no_bytes(self, codec: Codec) -> None:
@@ -45,13 +44,9 @@ class DecoderContract:
         Where reading values would make the host wait for a device, a payload that is refused on the
         host may be decoded, but then the result is not finite.
         """
+        repeatable, most = self.repeatable, self.examples
 
-        @settings(
-            max_examples=self.examples,
-            derandomize=self.repeatable,
-            database=None,
-            deadline=None,
-        )
+        @settings(max_examples=most, derandomize=repeatable, database=None, deadline=None)
         @given(st.data())
         def hold(data: st.DataObject) -> None:
             numel = data.draw(st.sampled_from((1, 2, 19, 101)), label="numel")

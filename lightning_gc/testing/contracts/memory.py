@@ -35,7 +35,6 @@ class MemoryContract:
     compressors: tuple[Compressor, ...] = (TopK(0.1), RandomK(0.1), HardThreshold(1.0), QSGD(4))
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Parametrise over instances, compressors and numbers of workers."""
         cases.parametrize(
             metafunc,
             memory=self.instances,
@@ -63,12 +62,10 @@ class MemoryContract:
         assert exchanged is (state[memory.buffers[0]] if memory.buffers else grad)
 
     def test_3_zeros_stay_zeros(self, memory: Memory) -> None:
-        """Zero gradient and state give a zero buffer."""
         state = {name: torch.zeros(19) for name in memory.buffers}
         assert not run(memory, cases.bucket_of(torch.zeros(19)), state).any()
 
     def test_state_survives_a_round_trip(self, memory: Memory, compressor: Compressor) -> None:
-        """After saving and loading, the next step is equal bit for bit."""
         if refused(memory, compressor):
             return
         straight, resumed = (Lockstep(2, compressor, memory) for _ in range(2))

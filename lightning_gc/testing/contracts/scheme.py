@@ -5,22 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lightning_gc.compressors import (
-    QSGD,
-    Compressor,
-    HardThreshold,
-    Identity,
-    PowerSGD,
-    RandomK,
-    TopK,
-)
+from lightning_gc.compressors import QSGD, Compressor, HardThreshold, Identity, RandomK, TopK
+from lightning_gc.compressors.low_rank.powersgd import PowerSGD
 from lightning_gc.memories import Residual
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.damaged_payloads import Lying
+from lightning_gc.testing.contracts.damaged_payloads import with_liar
 from lightning_gc.testing.lockstep import Lockstep
 
 
@@ -41,16 +32,12 @@ class SchemeContract:
 
     instances: tuple[Scheme, ...] = ()
     compressors: tuple[Compressor, ...] = (
-        Identity(),
-        TopK(0.1),
-        RandomK(0.1),
-        HardThreshold(1.0),
-        QSGD(4, 64),
+        *(Identity(), TopK(0.1), RandomK(0.1)),
+        *(HardThreshold(1.0), QSGD(4, 64)),
     )
     examples: int = 25
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Parametrise over instances, compressors and numbers of workers."""
         cases.parametrize(
             metafunc, scheme=self.instances, compressor=self.compressors, workers=cases.WORKERS
         )
@@ -59,10 +46,9 @@ class SchemeContract:
         self, scheme: Scheme, compressor: Compressor, workers: int
     ) -> None:
         """Conservation over 20 steps with error feedback."""
-        if not fits(scheme, compressor):
-            return
-        lockstep = Lockstep(workers, compressor, Residual(), scheme)
-        assert cases.lost(lockstep, 20) < cases.TOLERANCE[torch.float32]
+        if fits(scheme, compressor):
+            lockstep = Lockstep(workers, compressor, Residual(), scheme)
+            assert cases.lost(lockstep, 20) < cases.TOLERANCE[torch.float32]
 
     def test_2_replicas_get_the_same_bits(
         self, scheme: Scheme, compressor: Compressor, workers: int
@@ -78,30 +64,8 @@ class SchemeContract:
     def test_2_replicas_get_the_same_bits_of_a_liar(
         self, scheme: Scheme, compressor: Compressor
     ) -> None:
-        """If one of three workers sends damaged payloads, an error names it or all results agree.
-
-        Errors stay finite.
-        """
-        if not fits(scheme, compressor):
-            return
-
-        @settings(max_examples=self.examples, derandomize=True, database=None, deadline=None)
-        @given(st.data())
-        def hold(data: st.DataObject) -> None:
-            lockstep = Lockstep(3, compressor, Residual(), scheme)
-            liar = data.draw(st.integers(0, 2), label="liar")
-            small = [{n: g[n] for n in ("bias", "conv")} for g in cases.gradients(3, 0)]
-            lockstep.transport = Lying(3, liar, data)
-            said = ""
-            try:
-                lockstep.step(small)
-            except ValueError as error:
-                said = str(error)
-            assert not said or f"orker {liar} " in said
-            for engine in lockstep.engines:
-                assert all(error.isfinite().all() for error in engine.errors().values())
-
-        hold()
+        if fits(scheme, compressor):
+            with_liar(lambda: Lockstep(3, compressor, Residual(), scheme), self.examples)
 
     def test_2_without_compression_it_is_the_mean(self, scheme: Scheme, workers: int) -> None:
         """With ``Identity``, or ``TopK`` of all elements, any scheme returns the mean."""
@@ -111,7 +75,6 @@ class SchemeContract:
         torch.testing.assert_close(cases.flat(result.mean), cases.mean(made), rtol=1e-6, atol=1e-6)
 
     def test_3_refuses_what_cannot_work(self, scheme: Scheme, compressor: Compressor) -> None:
-        """Combinations that ``check`` refuses are refused at construction, with a fix."""
         if fits(scheme, compressor):
             return
         message = refusal(scheme, compressor)

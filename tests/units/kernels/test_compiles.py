@@ -14,14 +14,12 @@ pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or INTERPRETED, reason="needs triton's compiler"
 )
 POINTERS = {
-    "gradient": "*bf16", "error": "*fp32", "threshold": "*fp32", "bitmap": "*u8",
-    "counts": "*i32", "ends": "*i32", "values": "*fp32", "positions": "*i64", "out": "*fp32",
-    "buffer": "*fp32", "norms": "*fp32", "noise": "*fp32", "packed": "*u8", "scale": "fp32",
-    "seed": "i64",
+    "threshold": "*fp32", "bitmap": "*u8", "counts": "*i32", "ends": "*i32", "values": "*fp32",
+    "positions": "*i64", "out": "*fp32", "buffer": "*fp32", "norms": "*fp32", "noise": "*fp32",
+    "packed": "*u8", "scale": "fp32", "seed": "i64",
 }  # fmt: skip
 KERNELS = [
-    ("select", "mark", {"ADD": True, "GROUPS": 256}),
-    ("select", "mark", {"ADD": False, "GROUPS": 256}),
+    ("select", "mark", {"GROUPS": 256}),
     ("select", "compact", {"MOVE": True, "BLOCK": 2048}),
     ("select", "compact", {"MOVE": False, "BLOCK": 2048}),
     ("accumulate", "scatter_add", {"BLOCK": 512}),
