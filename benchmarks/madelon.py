@@ -155,7 +155,7 @@ def run(problem: Regression, start: Tensor, best: float, name: str, seed: int) -
     return Run(
         gaps=[gaps[i : i + dealt.shape[1]] for i in range(0, len(gaps), dealt.shape[1])],
         density=sent / (len(gaps) * d),
-        error=mean(lambda e: e.statistics.epoch.total_error if e.statistics.epoch else 0.0) * rate**2,
+        error=mean(_total_error) * rate**2,
         nominal=sent * 32e-6,
         payload=payload * 8e-6,
         wire=statistics.fmean(transport.sent_bytes) * 8e-6,
@@ -302,6 +302,10 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"madelon_{datetime.date.today():%Y%m%d}.md").write_text(text)
     return int(not all(held.values()))
+
+
+def _total_error(engine: Engine) -> float:
+    return engine.statistics.epoch.total_error if engine.statistics.epoch else 0.0
 
 
 if __name__ == "__main__":

@@ -7,16 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .base import (
-    Controller,
-    Decision,
-    KnobLike,
-    Level,
-    Observation,
-    State,
-    check_level,
-    compresses_less,
-)
+from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
 
 
 @dataclass(frozen=True)
@@ -30,8 +21,8 @@ class Accordion(Controller):
     0 count as critical. If the next epoch's learning rate is lower than that of the one that has
     ended, all parameters get ``low`` until the next check.
 
-    This follows the authors' code. (The paper's text does not say that gradients are summed as
-    vectors, nor that the norms compared are ``interval`` epochs apart.)
+    This follows the authors' code: the paper does not say that gradients are summed as vectors, nor
+    that the norms compared are ``interval`` epochs apart.
 
     Args:
         low: level of *low* compression, for critical regimes: density 0.1, 8 bits. None sends
@@ -69,17 +60,12 @@ class Accordion(Controller):
     detector: Literal["epoch", "minibatch"] = "epoch"
 
     def __post_init__(self) -> None:
-        check_level(self, self.low)
-        check_level(self, self.high)
+        self._check_level(self.low)
+        self._check_level(self.high)
         if self.interval < 1 or self.interval != int(self.interval):
-            raise ValueError(
-                f"Accordion(interval={self.interval!r}): give whole epochs, 1 or more."
-            )
+            raise ValueError(f"Accordion(interval={self.interval!r}): whole epochs, 1 or more.")
         if not self.threshold > 0:
-            raise ValueError(
-                f"Accordion(threshold={self.threshold!r}): a relative change above 0 is needed; "
-                f"the authors use 0.5."
-            )
+            raise ValueError(f"Accordion(threshold={self.threshold!r}): above 0, such as 0.5.")
         if self.granularity not in ("parameter", "model"):
             raise ValueError(
                 f"Accordion(granularity={self.granularity!r}): use 'parameter' or 'model'."
@@ -96,37 +82,32 @@ class Accordion(Controller):
         assert knob is not None
         if not compresses_less(self.low, self.high, knob):
             raise ValueError(
-                f"{self!r}: low={self.low!r} compresses harder than high={self.high!r}: a higher "
-                f"{knob.field} means more {knob.more}. `low` is the level of little compression; "
-                f"swap the two."
+                f"{self!r}: low={self.low!r} compresses harder than high={self.high!r}, as a "
+                f"higher {knob.field} means more {knob.more}; swap the two."
             )
 
     def init(self) -> State:
         return {"norms": {}, "critical": {}, "rate": None}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        epoch, falls = observation.epoch, False
+        epoch = observation.epoch
         norms, critical, rate = state["norms"], state["critical"], state["rate"]
         why = "between checks"
         if epoch < 0:
             why = "the first epoch is critical"
         elif epoch % self.interval == 0:
-            now = self._norms(observation.gradient_norms)
+            now = dict(observation.gradient_norms)
+            if self.granularity == "model":
+                now = {"": math.sqrt(sum(norm * norm for norm in now.values()))}
             fell = rate is not None and observation.learning_rate < rate
             critical = {n: self._is_critical(norms.get(n), v, fell) for n, v in now.items()}
             norms, rate = now, observation.learning_rate
             why = f"checked against epoch {epoch - self.interval}" if epoch else "the first check"
-        if self.detector == "epoch" and epoch >= 0:
-            falls = observation.next_learning_rate < observation.learning_rate
-        if falls:
+        falls = observation.next_learning_rate < observation.learning_rate
+        if falls and self.detector == "epoch" and epoch >= 0:
             critical = dict.fromkeys(critical, True)
             why = "the learning rate falls"
         return self._decision(critical, why), {"norms": norms, "critical": critical, "rate": rate}
-
-    def _norms(self, norms: Mapping[str, float]) -> dict[str, float]:
-        if self.granularity == "model":
-            return {"": math.sqrt(sum(norm * norm for norm in norms.values()))}
-        return dict(norms)
 
     def _is_critical(self, before: float | None, now: float, rate_fell: bool) -> bool:
         if not before or not math.isfinite(before) or not math.isfinite(now):

@@ -18,9 +18,8 @@ Level = float | None
 class Observation:
     """Plain numbers on which a controller may base a decision.
 
-    The first observation comes before the first step, with ``epoch=-1``, no metrics and no norms.
-    Controllers that also decide within epochs get observations without norms and moments there.
-    Bytes, density and steps are counted since the last decision.
+    The first one comes before the first step, with ``epoch=-1``, no metrics and no norms; those
+    within epochs have no norms and moments. Bytes, density and steps count since the last decision.
 
     Attributes:
         epoch: the last finished epoch, from 0; -1 before the end of the first one.
@@ -82,15 +81,17 @@ class Decision:
 
 
 class KnobLike(Protocol):
-    """The knob of a compressor, as a controller sees it."""
+    """The knob of a compressor, as a controller sees it.
+
+    ``field`` is density, bits, threshold or rank; ``more`` is what a higher value gives more of,
+    "bytes" or "compression".
+    """
 
     @property
-    def field(self) -> str:
-        """Name of the field: density, bits, threshold, rank."""
+    def field(self) -> str: ...
 
     @property
-    def more(self) -> str:
-        """What a higher value gives more of: "bytes" or "compression"."""
+    def more(self) -> str: ...
 
 
 class Controller(abc.ABC):
@@ -143,19 +144,18 @@ class Controller(abc.ABC):
                 f"a level, such as TopK(0.01), or leave the controller out."
             )
 
+    def _check_level(self, level: Level) -> None:
+        """Raise ValueError if a level is invalid for any knob."""
+        number = isinstance(level, int | float) and not isinstance(level, bool)
+        if level is not None and not (number and 0 <= level < float("inf")):
+            raise ValueError(
+                f"{type(self).__name__}: a level is a finite number of at least 0, or None for "
+                f"uncompressed, but one is {level!r}."
+            )
+
 
 def compresses_less(a: Level, b: Level, knob: KnobLike) -> bool:
     """Return whether level ``a`` sends at least as much as ``b``; None sends everything."""
     if a is None or b is None:
         return a is None
     return a >= b if knob.more == "bytes" else a <= b
-
-
-def check_level(owner: Any, level: Level) -> None:
-    """Refuse a level that is invalid for any knob."""
-    number = isinstance(level, int | float) and not isinstance(level, bool)
-    if level is not None and not (number and 0 <= level < float("inf")):
-        raise ValueError(
-            f"{type(owner).__name__}: a level is a finite number of at least 0, or None for "
-            f"uncompressed, but one is {level!r}."
-        )

@@ -7,15 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .base import (
-    Controller,
-    Decision,
-    KnobLike,
-    Observation,
-    State,
-    check_level,
-    compresses_less,
-)
+from .base import Controller, Decision, KnobLike, Observation, State, compresses_less
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ class DynamicBitWidth(Controller):
         if not self.steps:
             raise ValueError("DynamicBitWidth(steps=()): at least one (bound, level) is needed.")
         for _, level in self.steps:
-            check_level(self, level)
+            self._check_level(level)
         bounds = [bound for bound, _ in self.steps[1:]]
         if bounds != sorted(bounds, reverse=self.mode == "min"):
             way = "rise" if self.mode == "max" else "fall"
@@ -86,13 +78,11 @@ class DynamicBitWidth(Controller):
     def check(self, knob: KnobLike | None) -> None:
         super().check(knob)
         assert knob is not None
-        levels = [level for _, level in self.steps]
-        for before, after in itertools.pairwise(levels):
+        for (_, before), (_, after) in itertools.pairwise(self.steps):
             if not compresses_less(after, before, knob):
                 raise ValueError(
                     f"DynamicBitWidth(steps={self.steps!r}): level {after!r} compresses harder "
-                    f"than {before!r} before it, as a higher {knob.field} means more {knob.more}; "
-                    f"steps lead to less compression."
+                    f"than {before!r} before it, as a higher {knob.field} means more {knob.more}."
                 )
 
     def init(self) -> State:
@@ -102,7 +92,10 @@ class DynamicBitWidth(Controller):
         if observation.epoch < 0:
             return self._at(0, "The first step."), dict(state)
         metric = self._metric(observation, self.monitor)
-        loss = self._loss(observation)
+        loss: float | None = None
+        if self.loss_delta is not None:
+            whole = f"{self.loss}_epoch"
+            loss = self._metric(observation, whole if whole in observation.metrics else self.loss)
         step, released = state["step"], state["released"]
         epochs = 0 if released else state["epochs"] + 1  # released epochs do not count
         moved, why = self._move(step, metric, loss, state["loss"])
@@ -143,12 +136,6 @@ class DynamicBitWidth(Controller):
 
     def _at(self, step: int, reason: str) -> Decision:
         return Decision(self.steps[step][1], reason=reason, figures={"step": step})
-
-    def _loss(self, observation: Observation) -> float | None:
-        if self.loss_delta is None:
-            return None
-        whole = f"{self.loss}_epoch"
-        return self._metric(observation, whole if whole in observation.metrics else self.loss)
 
     def _metric(self, observation: Observation, name: str) -> float:
         if name not in observation.metrics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import Controller, Decision, Level, Observation, State, check_level
+from .base import Controller, Decision, Level, Observation, State
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Fixed(Controller):
     level: Level
 
     def __post_init__(self) -> None:
-        check_level(self, self.level)
+        self._check_level(self.level)
 
     def init(self) -> State:
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .base import Controller, Decision, Level, Observation, State, check_level
+from .base import Controller, Decision, Level, Observation, State
 
 _DGC = (0.25, 0.063, 0.015, 0.004, 0.001)
 
@@ -37,7 +37,7 @@ class Schedule(Controller):
         if not self.levels:
             raise ValueError("Schedule(levels=()): at least one level is needed.")
         for level in self.levels:
-            check_level(self, level)
+            self._check_level(level)
         if self.by not in ("epoch", "progress"):
             raise ValueError(f"Schedule(by={self.by!r}): use 'epoch' or 'progress'.")
 
@@ -66,14 +66,13 @@ class Schedule(Controller):
         return {}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        following = observation.epoch + 1
-        index = following
+        index = observation.epoch + 1
         if self.by == "progress":
             if not observation.max_epochs:
                 raise ValueError(
                     "Schedule(by='progress') needs to know the end; set Trainer(max_epochs=...)."
                 )
-            index = following * len(self.levels) // observation.max_epochs
+            index = index * len(self.levels) // observation.max_epochs
         index = min(index, len(self.levels) - 1)
         reason = f"Level {index + 1} of {len(self.levels)} on the schedule."
         return Decision(self.levels[index], reason=reason), state

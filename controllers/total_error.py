@@ -115,10 +115,12 @@ class TotalError(Controller):
                 level = estimated_threshold(self.k_min, observation.num_elements, m, zeta2, sigma2)
                 reason = f"Estimated: M = {m:.3g}, ζ² = {zeta2:.3g}, σ² = {sigma2:.3g}."
         new["level"] = level
-        return Decision(level, reason=reason, figures=self._figures(observation)), new
+        figures = {"total_error": observation.total_error}
+        return Decision(level, reason=reason, figures=figures), new
 
     def _spend(self, budget: float, observation: Observation, new: State) -> tuple[Decision, State]:
         over, density = observation.progress, observation.density
+        figures = {"total_error": observation.total_error, "budget_spent": 0.0}
         if over is None:
             raise ValueError(
                 f"{self!r} must know how long the run is; set Trainer(max_epochs=...) or max_steps."
@@ -126,9 +128,9 @@ class TotalError(Controller):
         if new["level"] is None:
             new["level"] = self.initial or paper_threshold(budget, observation.num_elements)
             new["over"] = over
-            figures = {**self._figures(observation), "budget_spent": 0.0}
-            reason = "The threshold to begin with."
-            return Decision(new["level"], reason=reason, figures=figures), new
+            return Decision(
+                new["level"], reason="The threshold to begin with.", figures=figures
+            ), new
         share, new["over"] = over - new["over"], over
         recent = [Stretch(*row) for row in new["recent"]]
         measured = share > 0 and math.isfinite(density)
@@ -136,18 +138,13 @@ class TotalError(Controller):
             new["spent"] += density * share
             recent = within([*recent, Stretch(new["level"], density, share)], over)
             new["recent"] = [list(stretch) for stretch in recent]
-        spent = new["spent"] / budget
+        figures["budget_spent"] = spent = new["spent"] / budget
         reason = f"{spent:.0%} of the budget is spent after {over:.0%} of the run."
         if measured and over < 1:
             new["level"] = next_threshold(recent, budget, new["spent"], over)
         else:
             reason = f"The threshold is kept. {reason}"
-        figures = {**self._figures(observation), "budget_spent": spent}
         return Decision(new["level"], reason=reason, figures=figures), new
-
-    @staticmethod
-    def _figures(observation: Observation) -> dict[str, float]:
-        return {"total_error": observation.total_error}
 
 
 def paper_threshold(k_min: float, num_elements: int) -> float:

@@ -40,7 +40,7 @@ class Bucket:
         shapes: parameter name -> shape, in the order in which the parameters lie in ``grad``.
         step: number of rounds finished before this one.
         seed: the run's seed, equal on all workers.
-        worker: this worker's index, ``0 <= worker < workers``.
+        worker: this worker's index, from 0.
         workers: W.
         state: parameter name -> the compressor's state for it, owned by the engine.
         phase: 0 for a first encoding, 1 for the second one of a two-shot scheme.
@@ -63,7 +63,7 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Elements of the flat gradient."""
+        """Elements of ``grad``."""
         return self.grad.numel()
 
     @property
@@ -74,9 +74,7 @@ class Bucket:
     @property
     def shape(self) -> tuple[int, ...]:
         """The parameter's shape if the bucket holds one parameter, else ``(numel,)``."""
-        if len(self.shapes) == 1:
-            return next(iter(self.shapes.values()))
-        return (self.numel,)
+        return next(iter(self.shapes.values())) if len(self.shapes) == 1 else (self.numel,)
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield ``(name, start, stop)`` of every parameter in the flat gradient."""
@@ -88,18 +86,13 @@ class Bucket:
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Return views of ``flat`` by parameter name, in the parameters' own shapes."""
-        return {
-            name: flat[start:stop].view(self.shapes[name]) for name, start, stop in self.spans()
-        }
+        return {name: flat[a:b].view(self.shapes[name]) for name, a, b in self.spans()}
 
     def part(self, name: str, start: int, stop: int) -> Bucket:
         """Return a bucket of the one parameter at ``grad[start:stop]``."""
-        return replace(
-            self,
-            grad=self.grad[start:stop],
-            shapes={name: self.shapes[name]},
-            state={name: self.state[name]} if name in self.state else {},
-        )
+        grad, shapes = self.grad[start:stop], {name: self.shapes[name]}
+        state = {name: self.state[name]} if name in self.state else {}
+        return replace(self, grad=grad, shapes=shapes, state=state)
 
     def shard(self, index: int, size: int) -> Bucket:
         """Return a bucket of shard ``index``, of ``size`` elements, with other random numbers."""

@@ -1,8 +1,7 @@
 """Flow: a generator that yields communication requests and is sent the replies; merging of flows.
 
-A flow never communicates itself, so it runs unchanged over NCCL or Gloo, between simulated workers
-in one thread, and under a recording transport. Rule for authors: no context manager may span a
-``yield``.
+A flow never communicates itself, so it runs unchanged over NCCL or Gloo and between simulated
+workers in one thread. Rule for authors: no context manager may span a ``yield``.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class Mean(NamedTuple):
 class Gather(NamedTuple):
     """Request every worker's tensors. The reply is a list of payloads in worker order.
 
-    Shapes must be equal on all workers, except that 1-D tensors with a limit may have any length up
-    to it.
+    Shapes are equal on all workers, but 1-D tensors with a limit may have any length up to it.
     """
 
     tensors: Payload
@@ -66,13 +64,12 @@ def together(flows: Sequence[Flow]) -> Flow:
     while waiting:
         following = []
         for kind in (Mean, Gather, Exchange):
-            group = [pair for pair in waiting if isinstance(pair[1], kind)]
+            group = [flow for flow, request in waiting if isinstance(request, kind)]
+            requests = [request for _, request in waiting if isinstance(request, kind)]
             if not group:
                 continue
-            reply = yield join([request for _, request in group])
-            for (flow, _), part in zip(
-                group, split(reply, [request for _, request in group]), strict=True
-            ):
+            reply = yield join(requests)
+            for flow, part in zip(group, split(reply, requests), strict=True):
                 with contextlib.suppress(StopIteration):
                     following.append((flow, flow.send(part)))
         waiting = following

@@ -46,7 +46,8 @@ class WorkerRank:
             raise ValueError(f"One worker has nobody to send to. Start several:\n  {_HOW}")
         if workers % local:
             raise ValueError(
-                f"{local} of {workers} workers here: give all machines the same --nproc-per-node."
+                f"{workers} workers, of which {local} on this machine: give all machines the same "
+                f"--nproc-per-node."
             )
         return cls(int(os.environ["RANK"]), workers, int(os.environ["LOCAL_RANK"]), local)
 

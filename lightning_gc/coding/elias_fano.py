@@ -92,11 +92,14 @@ def _set_bits(data: Tensor, length: int) -> Tensor:
     return torch.from_numpy(np.flatnonzero(bits.view(bool)))  # a sixth of the time of uint8
 
 
-def _low_bits(chosen: int, numel: int) -> int:
+def check_count(chosen: int, numel: int) -> None:
+    """Raise ValueError if there are more positions than elements."""
     if chosen > numel:
-        raise ValueError(
-            f"The payload names {chosen:,} positions of a tensor of {numel:,} elements."
-        )
+        raise ValueError(f"The payload names {chosen:,} positions of {numel:,} elements.")
+
+
+def _low_bits(chosen: int, numel: int) -> int:
+    check_count(chosen, numel)
     return (numel // chosen).bit_length() - 1
 
 

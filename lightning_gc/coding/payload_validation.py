@@ -1,9 +1,8 @@
 """Payload validation: check lengths, positions and codes of received payloads before decoding.
 
-On the host a check reads the values and raises. On an accelerator that would make the host wait;
-there, out-of-range positions are clamped and values become NaN, which reaches the result of every
-worker, so that no optimizer step is made. NaN and infinity among values are no error: they occur in
-normal training and have the same effect.
+On the host a check reads the values and raises. On an accelerator, where that would make the host
+wait, out-of-range positions are clamped and values become NaN, which reaches every worker's result,
+so that no optimizer step is made. NaN and infinity among values occur in normal training: no error.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.coding.elias_fano import check_count
 from lightning_gc.coding.wire import Wire
 from lightning_gc.flow import Payload
 
@@ -76,8 +76,8 @@ def _wrong_lengths(payload: Sequence[Tensor], expected: str) -> str:
 def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     """Return indices and values that can be added to a tensor of ``numel`` elements.
 
-    Positions must be below ``numel`` and ascend, so that none is repeated: a GPU adds in any order,
-    and workers could get different sums of two values for one element.
+    Positions must ascend, so that none is repeated: a GPU adds in any order, and workers could get
+    different sums of two values for one element.
 
     Args:
         indices: ``(k,)``, non-negative, as ``unpack`` returns them.
@@ -89,10 +89,7 @@ def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tens
             or do not ascend.
     """
     count = indices.numel()
-    if count > numel:
-        raise ValueError(
-            f"The payload names {count:,} positions of a tensor of {numel:,} elements."
-        )
+    check_count(count, numel)
     if not count:
         return indices, values
     before, after = indices[:-1], indices[1:]

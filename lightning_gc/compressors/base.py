@@ -100,7 +100,7 @@ class Compressor(abc.ABC):
             dense: whether all other parameters are sent uncompressed.
 
         Raises:
-            ValueError: it sees whole buckets and cannot tell parameters apart.
+            ValueError: it works on whole buckets.
         """
         raise ValueError(
             f"{self!r} works on whole buckets, so parameters cannot have levels of their own "

@@ -25,21 +25,13 @@ from lightning_gc.schemes import Scheme
 
 @dataclass
 class Rounds:
-    """Counts rounds; a round synchronises each bucket of a step once.
+    """Counts rounds; a round synchronises each bucket of a step once."""
 
-    Attributes:
-        step: finished rounds.
-        opened: step of the last round of which a flow has started to run.
-        begun: flows made.
-        ended: flows that have ended.
-        advanced: flows made in finished rounds.
-    """
-
-    step: int = 0
-    opened: int = -1
-    begun: int = 0
-    ended: int = 0
-    advanced: int = 0
+    step: int = 0  # finished rounds
+    opened: int = -1  # step of the last round of which a flow has started to run
+    begun: int = 0  # flows made
+    ended: int = 0  # flows that have ended
+    advanced: int = 0  # flows made in finished rounds
 
     @property
     def torn(self) -> bool:
@@ -55,16 +47,15 @@ class Engine:
 
     Args:
         compressor: encodes and decodes gradients.
-        memory: the error feedback rule; see ``combine`` for the default.
-        scheme: how payloads become a mean; see ``combine`` for the default.
+        memory: the error feedback rule; ``combine`` has the default.
+        scheme: how payloads become a mean; ``combine`` has the default.
         worker: this worker's index.
         workers: W.
         seed: of all private random numbers; equal on all workers.
 
     Attributes:
         levels: the compressor at its current levels.
-        memory: as given, or the default.
-        scheme: as given, or the default; None for a ``Collective``.
+        memory, scheme: as given, or the default; no scheme for a ``Collective``.
         buffers: the memory's state.
         compressor_state: parameter name -> the compressor's own state.
         rounds: counts rounds.
@@ -160,14 +151,12 @@ class Engine:
         if guard is not None:
             guard.release(held)
             if self.loss_scaling.revocable and guard.verdict is not None:
-                self.loss_scaling.note(guard.verdict)
+                self.loss_scaling.verdicts.append(guard.verdict)
         for live, copy in resting:
             live.copy_(copy)
 
-        if self.statistics.norms_wanted or self.statistics.epoch is not None:
-            self.statistics.see_error(
-                bucket, exchange.error, exchange.norm_before, kept=bool(self.memory.buffers)
-            )
+        kept = bool(self.memory.buffers)
+        self.statistics.see_error(bucket, exchange.error, exchange.norm_before, kept)
         if exchange.mean is not grad:
             grad.copy_(exchange.mean)
         if scale is not None:
@@ -178,13 +167,13 @@ class Engine:
         self.rounds.opened = step
         if self.loss_scaling.revocable:
             self.loss_scaling.settle()
-        if self.statistics.norms:
-            self.statistics.begin_round()
+        self.statistics.norms.clear()
+        self.statistics.leftovers.clear()
         if self.memory.lr_aware:
             self.learning_rates.follow(self.buffers)
 
     def _besides_error(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return this worker's own buffers except the error, which ``Guard.set_aside`` handles."""
+        """Return this worker's own buffers; none if there is only an error, which is set aside."""
         own = [state[name] for name in self.memory.buffers if name not in self.memory.common]
         return own if len(self.memory.buffers) > 1 else []
 

@@ -39,11 +39,7 @@ class ErrorBuffers:
         }
 
     def _lay_out(self, bucket: Bucket) -> None:
-        dtype = torch.promote_types(bucket.grad.dtype, torch.float32)
-        layout = {
-            buffer: torch.zeros(bucket.numel, dtype=dtype, device=bucket.grad.device)
-            for buffer in self.buffers
-        }
+        layout = {buffer: _wide(torch.zeros_like(bucket.grad)) for buffer in self.buffers}
         for buffer, flat in layout.items():
             for name, view in bucket.split(flat).items():
                 old = self.named.get(name, {}).get(buffer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,48 +17,26 @@ from lightning_gc.flow import Flow, Reply, Request
 from lightning_gc.schemes import Scheme
 
 
+@dataclass
 class BucketExchange:
-    """Implements ``GradientExchange`` for one bucket in one round.
+    """Implements ``GradientExchange`` for one bucket in one round."""
 
-    Args:
-        bucket: the bucket.
-        levels: the compressor at its current levels.
-        scheme: of a codec; None for a ``Collective``.
-        guard: of this bucket and round, or None.
-        statistics: tells whether norms are measured.
+    bucket: Bucket
+    levels: Levels
+    scheme: Scheme | None  # None: the compressor is a Collective
+    guard: Guard | None
+    statistics: Statistics
 
-    Attributes:
-        error: the error after the exchange, ``(numel,)``.
-        mean: the mean over workers, ``(numel,)``.
-        norm_before: norm of the buffer before compression, if measured.
-    """
-
-    error: Tensor
-    mean: Tensor
-    norm_before: Tensor | None
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        levels: Levels,
-        scheme: Scheme | None,
-        guard: Guard | None,
-        statistics: Statistics,
-    ) -> None:
-        self._bucket = bucket
-        self._compressor = levels.compressor
-        self._uncompressed = levels.uncompressed
-        self._scheme = scheme
-        self._guard = guard
-        self._statistics = statistics
-        self._exact = levels.traits.exact and scheme is not None and scheme.averages
+    error: Tensor = field(init=False)  # after the exchange, (numel,)
+    mean: Tensor = field(init=False)  # over workers, (numel,)
+    norm_before: Tensor | None = field(init=False)  # compression; None if not measured
 
     def __call__(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
         """Compress ``buffer`` at the current levels and exchange it."""
-        if self._uncompressed:
+        if self.levels.uncompressed:
             return self.dense(buffer)
         own, mean = self._tensors(buffer)
-        flow = self._compressor.flow(self._bucket, own, mean, self._scheme)
+        flow = self.levels.compressor.flow(self.bucket, own, mean, self.scheme)
         return self._run(flow, buffer, own, mean)
 
     def dense(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
@@ -67,10 +46,10 @@ class BucketExchange:
 
     def _tensors(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tensor to compress and the one for the mean, without copies if possible."""
-        grad = self._bucket.grad
+        grad = self.bucket.grad
         if not self._in_place(buffer):
             own = buffer.float()
-        elif self._statistics.norms_wanted and buffer is grad:
+        elif self.statistics.norms_wanted and buffer is grad:
             own = buffer.clone()  # else the mean would overwrite the error
         else:
             own = buffer
@@ -79,22 +58,22 @@ class BucketExchange:
 
     def _in_place(self, flat: Tensor) -> bool:
         """Whether ``flat`` is precise enough: 32 bits or more, or no arithmetic is done on it."""
-        return flat.dtype.itemsize >= 4 or self._exact
+        averaged = self.scheme is not None and self.scheme.averages
+        return flat.dtype.itemsize >= 4 or (averaged and self.levels.traits.exact)
 
     def _run(
         self, flow: Flow, buffer: Tensor, own: Tensor, mean: Tensor
     ) -> Generator[Request, Reply, Tensor]:
-        wanted = self._statistics.norms_wanted
+        wanted = self.statistics.norms_wanted
         self.norm_before = torch.linalg.vector_norm(own) if wanted else None
-        guard = self._guard
-        if guard is None:
+        if self.guard is None:
             yield from flow
         else:
-            kept = buffer is not self._bucket.grad
-            aside = guard.set_aside(own) if kept else None
-            yield from guard.watch(flow)
+            kept = buffer is not self.bucket.grad
+            aside = self.guard.set_aside(own) if kept else None
+            yield from self.guard.watch(flow)
             if aside is not None:
                 own.add_(aside)
-            guard.poison(mean)
+            self.guard.poison(mean)
         self.error, self.mean = own, mean
         return mean

@@ -15,12 +15,10 @@ class Guard:
     """Guards one bucket in one round, on the device, without making the host wait.
 
     - A non-finite gradient on any worker makes the result non-finite on all: a flag is appended to
-      the round's first message that all workers receive alike. (In an ``Exchange`` each receives
-      another one, so flags and results could differ.) The local gradient is replaced by zeros
-      before a memory sees it, so no error absorbs it.
+      the round's first message that all workers receive alike (which an ``Exchange`` is not). The
+      local gradient is replaced by zeros before a memory sees it, so no error absorbs it.
     - A parameter with an exactly zero local gradient was most likely unused. DDP discards the
-      result if no worker used it, so its error must not be spent: it is set aside, and zeros are
-      sent.
+      result if no worker used it, so its error is not spent but set aside, and zeros are sent.
 
     Args:
         bucket: with the raw gradient.
@@ -28,13 +26,11 @@ class Guard:
 
     def __init__(self, bucket: Bucket) -> None:
         grad = bucket.grad
-        spans = [(start, stop) for _, start, stop in bucket.spans() if stop > start]
-        slices = [grad[start:stop] for start, stop in spans]
-        peaks = _peaks(slices)  # (parameters,)
+        self._spans = [(start, stop) for _, start, stop in bucket.spans() if stop > start]
+        peaks = _peaks([grad[start:stop] for start, stop in self._spans])  # (parameters,)
         self.idle = peaks == 0
         self.finite = peaks.isfinite().all()
         self.verdict: Tensor | None = None  # (1,): NaN if any worker's gradient is not finite
-        self._spans = spans
         self._on_host = grad.device.type == "cpu"  # flags can be read without waiting
 
     def silence(self, grad: Tensor) -> None:

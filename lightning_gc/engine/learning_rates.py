@@ -7,9 +7,6 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.engine.error_buffers import ErrorBuffers
 
-Copies = list[tuple[Tensor, Tensor]]
-"""Pairs of a live tensor and its copy."""
-
 
 class LearningRates:
     """Rescales errors by γ_{t−1}/γ_t, for memories that are ``lr_aware``.
@@ -34,8 +31,8 @@ class LearningRates:
                 for kept in buffers.named.get(name, {}).values():
                     kept.mul_(ratio)
 
-    def back_up(self, bucket: Bucket, buffers: ErrorBuffers) -> Copies:
-        """Back up the errors of parameters with learning rate 0; to be restored after the round.
+    def back_up(self, bucket: Bucket, buffers: ErrorBuffers) -> list[tuple[Tensor, Tensor]]:
+        """Return errors of parameters with learning rate 0, and copies to restore after the round.
 
         In units of the update, a step at learning rate 0 changes no error. The gradient is sent all
         the same: an optimizer may average it.

@@ -27,16 +27,11 @@ class Statistics:
         self.leftovers: dict[str, Tensor] = {}
         self.epoch: EpochStatistics | None = None
 
-    def begin_round(self) -> None:
-        """Drop norms and errors of the last round."""
-        self.norms.clear()
-        self.leftovers.clear()
-
     def see_error(self, bucket: Bucket, error: Tensor, before: Tensor | None, kept: bool) -> None:
         """Record a bucket's error ``x − C(x)``.
 
         Args:
-            bucket: the bucket.
+            bucket: where it has arisen.
             error: ``(numel,)``.
             before: ``‖x‖``; None: do not measure norms.
             kept: a memory keeps the error, so that it counts for the controller.

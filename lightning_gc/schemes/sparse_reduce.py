@@ -18,11 +18,8 @@ from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.flow import Exchange, Flow, Gather, Limits, Mean
 from lightning_gc.schemes.base import Scheme
 
-SLACK = 1.25
-"""An owner sends at most this many times its equal share of the survivors."""
-
-GRID = 1 << 16
-"""Maximal number of positions at which a tensor may be cut."""
+SLACK = 1.25  # an owner sends at most this many times its equal share of the survivors
+GRID = 1 << 16  # maximal number of positions at which a tensor may be cut
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,8 @@ class SparseReduce(Scheme):
 
     Ranges: every worker proposes cuts that split its own selection into W equal parts; their mean
     is used. If workers select alike, all owners receive equally much, however unevenly large
-    elements lie. If not, an owner may receive more (at worst all W·k elements, while each worker
-    sends fewer than its own k), and what exceeds 1.25 times its share of the survivors returns to
-    errors. Nothing is lost and bytes sent per worker stay bounded, but what returns is delayed.
+    elements lie. If not, an owner may receive more, at worst all W·k elements; what exceeds 1.25
+    times its share of the survivors returns to errors. Nothing is lost, but that is delayed.
 
     Communication pattern:
         One all-reduce of W numbers; one ragged all-to-all of ``(W−1)/W`` times the worker's own
@@ -71,9 +67,8 @@ class SparseReduce(Scheme):
         if not isinstance(compressor.method, SparseCodec):
             other = "AllReduce()" if compressor.traits.linear else "TwoShot()"
             raise ValueError(
-                f"{self!r} splits what has been selected by position, but {compressor!r} does not "
-                f"select elements and name their positions. Use {other}, or a compressor such as "
-                f"TopK(0.01)."
+                f"{self!r} splits selected elements by position, but {compressor!r} does not name "
+                f"positions; use {other}, or a compressor such as TopK(0.01)."
             )
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
@@ -87,7 +82,7 @@ class SparseReduce(Scheme):
         edges = torch.searchsorted(chosen, torch.tensor(cuts, device=chosen.device)).tolist()
         mine = [chosen[edges[i] : edges[i + 1]] - cuts[i] for i in range(workers)]
         ranges = [slice(cuts[i], cuts[i + 1]) for i in range(workers)]
-        payloads = [codec.take(buffer[ranges[i]], mine[i]) for i in range(workers)]
+        payloads = [codec.take(buffer[r], found) for r, found in zip(ranges, mine, strict=True)]
         for i, payload in enumerate(payloads):
             bucket.tally.count(cuts[i + 1] - cuts[i], mine[i].numel(), payload)
         arrived = yield Exchange(tuple(payloads), limits)

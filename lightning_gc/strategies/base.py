@@ -45,7 +45,6 @@ class CompressedStrategy(Resuming, SingleTrainer):
         state: Literal["full", "mean", "off"],
         state_dtype: Literal["float32", "bfloat16"],
     ) -> None:
-        """Set the configuration; ValueError for an unknown name or an impossible combination."""
         owner = type(self).__name__
         configuration = configure(owner, compressor, memory, scheme, seed)
         self.compressor, self.memory = configuration.compressor, configuration.memory
@@ -64,7 +63,6 @@ class CompressedStrategy(Resuming, SingleTrainer):
 
     @property
     def engine(self) -> Engine | None:
-        """The first worker's engine, once fitting has started."""
         return self.engines[0] if self.engines else None
 
     @property
@@ -74,7 +72,6 @@ class CompressedStrategy(Resuming, SingleTrainer):
 
     @property
     def recording(self) -> Recorder | None:
-        """The first worker's byte and time account, while fitting."""
         return self.recordings[0] if self.recordings else None
 
     @property

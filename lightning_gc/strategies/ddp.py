@@ -1,7 +1,6 @@
 """CompressedDDP: Lightning's DDPStrategy with compressed gradient exchange.
 
-The packages ``pytorch_lightning`` and ``lightning`` have the same code in different classes; the
-mixin is joined with either ``DDPStrategy`` in ``for_pytorch_lightning.py`` and
+Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`` and
 ``for_lightning.py``.
 """
 
@@ -95,8 +94,7 @@ class CompressedDDP(CompressedStrategy):
         if taken:
             raise ValueError(
                 f"CompressedDDPStrategy got {taken[0]}={ddp_kwargs[taken[0]]!r}, but the gradient "
-                f"exchange is its own job, and DDP takes one hook only. Remove {taken[0]}, or use "
-                f"Lightning's DDPStrategy for your hook."
+                f"exchange is DDP's only hook. Remove {taken[0]}, or use Lightning's DDPStrategy."
             )
         if ddp_kwargs.get("mixed_precision") is not None:
             raise ValueError(
@@ -143,12 +141,10 @@ class CompressedDDP(CompressedStrategy):
 
     @property
     def workers(self) -> int:
-        """The number of workers, W."""
         return int(self.world_size)  # type: ignore[attr-defined]
 
     @property
     def worker(self) -> int:
-        """This worker's index."""
         return int(self.global_rank)  # type: ignore[attr-defined]
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -158,12 +154,10 @@ class CompressedDDP(CompressedStrategy):
             self._synchronizer.check()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Kill worker processes that do not end."""
         super().on_exception(exception)  # type: ignore[misc]
         process_shutdown.end_children(self._launcher)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
-        """Stop the background thread and leave the process group."""
         self._close()
         super().teardown()  # type: ignore[misc]
 
@@ -173,7 +167,6 @@ class CompressedDDP(CompressedStrategy):
         self._synchronizer = None
 
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
-        """Refuse the combination whose first step Lightning before 2.6 does not synchronise."""
         automatic = self.lightning_module.automatic_optimization  # type: ignore[attr-defined]
         if ddp.static_graph and not automatic and not hasattr(self, "_pl_static_graph_delay_done"):
             raise ValueError(

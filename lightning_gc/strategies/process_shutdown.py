@@ -16,8 +16,8 @@ GRACE = 10.0  # seconds for a child to report its own error
 def end_children(launcher: Any) -> None:
     """Wait for the processes that Lightning's subprocess launcher has started, then kill the rest.
 
-    When worker 0 fails, that launcher does not kill the others: a stopped one would stay for ever,
-    and one that waits for a lost peer until the timeout. Other launchers' parents do.
+    When worker 0 fails, that launcher, unlike others, does not kill them: a stopped one would stay
+    for ever.
     """
     deadline = time.monotonic() + GRACE
     for process in getattr(launcher, "procs", ()):
@@ -33,10 +33,10 @@ def end_children(launcher: Any) -> None:
 def let_gloo_finish() -> None:
     """Wait at exit until Gloo's threads have released their tensors.
 
-    A Gloo thread needs the interpreter's lock for that. If the interpreter is already finalising,
-    the process aborts ("terminate called without an active exception", SIGABRT) after a successful
-    run, and torchrun would restart all workers. Destroying the group does not help while DDP's
-    reducer still holds it (https://github.com/pytorch/pytorch/pull/179291).
+    They need the interpreter's lock for that. If it is already finalising, the process aborts
+    ("terminate called without an active exception", SIGABRT) after a successful run, and torchrun
+    would restart all workers. Destroying the group does not help while DDP's reducer still holds
+    it (https://github.com/pytorch/pytorch/pull/179291).
     """
     if dist.is_available() and dist.is_initialized():
         time.sleep(PAUSE)

@@ -23,7 +23,6 @@ class SingleTrainer:
 
     @property
     def accelerator(self) -> Any:
-        """The accelerator set by the Trainer."""
         return self.__dict__.get("_accelerator_in_use")
 
     @accelerator.setter

@@ -124,8 +124,8 @@ def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[st
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(sections, dict) or not set(needed) <= set(sections):
-        wanted = " and ".join(needed)
-        raise ValueError(f"{path} needs sections called {wanted}; see docs/tune.md.")
+        names, called = " and ".join(needed), "sections called" if needed[1:] else "a section"
+        raise ValueError(f"{path} needs {called} {names}; see docs/tune.md.")
     for name in sections:
         if name not in SECTIONS:
             raise ValueError(f"{path} has a section {name!r}; known are {', '.join(SECTIONS)}.")

@@ -26,7 +26,7 @@ from tests.support.processes import run_in_processes
 pytestmark = pytest.mark.processes
 
 
-Combination = tuple[Compressor, Memory, Scheme]
+Combination = tuple[Compressor, Memory, Scheme | None]
 
 
 def in_all_schemes(pairs: Sequence[tuple[Compressor, Memory]]) -> list[Combination]:

@@ -88,8 +88,8 @@ def add(
         compressor: for messages.
         payloads: as returned by ``take``.
         scale: ``(1,)``, the same on all workers.
-        bits: of a code.
-        bucket: the tensor's.
+        bits: 2..16, of a code.
+        bucket: workers, and names for messages.
         out: ``(numel,)``: becomes ``scale·(sum of levels) / (s·W)``.
 
     Raises:
@@ -97,6 +97,17 @@ def add(
             device, the mean becomes NaN instead.
     """
     workers, s, size = bucket.workers, levels(bits), _shard_size(out, bucket)
+
+    def read(
+        sender: int, payload: Payload, width: int, highest: int, sound: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the codes, ``(size,)``, and ``sound``, NaN where they cannot be right."""
+        with payload_validation.naming(compressor, bucket, sender):
+            payload_validation.lengths(tuple(payload), packed_bytes(size, width))
+            dtype = torch.uint8 if width <= 8 else torch.int32 if width <= 31 else torch.int64
+            codes = unpack(payload[0], width, size, dtype)
+            return codes, payload_validation.codes(codes, highest, sound)
+
     highest = 2 * s * workers
     wide = highest.bit_length()
     sent = (scale, *(codes for (codes,) in payloads))
@@ -107,7 +118,7 @@ def add(
     sums = torch.zeros(size, dtype=whole, device=out.device)
     sound = torch.zeros(1, device=out.device)
     for sender, payload in enumerate(arrived):
-        codes, sound = _read(compressor, bucket, sender, payload, bits, size, 2 * s, sound)
+        codes, sound = read(sender, payload, bits, 2 * s, sound)
         sums += codes
     if not payload_validation.on_host(sums):
         # ``highest`` is even, so this code is above it: all workers see that the sum is invalid.
@@ -117,7 +128,7 @@ def add(
     if not bucket.wanted:
         return
     for owner, payload in enumerate(gathered):
-        codes, factor = _read(compressor, bucket, owner, payload, wide, size, highest, scale)
+        codes, factor = read(owner, payload, wide, highest, scale)
         shard = out[owner * size : (owner + 1) * size]
         total = codes[: shard.numel()].to(whole) - s * workers  # the sum of levels
         # Divided first: the quotient is 1 at most, and so the product as large as the scale.
@@ -143,24 +154,6 @@ def variance(numel: int, bits: int) -> float:
     ``(√(1 + (d−1)/s²) − 1) / 2`` at ``p = s / (s + √(s² + d − 1))``.
     """
     return (math.sqrt(1 + max(0, numel - 1) / levels(bits) ** 2) - 1) / 2
-
-
-def _read(
-    compressor: Compressor,
-    bucket: Bucket,
-    sender: int,
-    payload: Payload,
-    bits: int,
-    size: int,
-    highest: int,
-    scale: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the codes of a payload, ``(size,)``, and ``scale``, NaN where they cannot be right."""
-    with payload_validation.naming(compressor, bucket, sender):
-        payload_validation.lengths(tuple(payload), packed_bytes(size, bits))
-        dtype = torch.uint8 if bits <= 8 else torch.int32 if bits <= 31 else torch.int64
-        codes = unpack(payload[0], bits, size, dtype)
-        return codes, payload_validation.codes(codes, highest, scale)
 
 
 def _shard_size(flat: Tensor, bucket: Bucket) -> int:

@@ -27,9 +27,6 @@ def take(buffer: Tensor, chosen: Tensor, levels: Tensor) -> Payload:
         buffer: ``(numel,)``, changed in place.
         chosen: ``(c,)`` int64, ascending.
         levels: ``(2,)`` float32.
-
-    Returns:
-        The tensors of ``fields``.
     """
     negative, levels = buffer[chosen] < 0, levels.to(buffer.dtype)
     buffer[chosen] -= torch.where(negative, levels[0], levels[1])

@@ -30,9 +30,8 @@ class MicroBatches:
         given = trainer.accumulate_grad_batches
         if given != 1 and given % workers:
             raise ValueError(
-                f"Trainer(accumulate_grad_batches={given}) with {workers} simulated workers: every "
-                f"step takes the same number of micro-batches of each, so give 1, or a multiple "
-                f"of {workers}; {workers * given} accumulates {given} for each worker."
+                f"Trainer(accumulate_grad_batches={given}) with {workers} simulated workers: give "
+                f"1, or a multiple of {workers}; {workers * given} accumulates {given} for each."
             )
         for callback in trainer.callbacks:
             if hasattr(callback, "going_to_accumulate_grad_batches"):
@@ -63,7 +62,6 @@ class MicroBatches:
             self.trainer.val_check_batch = max(every - every % workers, workers)
 
     def restore(self) -> None:
-        """Restore the user's settings of the Trainer."""
         for name, value in self._given.items():
             setattr(self.trainer, name, value)
         self._given.clear()
@@ -90,10 +88,9 @@ def to_micro_batches(checkpoint: Tree, workers: int) -> None:
     Differences between counts are kept: Lightning derives from them where the run was interrupted.
     """
     for counts in _counts(checkpoint):
-        ready, processed = counts["ready"], counts["processed"]
-        last = (ready if processed == ready else processed) * workers
+        processed = counts["processed"]
         for name in ("ready", "started", "processed", "completed"):
-            counts[name] = last + counts[name] - (ready if processed == ready else processed)
+            counts[name] += processed * (workers - 1)
 
 
 def _counts(checkpoint: Tree) -> list[dict[str, int]]:

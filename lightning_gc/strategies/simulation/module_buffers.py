@@ -12,9 +12,8 @@ class Buffers:
     """Keeps the module's buffers of every simulated worker as DDP would.
 
     DDP copies worker 0's buffers to all workers before each step's first forward pass. So all start
-    a step with equal buffers, each changes its own, and only worker 0's are kept.
-
-    All are copied, as in DDP: batch normalisation changes buffers without a version count.
+    a step with equal buffers, each changes its own, and only worker 0's are kept. All are copied:
+    batch normalisation changes buffers without a version count.
 
     Args:
         buffers: the module's, changed in place.
@@ -32,17 +31,13 @@ class Buffers:
         self._copy(self._start, self._live)
 
     def enter(self, worker: int) -> None:
-        """Load this worker's buffers, before its forward pass."""
+        """Load this worker's buffers: before its forward pass; worker 0's at the end of a step."""
         self._copy(self._live, self._own.get(worker, self._start))
 
     def leave(self, worker: int, again: bool) -> None:
         """Save this worker's buffers: worker 0's, or if it has another micro-batch (``again``)."""
         if again or worker == 0:
             self._own[worker] = [buffer.clone() for buffer in self._live]
-
-    def end(self) -> None:
-        """End a step: load worker 0's buffers."""
-        self.enter(0)
 
     @staticmethod
     def _copy(to: list[Tensor], values: list[Tensor]) -> None:

@@ -27,7 +27,6 @@ class Dealt:
         self.sampler = self  # Lightning calls ``sampler.set_epoch``
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of every worker's sampler, which reshuffles."""
         for loader in self.loaders:
             for holder in (loader, getattr(loader, "batch_sampler", None)):
                 set_epoch = getattr(getattr(holder, "sampler", None), "set_epoch", None)
@@ -45,12 +44,10 @@ class StatefulDealt(Dealt):
     """``Dealt`` of loaders that resume within an epoch; between steps all are equally far."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of worker 0's loader, as a real run saves it."""
-        state: dict[str, Any] = self.loaders[0].state_dict()
+        state: dict[str, Any] = self.loaders[0].state_dict()  # worker 0's, as in a real run
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state into every worker's loader."""
         for loader in self.loaders:
             loader.load_state_dict(state)
 
@@ -75,10 +72,10 @@ class Replayed:
 
 
 def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
-    """Return a loader that shards samples as Lightning would for W processes, or ``loader``.
+    """Return a loader that shards samples as Lightning would for W processes.
 
-    Like Lightning, this does not change loaders with a ``DistributedSampler``, of iterable
-    datasets, or of other types than ``DataLoader``; their batch i goes to worker ``i % W``.
+    Like Lightning, this returns ``loader`` itself if it has a ``DistributedSampler``, an iterable
+    dataset, or is no ``DataLoader``; its batch i goes to worker ``i % W``.
 
     Args:
         loader: the user's.

@@ -99,8 +99,6 @@ class SimulatedDDP(CompressedStrategy):
         self.workers = workers
         self.network = network
         self._device_given = "device" in kwargs
-        self._done = 0  # micro-batches of this step with a finished backward pass
-        self._ledger = Ledger(workers)
         self._units: MicroBatches | None = None
         self._gradients: Gradients | None = None
         super().__init__(**kwargs)
@@ -117,7 +115,6 @@ class SimulatedDDP(CompressedStrategy):
         return self.engines[self.worker]
 
     def setup_environment(self) -> None:
-        """Use the Trainer's device."""
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
         devices = trainer._accelerator_connector._parallel_devices
         if not self._device_given and devices:
@@ -138,14 +135,13 @@ class SimulatedDDP(CompressedStrategy):
         if not module.automatic_optimization:
             raise ValueError(
                 f"{type(module).__name__} optimizes manually, but simulated workers take turns in "
-                f"Lightning's gradient accumulation. Use automatic optimization, or "
-                f"CompressedDDPStrategy with processes."
+                f"Lightning's gradient accumulation. Use CompressedDDPStrategy with processes."
             )
         refuse_sparse_gradients(module)
         self._units = MicroBatches(self.workers, trainer)  # before optimizers read the step count
         super().setup(trainer)  # type: ignore[misc]
         self.local_workers.name(module)
-        self._done = 0
+        self._done = 0  # micro-batches of this step with a finished backward pass
         self._gradients = Gradients(self.names, self.workers)
         self._buffers = Buffers(module.buffers(), self.workers)
         self._ledger = Ledger(self.workers)
@@ -159,17 +155,20 @@ class SimulatedDDP(CompressedStrategy):
         return deal(loader, self.workers, trainer, self) if trainer.training else loader
 
     def on_train_start(self) -> None:
-        """Check the epoch's length, which is known now."""
         super().on_train_start()  # type: ignore[misc]
         assert self._units is not None
-        self._units.check_epoch()
+        self._units.check_epoch()  # its length is known now
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of one worker's micro-batch."""
         worker, trainer = self.worker, self.lightning_module.trainer  # type: ignore[attr-defined]
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._done = 0  # also if the last step was abandoned
-        self._check_worker_order(worker)
+        if self._done % self.workers != worker:
+            raise RuntimeError(
+                f"Worker {worker}'s micro-batch is run out of turn: an optimizer that calls its "
+                f"closure several times, such as LBFGS, or a skipped backward pass cannot be "
+                f"simulated."
+            )
         if self._done == 0:
             self._buffers.begin()
         self._buffers.enter(worker)
@@ -179,7 +178,7 @@ class SimulatedDDP(CompressedStrategy):
         if output is None:
             raise RuntimeError(
                 "training_step returned None, which DDP cannot skip on one worker only. Return a "
-                "loss, if need be one that is multiplied by zero."
+                "loss, if need be multiplied by zero."
             )
         return output
 
@@ -217,9 +216,8 @@ class SimulatedDDP(CompressedStrategy):
         assert self._gradients is not None
         if worker != self.workers - 1:
             raise RuntimeError(
-                f"The epoch has ended with worker {worker}'s micro-batch, the last worker being "
-                f"{self.workers - 1}. Give a number of batches that {self.workers} divides, such "
-                f"as by Trainer(limit_train_batches=...), in batches of each worker."
+                f"The epoch has ended with worker {worker}'s micro-batch. Give a number of batches "
+                f"that {self.workers} divides, such as by Trainer(limit_train_batches=...)."
             )
         self._refuse_unfrozen_parameters()
         self._prepare_round()
@@ -231,24 +229,21 @@ class SimulatedDDP(CompressedStrategy):
             self._ledger.run(flows, self.root_device)  # type: ignore[attr-defined]
         self.local_workers.end_round(part.shapes for part in self._gradients.parts)
         self._gradients.end()
-        self._buffers.end()
+        self._buffers.enter(0)
         self._done = 0
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write the files that W real workers would have written."""
         to_batches(checkpoint, self.workers)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint of W real or simulated workers."""
         loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         to_micro_batches(loaded, self.workers)
         return loaded
 
     def teardown(self) -> None:
-        """Restore the Trainer's settings and remove the parameters' hooks."""
         if self._units is not None:
             self._units.restore()
         if self._gradients is not None:
@@ -256,19 +251,11 @@ class SimulatedDDP(CompressedStrategy):
         self._gradients = None
         super().teardown()  # type: ignore[misc]
 
-    def _check_worker_order(self, worker: int) -> None:
-        if self._done % self.workers != worker:
-            raise RuntimeError(
-                f"Worker {worker}'s micro-batch is being run, but it is worker "
-                f"{self._done % self.workers}'s turn: an optimizer that calls its closure several "
-                f"times, such as LBFGS, or a skipped backward pass cannot be simulated."
-            )
-
     def _refuse_unfrozen_parameters(self) -> None:
         module = self.lightning_module  # type: ignore[attr-defined]
         for name, param in module.named_parameters():
             if param.requires_grad and param not in self.names:
                 raise RuntimeError(
-                    f"{name} has begun to require a gradient after the fit began, so that no "
-                    f"worker knows of it, as in DDP. Let it require one from the start."
+                    f"{name} has begun to require a gradient after the fit began, which no worker "
+                    f"notices, as in DDP. Let it require one from the start."
                 )

@@ -73,16 +73,12 @@ class Gradients:
                 view.copy_(param.grad.detach())
 
     def end(self) -> None:
-        """End a round: set ``.grad`` to the mean, or back to its old value if no worker used it.
-
-        As in DDP with ``find_unused_parameters``.
-        """
+        """Set ``.grad`` to the mean; to its old value where unused (``find_unused_parameters``)."""
         for param, view in self._views[0].items():
             param.grad = view if param in self._used else self._before[param]
         self._before = {}
 
     def close(self) -> None:
-        """Remove the parameters' hooks."""
         for hook in self._hooks:
             hook.remove()
 
