@@ -40,8 +40,7 @@ def attach(
 ) -> Attached:
     """Compress the gradients that a ``DistributedDataParallel`` module exchanges.
 
-    Registers a communication hook. Call it on all workers, after wrapping the module and before the
-    first backward pass.
+    Registers a communication hook. Call it on all workers, before the first backward pass.
 
     Args:
         ddp: the wrapped module, without a communication hook.
@@ -60,8 +59,7 @@ def attach(
         A handle for levels, byte counts, checkpoints and closing.
 
     Communication pattern:
-        As ``CompressedDDPStrategy``: one background thread with its own process group exchanges the
-        buckets.
+        As ``CompressedDDPStrategy``: one background thread with its own process group.
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
@@ -128,13 +126,12 @@ class Attached:
     def _check(self, memory: Memory) -> None:
         if memory.lookahead:
             raise ValueError(
-                f"{memory!r} moves the weights around each forward and backward pass, which a "
-                f"communication hook cannot; use CompressedDDPStrategy, or memory=Residual()."
+                f"{memory!r} moves the weights around each forward pass, which a communication "
+                f"hook cannot; use CompressedDDPStrategy, or memory=Residual()."
             )
         if memory.lr_aware and not self._optimizers:
             raise ValueError(
-                f"{memory!r} rescales errors when learning rates change, but attach does not know "
-                f"them; give attach(..., optimizers=optimizer)."
+                f"{memory!r} reads learning rates; give attach(..., optimizers=optimizer)."
             )
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:

@@ -81,7 +81,9 @@ def _pack_narrow(codes: Tensor, bits: int) -> Tensor:
         codes = torch.cat([codes, codes.new_zeros(short)])
     if bits in _WORDS:
         # Code i of a word moves from bit 8·i to i·bits; other bits end outside the low byte.
-        words = _as_words(codes, bits)
+        if codes.storage_offset() % _WORDS[bits].itemsize or not codes.is_contiguous():
+            codes = codes.clone()
+        words = codes.view(_WORDS[bits])
         packed = words.clone()
         for i in range(1, group):
             packed |= words >> (i * (8 - bits))
@@ -92,12 +94,6 @@ def _pack_narrow(codes: Tensor, bits: int) -> Tensor:
         words |= columns[:, i].to(torch.int64) << (i * bits)
     by_byte = words.view(torch.uint8).view(-1, 8)[:, :bits]
     return by_byte.reshape(-1)[: -(-numel * bits // 8)]
-
-
-def _as_words(data: Tensor, bits: int) -> Tensor:
-    if data.storage_offset() % _WORDS[bits].itemsize or not data.is_contiguous():
-        data = data.clone()
-    return data.view(_WORDS[bits])
 
 
 def _unpack_narrow(data: Tensor, bits: int, numel: int) -> Tensor:

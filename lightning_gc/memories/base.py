@@ -5,13 +5,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow, Reply, Request
 from lightning_gc.search_space import Choice, Range
+
+State: TypeAlias = Mapping[str, Tensor]
+"""Buffer name -> flat tensor."""
 
 
 class GradientExchange(Protocol):
@@ -83,14 +86,14 @@ class Memory(abc.ABC):
         return 0.0
 
     @abc.abstractmethod
-    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+    def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         """Combine gradient and state, exchange the result and update the state.
 
         Error feedback is ``yield from exchange(state["error"].add_(bucket.grad))``.
 
         Args:
             bucket: the local gradient, unscaled.
-            state: ``{buffer name: flat tensor}``, updated in place.
+            state: the buffers, updated in place.
             exchange: call it once.
         """
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
-from lightning_gc.memories.base import GradientExchange, Memory
+from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class ErrorReset(Memory):
                 f"ErrorReset(every={self.every!r}): give a whole number of steps, at least 1."
             )
 
-    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+    def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         due = (bucket.step + 1) % self.every == 0
         buffer = state["error"].add_(bucket.grad)
         yield from exchange.dense(buffer) if due else exchange(buffer)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
-from lightning_gc.memories.base import GradientExchange, OwnMomentum
+from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
 from lightning_gc.search_space import Range
 
 
@@ -43,7 +40,7 @@ class GlobalMomentum(OwnMomentum):
     space = (Range("momentum", 0.1, 0.9),)
     common = ("applied",)
 
-    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+    def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         buffer = state["error"].add_(bucket.grad).add_(state["applied"], alpha=self.momentum)
         mean = yield from exchange(buffer)
         # NaN and infinity would never leave the buffer.

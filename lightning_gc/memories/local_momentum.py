@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
-from lightning_gc.memories.base import GradientExchange, OwnMomentum
+from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
 from lightning_gc.search_space import Range
 
 
@@ -42,7 +39,7 @@ class LocalMomentum(OwnMomentum):
     space = (Range("momentum", 0.5, 0.99),)
     feeds_back = False
 
-    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+    def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         average = state["momentum"]
         average.mul_(self.momentum).add_(bucket.grad, alpha=1 - self.momentum)
         yield from exchange(state["error"].copy_(average))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
-from lightning_gc.memories.base import GradientExchange, OwnMomentum
+from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
 from lightning_gc.search_space import Range
 
 
@@ -76,7 +76,7 @@ class MomentumCorrection(OwnMomentum):
     def reads_weights(self) -> bool:
         return self.weight_decay > 0
 
-    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+    def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         velocity, total = state["momentum"], state["error"]
         gradient = self._gradient(bucket, velocity)
         if self.nesterov:

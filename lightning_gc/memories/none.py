@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
-from lightning_gc.memories.base import GradientExchange, Memory
+from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
 @dataclass(frozen=True)
@@ -28,5 +25,5 @@ class NoMemory(Memory):
     conserves = False
     feeds_back = False
 
-    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+    def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         yield from exchange(bucket.grad)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
-from lightning_gc.memories.base import GradientExchange, Memory
+from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Residual(Memory):
     def conserves(self) -> bool:
         return self.decay == 1 and self.gain == 1 and not self.lr_aware
 
-    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+    def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         error = state["error"]
         if self.decay != 1:
             error.mul_(self.decay)

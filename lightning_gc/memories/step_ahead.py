@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow, Mean
-from lightning_gc.memories.base import GradientExchange, Memory
+from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class StepAhead(Memory):
     def lookahead(self) -> float:
         return self.alpha
 
-    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+    def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         error = state["error"]
         if self.average_every and bucket.step > 0 and bucket.step % self.average_every == 0:
             (average,) = yield Mean((error.clone(),))

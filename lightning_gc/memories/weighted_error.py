@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
-from lightning_gc.memories.base import GradientExchange, Memory
+from lightning_gc.memories.base import GradientExchange, Memory, State
 from lightning_gc.search_space import Range
 
 
@@ -57,7 +54,7 @@ class WeightedError(Memory):
     def conserves(self) -> bool:
         return self.alpha == self.beta == 1
 
-    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+    def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         error, history = state["error"], state["history"]
         # The compressor left g + α·h − q; subtracting α·h gives g − q.
         history.mul_(self.beta - self.alpha).add_(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from lightning_gc.controllers import Decision
 from lightning_gc.engine import Engine
-from lightning_gc.monitor.decisions import as_markdown, decision_figures, level_figures
+from lightning_gc.monitor.decisions import as_markdown, level_figures
 from lightning_gc.monitor.totals import Sums, Totals, ratio
 from lightning_gc.transports.accounting import Recorder
 
@@ -40,12 +41,10 @@ class Monitor:
     With a controller also ``level_min`` and ``level_max`` (``level`` is the median over
     parameters), ``uncompressed_share``, per epoch the controller's own figures
     (``critical_share``, ``budget_spent``, ``step``, ``total_error``), and on TensorBoard's text
-    page its reason with a table of all levels.
+    page its reason with a table of all levels. TensorBoard also gets a custom-scalars layout and
+    the configuration as hparams.
 
-    Norms, and times on CUDA, are measured on the device in logging steps only, and read when
-    logged.
-
-    TensorBoard also gets a custom-scalars layout and the configuration as hparams.
+    Norms, and times on CUDA, are measured on the device in logging steps only.
 
     Raises:
         ValueError: at fit start, when the strategy does not compress.
@@ -72,8 +71,8 @@ class Monitor:
         trainer.strategy.local_workers.kept["monitor"] = self._sums
         if not trainer.loggers:
             warnings.warn(
-                "CompressionMonitor has no logger to write to; its totals are in "
-                "trainer.callback_metrics only. Use Trainer(logger=True) to see more.",
+                "CompressionMonitor has no logger to write to, so its totals are in "
+                "trainer.callback_metrics only; use Trainer(logger=True).",
                 stacklevel=2,
             )
         if trainer.is_global_zero:
@@ -89,7 +88,7 @@ class Monitor:
                 config["gc/network"] = repr(trainer.strategy.network)
             for logger in trainer.loggers:
                 experiment = getattr(logger, "experiment", None)  # some loggers have none
-                if experiment is not None and hasattr(experiment, "add_custom_scalars"):
+                if hasattr(experiment, "add_custom_scalars"):
                     experiment.add_custom_scalars(LAYOUT)
                     logger.log_hyperparams(config, grand_totals(first.total))
                 else:
@@ -137,8 +136,8 @@ class Monitor:
         numbers = torch.tensor([s.packed() for s in self._sums], dtype=torch.float64).mean(0)
         epoch, total = self._mean(trainer, numbers).tolist()
         averages = Totals(*epoch).averages(engines[0].workers, trainer.strategy.network)
+        averages |= self._levels(trainer)
         figures = {EPOCH + name: value for name, value in averages.items()}
-        figures |= {EPOCH + name: value for name, value in self._levels(trainer).items()}
         figures |= grand_totals(Totals(*total))
         collected = [e.statistics.epoch for e in engines]
         watched = [epoch for epoch in collected if epoch is not None and epoch.errors]
@@ -173,7 +172,8 @@ class Monitor:
         if control is None or control.decision is self._decision:
             return
         self._decision = control.decision
-        figures = {PREFIX + n: v for n, v in decision_figures(control.decision).items()}
+        said = control.decision.figures
+        figures = {PREFIX + name: value for name, value in said.items() if math.isfinite(value)}
         if figures:
             self._write(trainer, figures, self._index)
         if trainer.is_global_zero and control.ended:  # 80 tables per run would be unreadable
@@ -181,12 +181,11 @@ class Monitor:
             text = as_markdown(control.decision, trainer.strategy.levels())
             for logger in trainer.loggers:
                 experiment = getattr(logger, "experiment", None)
-                if experiment is not None and hasattr(experiment, "add_text"):
+                if hasattr(experiment, "add_text"):
                     experiment.add_text(PREFIX + "decision", text, self._index)
 
     @staticmethod
     def _mean(trainer: Any, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the mean over processes."""
         there = numbers.to(trainer.strategy.root_device)
         mean: torch.Tensor = trainer.strategy.reduce(there, reduce_op="mean")
         return mean
@@ -212,9 +211,8 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
     if not engines or not recordings:
         raise ValueError(
             f"CompressionMonitor watches CompressedDDPStrategy and SimulatedDDPStrategy, but the "
-            f"Trainer has {type(trainer.strategy).__name__}. Use "
-            f"Trainer(strategy=CompressedDDPStrategy(...)); CompressedDDPStrategy(Identity()) "
-            f"equals plain DDP."
+            f"Trainer has {type(trainer.strategy).__name__}. Use one of these; "
+            f"CompressedDDPStrategy(Identity()) equals plain DDP."
         )
     return engines, recordings
 

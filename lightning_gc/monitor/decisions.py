@@ -1,8 +1,7 @@
-"""Decisions of a controller, formatted for loggers: metrics, and a Markdown table of levels."""
+"""Levels that a controller has chosen, for loggers: metrics, and a Markdown table."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 
@@ -17,11 +16,6 @@ def level_figures(levels: Mapping[str, float | None]) -> dict[str, float]:
         figures["level"] = statistics.median(numbers)
         figures["level_min"], figures["level_max"] = min(numbers), max(numbers)
     return figures
-
-
-def decision_figures(decision: Decision) -> dict[str, float]:
-    """Return the decision's finite figures, by name."""
-    return {name: value for name, value in decision.figures.items() if math.isfinite(value)}
 
 
 def as_markdown(decision: Decision, levels: Mapping[str, float | None]) -> str:

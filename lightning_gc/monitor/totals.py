@@ -56,15 +56,13 @@ class Totals:
             figures["density"] = self.sent / self.elements
             figures["bits_per_element"] = 8 * self.payload_bytes / self.elements
         if self.timed_steps:
-            measured = (COMPRESS, COMMUNICATE, DECODE)
-            for phase in measured if network is None else (COMPUTE, COMPRESS, DECODE):
+            real, simulated = (COMPRESS, COMMUNICATE, DECODE), (COMPUTE, COMPRESS, DECODE)
+            for phase in real if network is None else simulated:
                 name = f"{phase}_seconds"
                 figures[name] = getattr(self, name) / self.timed_steps
         if network is not None:
-            estimated = network.seconds(
-                workers, self.message_bytes / steps, self.wire_bytes / steps
-            )
-            figures["communication_seconds_estimated"] = estimated
+            per_step = self.message_bytes / steps, self.wire_bytes / steps
+            figures["communication_seconds_estimated"] = network.seconds(workers, *per_step)
         if self.observed_steps:
             figures["relative_error"] = self.relative_error / self.observed_steps
             figures["error_norm"] = self.error_norm / self.observed_steps
@@ -72,11 +70,7 @@ class Totals:
 
 
 class Sums:
-    """One worker's totals of the fit and of the current epoch.
-
-    Args:
-        total: of earlier steps of the fit.
-    """
+    """One worker's totals of the fit, from ``total`` on, and of the current epoch."""
 
     def __init__(self, total: Totals | None = None) -> None:
         self.total = total or Totals()

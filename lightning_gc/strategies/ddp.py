@@ -168,6 +168,7 @@ class CompressedDDP(CompressedStrategy):
 
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
         automatic = self.lightning_module.automatic_optimization  # type: ignore[attr-defined]
+        # The first step, which Lightning before 2.6 does not synchronise then.
         if ddp.static_graph and not automatic and not hasattr(self, "_pl_static_graph_delay_done"):
             raise ValueError(
                 "static_graph=True with manual optimization does not synchronise the first step in "

@@ -182,11 +182,14 @@ class ControlLoop:
         wire, dense, density, total_error = _mean(peers, figures)
         for each in self.statistics:
             each.begin()
+        # Lightning does not restore a checkpoint's metrics.
+        before = self._metrics if self._resumed == self._step else {}
+        metrics = before | {name: float(value) for name, value in now.metrics.items()}
         return Observation(
             epoch=epoch - 1,
             learning_rate=self._rate if steps else rate,
             next_learning_rate=rate,
-            metrics=self._seen_metrics(now.metrics) if steps else {},
+            metrics=metrics if steps else {},
             total_error=total_error,
             wire_bytes=wire,
             dense_bytes=dense,
@@ -199,17 +202,12 @@ class ControlLoop:
             **(self._close_epoch(peers) if ended else {}),
         )
 
-    def _seen_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return logged metrics, and those of a checkpoint, which Lightning does not restore."""
-        before = self._metrics if self._resumed == self._step else {}
-        return before | {name: float(value) for name, value in metrics.items()}
-
     def _close_epoch(self, peers: Peers) -> dict[str, Any]:
         """Return the observation's fields that are of whole epochs; start the next epoch."""
         steps, self._epoch_step = self._step - self._epoch_step, self._step
         moments = self._moments(peers, steps)
-        gradients = self.controller.gradients != "none" and steps
-        norms = self.statistics[0].epoch.norms() if gradients else {}
+        watched = self.controller.gradients != "none" and steps
+        norms = self.statistics[0].epoch.norms() if watched else {}
         for each in self.statistics:
             each.epoch.end_epoch()
         return {

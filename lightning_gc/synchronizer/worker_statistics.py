@@ -26,12 +26,10 @@ class WorkerStatistics:
         self.engine = engine
         self.epoch = EpochStatistics(controller.gradients, controller.moments, controller.errors)
         engine.statistics.epoch = self.epoch
-        self._account: Recorder | None = None
-        self._seen_bytes = 0
         self._seen_tally = dataclasses.replace(engine.statistics.tally)
 
     def attach(self, account: Recorder) -> None:
-        """Use the byte account of a new fit."""
+        """Use the byte account of a new fit, before all else."""
         self._account = account
         self._seen_bytes = account.sent_bytes
 
@@ -47,16 +45,12 @@ class WorkerStatistics:
 
     def begin(self) -> None:
         """Count from here: a decision has been made."""
-        assert self._account is not None
         self._seen_bytes = self._account.sent_bytes
         self._seen_tally = dataclasses.replace(self.engine.statistics.tally)
 
     def own_state(self) -> dict[str, Any]:
         """Return this worker's counts and sums since the last decision."""
-        seen, now = (
-            dataclasses.asdict(self._seen_tally),
-            dataclasses.asdict(self.engine.statistics.tally),
-        )
+        seen, now = vars(self._seen_tally), vars(self.engine.statistics.tally)
         return {
             "bytes": self._bytes(),
             "tally": {name: now[name] - seen[name] for name in now},
@@ -65,12 +59,10 @@ class WorkerStatistics:
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Resume from ``own_state()``, or from the mean of several."""
-        assert self._account is not None
         self._seen_bytes = self._account.sent_bytes - round(state["bytes"])
-        now = dataclasses.asdict(self.engine.statistics.tally)
+        now = vars(self.engine.statistics.tally)
         self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in state["tally"].items()})
         self.epoch.load_own_state(state["observer"])
 
     def _bytes(self) -> int:
-        assert self._account is not None
         return self._account.sent_bytes - self._seen_bytes

@@ -15,7 +15,7 @@ from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH
 
 class TestCompressors(CompressorContract):
     instances = ONE_EACH
-    examples = 100
+    examples = 60
 
 
 @pytest.mark.nightly

@@ -1,11 +1,14 @@
 """Training starts under every launcher and both flavours of Lightning."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import hold_port
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "scripts" / "launch.py")
 
@@ -19,9 +22,15 @@ pytestmark = [
 
 def launch(*command: str) -> float:
     """Run the script and return the compression ratio that it prints."""
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=110, check=False
-    )
+    with hold_port() as held:  # else Lightning looks for one that is free now, and hopes
+        done = subprocess.run(
+            [sys.executable, *command],
+            env={**os.environ, "MASTER_PORT": str(held.getsockname()[1])},
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("ratio ")]
     return float(line.split()[1])

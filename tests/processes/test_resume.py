@@ -41,7 +41,7 @@ FEW = [
 Of all compressors the engine's state is continued in ``tests/contracts/test_state.py``.
 """
 
-MANY = itertools.product(ALL, ALL_MEMORIES)
+MANY = list(itertools.product(ALL, ALL_MEMORIES))
 SLICES = 8  # that several processes may share them
 
 
@@ -81,7 +81,7 @@ def test_memories_and_kinds_of_compressors(tmp_path: Path, first: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(SLICES))
 def test_every_instance_with_every_memory(tmp_path: Path, first: int) -> None:
-    assert_resumed(tmp_path, list(MANY)[first::SLICES], 280)
+    assert_resumed(tmp_path, MANY[first::SLICES], 280)
 
 
 def interrupted(

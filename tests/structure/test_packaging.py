@@ -70,7 +70,8 @@ def test_wheel_imports_without_the_tree(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
-        "import lightning_gc, lightning_gc.controllers as c; "
+        "import sys, lightning_gc, lightning_gc.controllers as c; "
+        "assert 'optuna' not in sys.modules, 'an extra'; "
         "print(lightning_gc.__file__, c.__file__, lightning_gc.CompressedDDPStrategy('topk'))"
     )
     done = subprocess.run(

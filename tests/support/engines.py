@@ -7,7 +7,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.transports import Simulated
 
 
-def alone(engine: Engine, **named: Tensor) -> dict[str, Tensor]:
+def step_alone(engine: Engine, **named: Tensor) -> dict[str, Tensor]:
     """One worker, one bucket, one round; returns the means by name."""
     flat = torch.cat([grad.reshape(-1) for grad in named.values()])
     flow = engine.flow(flat, {name: tuple(grad.shape) for name, grad in named.items()})

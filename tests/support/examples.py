@@ -12,7 +12,7 @@ import pytest
 
 from lightning_gc import CompressedDDPStrategy
 from tests.support.fitting import unwarned
-from tests.support.processes import preloaded
+from tests.support.processes import hold_port, preloaded
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -51,7 +51,8 @@ def here(
     monkeypatch.setattr(module, "CompressedDDPStrategy", forked)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, options)])
     code = 0
-    with unwarned():
+    with unwarned(), hold_port() as held:
+        monkeypatch.setenv("MASTER_PORT", str(held.getsockname()[1]))
         try:
             module.main()
         except SystemExit as end:

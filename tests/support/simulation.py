@@ -1,5 +1,6 @@
 """The same fit by real processes and by simulated workers."""
 
+import functools
 import types
 from typing import Any
 
@@ -20,7 +21,9 @@ def fit_case(
 ) -> dict[str, Any]:
     """Fit two epochs on an ordinary shuffled DataLoader."""
     callbacks = [CompressionMonitor(), *settings.pop("callbacks", [])]
-    batches = data or (lambda: common_batches(size=batch_size, shuffle=True))
+    batches = data
+    if data is None:
+        batches = functools.partial(common_batches, size=batch_size, shuffle=True)
     settings = {"max_epochs": 2, "callbacks": callbacks, **settings}
     with unwarned():
         result = fit(strategy, module, batches, **settings)

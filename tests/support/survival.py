@@ -18,19 +18,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.processes import hold_port
+
 SCRIPT = Path(__file__).parent / "scripts" / "survivor.py"
 # The strategy's timeout is 4 s; a child may take 10 s to end, and the machine may be busy.
 PATIENCE = 40.0
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path, port: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)},
     )
 
 
@@ -50,8 +52,9 @@ def alive(session: int) -> list[int]:
 
 def finish(folder: Path) -> list[str]:
     """Start a run, or go on with one, and leave it alone; return what its workers ended with."""
-    run = start(folder)
-    output, _ = run.communicate(timeout=100)
+    with hold_port() as held:
+        run = start(folder, held.getsockname()[1])
+        output, _ = run.communicate(timeout=100)
     assert run.returncode == 0, output
     return sorted(line for line in output.splitlines() if " ended with " in line)
 
@@ -83,16 +86,17 @@ def one_round(
     """Run, hit, restart, which is what ``finish`` does; return what happened in a line."""
     draw = random.Random(seed)
     folder = Path(tempfile.mkdtemp(dir=out))
-    run = start(folder)
-    done = disturb(folder, run, draw)
-    hit = time.monotonic()
-    try:
-        output, _ = run.communicate(timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"seed {seed}, {done}: hangs, {alive(run.pid)}") from None
-    while left := alive(run.pid):
-        assert time.monotonic() - hit < PATIENCE, f"seed {seed}, {done}: {left} are left behind"
-        time.sleep(0.1)
+    with hold_port() as held:
+        run = start(folder, held.getsockname()[1])
+        done = disturb(folder, run, draw)
+        hit = time.monotonic()
+        try:
+            output, _ = run.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"seed {seed}, {done}: hangs, {alive(run.pid)}") from None
+        while left := alive(run.pid):
+            assert time.monotonic() - hit < PATIENCE, f"seed {seed}, {done}: {left} are left behind"
+            time.sleep(0.1)
     seconds = time.monotonic() - hit
     if run.returncode != 0:
         assert "rror" in output or "erminat" in output, output

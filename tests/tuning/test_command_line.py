@@ -1,9 +1,12 @@
 """The command line tunes, reports, fits and lists, and refuses bad input with an exit code."""
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
 from lightning_gc.tuning import open_storage, yaml_config
 from lightning_gc.tuning.trial_leases import counts
 from tests.support.fitting import unwarned
+from tests.support.processes import run_in_processes
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -185,18 +189,37 @@ def test_places_are_found_through_init_args_and_in_the_trainer(folder: Path) -> 
     assert type(data).__name__ == "Data"
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(90)
-def test_ctrl_c_leaves_a_study_that_goes_on(folder: Path) -> None:
-    change("trials: 2", "trials: 400")
-    words: list[Any] = [sys.executable, "-m", "lightning_gc", "tune", "toy.yaml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+class PressesCtrlC(io.StringIO):
+    """Does so shortly after the second trial has been shown."""
+
+    def write(self, text: str) -> int:
+        if "trial 1 " in text:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return super().write(text)
+
+
+def interrupted(worker: int, folder: Path, words: list[str]) -> tuple[int, str]:
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(PressesCtrlC()), contextlib.redirect_stderr(said), unwarned():
+        code = cli.main(words)
+    return code, said.getvalue()
+
+
+def forked(folder: Path, words: list[str]) -> tuple[int, str]:
+    (ended,) = run_in_processes(interrupted, 1, folder, words)
+    return ended  # type: ignore[no-any-return]
+
+
+def started(folder: Path, words: list[str]) -> tuple[int, str]:
+    """By a user, in a terminal."""
     with subprocess.Popen(
-        [*words, "--storage", "j", "--compressor", "cast"],
+        [sys.executable, "-m", "lightning_gc", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -205,7 +228,16 @@ def test_ctrl_c_leaves_a_study_that_goes_on(folder: Path) -> None:
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    assert process.returncode == cli.INTERRUPTED
+    return process.returncode, said
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("tune", [forked, pytest.param(started, marks=pytest.mark.nightly)])
+def test_ctrl_c_leaves_a_study_that_goes_on(folder: Path, tune: Any) -> None:
+    change("trials: 2", "trials: 400")
+    code, said = tune(folder, ["tune", "toy.yaml", "--storage", "j", "--compressor", "cast"])
+    assert code == cli.INTERRUPTED
     assert "the same command goes on" in said
     assert "Traceback" not in said
     study = optuna.load_study(study_name="toy/dense", storage=open_storage("j"))

@@ -14,7 +14,7 @@ from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import run
 from lightning_gc.transports import Simulated
-from tests.support.engines import alone
+from tests.support.engines import step_alone
 
 
 def test_state_loads_with_weights_only_and_continues_bit_for_bit() -> None:
@@ -33,18 +33,18 @@ def test_state_loads_with_weights_only_and_continues_bit_for_bit() -> None:
 
 def test_saved_state_is_a_copy() -> None:
     engine = Engine(layerwise(TopK(0.5)))
-    alone(engine, w=torch.tensor([1.0, 2.0]))
+    step_alone(engine, w=torch.tensor([1.0, 2.0]))
     state = engine.state_dict()
-    alone(engine, w=torch.tensor([1.0, 2.0]))
+    step_alone(engine, w=torch.tensor([1.0, 2.0]))
     assert state["memory"]["w"]["error"].tolist() == [1.0, 0.0]
     assert state["step"] == 1
 
 
 def test_level_change_keeps_the_memory() -> None:
     engine = Engine(layerwise(TopK(0.5)))
-    alone(engine, w=torch.tensor([1.0, 2.0]))
+    step_alone(engine, w=torch.tensor([1.0, 2.0]))
     engine.set_levels(1.0)
-    result = alone(engine, w=torch.tensor([0.5, 0.5]))
+    result = step_alone(engine, w=torch.tensor([0.5, 0.5]))
     assert result["w"].tolist() == [1.5, 0.5]
 
 
@@ -53,14 +53,14 @@ def test_levels_per_parameter_and_uncompressed_ones() -> None:
     ramp = torch.tensor([1.0, 2.0, 3.0, 4.0])
     engine.set_levels(0.25, {"b": 0.5, "c": None})
     assert [engine.level_of(name) for name in "abc"] == [0.25, 0.5, None]
-    result = alone(engine, a=ramp.clone(), b=ramp.clone(), c=ramp.clone())
+    result = step_alone(engine, a=ramp.clone(), b=ramp.clone(), c=ramp.clone())
     assert result["a"].tolist() == [0, 0, 0, 4]
     assert result["b"].tolist() == [0, 0, 3, 4]
     assert result["c"].tolist() == [1, 2, 3, 4]
     engine.set_levels(None)
     zeros = torch.zeros(4)
-    alone(engine, a=zeros.clone(), b=zeros.clone(), c=zeros.clone())
-    result = alone(engine, a=zeros + 1, b=zeros + 1, c=zeros + 1)
+    step_alone(engine, a=zeros.clone(), b=zeros.clone(), c=zeros.clone())
+    result = step_alone(engine, a=zeros + 1, b=zeros + 1, c=zeros + 1)
     assert result["a"].tolist() == [2, 3, 4, 1]  # the whole error goes out with the gradient
     assert not any(error.any() for error in engine.errors().values())
 
@@ -81,14 +81,14 @@ def test_without_compression_an_elementwise_compressor_is_left_out() -> None:
     engine = Engine(Cast("bfloat16"))
     engine.set_levels(None)
     third = torch.full((3,), 1 / 3)
-    assert torch.equal(alone(engine, w=third.clone())["w"], third)
+    assert torch.equal(step_alone(engine, w=third.clone())["w"], third)
 
 
 def test_layout_may_change_between_steps() -> None:
     engine = Engine(layerwise(TopK(0.5)))
-    alone(engine, a=torch.tensor([1.0, 2.0]), b=torch.tensor([3.0, 4.0]))
-    alone(engine, b=torch.tensor([0.1, 0.0]))
-    alone(engine, a=torch.tensor([0.0, 0.1]))
+    step_alone(engine, a=torch.tensor([1.0, 2.0]), b=torch.tensor([3.0, 4.0]))
+    step_alone(engine, b=torch.tensor([0.1, 0.0]))
+    step_alone(engine, a=torch.tensor([0.0, 0.1]))
     kept = {name: error.tolist() for name, error in engine.errors().items()}
     assert kept["a"] == pytest.approx([0.0, 0.1])
     assert kept["b"] == pytest.approx([0.0, 0.0])
@@ -98,7 +98,7 @@ def test_errors_are_unscaled_whatever_the_loss_scale() -> None:
     engine = Engine(layerwise(TopK(0.5)))
     for scale in (1024.0, 2.0):
         engine.loss_scaling.scale = torch.tensor(scale)
-        result = alone(engine, w=torch.tensor([1.0, 3.0]) * scale)
+        result = step_alone(engine, w=torch.tensor([1.0, 3.0]) * scale)
     assert result["w"].tolist() == [0.0, 6.0]  # 3 a step, in the second step's scale
     assert engine.errors()["w"].tolist() == [2.0, 0.0]
 
@@ -107,7 +107,7 @@ def test_a_skipped_step_gives_back_what_it_took() -> None:
     """A later bucket of the round is not finite: the earlier one's error is as before it."""
     engine = Engine(layerwise(TopK(0.5)))
     engine.loss_scaling.revocable = True
-    alone(engine, a=torch.tensor([1.0, 2.0]))
+    step_alone(engine, a=torch.tensor([1.0, 2.0]))
     simulated = Simulated(1)
     simulated.run([engine.flow(torch.tensor([0.0, 5.0]), {"a": (2,)})])
     simulated.run([engine.flow(torch.tensor([float("inf"), 0.0]), {"b": (2,)})])
@@ -115,13 +115,13 @@ def test_a_skipped_step_gives_back_what_it_took() -> None:
     assert engine.errors()["a"].tolist() == [1.0, 0.0]  # 5 went into a step that is skipped
     engine.loss_scaling.settle()
     assert engine.errors()["a"].tolist() == [1.0, 0.0]
-    assert alone(engine, a=torch.tensor([0.5, 0.0]))["a"].tolist() == [1.5, 0.0]
+    assert step_alone(engine, a=torch.tensor([0.5, 0.0]))["a"].tolist() == [1.5, 0.0]
 
 
 def test_a_skipped_step_gives_back_what_it_had_sent() -> None:
     engine = Engine(PerParameter(HardThreshold(2.0)))
     engine.loss_scaling.revocable = True
-    alone(engine, a=torch.tensor([1.5]))  # stays
+    step_alone(engine, a=torch.tensor([1.5]))  # stays
     simulated = Simulated(1)
     simulated.run([engine.flow(torch.tensor([1.0]), {"a": (1,)})])  # 2.5: sent
     simulated.run([engine.flow(torch.tensor([float("nan")]), {"b": (1,)})])  # skips the step
@@ -134,7 +134,7 @@ def test_no_memory_costs_no_buffer_and_no_copy() -> None:
     engine = Engine(Identity())
     grad = torch.randn(5)
     assert run(NoMemory(), Bucket(grad, {"w": (5,)}), {}) is grad
-    alone(engine, w=grad)
+    step_alone(engine, w=grad)
     assert engine.errors() == {}
     assert engine.state_dict()["memory"] == {}
 
@@ -148,21 +148,21 @@ def test_lr_aware_keep_rate_times_error_and_wait_out_zero() -> None:
         engine.learning_rates.now = {"w": rate}
         grad = torch.randn(4, generator=cases.generator(step)) * (rate > 0)
         given = given + rate * grad
-        applied = applied + rate * alone(engine, w=grad.clone())["w"]
+        applied = applied + rate * step_alone(engine, w=grad.clone())["w"]
     torch.testing.assert_close(applied + rates[-1] * engine.errors()["w"], given)
     state = engine.state_dict()
     resumed = Engine(layerwise(TopK(0.5)), Residual(lr_aware=True))
     resumed.load_state_dict(state)
     for one in (engine, resumed):
         one.learning_rates.now = {"w": 0.01}
-    results = [alone(one, w=torch.ones(4))["w"] for one in (engine, resumed)]
+    results = [step_alone(one, w=torch.ones(4))["w"] for one in (engine, resumed)]
     assert torch.equal(*results)
 
 
 def test_decay_follows_its_formula() -> None:
     engine = Engine(PerParameter(HardThreshold(100.0)), Residual(decay=0.5))
     for _ in range(3):
-        alone(engine, w=torch.tensor([8.0]))
+        step_alone(engine, w=torch.tensor([8.0]))
     assert engine.errors()["w"].tolist() == [8.0 + 4.0 + 2.0]
 
 

@@ -11,17 +11,17 @@ from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.engine.epoch_statistics import EpochStatistics
 from lightning_gc.testing.contracts import cases
-from tests.support.engines import alone
+from tests.support.engines import step_alone
 
 
 def test_norm_of_the_sum_not_sum_of_norms() -> None:
     engine = Engine(layerwise(TopK(0.5)))
     engine.statistics.epoch = EpochStatistics("epoch sum")
-    alone(engine, w=torch.tensor([3.0, 0.0]), b=torch.tensor([1.0]))
-    alone(engine, b=torch.tensor([-1.0]), w=torch.tensor([0.0, 4.0]))  # another layout
+    step_alone(engine, w=torch.tensor([3.0, 0.0]), b=torch.tensor([1.0]))
+    step_alone(engine, b=torch.tensor([-1.0]), w=torch.tensor([0.0, 4.0]))  # another layout
     assert engine.statistics.epoch.norms() == {"w": 5.0, "b": 0.0}
     engine.statistics.epoch.end_epoch()
-    alone(engine, w=torch.tensor([1.0, 0.0]), b=torch.tensor([2.0]))
+    step_alone(engine, w=torch.tensor([1.0, 0.0]), b=torch.tensor([2.0]))
     assert engine.statistics.epoch.norms() == {"w": 1.0, "b": 2.0}
 
 
@@ -29,7 +29,7 @@ def test_first_batch_only() -> None:
     engine = Engine(layerwise(TopK(0.5)))
     engine.statistics.epoch = EpochStatistics("first batch")
     for value in (2.0, 7.0):
-        alone(engine, w=torch.tensor([value]))
+        step_alone(engine, w=torch.tensor([value]))
     assert engine.statistics.epoch.norms() == {"w": 2.0}
 
 
@@ -37,8 +37,8 @@ def test_gradients_are_unscaled_and_finite() -> None:
     engine = Engine(layerwise(TopK(0.5)))
     engine.statistics.epoch = EpochStatistics("epoch sum")
     engine.loss_scaling.scale = torch.tensor(1024.0)
-    alone(engine, w=torch.tensor([1024.0, 2048.0]))
-    alone(engine, w=torch.tensor([float("inf"), 0.0]))
+    step_alone(engine, w=torch.tensor([1024.0, 2048.0]))
+    step_alone(engine, w=torch.tensor([float("inf"), 0.0]))
     assert engine.statistics.epoch.norms()["w"] == pytest.approx(math.sqrt(5))
 
 
@@ -47,7 +47,7 @@ def test_total_error_is_the_sum_of_squares() -> None:
     engine.statistics.epoch = EpochStatistics(errors=True)
     expected = 0.0
     for step in range(5):
-        alone(engine, w=torch.randn(8, generator=cases.generator(step)))
+        step_alone(engine, w=torch.randn(8, generator=cases.generator(step)))
         expected += float((engine.errors()["w"].numpy().astype(np.float64) ** 2).sum())
     engine.statistics.epoch.end_epoch()  # which it outlives
     assert engine.statistics.epoch.total_error == pytest.approx(expected)
