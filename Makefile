@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test check docs docs-tables tests \
+.PHONY: help demo vision tune-demo test check docs docs-tables tests faults \
 	catalogue bench-bytes bench-controllers bench-network bench-scaling clean
 
 help: ## what can be made
@@ -47,6 +47,9 @@ docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes dec
 
 tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+faults: $(VENV)/.test ## plant deliberate faults, see which test finds each (2 hours): ARGS="--only ID", ARGS=--list
+	$(BIN)/python -m tests.faults.plant $(ARGS)
 
 catalogue: $(VENV)/.tune ## every compressor on the demo's model at two learning rates (20 minutes): ARGS="--methods topk"
 	$(BIN)/python benchmarks/catalogue.py $(ARGS)

@@ -121,7 +121,7 @@ class Controller(abc.ABC):
 
     @abc.abstractmethod
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        """Return the next epoch's levels and the new state.
+        """Return the next levels and the new state.
 
         Raises:
             ValueError: something needed is missing, such as a metric.

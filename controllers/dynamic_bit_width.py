@@ -141,8 +141,8 @@ class DynamicBitWidth(Controller):
         if name not in observation.metrics:
             logged = ", ".join(sorted(observation.metrics)) or "nothing"
             raise ValueError(
-                f"DynamicBitWidth needs the metric {name!r}, but it was not logged in epoch "
-                f"{observation.epoch}; logged were: {logged}. Log it with self.log({name!r}, ...), "
+                f"DynamicBitWidth needs the metric {name!r}, not logged in epoch "
+                f"{observation.epoch}; logged were: {logged}. Use self.log({name!r}, ...), "
                 f"or name another one."
             )
         return float(observation.metrics[name])

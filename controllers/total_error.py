@@ -26,11 +26,10 @@ class TotalError(Controller):
       ``E‖ξ‖² ≤ M̂·‖∇f_i‖² + σ̂²`` are a least-squares line through the epochs (M̂ = 0 with one);
       ζ̂² is the mean of ``‖∇f_i − ∇f‖²`` over workers and epochs.
     - ``TotalError(budget=b)``: adapts λ so that the density, averaged over the *whole run*, is b.
-      For every budget there is one optimal constant λ, but the paper does not say which. Ours:
-      spread the remaining budget over the remaining run, and move λ along ``density ∝ λ^−2``
-      towards that density; λ settles if density does. λ changes after 1, 2, 4, … steps, then 80
-      times per run, and at the ends of epochs. The run ends within 5 % of the budget if ``b·steps``
-      is above about 2; below, each element is sent once or never, and λ has no effect.
+      The paper does not say how to find that λ. Ours: spread the remaining budget over the
+      remaining run, and move λ along ``density ∝ λ^−2`` towards that density. λ changes after 1, 2,
+      4, … steps, then 80 times per run, and at the ends of epochs. The run ends within 5 % of the
+      budget if ``b·steps`` is above about 2; below, each element is sent once or never.
 
     Logs the total error so far and the spent share of the budget.
 
@@ -100,19 +99,17 @@ class TotalError(Controller):
             return self._spend(self.budget, observation, new)
         assert self.k_min is not None
         level, reason = new["level"], "The threshold is kept."
+        numel = observation.num_elements
         if level is None:
-            level = paper_threshold(self.k_min, observation.num_elements)
-            reason = f"The paper's rule for {observation.num_elements:,} elements."
+            level = paper_threshold(self.k_min, numel)
+            reason = f"The paper's rule for {numel:,} elements."
         if 0 <= observation.epoch < self.estimate_epochs:
-            seen = (
-                observation.gradient_squared,
-                observation.gradient_noise,
-                observation.gradient_dissimilarity,
-            )
+            squared, noise = observation.gradient_squared, observation.gradient_noise
+            seen = (squared, noise, observation.gradient_dissimilarity)
             new["moments"] = [*new["moments"], seen]
             if observation.epoch == self.estimate_epochs - 1:
                 m, sigma2, zeta2 = estimates(new["moments"])
-                level = estimated_threshold(self.k_min, observation.num_elements, m, zeta2, sigma2)
+                level = estimated_threshold(self.k_min, numel, m, zeta2, sigma2)
                 reason = f"Estimated: M = {m:.3g}, ζ² = {zeta2:.3g}, σ² = {sigma2:.3g}."
         new["level"] = level
         figures = {"total_error": observation.total_error}

@@ -100,9 +100,20 @@ class Attached:
     ) -> None:
         self._optimizers = optimizers
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._check(configuration.memory)
+        memory = configuration.memory
+        if memory.lookahead:
+            raise ValueError(
+                f"{memory!r} moves the weights around each forward pass, which a communication "
+                f"hook cannot; use CompressedDDPStrategy, or memory=Residual()."
+            )
+        if memory.lr_aware and not optimizers:
+            raise ValueError(
+                f"{memory!r} reads learning rates; give attach(..., optimizers=optimizer)."
+            )
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            memory.check_optimizer(group)
         if controller is not None:
-            check_controller(controller, configuration.compressor, configuration.memory, "attach")
+            check_controller(controller, configuration.compressor, memory, "attach")
         refuse_sparse_gradients(ddp.module)
         self._workers = Workers(configuration)
         self._workers.name(ddp.module)
@@ -122,20 +133,6 @@ class Attached:
             self._control = ControlLoop(controller, self._workers)
             self._control.attach()
         ddp.register_comm_hook(None, self._synchronizer.hook)
-
-    def _check(self, memory: Memory) -> None:
-        if memory.lookahead:
-            raise ValueError(
-                f"{memory!r} moves the weights around each forward pass, which a communication "
-                f"hook cannot; use CompressedDDPStrategy, or memory=Residual()."
-            )
-        if memory.lr_aware and not self._optimizers:
-            raise ValueError(
-                f"{memory!r} reads learning rates; give attach(..., optimizers=optimizer)."
-            )
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                memory.check_optimizer(group)
 
     @property
     def levels(self) -> dict[str, float | None]:
@@ -239,7 +236,6 @@ class Attached:
         Raises:
             ValueError: the state of another worker, number of workers, configuration or model.
         """
-        engine = self._workers.first
         for what, own in self._identity().items():
             if state[what] != own:
                 raise ValueError(
@@ -255,7 +251,7 @@ class Attached:
                         f"the model has {shapes.get(name, 'no such parameter')}."
                     )
         there = each_tensor(state["engine"], lambda tensor: tensor.to(self._device))
-        engine.load_state_dict(copy.deepcopy(there))
+        self._workers.first.load_state_dict(copy.deepcopy(there))
         if state["levels"] is not None:
             self._workers.set_levels(*state["levels"])
         self._workers.regroup(state["layout"])

@@ -127,8 +127,8 @@ def _wrong_position(indices: Tensor, numel: int) -> str:
     highest = int(indices.max())
     if highest >= numel:
         return (
-            f"The payload names position {highest:,} of a tensor of {numel:,} elements; it is "
-            f"damaged, or its sender has another model."
+            f"The payload names position {highest:,} of a tensor of {numel:,} elements, where "
+            f"positions are 0..{numel - 1:,}; it is damaged, or its sender has another model."
         )
     at = int((indices[1:] <= indices[:-1]).nonzero()[0, 0])
     return (

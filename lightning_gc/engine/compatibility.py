@@ -13,9 +13,9 @@ def combine(
 ) -> tuple[Compressor, Memory, Scheme | None]:
     """Fill in default memory and scheme, and refuse combinations that cannot work.
 
-    Defaults: the memory that the compressor names, else ``Residual()`` for biased compressors and
-    ``NoMemory()`` for unbiased ones; ``AllReduce()`` for linear compressors, ``TwoShot()`` for
-    quantisers, ``AllGather()`` for the rest, and no scheme for a ``Collective``.
+    Memory: the one that the compressor names, else ``Residual()`` for biased compressors and
+    ``NoMemory()`` for unbiased ones. Scheme: ``AllReduce()`` for linear compressors, ``TwoShot()``
+    for quantisers, ``AllGather()`` for the rest, none for a ``Collective``.
 
     Raises:
         ValueError: a scheme that does not work with the compressor, a memory that corrects momentum

@@ -30,8 +30,8 @@ class EpochStatistics:
     ) -> None:
         if moments and gradients == "first batch":
             raise ValueError(
-                "Moments are taken over the whole epoch, but gradients of the first batch only "
-                "are asked for; use a controller that looks at the epoch's sum."
+                "Moments need the gradients of the whole epoch, not of the first batch only; use a "
+                "controller that looks at the epoch's sum."
             )
         self.first_only = gradients == "first batch"
         self.sums = gradients != "none" or moments
@@ -67,11 +67,9 @@ class EpochStatistics:
 
     def norms(self) -> dict[str, float]:
         """Return parameter name -> norm of its summed gradient."""
-        views = {name: kept["sum"] for name, kept in self._store.named.items()}
-        if not views:
-            return {}
-        norms = torch.stack([torch.linalg.vector_norm(view) for view in views.values()])
-        return dict(zip(views, norms.tolist(), strict=True))
+        named = self._store.named
+        norms = [torch.linalg.vector_norm(kept["sum"]) for kept in named.values()]
+        return dict(zip(named, torch.stack(norms).tolist(), strict=True)) if norms else {}
 
     def sum(self) -> Tensor:
         """Return the summed gradients as one flat tensor, sorted by parameter name.

@@ -42,19 +42,16 @@ class ErrorBuffers:
         layout = {buffer: _wide(torch.zeros_like(bucket.grad)) for buffer in self.buffers}
         for buffer, flat in layout.items():
             for name, view in bucket.split(flat).items():
-                old = self.named.get(name, {}).get(buffer)
-                if old is not None:
-                    if old.shape != view.shape:
-                        raise ValueError(
-                            f"The stored {buffer} of {name} has shape {tuple(old.shape)}, but the "
-                            f"parameter now has {tuple(view.shape)}; the model has changed."
-                        )
-                    view.copy_(old)
-                self.named.setdefault(name, {})[buffer] = view
-        stale = [names for names in self._flat if not bucket.shapes.keys().isdisjoint(names)]
-        for names in stale:
-            del self._flat[names]
-        self._flat[bucket.names] = layout
+                kept = self.named.setdefault(name, {})
+                old = kept.get(buffer, view)
+                if old.shape != view.shape:
+                    raise ValueError(
+                        f"The stored {buffer} of {name} has shape {tuple(old.shape)}, but the "
+                        f"parameter now has {tuple(view.shape)}; the model has changed."
+                    )
+                kept[buffer] = view.copy_(old)
+        valid = {n: f for n, f in self._flat.items() if bucket.shapes.keys().isdisjoint(n)}
+        self._flat = {**valid, bucket.names: layout}
 
 
 def _wide(tensor: Tensor) -> Tensor:

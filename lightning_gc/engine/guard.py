@@ -108,8 +108,8 @@ class Guard:
 def _peaks(slices: list[Tensor]) -> Tensor:
     """Return a number per slice that is zero, or not finite, exactly if the slice is.
 
-    On CPU the maximal magnitude takes ten times as long as the L2 norm, whose squares may leave
-    float32's range; so it is computed only where the norm is 0 or not finite.
+    On CPU the largest magnitude takes ten times as long as the L2 norm, so it is only computed if
+    the norm, whose squares may leave float32's range, is 0 or not finite.
     """
     if slices[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(slices, float("inf")))

@@ -87,7 +87,7 @@ class Monitor:
             if trainer.strategy.network is not None:
                 config["gc/network"] = repr(trainer.strategy.network)
             for logger in trainer.loggers:
-                experiment = getattr(logger, "experiment", None)  # some loggers have none
+                experiment: Any = getattr(logger, "experiment", None)  # some loggers have none
                 if hasattr(experiment, "add_custom_scalars"):
                     experiment.add_custom_scalars(LAYOUT)
                     logger.log_hyperparams(config, grand_totals(first.total))
@@ -180,7 +180,7 @@ class Monitor:
             _log.info("Epoch %d: %s", trainer.current_epoch, control.decision.reason)
             text = as_markdown(control.decision, trainer.strategy.levels())
             for logger in trainer.loggers:
-                experiment = getattr(logger, "experiment", None)
+                experiment: Any = getattr(logger, "experiment", None)
                 if hasattr(experiment, "add_text"):
                     experiment.add_text(PREFIX + "decision", text, self._index)
 
@@ -217,18 +217,15 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
     return engines, recordings
 
 
+_CHARTS = {
+    "bytes per step and worker": ["(wire|dense)_bytes"],
+    "compression ratio": ["ratio"],
+    "density and level": ["(density|level|level_min|level_max)"],
+    "relative error": ["relative_error"],
+    "seconds": ["(compute|compress|communicate|decode)_seconds", "communication_seconds_estimated"],
+}
 LAYOUT = {
     "gradient compression": {
-        "bytes per step and worker": ["Multiline", [PREFIX + "(wire|dense)_bytes"]],
-        "compression ratio": ["Multiline", [PREFIX + "ratio"]],
-        "density and level": ["Multiline", [PREFIX + "(density|level|level_min|level_max)"]],
-        "relative error": ["Multiline", [PREFIX + "relative_error"]],
-        "seconds": [
-            "Multiline",
-            [
-                PREFIX + "(compute|compress|communicate|decode)_seconds",
-                PREFIX + "communication_seconds_estimated",
-            ],
-        ],
+        title: ["Multiline", [PREFIX + tag for tag in tags]] for title, tags in _CHARTS.items()
     }
 }

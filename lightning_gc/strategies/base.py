@@ -84,7 +84,6 @@ class CompressedStrategy(Resuming, SingleTrainer):
         return self.local_workers.levels()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let the controller decide at the beginning of an epoch, and within it if due."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         if self.control_loop is not None:
             trainer = self.lightning_module.trainer  # type: ignore[attr-defined]

@@ -148,7 +148,6 @@ class CompressedDDP(CompressedStrategy):
         return int(self.global_rank)  # type: ignore[attr-defined]
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Raise an exception of the background thread in the training thread."""
         super().post_backward(closure_loss)
         if self._synchronizer is not None:
             self._synchronizer.check()
@@ -178,13 +177,8 @@ class CompressedDDP(CompressedStrategy):
 
 def register(registry: Any, strategy: type) -> None:
     """Register ``compressed_ddp`` and a name per compressor in Lightning's strategy registry."""
-    names = {"compressed_ddp": "cast"}
-    names |= {f"compressed_ddp_{name}": name for name in COMPRESSORS}
+    names = {"compressed_ddp": "cast"} | {f"compressed_ddp_{name}": name for name in COMPRESSORS}
     for name, compressor in names.items():
         if name not in registry:
-            registry.register(
-                name,
-                strategy,
-                description=f"DDP with gradients compressed by {compressor!r}, default settings",
-                compressor=compressor,
-            )
+            words = f"DDP with gradients compressed by {compressor!r}, default settings"
+            registry.register(name, strategy, description=words, compressor=compressor)

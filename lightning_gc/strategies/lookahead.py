@@ -35,7 +35,6 @@ class Lookahead:
                     param.data.add_(step, alpha=-self.share * rates[name])
 
     def put_back(self) -> None:
-        """Restore the weights if they were moved."""
         for param, before in self._before:
             param.data.copy_(before)
         self._before.clear()

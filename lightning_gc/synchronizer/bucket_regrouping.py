@@ -18,10 +18,9 @@ MakeFlow = Callable[[Tensor, Shapes], Flow]
 class Regrouping:
     """Collects all of DDP's buckets of a round and exchanges them in another layout.
 
-    DDP rebuilds its buckets after the first step of every process, which an uninterrupted run has
-    done long before. Some results depend on the layout: in ``TwoShot``, which worker owns which
-    shard, and so to whose error the second rounding is added. So checkpoints hold the layout; one
-    step without overlap is the price of resuming bit for bit.
+    DDP rebuilds its buckets after the first step of every process. Some results depend on the
+    layout: in ``TwoShot``, which worker owns which shard, and so to whose error the second rounding
+    is added. One step without overlap is the price of resuming bit for bit.
 
     Args:
         layout: parameter names in each bucket of the last round before the checkpoint.

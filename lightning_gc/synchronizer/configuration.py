@@ -30,14 +30,8 @@ class Configuration:
 
     def engine(self, worker: int, workers: int) -> Engine:
         """Return the engine of one of ``workers`` workers."""
-        return Engine(
-            self.compressor,
-            self.memory,
-            self.scheme,
-            worker=worker,
-            workers=workers,
-            seed=self.seed,
-        )
+        parts = self.compressor, self.memory, self.scheme
+        return Engine(*parts, worker=worker, workers=workers, seed=self.seed)
 
     def in_words(self) -> dict[str, str]:
         """Return ``{name: repr}`` of the settings."""

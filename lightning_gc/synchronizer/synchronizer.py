@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.synchronizer.agreement import check_agreement, digest_of
-from lightning_gc.synchronizer.workers import Shapes, Workers
+from lightning_gc.synchronizer.bucket_regrouping import Shapes
+from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.distributed import Distributed
@@ -57,9 +59,9 @@ class Synchronizer:
             use_local_synchronization=len(members) < dist.get_world_size(),
         )
         transport = Distributed(self._group)
-        configuration = workers.configuration.in_words() | dict(agreed or {})
-        parameters = {"names and shapes of parameters": digest_of(workers.shapes)}
-        check_agreement(configuration | parameters, transport, device)
+        same = workers.configuration.in_words() | dict(agreed or {})
+        same["names and shapes of parameters"] = digest_of(workers.shapes)
+        check_agreement(same, transport, device)
         recording = Recording(transport)
         workers.start([recording], revocable=revocable)
         self._background = Background(recording, device)
@@ -98,9 +100,7 @@ class Synchronizer:
         workers = self.workers
         if workers.regrouping is not None:
             self._round = workers.regrouping.layout
-            workers.regrouping.send(
-                lambda grad, shapes: workers.flow(workers.first, grad, shapes), self._background
-            )
+            workers.regrouping.send(partial(workers.flow, workers.first), self._background)
             workers.regrouping = None
         workers.end_round(self._round)
         self._round = []

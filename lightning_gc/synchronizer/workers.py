@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from lightning_gc.engine import Engine
 from lightning_gc.flow import Flow
-from lightning_gc.synchronizer.bucket_regrouping import Regrouping
+from lightning_gc.synchronizer.bucket_regrouping import Regrouping, Shapes
 from lightning_gc.synchronizer.configuration import Configuration
 from lightning_gc.transports.accounting import Recorder
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class HasWorkerState(Protocol):

@@ -42,7 +42,7 @@ class Recorder(Protocol):
         """Bytes sent so far."""
 
     def take(self) -> Account:
-        """Return and reset the totals."""
+        """Return and reset the totals. Waits for CUDA where it is timed."""
 
 
 class Recording(Transport):
@@ -81,7 +81,6 @@ class Recording(Transport):
         return self.inner.fulfil(request)
 
     def run(self, flow: Flow, device: torch.device) -> None:
-        """Run a flow and time its phases."""
         self._watch.start(device)
         phase = COMPRESS
         try:
@@ -96,7 +95,6 @@ class Recording(Transport):
             self._watch.lap(phase)
 
     def take(self) -> Account:
-        """Return and reset the totals. Waits for CUDA where it is timed."""
         before, self._taken_bytes = self._taken_bytes, self.inner.sent_bytes
         return Account(self._taken_bytes - before, seconds=self._watch.take())
 
@@ -116,7 +114,6 @@ class Stopwatch:
         self._device = torch.device("cpu")
 
     def start(self, device: torch.device) -> None:
-        """Start the first phase, on ``device``."""
         self._device = device
         self._mark = self._now()
 

@@ -68,7 +68,6 @@ class Background:
         return promised
 
     def check(self) -> None:
-        """Raise a flow's exception in the calling (training) thread."""
         if self.error is not None:
             raise self.error
 

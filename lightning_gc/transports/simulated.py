@@ -62,7 +62,6 @@ class Simulated:
                 lap(DECODE, worker)
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
-        """Fulfil one request of all workers; return a reply per worker."""
         first = requests[0]
         if isinstance(first, Mean):
             return self._mean([r for r in requests if isinstance(r, Mean)])

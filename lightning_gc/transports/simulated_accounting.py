@@ -36,7 +36,6 @@ class Ledger:
         self.phases = Stopwatch()
 
     def run(self, flows: Sequence[Flow], device: torch.device) -> None:
-        """Run one flow per worker and time their phases."""
         self.phases.start(device)
         with torch.no_grad():
             self.transport.run(flows, self._lap)

@@ -81,3 +81,9 @@ def test_nothing_asked_nothing_sent() -> None:
     guard = guarded(1.0)
     assert list(guard.watch(asks())) == []
     assert guard.verdict is None
+
+
+@pytest.mark.parametrize("small", [1e-12, 1e-30, 1e-45])
+def test_a_small_gradient_is_not_an_absent_one(small: float) -> None:
+    assert guarded(0.0, small).idle.tolist() == [False]
+    assert guarded(0.0, 0.0).idle.tolist() == [True]

@@ -204,6 +204,19 @@ def test_local_momentum_with_votes() -> None:
     compare(run(LocalMomentum(0.9), SignSGD())[0], expected)
 
 
+def test_local_momentum_with_values() -> None:
+    """Votes know no length: what is sent must be the average itself."""
+    m, expected = zeros(), []
+    for step in range(STEPS):
+        made, mean = gradients(step), {}
+        for name in SHAPES:
+            for i in range(WORKERS):
+                m[i][name] = 0.9 * m[i][name] + 0.1 * made[i][name]
+            mean[name] = averaged([np.where(top(w[name]), w[name], 0) for w in m])
+        expected.append(mean)
+    compare(run(LocalMomentum(0.9))[0], expected)
+
+
 def test_error_reset_sends_all_in_every_third_step() -> None:
     e, expected = zeros(), []
     for step in range(STEPS):

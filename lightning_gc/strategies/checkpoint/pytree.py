@@ -11,13 +11,13 @@ from torch import Tensor
 Tree = dict[str, Any]
 
 
-def average(trees: Sequence[Tree | None]) -> Tree:
-    """Return the mean of trees of one structure; None counts as zeros.
+def average(trees: Sequence[Tree]) -> Tree:
+    """Return the mean of trees of one structure; what a tree lacks counts as zeros.
 
     If another number of workers all start with the mean of the old errors, the mean over workers of
     the errors is preserved, so that nothing is lost.
     """
-    return _merge([tree or {} for tree in trees], 1 / len(trees))
+    return _merge(trees, 1 / len(trees))
 
 
 def _merge(trees: Sequence[Tree], share: float) -> Tree:

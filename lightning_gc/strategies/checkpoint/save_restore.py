@@ -24,6 +24,7 @@ from lightning_gc.transports.distributed import Distributed, gather_text
 
 KEY = "lightning_gc"
 FORMAT = 1
+_NOTHING: Tree = {"averaged": {}, "compressor": {}}
 _log = logging.getLogger(__name__)
 
 
@@ -38,21 +39,17 @@ class Host(Protocol):
     global_rank: int
     world_size: int
     lightning_module: Any
-
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Return the mean over processes."""
+    reduce: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Checkpoints:
     """Saves and restores engines, controller and other state of workers (``Workers.kept``).
 
-    The main file gets, under ``"lightning_gc"``: ``format``, ``mode``, ``workers``, ``step``,
-    ``stem``, ``torn``, ``layout``, ``configuration``, ``learning_rates``, ``turn``. In mode
-    ``"full"`` every worker writes a side file, ``{"format", "worker", "averaged", "compressor"}``;
-    in mode ``"mean"`` the main file gets the latter two itself, averaged over workers.
-
-    Side files are written first, and the main file only if all workers have written theirs.
+    The main file gets, under ``"lightning_gc"``, what ``save`` lists. In mode ``"full"`` every
+    worker writes a side file, ``{"format", "worker", "averaged", "compressor"}``; in mode
+    ``"mean"`` the main file gets the latter two itself, averaged over workers. The main file is
+    written only if all workers have written their side files.
 
     Args:
         mode: as ``CompressedDDPStrategy(state=...)``.
@@ -170,33 +167,28 @@ class Checkpoints:
             return [common] * len(engines)
         if main["torn"]:
             self._log_rank0(host, f"{path} was saved within a step: errors begin at zero.")
-            return [{"averaged": {}, "compressor": {}}] * len(engines)
+            return [_NOTHING] * len(engines)
         before, now = main["workers"], engines[0].workers
         if before == now:
-            wanted = [engine.worker for engine in engines]
-            own = self._read(host, main, path, wanted)
-            return [state or {"averaged": {}, "compressor": {}} for state in own]
+            return self._read(host, main, path, [engine.worker for engine in engines])
         own = self._read(host, main, path, range(before))
         self._log_rank0(host, f"{before} workers' errors are averaged: each of {now} has the mean.")
-        known: Tree = next((state for state in own if state is not None), {"compressor": {}})
-        averaged = average([None if state is None else state["averaged"] for state in own])
+        known = next((state for state in own if state is not _NOTHING), _NOTHING)
+        averaged = average([state["averaged"] for state in own])
         return [{"averaged": averaged, "compressor": known["compressor"]}] * len(engines)
 
-    def _read(self, host: Host, main: Tree, path: Any, workers: Iterable[int]) -> list[Tree | None]:
-        """Return the content of these workers' side files; None where one is missing."""
+    def _read(self, host: Host, main: Tree, path: Any, workers: Iterable[int]) -> list[Tree]:
+        """Return the content of these workers' side files; nothing where one is missing."""
         files = [side_files.path_of(path, main["stem"], i, main["workers"]) for i in workers]
-        own = [
-            side_files.read(file, host.checkpoint_io) if side_files.exists(file) else None
-            for file in files
-        ]
-        lost = [file for file, state in zip(files, own, strict=True) if state is None]
+        lost = [file for file in files if not side_files.exists(file)]
         if lost:
             warnings.warn(
                 f"Error state is missing: {', '.join(lost)}. Errors that were in it count as zero. "
                 f"Move a checkpoint together with its folder {side_files.FOLDER}.",
                 stacklevel=2,
             )
-        return own
+        io = host.checkpoint_io
+        return [_NOTHING if file in lost else side_files.read(file, io) for file in files]
 
     def _apply(self, host: Host, main: Tree, found: list[Tree]) -> None:
         workers, control = host.local_workers, host.control_loop
@@ -207,14 +199,9 @@ class Checkpoints:
             sentences = " ".join(changed[0].sentences)
             warnings.warn(f"Resumed with changes. {sentences}", stacklevel=2)
         for engine, kept in zip(workers.engines, changed, strict=True):
-            engine.load_state_dict(
-                {
-                    "memory": kept.memory,
-                    "compressor": each_tensor(kept.compressor, lambda t: t.clone()),
-                    "learning_rates": main["learning_rates"],
-                    "step": main["step"],
-                }
-            )
+            compressor = each_tensor(kept.compressor, lambda t: t.clone())
+            common = {"learning_rates": main["learning_rates"], "step": main["step"]}
+            engine.load_state_dict({"memory": kept.memory, "compressor": compressor, **common})
         same_controller = changed[0].same_controller
         if control is not None and main["turn"] is not None and same_controller:
             control.load_state_dict(main["turn"])

@@ -26,7 +26,6 @@ class Buffers:
         self._own: dict[int, list[Tensor]] = {}
 
     def begin(self) -> None:
-        """Start a step: all workers have the buffers' current values."""
         self._own.clear()
         self._copy(self._start, self._live)
 

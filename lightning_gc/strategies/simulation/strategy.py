@@ -149,7 +149,6 @@ class SimulatedDDP(CompressedStrategy):
         self._on_engines_ready()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Shard training samples over the workers, as Lightning does over processes."""
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
         return deal(loader, self.workers, trainer, self) if trainer.training else loader

@@ -62,7 +62,6 @@ class Gradients:
                 views[param].copy_(grad)
 
     def lend(self, worker: int) -> None:
-        """Make the next backward pass add to this worker's gradient."""
         for param, view in self._views[worker].items():
             param.grad = view
 

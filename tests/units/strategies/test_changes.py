@@ -49,7 +49,7 @@ def test_every_change_has_a_sentence(what: str) -> None:
 def test_the_mean_of_trees_and_what_is_missing_counts_as_zeros() -> None:
     trees: list[Any] = [
         {"x": {"y": torch.tensor([1.0, 2.0], dtype=torch.bfloat16)}, "n": 4},
-        None,
+        {},
         {"x": {"y": torch.tensor([5.0, 0.0])}, "n": 2.0},
         {"x": {"y": torch.tensor([2.0, 2.0])}, "n": 0},
     ]
@@ -57,7 +57,7 @@ def test_the_mean_of_trees_and_what_is_missing_counts_as_zeros() -> None:
     assert mean["x"]["y"].tolist() == [2.0, 1.0]
     assert mean["x"]["y"].dtype == torch.float32
     assert mean["n"] == 1.5
-    assert average([None, None]) == {}
+    assert average([{}, {}]) == {}
 
 
 def test_trees_are_walked_whole() -> None:

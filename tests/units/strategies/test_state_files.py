@@ -100,3 +100,12 @@ def test_lightning_takes_no_side_file_for_a_requeued_checkpoint(tmp_path: Path) 
     trainer = pl.Trainer(default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
     found = trainer._checkpoint_connector._hpc_resume_path
     assert found == str(tmp_path / "hpc_ckpt_2.ckpt")
+
+
+def test_side_files_lie_beside_the_target_of_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "runs" / "best.ckpt", tmp_path / "elsewhere" / "last.ckpt"
+    for file in (target, link):
+        file.parent.mkdir()
+    target.touch()
+    link.symlink_to(target)
+    assert path_of(link, "best.ckpt-step5", 0, 1) == path_of(target, "best.ckpt-step5", 0, 1)

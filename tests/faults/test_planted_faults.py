@@ -1,0 +1,39 @@
+"""Every planted fault still fits the source; at night, every one is found by a test."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.faults.plant import ROOT, Fault, changed_files, load, main
+
+FAULTS = load()
+
+
+def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:
+    assert len({fault.id for fault in FAULTS}) == len(FAULTS) >= 40
+
+
+def defined(file: Path) -> set[str]:
+    """Return the names of a file's test functions and classes."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
+def test_it_can_be_planted(fault: Fault) -> None:
+    """Where code or tests have moved, make the same mistake in its new place."""
+    changed = changed_files(fault, ROOT)
+    assert all(text != (ROOT / file).read_text() for file, text in changed.items())
+    for selection in fault.tests:
+        file, _, test = selection.partition("::")
+        name = test.partition("::")[0].partition("[")[0]
+        assert not name or name in defined(ROOT / file), selection
+        assert (ROOT / file).is_file(), selection
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(6 * 3600)
+def test_every_fault_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main([])
+    assert status == 0, capsys.readouterr().out

@@ -1,0 +1,67 @@
+"""Which trial wins, with which seeds and weights it is run again, and whose trials are lost."""
+
+from typing import Any
+
+import optuna
+import pytest
+import torch
+
+from lightning_gc.tuning import Method, final_runs
+from lightning_gc.tuning.final_runs import TUNED, run_finals
+from lightning_gc.tuning.studies import best_trial
+from lightning_gc.tuning.training_run import fit
+from lightning_gc.tuning.trial_leases import is_dead, owner
+from tests.support.fitting import unwarned
+from tests.support.tuning import Bowl, Data, experiment
+
+
+@pytest.mark.parametrize(("direction", "wins"), [("minimize", 1), ("maximize", 2)])
+def test_the_best_trial_depends_on_the_direction(direction: str, wins: int) -> None:
+    study = optuna.create_study(direction=direction)
+    for value in (2.0, 1.0, 3.0):
+        study.tell(study.ask(), value)
+    best = best_trial(study)
+    assert best is not None
+    assert best.number == wins
+
+
+def test_a_final_run_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(stopping: Any, trial: Any, seed: int) -> float:
+        stopping.update({"loss": 1.0, "seconds": 0.0})
+        return 10.0 + seed
+
+    monkeypatch.setattr(final_runs, "train", train)
+    study = optuna.create_study()
+    study.tell(study.ask(), 1.0)
+    records = list(run_finals(experiment(seeds=(3, 5)), Method("dense"), study, study))
+    assert [(r["source"], r["seed"], r["test"]) for r in records] == [
+        (TUNED, 3, 13.0),
+        (TUNED, 5, 15.0),
+    ]
+
+
+class Counts(Bowl):
+    """Its weights tell the epoch; its validation is best in the first one."""
+
+    def __init__(self) -> None:
+        super().__init__(slope=1.0)
+        self.register_buffer("epochs", torch.zeros(1))
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs += 1
+
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("test", self.epochs)
+
+
+@pytest.mark.parametrize(("final", "tested"), [(True, 1.0), (False, None)])
+def test_a_final_run_tests_the_weights_of_its_best_epoch(final: bool, tested: float | None) -> None:
+    build = experiment(lambda trial: (Counts(), Data()))
+    trial = optuna.trial.FixedTrial({})
+    with unwarned():
+        assert fit(build, Method("dense"), trial, lambda logged: True, 0, final) == tested
+
+
+def test_a_process_of_the_same_number_is_another_one() -> None:
+    assert not is_dead(owner())
+    assert is_dead({**owner(), "born": "long ago"})
