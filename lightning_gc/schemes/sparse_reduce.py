@@ -67,8 +67,8 @@ class SparseReduce(Scheme):
         if not isinstance(compressor.method, SparseCodec):
             other = "AllReduce()" if compressor.traits.linear else "TwoShot()"
             raise ValueError(
-                f"{self!r} splits selected elements by position, but {compressor!r} does not select "
-                f"by position. Use {other}, or a compressor such as TopK(0.01)."
+                f"{self!r} splits selected elements by position, but {compressor!r} does not "
+                f"select any. Use {other}, or a compressor such as TopK(0.01)."
             )
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:

@@ -5,6 +5,7 @@ from typing import Any
 import optuna
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_gc.tuning import Method, final_runs
 from lightning_gc.tuning.final_runs import TUNED, run_finals
@@ -16,7 +17,7 @@ from tests.support.tuning import Bowl, Data, experiment
 
 
 @pytest.mark.parametrize(("direction", "wins"), [("minimize", 1), ("maximize", 2)])
-def test_the_best_trial_depends_on_the_direction(direction: str, wins: int) -> None:
+def test_the_best_trial_depends_on_the_direction(direction: Any, wins: int) -> None:
     study = optuna.create_study(direction=direction)
     for value in (2.0, 1.0, 3.0):
         study.tell(study.ask(), value)
@@ -42,6 +43,8 @@ def test_a_final_run_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Counts(Bowl):
     """Its weights tell the epoch; its validation is best in the first one."""
+
+    epochs: Tensor
 
     def __init__(self) -> None:
         super().__init__(slope=1.0)
