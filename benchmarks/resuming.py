@@ -118,7 +118,9 @@ def sizes() -> list[tuple[str, float, float, float]]:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "side.pt")
                 started = time.perf_counter()
-                own = keeper.own(SimpleNamespace(engine=engine, kept={}))
+                workers = SimpleNamespace(engines=[engine], kept={})
+                host: Any = SimpleNamespace(local_workers=workers)
+                own = keeper.own(host)
                 own["averaged"]["memory"] = keeper.small(own["averaged"]["memory"])
                 copied = time.perf_counter()
                 TorchCheckpointIO().save_checkpoint(own, path)

@@ -17,9 +17,9 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.strategies.checkpoint.pytree import each_tensor
 from lightning_gc.synchronizer import Configuration, Synchronizer, Workers, configure
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
+from lightning_gc.synchronizer.pytree import each_tensor
 from lightning_gc.synchronizer.validation import check_controller, refuse_sparse_gradients
 from lightning_gc.transports.accounting import Account
 
@@ -108,7 +108,8 @@ class Attached:
             )
         if memory.lr_aware and not optimizers:
             raise ValueError(
-                f"{memory!r} reads learning rates; give attach(..., optimizers=optimizer)."
+                f"{memory!r} rescales errors by the learning rates, which attach does not know; "
+                f"give attach(..., optimizers=optimizer)."
             )
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             memory.check_optimizer(group)

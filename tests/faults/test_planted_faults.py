@@ -33,7 +33,7 @@ def test_it_can_be_planted(fault: Fault) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(6 * 3600)
+@pytest.mark.timeout(3 * 3600)
 def test_every_fault_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     status = main([])
     assert status == 0, capsys.readouterr().out

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_gc import PerParameter, TopK
 from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.synchronizer import Workers
 from lightning_gc.synchronizer.configuration import configure
@@ -42,7 +43,7 @@ class Training:
     sgd: ClassVar = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
     def __init__(self, workers: int) -> None:
-        self.workers = Workers(configure("test", "topk", None, None, 0))
+        self.workers = Workers(configure("test", PerParameter(TopK(0.1)), None, None, 0))
         self.workers.names = {torch.nn.Parameter(torch.zeros(NUMEL)): "w"}
         self.ledger = Ledger(workers)
         self.workers.start(self.ledger.pages, revocable=False)
@@ -107,7 +108,7 @@ def test_a_resume_keeps_the_figures_since_the_last_decision() -> None:
             for old, new in zip(counts[first], counts[second], strict=True):
                 new.load_own_state(old.own_state())
     for one, other in zip(counts[whole], counts[second], strict=True):
-        assert one.figures()[0] > 0
+        assert all(figure > 0 for figure in one.figures()[:3])
         assert other.figures() == one.figures()
 
 

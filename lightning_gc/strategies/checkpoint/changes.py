@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lightning_gc.strategies.checkpoint.pytree import Tree
+from lightning_gc.synchronizer.pytree import Tree
 
 
 class Changes(NamedTuple):

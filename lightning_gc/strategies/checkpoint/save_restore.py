@@ -17,9 +17,9 @@ from torch import Tensor
 from lightning_gc.controllers import Controller
 from lightning_gc.strategies.checkpoint import side_files
 from lightning_gc.strategies.checkpoint.changes import changes
-from lightning_gc.strategies.checkpoint.pytree import Tree, average, each_tensor, reduced
 from lightning_gc.synchronizer import Workers
 from lightning_gc.synchronizer.control_loop import ControlLoop
+from lightning_gc.synchronizer.pytree import Tree, average, each_tensor, reduced
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 KEY = "lightning_gc"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_gc.strategies.checkpoint.pytree import Tree
+from lightning_gc.synchronizer.pytree import Tree
 
 _PROGRESS = "epoch_loop.batch_progress"
 

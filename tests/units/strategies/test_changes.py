@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_gc.strategies.checkpoint.changes import changes
-from lightning_gc.strategies.checkpoint.pytree import average, each_tensor, reduced
+from lightning_gc.synchronizer.pytree import average, each_tensor, reduced
 
 SAME = {"compressor": "TopK(density=0.1)", "memory": "Residual()", "controller": "None"}
 SHAPES: dict[str, tuple[int, ...]] = {"a": (2, 3), "b": (4,)}
