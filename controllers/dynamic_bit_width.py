@@ -81,8 +81,9 @@ class DynamicBitWidth(Controller):
         for (_, before), (_, after) in itertools.pairwise(self.steps):
             if not compresses_less(after, before, knob):
                 raise ValueError(
-                    f"DynamicBitWidth(steps={self.steps!r}): level {after!r} after {before!r} is "
-                    f"no less compression: a higher {knob.field} means more {knob.more}."
+                    f"DynamicBitWidth(steps={self.steps!r}): level {after!r} compresses harder "
+                    f"than {before!r} before it, as a higher {knob.field} means more {knob.more}; "
+                    f"steps lead to less compression."
                 )
 
     def init(self) -> State:

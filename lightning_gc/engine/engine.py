@@ -156,7 +156,8 @@ class Engine:
             live.copy_(copy)
 
         kept = bool(self.memory.buffers)
-        self.statistics.see_error(bucket, exchange.error, exchange.norm_before, kept)
+        if self.statistics.norms_wanted or self.statistics.epoch is not None:
+            self.statistics.see_error(bucket, exchange.error, exchange.norm_before, kept)
         if exchange.mean is not grad:
             grad.copy_(exchange.mean)
         if scale is not None:

@@ -54,5 +54,5 @@ def test_total_error_is_the_sum_of_squares() -> None:
 
 
 def test_moments_need_the_whole_epoch() -> None:
-    with pytest.raises(ValueError, match="over the whole epoch"):
+    with pytest.raises(ValueError, match="of the whole epoch"):
         EpochStatistics("first batch", moments=True)
