@@ -108,7 +108,7 @@ def sizes() -> list[tuple[str, float, float, float]]:
     names = [f"layer{i}.weight" for i in range(TENSORS)]
     shape = (1000, 100_000_000 // TENSORS // 1000)
     for dtype in (torch.float32, torch.bfloat16):
-        keeper, copying, writing, sizes = Checkpoints("full", dtype), [], [], []
+        copying, writing, sizes = [], [], []
         for worker in range(WORKERS):  # one after the other: all at once would measure the memory
             engine = Engine(TopK(DENSITY), worker=worker, workers=WORKERS)
             memory = {name: {"error": torch.randn(shape)} for name in names}
@@ -120,7 +120,8 @@ def sizes() -> list[tuple[str, float, float, float]]:
                 started = time.perf_counter()
                 workers = SimpleNamespace(engines=[engine], kept={})
                 host: Any = SimpleNamespace(local_workers=workers)
-                own = keeper.own(host)
+                keeper = Checkpoints(host, "full", dtype)
+                own = keeper.own()
                 own["averaged"]["memory"] = keeper.small(own["averaged"]["memory"])
                 copied = time.perf_counter()
                 TorchCheckpointIO().save_checkpoint(own, path)

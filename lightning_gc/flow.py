@@ -6,7 +6,6 @@ workers in one thread. Rule for authors: no context manager may span a ``yield``
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -70,9 +69,17 @@ def together(flows: Sequence[Flow]) -> Flow:
                 continue
             reply = yield join(requests)
             for flow, part in zip(group, split(reply, requests), strict=True):
-                with contextlib.suppress(StopIteration):
-                    following.append((flow, flow.send(part)))
+                if (request := resume(flow, part)) is not None:
+                    following.append((flow, request))
         waiting = following
+
+
+def resume(flow: Flow, reply: Reply) -> Request | None:
+    """Send a reply to a flow; return its next request, or None at its end."""
+    try:
+        return flow.send(reply)
+    except StopIteration:
+        return None
 
 
 def join(requests: Sequence[Request]) -> Request:

@@ -21,7 +21,7 @@ from lightning_gc.bench.result_files import write
 from lightning_gc.bench.table import COLUMNS, FOOTNOTE, cells
 from lightning_gc.bench.worker_device import WorkerRank
 from lightning_gc.strategies import process_shutdown
-from lightning_gc.synchronizer.agreement import check_agreement
+from lightning_gc.synchronizer.validation import check_agreement
 from lightning_gc.text_table import plain
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.tuning.method import Method

@@ -28,16 +28,6 @@ class AbsoluteError:
 
 
 @dataclass(frozen=True)
-class Variance:
-    """The bound ``E C(x) = x`` and ``E‖x − C(x)‖² ≤ omega·‖x‖²``."""
-
-    omega: float
-
-    def allowed(self, squared_norm: float) -> float:
-        return self.omega * squared_norm
-
-
-@dataclass(frozen=True)
 class Multiple:
     """The bound ``E‖x − C(x)‖² ≤ omega·‖x‖²`` of a compressor that may be biased; no contraction.
 
@@ -51,6 +41,11 @@ class Multiple:
 
 
 @dataclass(frozen=True)
+class Variance(Multiple):
+    """The bound ``E C(x) = x`` and ``E‖x − C(x)‖² ≤ omega·‖x‖²``."""
+
+
+@dataclass(frozen=True)
 class Unbounded:
     """No bound: what is sent is a direction, whose length says nothing about the gradient's."""
 
@@ -58,4 +53,4 @@ class Unbounded:
         return math.inf
 
 
-Bound = Contraction | AbsoluteError | Variance | Multiple | Unbounded
+Bound = Contraction | AbsoluteError | Multiple | Unbounded

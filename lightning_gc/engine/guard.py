@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request
+from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, resume
 
 
 class Guard:
@@ -76,7 +76,7 @@ class Guard:
                 reply = self._without_flag(request, (yield self._with_flag(request)))
             else:
                 reply = yield request
-            request = _send(flow, reply)
+            request = resume(flow, reply)
         if self.verdict is None:
             request = Gather(())
             self._without_flag(request, (yield self._with_flag(request)))
@@ -118,10 +118,3 @@ def _peaks(slices: list[Tensor]) -> Tensor:
     return torch.stack(
         [norm if ok else s.abs().max() for norm, s, ok in zip(norms, slices, sure, strict=True)]
     )
-
-
-def _send(flow: Flow, reply: Reply) -> Request | None:
-    try:
-        return flow.send(reply)
-    except StopIteration:
-        return None

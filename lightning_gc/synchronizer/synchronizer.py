@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.synchronizer.agreement import check_agreement, digest_of
 from lightning_gc.synchronizer.bucket_regrouping import Shapes
+from lightning_gc.synchronizer.validation import check_agreement, digest_of
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background

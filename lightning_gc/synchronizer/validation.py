@@ -1,14 +1,19 @@
-"""Validation: refuse controllers and models that cannot work, before the first step."""
+"""Validation: refuse controllers, models and unequal workers before the first step."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
+from lightning_gc.transports.distributed import Distributed, gather_text
 
 
 def check_controller(controller: Any, compressor: Compressor, memory: Memory, whose: str) -> None:
@@ -33,3 +38,25 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
                 f"{name} is {type(child).__name__}(sparse=True), whose gradients cannot be "
                 f"compressed; use sparse=False, TopK sends few elements of it anyway."
             )
+
+
+def check_agreement(
+    configuration: Mapping[str, str], transport: Distributed, device: torch.device
+) -> None:
+    """Raise ValueError on all workers if one's configuration or model differs from worker 0's."""
+    ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
+    texts = [text.splitlines() for text in gather_text(ours, transport, device)]
+    for worker, text in enumerate(texts):
+        for expected, found in itertools.zip_longest(texts[0], text, fillvalue="nothing more"):
+            if found != expected:
+                raise ValueError(
+                    f"Worker {worker} has {found}, but worker 0 has {expected}. All workers "
+                    f"need the same configuration; give them the same arguments."
+                )
+
+
+def digest_of(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return number and digest of parameter names and shapes, in order."""
+    parameters = [f"{name} {shape}" for name, shape in shapes.items()]
+    digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()
+    return f"{len(parameters)} of digest {digest[:12]}"

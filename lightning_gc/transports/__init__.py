@@ -3,7 +3,6 @@
 from lightning_gc.registry import export as _export
 from lightning_gc.transports.accounting import Recording as Recording
 from lightning_gc.transports.base import Transport as Transport
-from lightning_gc.transports.base import run as run
 from lightning_gc.transports.distributed import Distributed as Distributed
 from lightning_gc.transports.simulated import Simulated as Simulated
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from lightning_gc.flow import Flow, Reply, Request
+from lightning_gc.flow import Flow
 from lightning_gc.transports.base import Transport
 
 COMPUTE, COMPRESS, COMMUNICATE, DECODE = "compute", "compress", "communicate", "decode"
@@ -45,8 +45,8 @@ class Recorder(Protocol):
         """Return and reset the totals. Waits for CUDA where it is timed."""
 
 
-class Recording(Transport):
-    """Transport that delegates to ``inner`` and records bytes and seconds.
+class Recording:
+    """Runs flows over a transport and records bytes and seconds.
 
     Time before the first request is compression, time inside requests is communication, and the
     rest (decoding, and the second encoding of two-shot schemes) is decoding.
@@ -66,7 +66,7 @@ class Recording(Transport):
         self._taken_bytes = inner.sent_bytes
 
     @property
-    def sent_bytes(self) -> int:  # type: ignore[override]
+    def sent_bytes(self) -> int:
         return self.inner.sent_bytes
 
     @property
@@ -77,9 +77,6 @@ class Recording(Transport):
     def timing(self, on: bool) -> None:
         self._watch.timing = on
 
-    def fulfil(self, request: Request) -> Reply:
-        return self.inner.fulfil(request)
-
     def run(self, flow: Flow, device: torch.device) -> None:
         self._watch.start(device)
         phase = COMPRESS
@@ -87,7 +84,7 @@ class Recording(Transport):
             request = next(flow)
             while True:
                 self._watch.lap(phase)
-                reply = self.fulfil(request)
+                reply = self.inner.fulfil(request)
                 self._watch.lap(COMMUNICATE)
                 phase = DECODE
                 request = flow.send(reply)

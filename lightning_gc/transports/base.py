@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_gc.flow import Flow, Limits, Payload, Reply, Request
+from lightning_gc.flow import Limits, Payload, Reply, Request
 
 
 class Transport(abc.ABC):
@@ -29,16 +29,6 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def fulfil(self, request: Request) -> Reply:
         """Carry out one request together with the other workers and return the reply."""
-
-
-def run(flow: Flow, transport: Transport) -> None:
-    """Run a flow over a transport."""
-    try:
-        request = next(flow)
-        while True:
-            request = flow.send(transport.fulfil(request))
-    except StopIteration:
-        return
 
 
 def all_reduce_bytes(nbytes: int, workers: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request
+from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request, resume
 from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, DECODE
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
@@ -58,7 +58,7 @@ class Simulated:
             lap(COMMUNICATE, None)
             requests = []
             for worker, (flow, reply) in enumerate(zip(flows, replies, strict=True)):
-                requests.append(_send(flow, reply))
+                requests.append(resume(flow, reply))
                 lap(DECODE, worker)
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
@@ -127,13 +127,6 @@ class Simulated:
                     f"Worker 0 asks for {asked[0]}, but worker {worker} for {other}; on a real "
                     f"network this is a hang. All workers need the same configuration and shapes."
                 )
-
-
-def _send(flow: Flow, reply: Reply) -> Request | None:
-    try:
-        return flow.send(reply)
-    except StopIteration:
-        return None
 
 
 def _describe(request: Request | None) -> str:

@@ -18,7 +18,7 @@ from lightning_gc.flow import Exchange, Gather, Mean
 from lightning_gc.memories import Memory
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from lightning_gc.transports import Distributed, distributed, run
+from lightning_gc.transports import Distributed, Recording, distributed
 from lightning_gc.transports.distributed import broadcast_text, gather_text
 from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH, schemes_for
 from tests.support.processes import run_in_processes
@@ -65,7 +65,7 @@ def real(
             engine.statistics.norms_wanted = True
             flow = engine.flow(flat, {name: tuple(grad.shape) for name, grad in named.items()})
             engine.advance()
-            run(flow, transport)
+            Recording(transport).run(flow, flat.device)
             errors = torch.cat(
                 [engine.statistics.leftovers[name].reshape(-1) for name in cases.SHAPES]
             )

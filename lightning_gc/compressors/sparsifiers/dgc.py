@@ -6,13 +6,13 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_gc.compressors.sparsifiers import sparse_payload
+from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.compressors.wrappers.preset import Preset
 
 
 @dataclass(frozen=True)
-class DGC(Preset):
+class DGC(Preset, DensitySparsifier):  # type: ignore[override]
     """Deep Gradient Compression: ``TopK(selection="sampled")`` of each worker's velocity.
 
     Its default memory is ``MomentumCorrection(momentum=0.9)``, which replaces the optimizer's
@@ -45,7 +45,7 @@ class DGC(Preset):
     memory_name = "momentum_correction"
 
     def __post_init__(self) -> None:
-        sparse_payload.check_density("DGC", self.density)
+        super().__post_init__()
         _ = self.inner  # TopK checks the other fields
 
     @functools.cached_property

@@ -12,15 +12,15 @@ from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.signs import sign_payload
-from lightning_gc.compressors.sparsifiers import sparse_payload, sparse_sign_payload, topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY
+from lightning_gc.compressors.sparsifiers import sparse_sign_payload, topk_selection
+from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.flow import Payload
 
 _LEAST = 2 / 3  # of the wanted share of a side, that rounding leaves: one element of 1.5
 
 
 @dataclass(frozen=True)
-class FixedProportion(Codec):
+class FixedProportion(DensitySparsifier, Codec):
     """Send a fixed share of the positive and of the negative elements, each as its side's mean.
 
     ``C(x)_i = mean{x_j : j in P}`` for i in P, the ``density·n₊`` greatest of n₊ positive elements;
@@ -47,13 +47,6 @@ class FixedProportion(Codec):
         of Deep Neural Networks", MLHPC 2016.
     """
 
-    density: float = 0.01
-
-    traits = DENSITY
-
-    def __post_init__(self) -> None:
-        sparse_payload.check_density("FixedProportion", self.density)
-
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take its side's mean out of what is chosen. On CUDA the host waits for their number."""
         # NaN counts as positive, so that it is on exactly one side.
@@ -65,7 +58,7 @@ class FixedProportion(Codec):
 
     def _greatest(self, side: Tensor) -> Tensor:
         """Return the ascending positions of the share to send of what is not zero."""
-        k = sparse_payload.count(self.density, int(side.count_nonzero()))
+        k = self.count(int(side.count_nonzero()))
         return topk_selection.largest(side, k)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
@@ -78,12 +71,12 @@ class FixedProportion(Codec):
         norm. That norm is greatest where one has A and the others nothing, A², or where all have
         A/k, n·A²/k²; so they take 1/k of it or k/n. Of the share k/n rounding leaves ⅔ at least.
         """
-        k = max(1, sparse_payload.count(self.density, numel))
+        k = max(1, self.count(numel))
         return Contraction(min(1 / k, _LEAST * self.density))
 
     def wire(self, numel: int) -> Wire:
         # Two sides may round up where the whole would not.
-        most = min(numel, sparse_payload.count(self.density, numel) + 1)
+        most = min(numel, self.count(numel) + 1)
         means = Field("means", torch.float32, 2, note="of negative, of positive elements sent")
         return (means, *sparse_sign_payload.fields(most, numel))
 

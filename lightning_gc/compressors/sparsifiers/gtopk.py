@@ -13,14 +13,14 @@ from lightning_gc.coding.wire import Wire, limits
 from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_payload, topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY
+from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.flow import Exchange, Flow, Payload
 
 Sparse = tuple[Tensor, Tensor]  # ascending positions, values
 
 
 @dataclass(frozen=True)
-class GTopK(Collective):
+class GTopK(DensitySparsifier, Collective):
     """Select k elements on each worker, add up two selections at a time, keep k of every sum.
 
     The tree has ⌈log2 W⌉ levels and takes any W: at level l worker i·2^(l+1) adds what comes from
@@ -57,15 +57,8 @@ class GTopK(Collective):
         Global Top-k Sparsification for Low Bandwidth Networks", ICDCS 2019.
     """
 
-    density: float = 0.01
-
-    traits = DENSITY
-
-    def __post_init__(self) -> None:
-        sparse_payload.check_density("GTopK", self.density)
-
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        k = sparse_payload.count(self.density, buffer.numel())
+        k = self.count(buffer.numel())
         me, workers = bucket.worker, bucket.workers
         chosen = topk_selection.largest(buffer, k)
         own = (chosen, buffer[chosen])
@@ -112,10 +105,10 @@ class GTopK(Collective):
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, as ``TopK``'s, for one worker."""
-        return Contraction(sparse_payload.count(self.density, numel) / numel if numel else 1.0)
+        return Contraction(self.count(numel) / numel if numel else 1.0)
 
     def wire(self, numel: int) -> Wire:
-        return sparse_payload.wire(sparse_payload.count(self.density, numel), numel, "worker")
+        return sparse_payload.wire(self.count(numel), numel, "worker")
 
     @classmethod
     def examples(cls) -> tuple[GTopK, ...]:

@@ -10,8 +10,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers import random_indices
-from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
+from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier, positions
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class RandomMask(RandomSparsifier):
         Tensors of equal size have masks of their own with the same c.
         """
         c = how_many(self.density, numel, bucket)
-        return random_indices.positions(numel, c, bucket.generator(shared=True))
+        return positions(numel, c, bucket.generator(shared=True))
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = density, in expectation over the draw."""

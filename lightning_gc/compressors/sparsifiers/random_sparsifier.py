@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,27 +13,24 @@ from lightning_gc.bucket import Bucket
 from lightning_gc.coding import payload_validation
 from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.sparsifiers import random_indices, sparse_payload
-from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY
+from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.flow import Payload
 from lightning_gc.search_space import Range
 
+_SPARSE = 0.2  # of all elements: above that a permutation takes less time
+
 
 @dataclass(frozen=True)
-class RandomSparsifier(Codec):
+class RandomSparsifier(DensitySparsifier, Codec):
     """Sends k elements drawn from a seed that workers share: no positions."""
 
-    density: float = 0.01
-
-    traits = replace(DENSITY, linear=True, space=(Range("density", 1e-3, 0.5, scale="log"),))
-
-    def __post_init__(self) -> None:
-        sparse_payload.check_density(type(self).__name__, self.density)
+    traits = replace(
+        DensitySparsifier.traits, linear=True, space=(Range("density", 1e-3, 0.5, scale="log"),)
+    )
 
     def drawn(self, numel: int, bucket: Bucket) -> Tensor:
         """Return the positions that all workers draw for this tensor in this step, ``(k,)``."""
-        k = sparse_payload.count(self.density, numel)
-        return random_indices.positions(numel, k, bucket.generator(shared=True))
+        return positions(numel, self.count(numel), bucket.generator(shared=True))
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         chosen = self.drawn(buffer.numel(), bucket)
@@ -45,7 +44,27 @@ class RandomSparsifier(Codec):
         out.index_add_(0, chosen, payload[0].to(out.dtype), alpha=scale)
 
     def wire(self, numel: int) -> Wire:
-        return (Field("values", torch.float32, sparse_payload.count(self.density, numel)),)
+        return (Field("values", torch.float32, self.count(numel)),)
 
     def sent(self, payload: Payload, numel: int) -> int:
         return payload[0].numel()
+
+
+def positions(numel: int, k: int, generator: torch.Generator) -> Tensor:
+    """Return k different positions below ``numel``, ``(k,)`` int64; all sets are equally likely.
+
+    A permutation of all positions is slow. If few are wanted, the host draws somewhat more, with
+    replacement, and keeps k of those that differ, without preferring any position.
+    """
+    device = generator.device
+    if not k:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    if device.type != "cpu" or k > _SPARSE * numel:
+        return torch.randperm(numel, generator=generator, device=device)[:k]
+    expected = -numel * math.log1p(-k / numel)  # draws until k differ, on average
+    draws = int(expected + 6 * math.sqrt(expected)) + 8
+    while True:
+        drawn = torch.randint(numel, (draws,), generator=generator)
+        found = torch.from_numpy(np.unique(drawn.numpy()))
+        if found.numel() >= k:
+            return found[torch.randperm(found.numel(), generator=generator)[:k]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers import sparse_payload
 from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
 
 
@@ -34,7 +33,7 @@ class RandomK(RandomSparsifier):
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, in expectation over the draw."""
-        return Contraction(sparse_payload.count(self.density, numel) / numel)
+        return Contraction(self.count(numel) / numel)
 
     @classmethod
     def examples(cls) -> tuple[RandomK, ...]:

@@ -11,16 +11,7 @@ from lightning_gc.bucket import Bucket
 from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.sparsifiers import sparse_payload
-from lightning_gc.compressors.traits import Knob, Traits
 from lightning_gc.flow import Payload
-from lightning_gc.search_space import Range
-
-DENSITY = Traits(
-    kind="sparsifier",
-    knob=Knob("density", low=1e-5, high=1.0),
-    space=(Range("density", 1e-4, 0.1, scale="log"),),
-)
-"""A sparsifier with a field ``density``, the share of elements sent."""
 
 
 class SparseCodec(Codec):

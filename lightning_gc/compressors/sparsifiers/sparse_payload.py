@@ -1,4 +1,4 @@
-"""Payload of sparsifiers: values and Elias-Fano coded positions; and how many a density sends."""
+"""Payload of sparsifiers: values, and Elias-Fano coded positions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,6 @@ from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
 
 Varies = Literal["no", "step", "worker"]
-
-
-def check_density(name: str, density: float) -> None:
-    """Refuse a density that is not in (0, 1]."""
-    if not 0 < density <= 1:
-        raise ValueError(
-            f"{name}(density={density!r}): density is the share of elements sent and must be in "
-            f"(0, 1]; use 0.01 to send one element in a hundred."
-        )
-
-
-def count(density: float, numel: int) -> int:
-    """Return how many of ``numel`` elements a density sends: at least one, where there is one."""
-    return min(numel, max(1, round(density * numel)))
 
 
 def wire(most: int, numel: int, varies: Varies, dtype: torch.dtype = torch.float32) -> Wire:

@@ -10,27 +10,20 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers import sparse_payload, topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY, SparseCodec
+from lightning_gc.compressors.sparsifiers import topk_selection
+from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 
 MOST = 2  # times the wanted number of elements are sent at most
 
 
 @dataclass(frozen=True)
-class ThresholdEstimator(SparseCodec):
+class ThresholdEstimator(DensitySparsifier, SparseCodec):
     """Sends what reaches the threshold that ``threshold`` estimates, and no more than 2·k elements.
 
     If the estimate is too low, the 2·k largest are sent; if it is too high, fewer than k, perhaps
-    none. Zeros are never sent. On CUDA the host waits for their number. ``density`` is the wanted
-    share of elements, in (0, 1].
+    none. Zeros are never sent. On CUDA the host waits for their number.
     """
-
-    density: float = 0.01
-
-    traits = DENSITY
-
-    def __post_init__(self) -> None:
-        sparse_payload.check_density(type(self).__name__, self.density)
 
     @abc.abstractmethod
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
@@ -42,7 +35,7 @@ class ThresholdEstimator(SparseCodec):
         """
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
-        k = sparse_payload.count(self.density, buffer.numel())
+        k = self.count(buffer.numel())
         lowest = topk_selection.smallest(buffer)
         if k >= buffer.numel():
             return topk_selection.reaching(buffer, lowest)
@@ -55,7 +48,7 @@ class ThresholdEstimator(SparseCodec):
         return topk_selection.best(buffer, found, MOST * k)
 
     def most(self, numel: int) -> int:
-        return min(numel, MOST * sparse_payload.count(self.density, numel))
+        return min(numel, MOST * self.count(numel))
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 0: an estimate may be so wrong that nothing is sent."""

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers import sampled_threshold, sparse_payload, topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import DENSITY, SparseCodec
+from lightning_gc.compressors.sparsifiers import sampled_threshold, topk_selection
+from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROUNDING = 2.0**-8  # of bfloat16, relative
 
 
 @dataclass(frozen=True)
-class TopK(SparseCodec):
+class TopK(DensitySparsifier, SparseCodec):
     """Send the k = density·numel elements of greatest magnitude; keep the others as the error.
 
     ``C(x)_i = x_i`` if ``|x_i|`` is among the k largest, else 0.
@@ -49,23 +50,19 @@ class TopK(SparseCodec):
         Lin et al., "Deep Gradient Compression", ICLR 2018 (the sampled threshold).
     """
 
-    density: float = 0.01
     value_dtype: Literal["float32", "bfloat16"] = "float32"
     selection: Literal["exact", "sampled"] = "exact"
 
-    traits = DENSITY
-
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        sparse_payload.check_density(name, self.density)
+        super().__post_init__()
         if self.value_dtype not in _DTYPES:
             raise ValueError(
-                f"{name}(value_dtype={self.value_dtype!r}): use 'float32' or 'bfloat16'. float16 "
+                f"TopK(value_dtype={self.value_dtype!r}): use 'float32' or 'bfloat16'. float16 "
                 f"would lose gradients below 6e-8 for good."
             )
         if self.selection not in ("exact", "sampled"):
             raise ValueError(
-                f"{name}(selection={self.selection!r}): use 'exact' for the k largest elements, or "
+                f"TopK(selection={self.selection!r}): use 'exact' for the k largest elements, or "
                 f"'sampled' for about as many in less time."
             )
 
@@ -78,7 +75,7 @@ class TopK(SparseCodec):
         return _DTYPES[self.value_dtype]
 
     def most(self, numel: int) -> int:
-        return sparse_payload.count(self.density, numel)
+        return self.count(numel)
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         k = self.most(buffer.numel())

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.bounds import Variance
-from lightning_gc.compressors.sparsifiers import sparse_payload
 from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
 from lightning_gc.flow import Payload
 from lightning_gc.search_space import Range
@@ -53,7 +52,7 @@ class UnbiasedRandomK(RandomSparsifier):
 
     def bound(self, numel: int) -> Variance:
         """Return ω = d/k − 1."""
-        return Variance(numel / max(1, sparse_payload.count(self.density, numel)) - 1)
+        return Variance(numel / max(1, self.count(numel)) - 1)
 
     @classmethod
     def examples(cls) -> tuple[UnbiasedRandomK, ...]:

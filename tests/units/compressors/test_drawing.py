@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.compressors.sparsifiers import random_indices
+from lightning_gc.compressors.sparsifiers.random_sparsifier import positions
 
 
 def draw(numel: int, k: int, seed: int) -> list[int]:
-    return random_indices.positions(numel, k, torch.Generator().manual_seed(seed)).tolist()
+    return positions(numel, k, torch.Generator().manual_seed(seed)).tolist()
 
 
 @given(st.integers(1, 5000), st.floats(0, 1), st.integers(0, 2**62))

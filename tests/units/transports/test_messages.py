@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc.flow import Exchange, Gather, Reply, Request
-from lightning_gc.synchronizer.agreement import check_agreement
+from lightning_gc.synchronizer.validation import check_agreement
 from lightning_gc.transports import Simulated, Transport
 from lightning_gc.transports.base import Message, as_bytes, check_lengths
 from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text
