@@ -1,11 +1,14 @@
-"""Baselines: no synchronisation, which is the limit, plain DDP, and torch's communication hooks."""
+"""Baselines: no synchronisation (the limit), plain DDP, torch's hooks; and the bytes they send."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from lightning_gc.transports.base import all_reduce_bytes
 from lightning_gc.tuning.lightning_flavour import pl
 
 NONE, PLAIN = "no synchronisation", "plain DDP"
@@ -56,3 +59,29 @@ def baseline_strategy(method: str, process_group_backend: str, **settings: Any) 
         settings["bucket_cap_mb"] = 10_000
     state = powerSGD_hook.PowerSGDState(None, RANK, start_powerSGD_iter=2)
     return HookStrategy((state, powerSGD_hook.powerSGD_hook), **settings)
+
+
+def computed_bytes(method: str, parameters: Iterable[Tensor], workers: int) -> int:
+    """Return the bytes of gradients that one worker sends in a step, by a ring all-reduce.
+
+    Args:
+        method: one of ``BASELINES``.
+        parameters: those with gradients, which have their dtype.
+        workers: W.
+    """
+    sizes = {
+        NONE: lambda p: 0,
+        PLAIN: lambda p: p.numel() * p.element_size(),
+        FP16: lambda p: p.numel() * 2,
+        POWER_SGD: lambda p: low_rank_numel(p) * p.element_size(),
+    }
+    return all_reduce_bytes(sum(map(sizes[method], parameters)), workers)
+
+
+def low_rank_numel(tensor: Tensor) -> int:
+    """Return the elements of P and Q that PowerSGD's hook sends for a gradient."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    columns = tensor.numel() // max(rows, 1)
+    low = (rows + columns) * min(rows, columns, RANK)
+    # PowerSGD's ``min_compression_rate``: tensors that would shrink less are sent dense.
+    return low if low * 2 < tensor.numel() else tensor.numel()

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_gc.bench.baseline_bytes import computed_bytes
-from lightning_gc.bench.baselines import NONE, baseline_strategy
+from lightning_gc.bench.baselines import NONE, baseline_strategy, computed_bytes
 from lightning_gc.bench.methods import make_strategy
 from lightning_gc.bench.sigterm import SigtermCallback
 from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer

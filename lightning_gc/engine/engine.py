@@ -201,10 +201,6 @@ class Engine:
         """
         self.levels.set(level, levels)
 
-    def level_of(self, name: str) -> float | None:
-        """Return a parameter's current level; None: uncompressed, or no knob."""
-        return self.levels.of(name)
-
     def errors(self) -> dict[str, Tensor]:
         """Return the errors by parameter name, as views in the parameters' shapes."""
         if not self.memory.buffers:

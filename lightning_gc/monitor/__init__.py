@@ -1,5 +1,3 @@
 """Monitor: log bytes, ratios, errors, levels and seconds of compression under Lightning."""
 
 from lightning_gc.monitor.callback import Monitor as Monitor
-
-__all__ = ["Monitor"]

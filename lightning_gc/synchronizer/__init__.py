@@ -4,5 +4,3 @@ from lightning_gc.synchronizer.configuration import Configuration as Configurati
 from lightning_gc.synchronizer.configuration import configure as configure
 from lightning_gc.synchronizer.synchronizer import Synchronizer as Synchronizer
 from lightning_gc.synchronizer.workers import Workers as Workers
-
-__all__ = ["Configuration", "Synchronizer", "Workers", "configure"]

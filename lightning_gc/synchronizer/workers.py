@@ -109,7 +109,7 @@ class Workers:
         if not self.engines:
             return {}
         return {
-            name: self.first.level_of(name)
+            name: self.first.levels.of(name)
             for name, shape in self.shapes.items()
             if self.first.compressor.compresses(shape)
         }

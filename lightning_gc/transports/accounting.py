@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from lightning_gc.flow import Flow
+from lightning_gc.flow import Flow, resume
 from lightning_gc.transports.base import Transport
 
 COMPUTE, COMPRESS, COMMUNICATE, DECODE = "compute", "compress", "communicate", "decode"
@@ -79,17 +79,13 @@ class Recording:
 
     def run(self, flow: Flow, device: torch.device) -> None:
         self._watch.start(device)
-        phase = COMPRESS
-        try:
-            request = next(flow)
-            while True:
-                self._watch.lap(phase)
-                reply = self.inner.fulfil(request)
-                self._watch.lap(COMMUNICATE)
-                phase = DECODE
-                request = flow.send(reply)
-        except StopIteration:
+        phase, request = COMPRESS, next(flow, None)
+        while request is not None:
             self._watch.lap(phase)
+            reply = self.inner.fulfil(request)
+            self._watch.lap(COMMUNICATE)
+            phase, request = DECODE, resume(flow, reply)
+        self._watch.lap(phase)
 
     def take(self) -> Account:
         before, self._taken_bytes = self._taken_bytes, self.inner.sent_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Self
 
 import optuna
 import rich.progress
@@ -23,33 +22,26 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", message=unread)
 
 
-class Progress:
-    """Shows events; without a terminal, lines only.
+class Progress(rich.progress.Progress):
+    """Shows events of a comparison; without a terminal, lines only.
 
     Args:
         experiment: tells the number of trials per study.
     """
 
     def __init__(self, experiment: Experiment) -> None:
+        super().__init__(transient=True)
         self._trials = experiment.trials
-        self._progress = rich.progress.Progress(transient=True)
         self._bars: dict[str, rich.progress.TaskID] = {}
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
     def show(self, event: Event) -> None:
         """Show one event."""
         if event.kind == "trial":
             if event.method not in self._bars:
-                self._bars[event.method] = self._progress.add_task(event.method, total=self._trials)
-            self._progress.update(self._bars[event.method], completed=event.done)
+                self._bars[event.method] = self.add_task(event.method, total=self._trials)
+            self.update(self._bars[event.method], completed=event.done)
         self.say(f"{event.method:14}  {event.text}")
 
     def say(self, text: str) -> None:
         """Write one line above the bars."""
-        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)

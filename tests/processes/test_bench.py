@@ -17,8 +17,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gc import cli
-from lightning_gc.bench.baseline_bytes import computed_bytes, low_rank_numel
-from lightning_gc.bench.baselines import BASELINES, FP16, NONE, PLAIN, POWER_SGD
+from lightning_gc.bench.baselines import (
+    BASELINES,
+    FP16,
+    NONE,
+    PLAIN,
+    POWER_SGD,
+    computed_bytes,
+    low_rank_numel,
+)
 from lightning_gc.bench.table import COLUMNS, cells
 from lightning_gc.text_table import markdown
 from tests.support.fitting import unwarned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.compressors.traits import Knob, Traits
@@ -31,3 +32,7 @@ class DensitySparsifier(Compressor):
     def count(self, numel: int) -> int:
         """Return k for a tensor of ``numel`` elements."""
         return min(numel, max(1, round(self.density * numel)))
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        return (cls(0.1), cls(1.0))

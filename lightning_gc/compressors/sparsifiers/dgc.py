@@ -51,7 +51,3 @@ class DGC(Preset, DensitySparsifier):  # type: ignore[override]
     @functools.cached_property
     def inner(self) -> TopK:
         return TopK(self.density, self.value_dtype, self.selection)
-
-    @classmethod
-    def examples(cls) -> tuple[DGC, ...]:
-        return (cls(0.1),)

@@ -82,7 +82,3 @@ class FixedProportion(DensitySparsifier, Codec):
 
     def sent(self, payload: Payload, numel: int) -> int:
         return sparse_sign_payload.count(payload)
-
-    @classmethod
-    def examples(cls) -> tuple[FixedProportion, ...]:
-        return (cls(0.1), cls(1.0))

@@ -110,10 +110,6 @@ class GTopK(DensitySparsifier, Collective):
     def wire(self, numel: int) -> Wire:
         return sparse_payload.wire(self.count(numel), numel, "worker")
 
-    @classmethod
-    def examples(cls) -> tuple[GTopK, ...]:
-        return (cls(0.1), cls(1.0))
-
 
 def _packed(selected: Sparse, buffer: Tensor) -> Payload:
     where, values = selected

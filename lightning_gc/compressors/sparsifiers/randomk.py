@@ -34,7 +34,3 @@ class RandomK(RandomSparsifier):
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, in expectation over the draw."""
         return Contraction(self.count(numel) / numel)
-
-    @classmethod
-    def examples(cls) -> tuple[RandomK, ...]:
-        return (cls(0.1), cls(1.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor
 
@@ -53,10 +52,6 @@ class ThresholdEstimator(DensitySparsifier, SparseCodec):
     def bound(self, numel: int) -> Contraction:
         """Return δ = 0: an estimate may be so wrong that nothing is sent."""
         return Contraction(0.0)
-
-    @classmethod
-    def examples(cls) -> tuple[Self, ...]:
-        return (cls(0.1),)
 
 
 def reached(magnitudes: Tensor, threshold: Tensor) -> Tensor:
