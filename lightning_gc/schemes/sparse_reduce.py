@@ -13,7 +13,7 @@ from lightning_gc.bucket import Bucket
 from lightning_gc.coding import elias_fano
 from lightning_gc.coding.payload_validation import naming
 from lightning_gc.compressors.base import Codec, Compressor
-from lightning_gc.compressors.sparsifiers import sparse_payload, topk_selection
+from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.flow import Exchange, Flow, Gather, Limits, Mean
 from lightning_gc.schemes.base import Scheme
@@ -91,7 +91,7 @@ class SparseReduce(Scheme):
         mean = torch.zeros_like(error)
         for sender, payload in enumerate(arrived):
             with naming(codec, bucket, sender):
-                sparse_payload.add(tuple(payload), mean, 1 / workers)
+                sparse_codec.add(tuple(payload), mean, 1 / workers)
         share = -(-sum(payload[0].numel() for payload in arrived) // workers)
         nonzero = topk_selection.reaching(mean, topk_selection.smallest(mean))
         survivors = topk_selection.best(mean, nonzero, min(share, most))
@@ -104,7 +104,7 @@ class SparseReduce(Scheme):
             out.zero_()
         for owner, payload in enumerate(gathered):
             with naming(codec, bucket, owner):
-                found, values = sparse_payload.places(tuple(payload), cuts[owner + 1] - cuts[owner])
+                found, values = sparse_codec.places(tuple(payload), cuts[owner + 1] - cuts[owner])
             if bucket.wanted:
                 out[ranges[owner]].index_add_(0, found, values.to(out.dtype))
             _return_to_error(buffer[ranges[owner]], mine[owner], payloads[owner][0], found)

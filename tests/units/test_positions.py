@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gc.coding.elias_fano import coded_bytes, decode, encode, most_bytes
-from lightning_gc.compressors.sparsifiers import sparse_payload
+from lightning_gc.compressors.sparsifiers import sparse_codec
 
 
 @st.composite
@@ -60,9 +60,9 @@ def test_no_number_of_positions_takes_more_than_all() -> None:
         sizes = [coded_bytes(k, numel) for k in range(numel + 1)]
         assert sizes[-1] <= max(sizes) <= most_bytes(numel)
         for most, size in enumerate(sizes):
-            assert sparse_payload.positions_field(most, numel, "no").length == size
+            assert sparse_codec.positions_field(most, numel, "no").length == size
             longest = max(sizes[: most + 1])
-            assert longest <= sparse_payload.positions_field(most, numel, "worker").length
+            assert longest <= sparse_codec.positions_field(most, numel, "worker").length
 
 
 def test_without_waiting_for_a_device() -> None:

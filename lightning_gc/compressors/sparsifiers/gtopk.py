@@ -12,7 +12,7 @@ from lightning_gc.coding import elias_fano, payload_validation
 from lightning_gc.coding.wire import Wire, limits
 from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers import sparse_payload, topk_selection
+from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.flow import Exchange, Flow, Payload
 
@@ -101,14 +101,14 @@ class GTopK(DensitySparsifier, Collective):
 
     def _read(self, payload: Payload, bucket: Bucket, buffer: Tensor, sender: int) -> Sparse:
         with payload_validation.naming(self, bucket, sender):
-            return sparse_payload.places(tuple(payload), buffer.numel())
+            return sparse_codec.places(tuple(payload), buffer.numel())
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, as ``TopK``'s, for one worker."""
         return Contraction(self.count(numel) / numel if numel else 1.0)
 
     def wire(self, numel: int) -> Wire:
-        return sparse_payload.wire(self.count(numel), numel, "worker")
+        return sparse_codec.wire(self.count(numel), numel, "worker")
 
 
 def _packed(selected: Sparse, buffer: Tensor) -> Payload:

@@ -1,17 +1,21 @@
-"""SparseCodec: base of sparsifiers that choose elements and send their values and positions."""
+"""SparseCodec: base of sparsifiers that choose elements; their payload of values and positions."""
 
 from __future__ import annotations
 
 import abc
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Wire
+from lightning_gc.coding import elias_fano, payload_validation
+from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.sparsifiers import sparse_payload
 from lightning_gc.flow import Payload
+from lightning_gc.kernels.accumulate import accumulate
+
+Varies = Literal["no", "step", "worker"]
 
 
 class SparseCodec(Codec):
@@ -48,18 +52,67 @@ class SparseCodec(Codec):
         ``positions`` are ascending, ``(k,)`` int64, of this buffer.
         """
         narrow = None if self.sent_dtype == torch.float32 else self.sent_dtype
-        return sparse_payload.take(buffer, positions, narrow)
+        return take(buffer, positions, narrow)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         return self.take(buffer, self.choose(buffer, bucket))
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        sparse_payload.add(payload, out, scale)
+        add(payload, out, scale)
 
     def wire(self, numel: int) -> Wire:
-        return sparse_payload.wire(
-            self.most(numel), numel, "worker" if self.ragged else "no", self.sent_dtype
-        )
+        return wire(self.most(numel), numel, "worker" if self.ragged else "no", self.sent_dtype)
 
     def sent(self, payload: Payload, numel: int) -> int:
         return payload[0].numel()
+
+
+def wire(most: int, numel: int, varies: Varies, dtype: torch.dtype = torch.float32) -> Wire:
+    """Return the format of ``take``: ``most`` values of ``numel`` elements, or up to as many."""
+    return (Field("values", dtype, most, varies), positions_field(most, numel, varies))
+
+
+def positions_field(most: int, numel: int, varies: Varies) -> Field:
+    """Return the format of ``most`` coded positions, or up to as many."""
+    nbytes = elias_fano.coded_bytes(most, numel)
+    if varies != "no":
+        nbytes += 2  # of fewer positions each of two parts is rounded up to a byte
+    return Field("positions", torch.uint8, nbytes, varies, "Elias-Fano, ascending")
+
+
+def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> Payload:
+    """Move elements out of ``buffer`` into (values, coded positions); the indices must ascend.
+
+    With a narrower ``dtype`` for values, what rounding leaves of them stays in ``buffer``.
+    """
+    values = buffer[indices]  # (k,) buffer.dtype
+    if dtype is None or dtype == buffer.dtype:
+        buffer[indices] = 0
+    else:
+        whole, values = values, values.to(dtype)
+        buffer[indices] = whole - values.to(buffer.dtype)
+    return values, elias_fano.encode(indices, buffer.numel())
+
+
+def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
+    """Return positions in ``numel`` elements, ascending, and values, of what ``take`` has made.
+
+    Raises:
+        ValueError: positions outside the tensor or not ascending, or lengths that disagree.
+    """
+    values, coded = payload
+    chosen = values.numel()
+    payload_validation.lengths(payload, chosen, elias_fano.coded_bytes(chosen, numel))
+    found = elias_fano.decode(coded, chosen, numel, payload_validation.on_host(coded))
+    return payload_validation.positions(found, values, numel)
+
+
+def add(payload: Payload, out: Tensor, scale: float) -> None:
+    """Add ``scale`` times what ``take`` has made to ``out``; O(k), no dense intermediate.
+
+    Raises:
+        ValueError: positions outside ``out`` or not ascending, or lengths that disagree.
+    """
+    values, coded = payload
+    indices, values = places((values.to(out.dtype), coded), out.numel())
+    accumulate(out, indices, values, scale)

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_gc.coding import elias_fano, payload_validation
 from lightning_gc.coding.bit_packing import pack, unpack
 from lightning_gc.coding.wire import Field, Wire
-from lightning_gc.compressors.sparsifiers import sparse_payload
+from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
 
@@ -44,7 +44,7 @@ def count(payload: Payload) -> int:
 def fields(most: int, numel: int) -> Wire:
     """Return the format of ``take`` for up to ``most`` of ``numel`` elements."""
     return (
-        sparse_payload.positions_field(most, numel, "worker"),
+        sparse_codec.positions_field(most, numel, "worker"),
         Field("signs", torch.uint8, most // 8, "worker", "eight per byte, set where negative"),
         Field("last signs", torch.uint8, min(most, 7), "worker", "one per byte"),
     )

@@ -11,7 +11,7 @@ from lightning_gc.bucket import Bucket
 from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Variance
-from lightning_gc.compressors.sparsifiers import sparse_payload, sparse_sign_payload, topk_selection
+from lightning_gc.compressors.sparsifiers import sparse_codec, sparse_sign_payload, topk_selection
 from lightning_gc.compressors.traits import Knob, Traits
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
@@ -76,7 +76,7 @@ class VarianceSparsifier(Codec):
         by_chance[large] = False
         chosen = by_chance.nonzero().view(-1)
         drawn = sparse_sign_payload.take(buffer, chosen, sparse_sign_payload.both(m))
-        return *sparse_payload.take(buffer, large), m.view(1), *drawn
+        return *sparse_codec.take(buffer, large), m.view(1), *drawn
 
     def magnitude(self, buffer: Tensor) -> Tensor:
         """Return m, 0-dim float32, above 0: the least magnitude that is sent as it is."""
@@ -102,7 +102,7 @@ class VarianceSparsifier(Codec):
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         numel = out.numel()
         values, positions, m, *drawn = payload
-        large = sparse_payload.places((values.to(out.dtype), positions), numel)
+        large = sparse_codec.places((values.to(out.dtype), positions), numel)
         levels = sparse_sign_payload.both(m[0]).to(out.dtype)
         others = sparse_sign_payload.places(tuple(drawn), levels, numel)
         accumulate(out, *large, scale)
@@ -113,7 +113,7 @@ class VarianceSparsifier(Codec):
         return Variance(self.epsilon)
 
     def wire(self, numel: int) -> Wire:
-        large = sparse_payload.wire(numel, numel, "worker")
+        large = sparse_codec.wire(numel, numel, "worker")
         drawn, *signs = sparse_sign_payload.fields(numel, numel)
         m = Field("magnitude", torch.float32, 1, note="of those sent by chance")
         return (*large, m, replace(drawn, name="drawn positions"), *signs)

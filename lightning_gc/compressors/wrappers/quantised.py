@@ -19,7 +19,7 @@ from lightning_gc.compressors.bounds import AbsoluteError, Bound, Contraction, M
 from lightning_gc.compressors.quantisers.natural_compression import NaturalCompression
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD
-from lightning_gc.compressors.sparsifiers import sparse_payload
+from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.compressors.sparsifiers.hard_threshold import HardThreshold
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk import TopK
@@ -135,7 +135,7 @@ class Quantised(Codec):
         values = out.new_zeros(count)
         self.quantiser.decode(tuple(quantised), values, 1.0, _values(bucket, values))
         coded = coded[: elias_fano.coded_bytes(count, out.numel())]
-        sparse_payload.add((values, coded), out, scale)
+        sparse_codec.add((values, coded), out, scale)
 
     def wire(self, numel: int) -> Wire:
         values, positions = self.sparsifier.wire(numel)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gc.coding import wire
 from lightning_gc.compressors import Codec, Compressor, SparseCodec
-from lightning_gc.compressors.sparsifiers import sparse_payload
+from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.flow import Payload
 from lightning_gc.memories import NoMemory, Residual
@@ -110,7 +110,7 @@ class CompressorContract(DecoderContract, CollectiveContract):
                 mine = chosen[(chosen >= start) & (chosen < stop)] - start
                 payload = sparse.take(parts[start:stop], mine)
                 assert payload[0].numel() == mine.numel()
-                sparse_payload.add(payload, out[start:stop], 1.0)
+                sparse_codec.add(payload, out[start:stop], 1.0)
             assert torch.equal(out, sent), kind
             assert torch.equal(parts, whole), kind
 

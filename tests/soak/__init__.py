@@ -1,0 +1,1 @@
+"""The soak: random runs, random faults, restarts; ``python -m tests.soak --help``."""
