@@ -164,9 +164,9 @@ class SimulatedDDP(CompressedStrategy):
             self._done = 0  # also if the last step was abandoned
         if self._done % self.workers != worker:
             raise RuntimeError(
-                f"Worker {worker}'s micro-batch is run out of turn: an optimizer that calls its "
-                f"closure several times, such as LBFGS, or a skipped backward pass cannot be "
-                f"simulated."
+                f"Worker {worker}'s micro-batch is run when it is worker "
+                f"{self._done % self.workers}'s turn: an optimizer that calls its closure several "
+                f"times, such as LBFGS, or a skipped backward pass cannot be simulated."
             )
         if self._done == 0:
             self._buffers.begin()
