@@ -124,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.tuning import Method, tune
-    from lightning_gc.tuning.studies import best_trial, without_password
+    from lightning_gc.tuning.storage import without_password
+    from lightning_gc.tuning.studies import best_trial
     from lightning_gc.tuning.terminal_progress import Progress, quiet_libraries
     from lightning_gc.tuning.yaml_config import load
 

@@ -14,8 +14,8 @@ from lightning_gc.tuning.comparison import Event as Event  # noqa: E402
 from lightning_gc.tuning.comparison import tune as tune  # noqa: E402
 from lightning_gc.tuning.early_stopping import MissingMetric as MissingMetric  # noqa: E402
 from lightning_gc.tuning.experiment import Experiment as Experiment  # noqa: E402
+from lightning_gc.tuning.journal import StorageError as StorageError  # noqa: E402
 from lightning_gc.tuning.method import Method as Method  # noqa: E402
 from lightning_gc.tuning.report import report as report  # noqa: E402
-from lightning_gc.tuning.studies import StorageError as StorageError  # noqa: E402
-from lightning_gc.tuning.studies import open_storage as open_storage  # noqa: E402
+from lightning_gc.tuning.storage import open_storage as open_storage  # noqa: E402
 from lightning_gc.tuning.trial import TrialError as TrialError  # noqa: E402

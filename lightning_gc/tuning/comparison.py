@@ -14,10 +14,12 @@ from optuna.trial import TrialState
 
 from lightning_gc.tuning import trial_leases
 from lightning_gc.tuning.experiment import Experiment
+from lightning_gc.tuning.failure_detector import FailureDetector
 from lightning_gc.tuning.final_runs import finals_running, run_finals
 from lightning_gc.tuning.keyboard_interrupt import interrupt_check
 from lightning_gc.tuning.method import DENSE, Method
-from lightning_gc.tuning.studies import best_trial, open_storage, open_study
+from lightning_gc.tuning.storage import database_errors, open_storage
+from lightning_gc.tuning.studies import best_trial, open_study
 from lightning_gc.tuning.trial import run_trial
 
 _PAUSE = 0.5  # seconds between two looks at trials of other processes
@@ -29,7 +31,8 @@ class Event:
 
     Attributes:
         method: whose study.
-        kind: a trial or a final run has ended, or trials of dead processes were marked as failed.
+        kind: a trial or a final run has ended; or trials were lost: those of dead processes, or one
+            of this process, which another one took for dead.
         done: trials that count so far; final runs so far.
         text: the result.
     """
@@ -40,6 +43,7 @@ class Event:
     text: str
 
 
+@database_errors()
 def tune(
     experiment: Experiment,
     methods: Iterable[Method | str],
@@ -72,6 +76,7 @@ def tune(
     storage = open_storage(storage)
     # All of them before the first trial, which may take a day.
     studies = {method.name: open_study(experiment, method, storage) for method in wanted}
+    detector = FailureDetector()
     with interrupt_check() as check:
 
         def run(events: Iterator[Event]) -> None:
@@ -81,15 +86,15 @@ def tune(
                 check()
 
         for method in wanted:
-            run(_run_study(experiment, method, studies[method.name]))
+            run(_run_study(experiment, method, studies[method.name], detector))
         for method in wanted:
             study = studies[method.name]
             # If other processes die at the last trials, these are made up for here.
             while trial_leases.running(study):
                 time.sleep(_PAUSE)
-                run(_run_study(experiment, method, study))
+                run(_run_study(experiment, method, study, detector))
             while finals:
-                run(_run_finals(experiment, method, study, studies[DENSE]))
+                run(_run_finals(experiment, method, study, studies[DENSE], detector))
                 if not finals_running(experiment, method, study, studies[DENSE]):
                     break
                 time.sleep(_PAUSE)
@@ -110,25 +115,35 @@ def _unique(methods: Iterable[Method | str]) -> list[Method]:
     return sorted(wanted, key=lambda method: method.name != DENSE)
 
 
-def _run_study(experiment: Experiment, method: Method, study: optuna.Study) -> Iterator[Event]:
+def _run_study(
+    experiment: Experiment, method: Method, study: optuna.Study, detector: FailureDetector
+) -> Iterator[Event]:
     while True:
-        lost = trial_leases.fail_lost_trials(study)
+        lost = trial_leases.fail_lost_trials(study, detector)
         if lost:
             numbers = ", ".join(map(str, lost))
             yield Event(method.name, "lost", len(lost), f"trials of dead processes: {numbers}")
         trial = trial_leases.begin_trial(study, experiment.trials)
         if trial is None:
             return
-        run_trial(experiment, method, study, trial)
+        if not run_trial(experiment, method, study, trial):
+            text = f"trial {trial.number}: another process took this one for dead; it is repeated"
+            yield Event(method.name, "lost", 1, text)
+            continue
         trials = study.get_trials(deepcopy=False)
         done = sum(trial_leases.counts(t) and t.state != TrialState.RUNNING for t in trials)
         yield Event(method.name, "trial", done, _describe(study, trial.number))
 
 
 def _run_finals(
-    experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study
+    experiment: Experiment,
+    method: Method,
+    study: optuna.Study,
+    dense: optuna.Study,
+    detector: FailureDetector,
 ) -> Iterator[Event]:
-    for done, record in enumerate(run_finals(experiment, method, study, dense), start=1):
+    records = run_finals(experiment, method, study, dense, detector)
+    for done, record in enumerate(records, start=1):
         value = record["test"] if record["test"] is not None else record["validation"]
         result = "diverged" if value is None else f"{value:.5g}"
         text = f"{record['source']}, seed {record['seed']}: {result}"

@@ -15,26 +15,31 @@ import optuna
 
 from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
+from lightning_gc.tuning.failure_detector import FailureDetector, heartbeat, owner
 from lightning_gc.tuning.method import DENSE, Method
 from lightning_gc.tuning.parameter_space import PREFIX
 from lightning_gc.tuning.studies import best_trial
 from lightning_gc.tuning.trial import TrialError, train
-from lightning_gc.tuning.trial_leases import heartbeat, is_dead, owner
 
 TUNED, TRANSFERRED = "tuned", "dense_hyper_parameters"
 
 
 def run_finals(
-    experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study
+    experiment: Experiment,
+    method: Method,
+    study: optuna.Study,
+    dense: optuna.Study,
+    detector: FailureDetector,
 ) -> Iterator[dict[str, Any]]:
     """Do the final runs that no process has done, and yield each one's record.
 
     Records are kept under the number of the best trial: a new best trial has runs of its own. Two
-    processes that begin the same run at the same instant both do it, with the same result.
+    processes that begin the same run at the same instant both do it, with the same result; so do a
+    process that was taken for dead and the one that has taken over.
     """
     for key, source, params, seed in _planned(experiment, method, study, dense):
-        known = study.user_attrs.get(key)
-        if known and ("validation" in known or not is_dead(known)):
+        known, run = study.user_attrs.get(key), (study.study_name, key)
+        if known and ("validation" in known or not detector.is_dead(run, known)):
             continue
         with _claimed(study, key):
             record = _run(experiment, method, params, seed)
@@ -90,14 +95,24 @@ def _prefix(source: str, *studies: optuna.Study) -> str:
 
 @contextlib.contextmanager
 def _claimed(study: optuna.Study, key: str) -> Iterator[None]:
-    """Keep a run from other processes; give it back if it fails."""
+    """Keep a run from other processes; give it back if it fails, unless another has it by now."""
     worker = owner()
     study.set_user_attr(key, worker)
+
+    def is_ours() -> bool:
+        known = study.user_attrs.get(key) or {}
+        return all(known.get(name) == worker[name] for name in ("host", "pid", "born"))
+
+    def beat(now: float) -> None:
+        if is_ours():
+            study.set_user_attr(key, worker | {"beat": now})
+
     try:
-        with heartbeat(lambda now: study.set_user_attr(key, worker | {"beat": now})):
+        with heartbeat(beat):
             yield
     except BaseException:
-        study.set_user_attr(key, None)
+        if is_ours():
+            study.set_user_attr(key, None)
         raise
 
 

@@ -13,7 +13,7 @@ from optuna.storages import BaseStorage
 
 from lightning_gc import text_table
 from lightning_gc.tuning.plots import plots
-from lightning_gc.tuning.studies import open_storage
+from lightning_gc.tuning.storage import open_storage
 from lightning_gc.tuning.tables import TOP, Studies, Table, rules_of, tables
 
 _TEXTS = {

@@ -1,20 +1,15 @@
-"""Optuna studies: storage, rules of a study, sampler and pruner, and the best trial."""
+"""Optuna studies: rules of a study, sampler and pruner, and the best trial."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
-from pathlib import Path
 from typing import Any
 
 import optuna
-import sqlalchemy.exc
 from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -24,68 +19,6 @@ from lightning_gc.tuning.method import Method
 from lightning_gc.tuning.parameter_space import as_json
 
 RULES = "rules"
-_TRIES = 10
-
-
-class StorageError(RuntimeError):
-    """The storage cannot be used."""
-
-
-def open_storage(where: str | Path | BaseStorage) -> BaseStorage:
-    """Return the storage at a URL (``postgresql://...``, ``sqlite:///...``) or in a journal file.
-
-    A journal is one file that several processes may share, over NFS too; a missing one is created.
-
-    Raises:
-        StorageError: it is down, not a storage, or of another version of Optuna.
-        ValueError: not a database URL.
-    """
-    if isinstance(where, BaseStorage):
-        return where
-    url, address = "://" in str(where), without_password(where)
-    try:
-        return _database(str(where)) if url else _journal(Path(where))
-    except ModuleNotFoundError as error:
-        raise StorageError(f"{address} needs a driver: {error}. Install it.") from error
-    except Exception as error:  # each driver has errors of its own
-        kind = type(error).__name__
-        if url and kind in ("ArgumentError", "NoSuchModuleError"):
-            raise ValueError(
-                f"{address} is not the URL of a database; write "
-                f"postgresql://user:password@host/name, or the path of a file."
-            ) from error
-        reason = str(error).strip().partition("\n")[0]
-        advice = "Is the server up, and are name and password right?"
-        if not url:
-            advice = "Is it a journal of Optuna, and may you write to it?"
-        elif isinstance(error, RuntimeError):
-            advice = "Use the version of Optuna that made it, or a new database."
-        raise StorageError(f"{address} cannot be used: {kind}: {reason} {advice}") from error
-
-
-def _database(url: str) -> RDBStorage:
-    """Open a database, while other processes may create its tables."""
-    for _ in range(_TRIES):
-        try:
-            return RDBStorage(url)
-        except sqlalchemy.exc.DBAPIError as error:
-            if "already exists" not in str(error):
-                raise
-            time.sleep(0.5)  # another process is creating them
-    return RDBStorage(url)
-
-
-def _journal(path: Path) -> JournalStorage:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = JournalFileOpenLock(str(path)) if os.name == "nt" else None  # Windows has no symlinks
-    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
-
-
-def without_password(where: str | Path) -> str:
-    """Return an address without its password."""
-    scheme, separator, rest = str(where).partition("://")
-    user, at, host = rest.rpartition("@")
-    return f"{scheme}{separator}{user.partition(':')[0]}{at}{host}" if separator else scheme
 
 
 def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> optuna.Study:
@@ -110,17 +43,14 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
     }
     rules = json.loads(json.dumps(rules))  # as the storage will give them back
     pruner = MedianPruner(n_startup_trials=5, n_warmup_steps=experiment.warmup)
-    try:
-        study = optuna.create_study(
-            study_name=name,
-            storage=storage,
-            directions=[direction, minimize] if pareto else [direction],
-            sampler=PerTrialSampler(experiment.sampler, experiment.seed, pareto),
-            pruner=NopPruner() if experiment.pruner == "none" else pruner,
-            load_if_exists=True,
-        )
-    except optuna.exceptions.StorageInternalError as error:
-        raise StorageError(f"The storage has failed: {error}") from error
+    study = optuna.create_study(
+        study_name=name,
+        storage=storage,
+        directions=[direction, minimize] if pareto else [direction],
+        sampler=PerTrialSampler(experiment.sampler, experiment.seed, pareto),
+        pruner=NopPruner() if experiment.pruner == "none" else pruner,
+        load_if_exists=True,
+    )
     known = study.user_attrs.get(RULES)
     if known is None and not study.get_trials(deepcopy=False):
         study.set_user_attr(RULES, rules)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import optuna
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from lightning_gc.tuning import trial_leases
 from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
+from lightning_gc.tuning.failure_detector import heartbeat
+from lightning_gc.tuning.journal import StorageError
 from lightning_gc.tuning.method import Method
 from lightning_gc.tuning.subprocess_trial import fit_in_subprocess
 from lightning_gc.tuning.training_run import fit
@@ -22,33 +27,52 @@ class TrialError(RuntimeError):
 
 def run_trial(
     experiment: Experiment, method: Method, study: optuna.Study, trial: optuna.Trial
-) -> None:
+) -> bool:
     """Train with the trial's hyper-parameters and tell the study the result.
 
     A run that diverges counts as a failed trial, with the reason. So does an error, once a trial of
     this study has completed or been pruned.
 
+    Returns:
+        Whether the study has taken the result. It has not if another process took this one for
+        dead: the trial has failed then, and is made up for.
+
     Raises:
         TrialError: an error in the first trials of a study.
         MissingMetric: the metric was not logged.
+        StorageError: the storage, or a disk, is full or down. The trial does not count.
         KeyboardInterrupt: the user pressed Ctrl-C. The trial fails and does not count.
     """
+    try:
+        _run(experiment, method, study, trial)
+    except UpdateFinishedTrialError:
+        return False
+    return True
+
+
+def _run(experiment: Experiment, method: Method, study: optuna.Study, trial: optuna.Trial) -> None:
     stopping = EarlyStopping(experiment, method, trial)
     try:
-        with trial_leases.heartbeat(lambda now: trial.set_user_attr("beat", now)):
+        with heartbeat(lambda now: trial.set_user_attr("beat", now)):
             train(stopping, trial, experiment.seed)
         if not stopping.curve:
             raise MissingMetric(
                 f"No validation was run, so there is no {experiment.metric!r}. Give the model a "
                 f"validation_step and the data a val_dataloader."
             )
-    except (MissingMetric, KeyboardInterrupt, SystemExit):
-        study.tell(trial, state=TrialState.FAIL)
+    except (MissingMetric, KeyboardInterrupt, SystemExit, StorageError, StorageInternalError):
+        _give_up(study, trial)
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _give_up(study, trial)
+            raise StorageError(
+                f"Trial {trial.number} of {study.study_name} found a disk full: {error}. What is "
+                f"finished is kept: once there is space, the same command goes on."
+            ) from error
         text = f"{type(error).__name__}: {error}"
         trial.set_user_attr("error", text)
-        study.tell(trial, state=TrialState.FAIL)
+        _finish(study, trial, TrialState.FAIL)
         through = (TrialState.COMPLETE, TrialState.PRUNED)
         if not study.get_trials(deepcopy=False, states=through):
             raise TrialError(
@@ -83,8 +107,27 @@ def _tell(study: optuna.Study, trial: optuna.Trial, stopping: EarlyStopping) -> 
         trial.set_user_attr(name, value)
     if stopping.outcome != "complete":
         ended = {"diverged": TrialState.FAIL, "pruned": TrialState.PRUNED}
-        study.tell(trial, state=ended[stopping.outcome])
+        _finish(study, trial, ended[stopping.outcome])
     elif stopping.experiment.objective == "pareto":
-        study.tell(trial, [stopping.best, math.log10(max(record["wire_bytes"], 1.0))])
+        bytes_sent = math.log10(max(record["wire_bytes"], 1.0))
+        _finish(study, trial, TrialState.COMPLETE, [stopping.best, bytes_sent])
     else:
-        study.tell(trial, stopping.best)
+        _finish(study, trial, TrialState.COMPLETE, [stopping.best])
+
+
+def _finish(
+    study: optuna.Study,
+    trial: optuna.Trial,
+    state: TrialState,
+    values: Sequence[float] | None = None,
+) -> None:
+    told = study.tell(trial, values, state, skip_if_finished=True)
+    if told.state != state:
+        raise UpdateFinishedTrialError(f"Trial {trial.number} was finished by another process.")
+
+
+def _give_up(study: optuna.Study, trial: optuna.Trial) -> None:
+    """Mark a trial as failed, so that it is made up for, as it is if this is not possible."""
+    unable = (StorageError, StorageInternalError, UpdateFinishedTrialError)
+    with contextlib.suppress(*unable):
+        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)

@@ -7,20 +7,11 @@ such as a diverged run, and counts; one without was lost with its process, and i
 from __future__ import annotations
 
 import contextlib
-import datetime
-import os
-import platform
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-HEARTBEAT = 20.0  # seconds between two heartbeats of a trial
-LEASE = 300.0  # seconds without one after which a trial on another machine is taken for lost
+from lightning_gc.tuning.failure_detector import FailureDetector, owner
 
 
 def counts(trial: FrozenTrial) -> bool:
@@ -53,11 +44,11 @@ def begin_trial(study: optuna.Study, wanted: int) -> optuna.Trial | None:
     return trial
 
 
-def fail_lost_trials(study: optuna.Study) -> list[int]:
+def fail_lost_trials(study: optuna.Study, detector: FailureDetector) -> list[int]:
     """Mark trials whose process is dead as failed, and return their numbers."""
     lost = []
     for trial in running(study):
-        if _is_lost(trial):
+        if detector.is_dead((study.study_name, trial.number), trial.user_attrs):
             with contextlib.suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):
                 study.tell(trial.number, state=TrialState.FAIL)
                 lost.append(trial.number)
@@ -67,61 +58,3 @@ def fail_lost_trials(study: optuna.Study) -> list[int]:
 def running(study: optuna.Study) -> list[FrozenTrial]:
     """Return the trials that any process is running."""
     return study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-
-
-@contextlib.contextmanager
-def heartbeat(write: Callable[[float], None]) -> Iterator[None]:
-    """Call ``write`` with the time every ``HEARTBEAT`` seconds, from a thread."""
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(HEARTBEAT):
-            write(time.time())
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def owner() -> dict[str, Any]:
-    """Return what identifies this process, and its first heartbeat."""
-    pid = os.getpid()
-    return {"host": platform.node(), "pid": pid, "born": _born(pid), "beat": time.time()}
-
-
-def is_dead(worker: Mapping[str, Any]) -> bool:
-    """Return whether the process with this ``owner()`` is dead, or silent for too long."""
-    if worker["host"] != platform.node():
-        return bool(time.time() - worker["beat"] > LEASE)
-    return not _alive(worker["pid"]) or _born(worker["pid"]) != worker["born"]
-
-
-def _is_lost(trial: FrozenTrial) -> bool:
-    if "beat" in trial.user_attrs:
-        return is_dead(trial.user_attrs)
-    begun = trial.datetime_start  # just now, or by another program
-    lease = datetime.timedelta(seconds=LEASE)
-    return begun is not None and datetime.datetime.now(begun.tzinfo) - begun > lease
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's: it lives
-    return True
-
-
-def _born(pid: int) -> str:
-    """Return when a process began, where the system tells; process numbers are reused."""
-    try:
-        # After the name, which is in brackets and may hold anything, field 22 is the start time.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

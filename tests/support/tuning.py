@@ -1,5 +1,6 @@
 """Tiny models with a known optimum, and the comparisons that tests make of them."""
 
+import itertools
 import math
 import os
 import signal
@@ -8,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_gc.tuning import Experiment, tune
+from lightning_gc.tuning import Experiment, comparison, failure_detector, tune
+from lightning_gc.tuning.failure_detector import FailureDetector
 from tests.support.fitting import unwarned
 
 QUIET = {"accelerator": "cpu", "max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
@@ -93,6 +96,13 @@ def experiment(build: Any = bowl, **changes: Any) -> Experiment:
 def compare(storage: Path, *methods: Any, build: Any = bowl, finals: bool = False, **changes: Any):
     with unwarned():
         return tune(experiment(build, **changes), methods, storage, finals)
+
+
+def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a heartbeat's time pass between any two looks at other processes."""
+    clock = itertools.count(0.0, failure_detector.HEARTBEAT).__next__
+    monkeypatch.setattr(comparison, "FailureDetector", lambda: FailureDetector(clock))
+    monkeypatch.setattr(comparison, "_PAUSE", 0.0)
 
 
 def work(worker: int, path: str, trials: int, folder: Path, meetings: int, dies: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which trial wins, with which seeds and weights it is run again, and whose trials are lost."""
+"""Which trial wins, and with which seeds and weights it is run again."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_gc.tuning import Method, final_runs
+from lightning_gc.tuning.failure_detector import FailureDetector
 from lightning_gc.tuning.final_runs import TUNED, run_finals
 from lightning_gc.tuning.studies import best_trial
 from lightning_gc.tuning.training_run import fit
-from lightning_gc.tuning.trial_leases import is_dead, owner
 from tests.support.fitting import unwarned
 from tests.support.tuning import Bowl, Data, experiment
 
@@ -34,7 +34,8 @@ def test_a_final_run_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(final_runs, "train", train)
     study = optuna.create_study()
     study.tell(study.ask(), 1.0)
-    records = list(run_finals(experiment(seeds=(3, 5)), Method("dense"), study, study))
+    dense = Method("dense")
+    records = run_finals(experiment(seeds=(3, 5)), dense, study, study, FailureDetector())
     assert [(r["source"], r["seed"], r["test"]) for r in records] == [
         (TUNED, 3, 13.0),
         (TUNED, 5, 15.0),
@@ -63,8 +64,3 @@ def test_a_final_run_tests_the_weights_of_its_best_epoch(final: bool, tested: fl
     trial = optuna.trial.FixedTrial({})
     with unwarned():
         assert fit(build, Method("dense"), trial, lambda logged: True, 0, final) == tested
-
-
-def test_a_process_of_the_same_number_is_another_one() -> None:
-    assert not is_dead(owner())
-    assert is_dead({**owner(), "born": "long ago"})

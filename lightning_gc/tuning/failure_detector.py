@@ -1,0 +1,136 @@
+"""Heartbeats, and a failure detector: which processes that share a study are dead.
+
+A process writes its ``owner()`` beside its trial or final run, and changes the beat in it every
+``HEARTBEAT`` seconds. Others only look whether it changes: clocks of two hosts are never compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+HEARTBEAT = 20.0  # seconds between two changes of a beat
+LEASE = 300.0  # seconds without a change after which a process on another host is dead
+
+
+class FailureDetector:
+    """Decides which processes are dead, by this process's own clock.
+
+    Of those on this host the system knows it at once. Of others it is only known whether their beat
+    changes while this process looks.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # work: (last beat, time of the last look, seconds of silence)
+        self._seen: dict[Hashable, tuple[Any, float, float]] = {}
+
+    def is_dead(self, work: Hashable, worker: Mapping[str, Any]) -> bool:
+        """Return whether a process is dead, or has been silent for too long.
+
+        Args:
+            work: what it does, such as a trial: the same in every call.
+            worker: its ``owner()`` with the last beat; empty if it has not written any.
+        """
+        if worker.get("host") == host() and {"pid", "born"} <= worker.keys():
+            ended = _has_ended(worker["pid"], worker["born"])
+            if ended is not None:
+                return ended
+        return self._silence(work, worker.get("beat")) > LEASE
+
+    def _silence(self, work: Hashable, beat: Any) -> float:
+        """Return for how many seconds the beat has stood still."""
+        now = self._clock()
+        last, looked, silence = self._seen.get(work, (beat, now, 0.0))
+        # However long ago the last look was, it counts as one beat missed: since then this process,
+        # or a storage that both need, may have stood still as well.
+        silence = silence + min(now - looked, HEARTBEAT) if beat == last else 0.0
+        self._seen[work] = beat, now, silence
+        return silence
+
+
+@contextlib.contextmanager
+def heartbeat(write: Callable[[float], None]) -> Iterator[None]:
+    """Call ``write`` with the time every ``HEARTBEAT`` seconds, from a thread."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(HEARTBEAT):
+            try:
+                write(time.time())
+            except optuna.exceptions.UpdateFinishedTrialError:
+                return  # others took this process for dead; the trial's next report says so
+            except Exception:  # each driver has errors of its own
+                continue  # a beat may be missed; a storage that stays away ends the run itself
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def owner() -> dict[str, Any]:
+    """Return what identifies this process, and its first heartbeat."""
+    pid = os.getpid()
+    return {"host": host(), "pid": pid, "born": _born(pid), "beat": time.time()}
+
+
+@functools.cache
+def host() -> str:
+    """Return what is equal in two processes only if they see each other by process number.
+
+    Containers may share a host's name, kernel and clocks, but number their processes by themselves.
+    Where the system does not tell them apart, no two processes are equal.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        numbering = os.stat("/proc/self/ns/pid").st_ino
+        if os.readlink("/proc/self") == str(os.getpid()):  # /proc shows this numbering
+            return f"{platform.node()} {boot} {numbering}"
+    except OSError:
+        pass
+    if sys.platform == "darwin":
+        return f"{platform.node()} {uuid.getnode():x}"  # the network card's address
+    return uuid.uuid4().hex
+
+
+def _has_ended(pid: int, born: str) -> bool | None:
+    """Return whether a process of this host has ended, or None if the system does not tell."""
+    if os.name != "posix":
+        return None  # there, os.kill with signal 0 would press Ctrl-C
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # another user's: it lives
+    known = _born(pid)
+    if not known or not born or (known == born and pid == os.getpid()):
+        return None  # of earlier work of this very process only silence tells that it is over
+    return known != born
+
+
+def _born(pid: int) -> str:
+    """Return when a process began, where the system tells; process numbers are reused."""
+    try:
+        # After the name, which is in brackets and may hold anything, field 22 is the start time.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,173 @@
+"""Optuna's journal file, in which a kill, a full disk or a flipped bit costs no other line.
+
+One operation is one line of JSON, as Optuna writes it, so that its own tools read the file too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optuna.storages.journal import (
+    BaseJournalBackend,
+    JournalFileOpenLock,
+    JournalFileSymlinkLock,
+)
+
+BEGINNING = b'{"op_code":'
+"""What every line that Optuna or we have written begins with."""
+
+_SUMMED = re.compile(rb'(.*),"crc32":"([0-9a-f]{8})"}\n', re.DOTALL)
+
+
+class StorageError(RuntimeError):
+    """The storage cannot be used."""
+
+
+class Journal(BaseJournalBackend):
+    """A journal in one file, to which processes append whole lines in turn.
+
+    A last line without its end is what a killed process or a full disk has left. Readers leave it
+    out, as another process may just be writing it. Who writes next cuts it off before appending,
+    under the lock that all writers take. Any other damage is refused, and the file left as it is.
+
+    Args:
+        path: the file; created if missing.
+
+    Attributes:
+        line: number of the line that was read last, from 1.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.line = path, 0
+        self._starts = [0]  # of every line that has been read, and of the one after
+        lock = JournalFileOpenLock if os.name == "nt" else JournalFileSymlinkLock
+        self._lock = lock(str(path))  # Windows has no symlinks
+        if not path.exists():
+            path.touch()
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        """Yield the operations from this number on.
+
+        Raises:
+            StorageError: a line is damaged.
+        """
+        logs, damaged = self._read(log_number_from)
+        if damaged:
+            # Perhaps another process was just writing it: look again while none can. In a folder
+            # where there can be no lock nobody writes.
+            with contextlib.suppress(OSError), self._locked():
+                logs, damaged = self._read(log_number_from)
+        if damaged:
+            raise self.damaged(log_number_from + len(logs) + 1)
+        for number, log in enumerate(logs, start=log_number_from + 1):
+            self.line = number
+            yield log
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Append operations, as whole lines or not at all.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written for another reason.
+        """
+        lines = b"".join(_encode(log) for log in logs)
+        try:
+            with self._locked(), self.path.open("a+b", buffering=0) as file:
+                self._end_last_line(file)
+                try:
+                    _write_all(file, lines)
+                except OSError:
+                    self._end_last_line(file)
+                    raise
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} cannot be written: {error.strerror}. What is finished is kept: once "
+                f"it can be written again, the same command goes on."
+            ) from error
+
+    def damaged(self, line: int, why: str = "") -> StorageError:
+        """Return the error that a line is no operation, which says what to do."""
+        if line == 1:
+            return StorageError(
+                f"{self.path} cannot be used: its first line is no line of Optuna's journals{why}. "
+                f"Name a journal, or a file that does not exist yet."
+            )
+        return StorageError(
+            f"{self.path}, line {line}, is damaged{why}. The file was left as it is. Restore a "
+            f"copy of it, or keep only the {line - 1} lines before, which are whole: what is in "
+            f"later ones is then done again."
+        )
+
+    def _read(self, start: int) -> tuple[list[dict[str, Any]], bool]:
+        """Return the operations from a number on, and whether the line after them is damaged."""
+        found: list[dict[str, Any]] = []
+        with self.path.open("rb") as file:
+            file.seek(self._starts[start])
+            for line in file:
+                number = start + len(found)
+                if not line.endswith(b"\n"):
+                    # A file without a single line is a journal only if it begins like one.
+                    return found, not number and BEGINNING[: len(line)] != line[: len(BEGINNING)]
+                log = _decode(line)
+                if log is None:
+                    return found, True
+                found.append(log)
+                if number + 1 == len(self._starts):
+                    self._starts.append(self._starts[number] + len(line))
+        return found, False
+
+    def _end_last_line(self, file: Any) -> None:
+        """Cut off a last line without its end, or end it if nothing else is missing."""
+        known = self._starts[-1]
+        if file.seek(0, os.SEEK_END) < known:
+            raise StorageError(
+                f"{self.path} has become shorter: another program has changed it, or removed it. "
+                f"Put it back as it was, and start the same command again."
+            )
+        file.seek(known)
+        read = file.read()
+        unfinished = read[read.rfind(b"\n") + 1 :]
+        if unfinished and _decode(unfinished + b"\n"):
+            _write_all(file, b"\n")
+        elif unfinished:
+            file.truncate(known + len(read) - len(unfinished))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._lock.acquire()
+        try:
+            yield
+        finally:
+            # Optuna takes a lock away after 30 s. What was written meanwhile are whole lines.
+            with contextlib.suppress(RuntimeError):
+                self._lock.release()
+
+
+def _encode(log: dict[str, Any]) -> bytes:
+    """Return a line with a checksum as its last field, which Optuna does not look at."""
+    text = json.dumps(log, separators=(",", ":")).encode()[:-1]
+    return b'%b,"crc32":"%08x"}\n' % (text, zlib.crc32(text))
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    """Return the operation, or None if the line is damaged. Optuna writes no checksums."""
+    summed = _SUMMED.fullmatch(line)
+    if summed and zlib.crc32(summed[1]) != int(summed[2], 16):
+        return None
+    try:
+        log = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return log if isinstance(log, dict) and "op_code" in log else None
+
+
+def _write_all(file: Any, data: bytes) -> None:
+    while data:  # a write that fills the disk writes less than it is given
+        data = data[file.write(data) :]
+    os.fsync(file.fileno())
