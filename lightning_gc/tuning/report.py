@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +94,7 @@ def report(
     found = tables(studies)
     drawn = plots(studies, found)
     sections = _sections(found, drawn)
-    files = {out / "plots" / f"{name}.svg": svg for name, svg in drawn.items()}
+    files = {out / "plots" / f"{file_name(name)}.svg": svg for name, svg in drawn.items()}
     files[out / "report.md"] = _markdown(experiment, studies, sections).encode()
     files[out / "report.html"] = _page(experiment, studies, sections, drawn).encode()
     for name, table in found.items():
@@ -101,6 +103,22 @@ def report(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
     return list(files)
+
+
+def file_name(name: str) -> str:
+    """Return the name of a plot's file, without its ending; no two plots have the same.
+
+    Most names stay as they are. In others, which may come from somebody else's study, all that a
+    path or a system may read in its own way is replaced, and a part of a hash is added.
+
+    Example:
+        >>> file_name("tuned_compressor.density"), file_name("tuned_../../X")
+        ('tuned_compressor.density', 'tuned_.._.._x-051dee41')
+    """
+    if re.fullmatch(r"[a-z0-9_.-]{1,80}(?<!-[0-9a-f]{8})", name):
+        return name
+    kept = re.sub(r"[^a-z0-9_.-]", "_", name[:80].lower())
+    return f"{kept}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _sections(found: dict[str, Table], drawn: dict[str, bytes]) -> list[Section]:
@@ -156,7 +174,7 @@ def _markdown(experiment: str, studies: Studies, sections: list[Section]) -> str
             heads = [column.replace("_", " ") for column in section.table.columns]
             lines.append(text_table.markdown(heads, _cells(section.table)))
         if section.plot is not None:
-            lines += [f"![{section.title}](plots/{section.plot}.svg)", ""]
+            lines += [f"![{section.title}](plots/{file_name(section.plot)}.svg)", ""]
     return "\n".join(lines)
 
 

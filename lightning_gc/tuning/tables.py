@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,9 @@ TOP = 8
 _RESULTS = """method validation test test_spread seeds test_with_dense_hyper_parameters
 test_with_dense_hyper_parameters_spread ratio wire_bytes epochs complete pruned failed"""
 
+_FORMULA = re.compile(r"(?![+-]?[\d.]+(e[+-]?\d+)?\Z)[=+\-@\t\r\n]", re.IGNORECASE)
+"""Texts that a spreadsheet may compute; a text that is just a number is none."""
+
 Row = dict[str, Any]
 Cells = Iterator[tuple[Any, ...]]
 """Rows of a table: a value for each column."""
@@ -44,12 +48,18 @@ class Table:
     rows: tuple[Row, ...]
 
     def to_csv(self) -> str:
-        """Return the table as CSV."""
+        """Return the table as CSV, in which no text is a formula for a spreadsheet."""
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows)
+        for row in self.rows:
+            writer.writerow({column: _no_formula(value) for column, value in row.items()})
         return text.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    """Return a text that a spreadsheet would compute with an apostrophe before it."""
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def tables(studies: Studies) -> dict[str, Table]:
