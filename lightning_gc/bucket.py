@@ -42,7 +42,8 @@ class Bucket:
         seed: the run's seed, equal on all workers.
         worker: this worker's index, from 0.
         workers: W.
-        state: parameter name -> the compressor's state for it, owned by the engine.
+        state: parameter name -> the compressor's state for it, owned by the engine: tensors without
+            NaN or infinity, numbers, texts, lists and dicts by texts. Checkpoints keep it.
         phase: 0 for a first encoding, 1 for the second one of a two-shot scheme.
         tally: to which codecs add their counts.
         wanted: False if this worker need not decode the mean: simulated workers except worker 0.

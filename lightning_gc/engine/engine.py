@@ -17,10 +17,27 @@ from lightning_gc.engine.guard import Guard
 from lightning_gc.engine.learning_rates import LearningRates
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.loss_scaling import LossScaling
+from lightning_gc.engine.state_structure import (
+    ERRORS,
+    FINITE,
+    WHOLE,
+    Each,
+    Plain,
+    Record,
+    Structure,
+)
 from lightning_gc.engine.statistics import Statistics
 from lightning_gc.flow import Flow
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+
+ENGINE_STATE: dict[str, Structure] = {
+    "memory": Each(Each(ERRORS)),
+    "compressor": Each(Record(others=Plain())),
+    "learning_rates": Each(FINITE),
+    "step": WHOLE,
+}
+"""What ``Engine.state_dict`` returns."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.engine.error_buffers import ErrorBuffers
+from lightning_gc.engine.state_structure import FINITE, FLOATS, NUMBER, Each, Record
 
 
 class EpochStatistics:
@@ -21,6 +22,11 @@ class EpochStatistics:
         moments: also sum their squared norms, to separate gradient and noise; needs the epoch sum.
         errors: sum ``‖e_t‖²`` over steps. Costs one pass over the error.
     """
+
+    structure = Record(
+        {"sums": Each(FLOATS), "squares": NUMBER, "total_error": NUMBER}, {"first": FINITE}
+    )
+    """What ``own_state`` returns; norms of huge gradients may overflow."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_gc.engine import Engine
+from lightning_gc.engine.state_structure import NUMBER, Record
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, COMPUTE, DECODE, Recorder
 from lightning_gc.transports.base import all_reduce_bytes
@@ -71,6 +72,13 @@ class Totals:
 
 class Sums:
     """One worker's totals of the fit, from ``total`` on, and of the current epoch."""
+
+    structure = Record(
+        dict.fromkeys(
+            ("total", "epoch"), Record(maybe={field.name: NUMBER for field in fields(Totals)})
+        )
+    )
+    """What ``own_state`` returns."""
 
     def __init__(self, total: Totals | None = None) -> None:
         self.total = total or Totals()

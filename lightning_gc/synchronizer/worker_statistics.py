@@ -10,6 +10,7 @@ from lightning_gc.bucket import Tally
 from lightning_gc.controllers import Controller
 from lightning_gc.engine import Engine
 from lightning_gc.engine.epoch_statistics import EpochStatistics
+from lightning_gc.engine.state_structure import FINITE, Record
 from lightning_gc.transports.accounting import Recorder
 from lightning_gc.transports.base import all_reduce_bytes
 
@@ -21,6 +22,15 @@ class WorkerStatistics:
         engine: the worker's; its epoch statistics are set to those that the controller declares.
         controller: the policy.
     """
+
+    structure = Record(
+        {
+            "bytes": FINITE,
+            "tally": Record(maybe={field.name: FINITE for field in dataclasses.fields(Tally)}),
+            "observer": EpochStatistics.structure,
+        }
+    )
+    """What ``own_state`` returns."""
 
     def __init__(self, engine: Engine, controller: Controller) -> None:
         self.engine = engine

@@ -1,0 +1,179 @@
+"""State structure: what saved state must consist of; loading refuses anything else by its place."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+class Structure(abc.ABC):
+    """What a value in saved state must be. Declared beside the code that returns the state."""
+
+    @abc.abstractmethod
+    def check(self, value: Any, place: str = "") -> None:
+        """Raise ValueError if ``value``, found at ``place`` within the state, is something else."""
+
+
+@dataclass(frozen=True)
+class Leaf(Structure):
+    """A value without parts.
+
+    Args:
+        rule: what it must be, in words.
+        holds: whether it is.
+    """
+
+    rule: str
+    holds: Callable[[Any], bool]
+
+    def check(self, value: Any, place: str = "") -> None:
+        if not self.holds(value):
+            raise ValueError(f"{place or 'the state'} is {_in_words(value)}, not {self.rule}")
+
+
+@dataclass(frozen=True)
+class Optional(Structure):
+    """None, or what ``of`` says."""
+
+    of: Structure
+
+    def check(self, value: Any, place: str = "") -> None:
+        if value is not None:
+            self.of.check(value, place)
+
+
+@dataclass(frozen=True)
+class Each(Structure):
+    """A dict from names to values that are all as ``of`` says."""
+
+    of: Structure
+
+    def check(self, value: Any, place: str = "") -> None:
+        _DICT.check(value, place)
+        for name, each in value.items():
+            self.of.check(each, _within(place, name))
+
+
+@dataclass(frozen=True)
+class Listed(Structure):
+    """A list of values that are all as ``of`` says."""
+
+    of: Structure
+
+    def check(self, value: Any, place: str = "") -> None:
+        _LIST.check(value, place)
+        for index, each in enumerate(value):
+            self.of.check(each, _within(place, index))
+
+
+@dataclass(frozen=True)
+class Pair(Structure):
+    """A list of two."""
+
+    first: Structure
+    second: Structure
+
+    def check(self, value: Any, place: str = "") -> None:
+        _PAIR.check(value, place)
+        self.first.check(value[0], _within(place, 0))
+        self.second.check(value[1], _within(place, 1))
+
+
+@dataclass(frozen=True)
+class Record(Structure):
+    """A dict with a structure for each of its names.
+
+    Args:
+        always: names that must be there.
+        maybe: names that may be there.
+        others: of all other names; None: there may be none.
+    """
+
+    always: Mapping[str, Structure] = field(default_factory=dict)
+    maybe: Mapping[str, Structure] = field(default_factory=dict)
+    others: Structure | None = None
+
+    def check(self, value: Any, place: str = "") -> None:
+        _DICT.check(value, place)
+        known = {**self.always, **self.maybe}
+        for name in self.always:
+            if name not in value:
+                raise ValueError(f"{_within(place, name)} is missing")
+        for name, each in value.items():
+            structure = known.get(name, self.others)
+            if structure is None:
+                raise ValueError(f"{_within(place, name)} does not belong there")
+            structure.check(each, _within(place, name))
+
+
+@dataclass(frozen=True)
+class Plain(Structure):
+    """Tensors, numbers, texts, None, and lists and dicts of these; no tensor with NaN or ∞."""
+
+    def check(self, value: Any, place: str = "") -> None:
+        if isinstance(value, dict):
+            Each(self).check(value, place)
+        elif isinstance(value, list | tuple):
+            Listed(self).check(value, place)
+        else:
+            _PLAIN_LEAF.check(value, place)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+NUMBER = Leaf("a number", _is_number)
+ANYTHING = Leaf("", lambda v: True)
+FINITE = Leaf("a finite number", lambda v: _is_number(v) and math.isfinite(v))
+LEVEL = Optional(
+    Leaf("a finite number of at least 0", lambda v: _is_number(v) and 0 <= v < math.inf)
+)
+INTEGER = Leaf("a whole number", lambda v: type(v) is int)
+WHOLE = Leaf("a whole number of at least 0", lambda v: type(v) is int and v >= 0)
+COUNT = Leaf("a whole number of at least 1", lambda v: type(v) is int and v >= 1)
+TEXT = Leaf("a text", lambda v: isinstance(v, str))
+FLAG = Leaf("True or False", lambda v: isinstance(v, bool))
+FLOATS = Leaf("a tensor of floating-point numbers", _is_floating)
+ERRORS = Leaf(
+    "a tensor of finite floating-point numbers", lambda v: _is_floating(v) and _is_finite(v)
+)
+"""What a memory keeps: the guard lets nothing into it that is not finite."""
+
+_DICT = Leaf(
+    "a dict with texts as keys",
+    lambda v: isinstance(v, dict) and all(isinstance(name, str) for name in v),
+)
+_LIST = Leaf("a list", lambda v: isinstance(v, list | tuple))
+_PAIR = Leaf("a list of two", lambda v: isinstance(v, list | tuple) and len(v) == 2)
+_PLAIN_LEAF = Leaf(
+    "a number, a text, None or a tensor without NaN and infinity",
+    lambda v: (
+        v is None or isinstance(v, int | float | str) or (isinstance(v, Tensor) and _is_finite(v))
+    ),
+)
+
+
+def _within(place: str, name: str | int) -> str:
+    return f"{place}/{name}" if place else str(name)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Tensor):
+        finite = "" if _is_finite(value) else " with NaN or infinity"
+        return f"a tensor of {value.dtype}{finite}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
