@@ -18,12 +18,13 @@ from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.synchronizer import Configuration, Synchronizer, Workers, configure
+from lightning_gc.synchronizer.attached_state import attached_state, check_attached_state
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
+from lightning_gc.synchronizer.joint_errors import all_or_raise
 from lightning_gc.synchronizer.pytree import each_tensor
 from lightning_gc.synchronizer.validation import check_controller, refuse_sparse_gradients
 from lightning_gc.transports.accounting import Account
-
-FORMAT = 1
+from lightning_gc.transports.distributed import Distributed, gather_text
 
 
 def attach(
@@ -208,49 +209,35 @@ class Attached:
             RuntimeError: called within a step.
         """
         self._synchronizer.check()
-        engine = self._workers.first
-        if engine.rounds.torn:
+        if self._workers.first.rounds.torn:
             raise RuntimeError("A step is under way, so its errors are not final; save after it.")
         control, kept = self._control, None
         if control is not None:
             kept = {"loop": control.state_dict({}), "worker": control.statistics[0].own_state()}
-        return self._identity() | {
-            "layout": [list(names) for names in self._workers.layout],
-            "engine": engine.state_dict(),
-            "levels": engine.levels.requested(),
-            "control": kept,
-        }
-
-    def _identity(self) -> dict[str, Any]:
-        """Return the part of the state that must be equal where it is loaded."""
-        engine = self._workers.first
-        return {
-            "format": FORMAT,
-            "worker": engine.worker,
-            "workers": engine.workers,
-            "configuration": self._workers.configuration.in_words(),
-        }
+        return attached_state(self._workers, kept)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state_dict()`` of the same worker, bit for bit.
 
+        Call it on all workers. All states are checked before any is loaded.
+
         Raises:
-            ValueError: the state of another worker, number of workers, configuration or model.
+            ValueError: on all workers, if one's state is damaged, or that of another worker, number
+                of workers, configuration, model, step or run.
         """
-        for what, own in self._identity().items():
-            if state[what] != own:
+        transport, workers = Distributed(self._group), self._workers
+        saves = all_or_raise(
+            {transport.worker: partial(check_attached_state, state, workers)},
+            transport.workers,
+            partial(gather_text, transport=transport, device=self._device),
+            ValueError,
+        )
+        for worker, save in saves.items():
+            if save != saves[0]:
                 raise ValueError(
-                    f"The state has {what}={state[what]!r}, but here it is {own!r}; give every "
-                    f"worker the state that it has saved, and attach with the same arguments."
+                    f"Worker {worker} has a state of {save}, but worker 0 of {saves[0]}; give all "
+                    f"workers states that were saved together."
                 )
-        shapes = self._workers.shapes
-        for name, kept in state["engine"]["memory"].items():
-            for tensor in kept.values():
-                if tuple(tensor.shape) != shapes.get(name):
-                    raise ValueError(
-                        f"The state has an error of {name} of shape {tuple(tensor.shape)}, but "
-                        f"the model has {shapes.get(name, 'no such parameter')}."
-                    )
         there = each_tensor(state["engine"], lambda tensor: tensor.to(self._device))
         self._workers.first.load_state_dict(copy.deepcopy(there))
         if state["levels"] is not None:

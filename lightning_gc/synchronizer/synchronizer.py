@@ -15,7 +15,7 @@ from lightning_gc.synchronizer.validation import check_agreement, digest_of
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background
-from lightning_gc.transports.distributed import Distributed
+from lightning_gc.transports.distributed import Distributed, gather_text
 
 
 class Synchronizer:
@@ -64,6 +64,7 @@ class Synchronizer:
         check_agreement(same, transport, device)
         recording = Recording(transport)
         workers.start([recording], revocable=revocable)
+        workers.run = gather_text(workers.run, transport, device)[0]
         self._background = Background(recording, device)
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
 

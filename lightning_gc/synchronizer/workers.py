@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gc.engine import Engine
+from lightning_gc.engine.state_structure import Structure
 from lightning_gc.flow import Flow
 from lightning_gc.synchronizer.bucket_regrouping import Regrouping, Shapes
 from lightning_gc.synchronizer.configuration import Configuration
@@ -17,6 +19,10 @@ from lightning_gc.transports.accounting import Recorder
 
 class HasWorkerState(Protocol):
     """Part of a worker's checkpoint besides its engine's state."""
+
+    @property
+    def structure(self) -> Structure:
+        """What ``own_state`` returns."""
 
     def own_state(self) -> dict[str, Any]:
         """Return nested dicts of tensors and numbers that may be averaged over workers."""
@@ -38,6 +44,7 @@ class Workers:
         layout: parameter names in each bucket of the last round.
         regrouping: exchanges the first round after a resume in the layout of the saved run.
         kept: name -> other state of each of these workers, for checkpoints.
+        run: a random name of this fit, equal on all workers, for checkpoints.
     """
 
     def __init__(self, configuration: Configuration) -> None:
@@ -48,6 +55,7 @@ class Workers:
         self.layout: list[tuple[str, ...]] = []
         self.regrouping: Regrouping | None = None
         self.kept: dict[str, Sequence[HasWorkerState]] = {}
+        self.run = ""
 
     def name(self, module: nn.Module) -> None:
         """Set ``names`` to the trained parameters of ``module``."""
@@ -60,6 +68,7 @@ class Workers:
         ``revocable``: optimizer steps may be skipped, as by a gradient scaler.
         """
         self.accounts = accounts
+        self.run = secrets.token_hex(4)
         if not self.engines:
             self.engines = [self.configuration.engine(a.worker, a.workers) for a in accounts]
         for engine in self.engines:

@@ -1,7 +1,9 @@
 """``attach``: equal to the strategy, resumed bit for bit, with a gradient scaler."""
 
+import copy
 import io
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,7 @@ from lightning_gc import (
 )
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Accordion, Fixed
+from lightning_gc.synchronizer.checksum import checksum, with_checksum
 from tests.support.fitting import ddp, digest, fit, unwarned
 from tests.support.processes import run_in_processes
 
@@ -206,7 +209,7 @@ def handled(worker: int) -> dict[str, Any]:
     loop.run(1, 2)
     at_last = loop.handle.account().wire_bytes
     said = []
-    wrong = loop.handle.state_dict() | {"workers": 3}
+    wrong = edited(loop.handle.state_dict(), lambda state: state.update(workers=3), anew=True)
     for attempt in (
         lambda: loop.handle.load_state_dict(wrong),
         lambda: loop.handle.begin_epoch(0),
@@ -242,3 +245,67 @@ def test_levels_bytes_and_refusals() -> None:
         assert len(found["said"]) == len(words)
         for sentence, word in zip(found["said"], words, strict=True):
             assert word in sentence
+
+
+def edited(state: dict[str, Any], change: Callable[[Any], Any], anew: bool) -> dict[str, Any]:
+    state = copy.deepcopy(state)
+    change(state)
+    return with_checksum({n: v for n, v in state.items() if n != "sha256"}) if anew else state
+
+
+ERROR = ("engine", "memory", "body.0.weight", "error")
+
+
+def spoil(state: Any, value: float) -> None:
+    for name in ERROR:
+        state = state[name]
+    state[0, 0] = value
+
+
+DAMAGED: dict[str, tuple[bool, Callable[[Any], Any], str]] = {
+    "one bit": (False, lambda state: spoil(state, 1e-9), "checksum"),
+    "NaN": (True, lambda state: spoil(state, math.nan), "body.0.weight/error.*NaN"),
+    "nothing": (True, dict.clear, "format=None"),
+    "no levels": (True, lambda state: state.pop("levels"), "levels is missing"),
+    "a negative level": (True, lambda state: state.update(levels=(-1.0, {})), "levels/0 is -1.0"),
+    "no step": (True, lambda state: state["engine"].pop("step"), "engine/step is missing"),
+    "other worker": (True, lambda state: state.update(worker=0), "worker=0, but here it is 1"),
+    "other step": (True, lambda state: state["engine"].update(step=3), "step 3 of run"),
+    "other run": (True, lambda state: state.update(run="other"), "step 4 of run other"),
+}
+
+
+def loading(worker: int) -> dict[str, Any]:
+    """Worker 1's state is damaged in many ways; both try to load, and then a whole one."""
+    dist.init_process_group("gloo")
+    controller = Accordion(low=0.5, high=0.05, interval=1)
+    first, second = (Loop(worker, TopK(0.05), None, None, controller) for _ in range(2))
+    first.handle.begin_epoch(0, max_epochs=1)
+    first.run(0, 4)
+    whole = first.handle.state_dict()
+    empty = checksum(second.handle.state_dict()["engine"])
+    said: dict[str, Any] = {}
+    for name, (anew, change, _) in DAMAGED.items():
+        state = edited(whole, change, anew) if worker == 1 else whole
+        try:
+            second.handle.load_state_dict(state)
+        except ValueError as error:
+            said[name] = str(error)
+        assert checksum(second.handle.state_dict()["engine"]) == empty, name
+    old = edited(whole, lambda state: state.update(format=1), anew=False)
+    for name in ("run", "sha256"):
+        del old[name]
+    second.handle.load_state_dict(old)
+    assert checksum(second.handle.state_dict()["engine"]) == checksum(whole["engine"])
+    for loop in (first, second):
+        loop.handle.close()
+    return said
+
+
+def test_a_damaged_state_is_refused_on_all_workers() -> None:
+    """Nothing is loaded on any; states of before checksums still are."""
+    zero, one = run_in_processes(loading, 2)
+    assert zero == one
+    assert set(zero) == set(DAMAGED)
+    for name, (_, _, why) in DAMAGED.items():
+        assert re.search(rf"^Worker 1 (of 2 )?has a state .*{why}", zero[name]), zero[name]

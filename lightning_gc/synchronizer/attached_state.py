@@ -1,0 +1,100 @@
+"""Attached state: what ``Attached.state_dict`` returns, and what is refused before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_gc.engine.engine import ENGINE_STATE
+from lightning_gc.engine.state_structure import (
+    COUNT,
+    LEVEL,
+    TEXT,
+    WHOLE,
+    Each,
+    Listed,
+    Optional,
+    Pair,
+    Record,
+    Structure,
+)
+from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
+from lightning_gc.synchronizer.checksum import check_checksum, with_checksum
+from lightning_gc.synchronizer.control_loop import CONTROL_STATE
+from lightning_gc.synchronizer.pytree import Tree
+from lightning_gc.synchronizer.worker_statistics import WorkerStatistics
+from lightning_gc.synchronizer.workers import Workers
+
+FORMAT = 2
+"""Format 1 has nothing of what is in ``_SINCE_2``."""
+
+_STATE: dict[str, Structure] = {
+    "format": COUNT,
+    "worker": WHOLE,
+    "workers": COUNT,
+    "configuration": Each(TEXT),
+    "layout": Listed(Listed(TEXT)),
+    "engine": Record(ENGINE_STATE),
+    "levels": Optional(Pair(LEVEL, Each(LEVEL))),
+    "control": Optional(Record({"loop": CONTROL_STATE, "worker": WorkerStatistics.structure})),
+}
+_SINCE_2: dict[str, Structure] = {"run": TEXT, CHECKSUM: TEXT}
+
+
+def attached_state(workers: Workers, control: Tree | None) -> Tree:
+    """Return the state of this process's worker, with a checksum."""
+    state = {
+        "format": FORMAT,
+        "run": workers.run,
+        "layout": [list(names) for names in workers.layout],
+        "engine": workers.first.state_dict(),
+        "levels": workers.first.levels.requested(),
+        "control": control,
+    }
+    return with_checksum(state | _identity(workers))
+
+
+def check_attached_state(state: Any, workers: Workers) -> str:
+    """Return the step and the run in which a state was saved.
+
+    Raises:
+        ValueError: it is damaged, or that of another worker, configuration or model.
+    """
+    known = state.get("format") if isinstance(state, Mapping) else None
+    if known not in range(1, FORMAT + 1):
+        raise ValueError(
+            f"has a state of format={known!r}, but this version of lightning_gc knows formats up "
+            f"to {FORMAT}; give what Attached.state_dict() has returned, or upgrade."
+        )
+    try:
+        if known != 1:
+            check_checksum(state)
+        Record(_STATE if known == 1 else {**_STATE, **_SINCE_2}).check(dict(state))
+    except ValueError as error:
+        raise ValueError(
+            f"has a state that cannot be used: {error}. Load an earlier one, or none: then errors "
+            f"begin at zero."
+        ) from error
+    for what, own in _identity(workers).items():
+        if state[what] != own:
+            raise ValueError(
+                f"has a state with {what}={state[what]!r}, but here it is {own!r}; give every "
+                f"worker the state that it has saved, and attach with the same arguments."
+            )
+    for name, kept in state["engine"]["memory"].items():
+        for tensor in kept.values():
+            if tuple(tensor.shape) != workers.shapes.get(name):
+                raise ValueError(
+                    f"has a state with an error of {name} of shape {tuple(tensor.shape)}, but the "
+                    f"model has {workers.shapes.get(name, 'no such parameter')}."
+                )
+    return f"step {state['engine']['step']}" + (f" of run {state['run']}" if known != 1 else "")
+
+
+def _identity(workers: Workers) -> dict[str, Any]:
+    """Return the part of the state that must be equal where it is loaded."""
+    return {
+        "worker": workers.first.worker,
+        "workers": workers.first.workers,
+        "configuration": workers.configuration.in_words(),
+    }
