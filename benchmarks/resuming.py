@@ -26,7 +26,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import CompressedDDPStrategy, PerParameter, SizeSwitch, TopK
 from lightning_gc.engine import Engine
-from lightning_gc.strategies.checkpoint.save_restore import Checkpoints
+from lightning_gc.strategies.checkpoint.saving import Saving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from images import Photos, load
@@ -120,7 +120,7 @@ def sizes() -> list[tuple[str, float, float, float]]:
                 started = time.perf_counter()
                 workers = SimpleNamespace(engines=[engine], kept={})
                 host: Any = SimpleNamespace(local_workers=workers)
-                keeper = Checkpoints(host, "full", dtype)
+                keeper = Saving(host, "full", dtype)
                 own = keeper.own()
                 own["averaged"]["memory"] = keeper.small(own["averaged"]["memory"])
                 copied = time.perf_counter()

@@ -17,7 +17,13 @@ from lightning_gc.controllers import Fixed, Schedule
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy
 from tests.support.processes import run_in_processes
-from tests.support.resuming import checkpoint, differences, fit_and_save, in_processes
+from tests.support.resuming import (
+    checkpoint,
+    differences,
+    fit_and_save,
+    in_processes,
+    side_files,
+)
 
 pytestmark = pytest.mark.processes
 TOPK = PerParameter(TopK(0.1))
@@ -97,15 +103,15 @@ def test_files_are_plain_data(tmp_path: Path) -> None:
     """Tensors by parameter name, in every worker's file; nothing that has to be unpickled."""
     run(2, tmp_path, 1, controller=Schedule((0.1, 0.2)))
     main = torch.load(checkpoint(tmp_path, 0, 5), weights_only=True)["lightning_gc"]
-    assert (main["format"], main["mode"], main["workers"], main["step"]) == (1, "full", 2, 5)
+    assert (main["format"], main["mode"], main["workers"], main["step"]) == (2, "full", 2, 5)
     assert main["turn"]["decision"]["level"] == 0.1
-    files = sorted((tmp_path / FOLDER).iterdir())
-    assert [file.name for file in files] == [
-        f"epoch=0-step=5.ckpt-step5-worker{worker}of2.pt" for worker in range(2)
-    ]
-    for worker, file in enumerate(files):
+    files = side_files(tmp_path)
+    assert list(files) == [f"epoch=0-step=5.ckpt-step5-worker{worker}of2.pt" for worker in range(2)]
+    for worker, file in enumerate(files.values()):
         own = torch.load(file, weights_only=True)
-        assert own["worker"] == worker
+        assert (own["format"], own["worker"], own["workers"]) == (2, worker, 2)
+        assert (own["run"], own["stem"]) == (main["run"], main["stem"])
+        assert own["sha256"] == main["files"][worker]
         memory = own["averaged"]["memory"]
         assert memory["body.2.weight"]["error"].shape == (40, 40)
         assert memory["body.2.weight"]["error"].dtype == torch.float32
@@ -142,7 +148,7 @@ def test_last_is_the_checkpoint_and_not_a_side_file(tmp_path: Path) -> None:
     """Lightning takes for the last checkpoint whatever beside it has "last" in its name."""
     saving = {"save_last": True, "save_top_k": 1, "save_on_train_epoch_end": True}
     run(2, tmp_path / "first", 3, crash=10, saving=saving)
-    side = sorted(file.name for file in (tmp_path / "first" / FOLDER).glob("last*"))
+    side = [name for name in side_files(tmp_path / "first") if name.startswith("last")]
     assert side == [f"last.ckpt-step10-worker{worker}of2.pt" for worker in range(2)]
     resumed = run(2, tmp_path / "first", 3, resume="last", saving=saving)
     assert differences(undisturbed(), resumed) == []
@@ -152,7 +158,7 @@ def test_side_files_go_with_their_checkpoint(tmp_path: Path) -> None:
     run(2, tmp_path, 4, saving={"save_top_k": 2, "monitor": "step", "mode": "max"})
     kept = sorted(file.name for file in tmp_path.glob("*.ckpt"))
     assert kept == ["epoch=2-step=15.ckpt", "epoch=3-step=20.ckpt"]
-    side = {file.name.rpartition("-step")[0] for file in (tmp_path / FOLDER).iterdir()}
+    side = {name.rpartition("-step")[0] for name in side_files(tmp_path)}
     assert sorted(side) == kept
 
 
@@ -214,7 +220,7 @@ def test_another_memory_says_so(tmp_path: Path) -> None:
 
 def test_a_lost_side_file_counts_as_zeros(tmp_path: Path) -> None:
     first = run(2, tmp_path / "a", 1)
-    lost = tmp_path / "a" / FOLDER / "epoch=0-step=5.ckpt-step5-worker1of2.pt"
+    lost = side_files(tmp_path / "a")["epoch=0-step=5.ckpt-step5-worker1of2.pt"]
     os.remove(lost)
     options = {"folder": str(tmp_path / "b"), "epochs": 2, "compressor": TOPK}
     options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
@@ -227,21 +233,54 @@ def test_a_lost_side_file_counts_as_zeros(tmp_path: Path) -> None:
         assert np.abs(error / 2 + due[name] - left[name]).max() < 1e-6
 
 
-def broken(worker: int, options: dict[str, Any]) -> str:
-    with pytest.raises(RuntimeError, match="Worker 1 of 2 could not read") as caught:
-        fit_and_save(worker, 2, **options)
-    return str(caught.value)
+def refused(worker: int, resumes: list[tuple[str, str]], folder: str) -> list[str]:
+    """Try to resume from several checkpoints; return what this worker says of each."""
+    said = []
+    for resume in resumes:
+        options: dict[str, Any] = {"folder": folder, "epochs": 2, "compressor": TOPK}
+        try:
+            fit_and_save(worker, 2, resume=resume[worker], **options)
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def cut(zero: Path, one: Path) -> None:
+    one.write_bytes(one.read_bytes()[:1000])
+
+
+def swap(zero: Path, one: Path) -> None:
+    contents = zero.read_bytes(), one.read_bytes()
+    one.write_bytes(contents[0])
+    zero.write_bytes(contents[1])
+
+
+def malform(zero: Path, one: Path) -> None:
+    own = torch.load(one, weights_only=True)
+    del own["averaged"]["turn"]
+    torch.save(own, one)
 
 
 def test_a_damaged_side_file_stops_all_workers(tmp_path: Path) -> None:
-    run(2, tmp_path / "a", 1)
-    file = tmp_path / "a" / FOLDER / "epoch=0-step=5.ckpt-step5-worker1of2.pt"
-    file.write_bytes(file.read_bytes()[:1000])
-    options = {"folder": str(tmp_path / "b"), "epochs": 2, "compressor": TOPK}
-    options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
-    sentences = run_in_processes(broken, 2, options, timeout=60)
-    assert all("state='off'" in sentence for sentence in sentences)
-    assert str(file) in sentences[0]
+    """With one sentence, which names the file of each worker that could not use its own."""
+    run(2, tmp_path / "a", 1, controller=Fixed(0.1))
+    damages = {cut: [1], swap: [0, 1], malform: [1]}
+    expected = []
+    for number, (damage, whose) in enumerate(damages.items()):
+        shutil.copytree(tmp_path / "a", tmp_path / f"damaged{number}")
+        files = list(side_files(tmp_path / f"damaged{number}").values())
+        damage(*files)
+        expected.append([f"Worker {i} of 2 could not use {files[i]}: " for i in whose])
+    resumes = [(checkpoint(tmp_path / f"damaged{number}", 0, 5),) * 2 for number in range(3)]
+    run(2, tmp_path / "other", 1, controller=Fixed(0.1))
+    resumes.append((checkpoint(tmp_path / "a", 0, 5), checkpoint(tmp_path / "other", 0, 5)))
+    zero, one = run_in_processes(refused, 2, resumes, str(tmp_path / "b"), timeout=60)
+    assert zero[:3] == one[:3]
+    assert all("Worker 1 has found another checkpoint at" in said for said in (zero[3], one[3]))
+    for sentence, parts in zip(zero[:3], expected, strict=True):
+        assert all(part in sentence for part in parts)
+        assert sentence.count("could not use") == len(parts)
+        assert "state='off'" in sentence
 
 
 def test_bad_settings_are_refused() -> None:

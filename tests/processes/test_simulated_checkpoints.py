@@ -17,7 +17,7 @@ from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.models import GoesOn, Plain, common_batches, common_rows
 from tests.support.processes import run_in_processes
-from tests.support.resuming import Crash, checkpoint
+from tests.support.resuming import Crash, checkpoint, side_files
 from tests.support.simulation import fit_case, real, simulated
 
 pytestmark = pytest.mark.processes
@@ -113,9 +113,9 @@ def test_the_same_files(tmp_path: Path) -> None:
     for kind in ("real", "simulated"):
         folder = tmp_path / kind
         run(kind, folder, max_epochs=1)
-        names = sorted(file.name for file in (folder / FOLDER).iterdir())
-        assert names == [f"epoch=0-step=15.ckpt-step15-worker{i}of2.pt" for i in range(2)]
-        side = [torch.load(folder / FOLDER / name, weights_only=True) for name in names]
+        files = side_files(folder)
+        assert list(files) == [f"epoch=0-step=15.ckpt-step15-worker{i}of2.pt" for i in range(2)]
+        side = [torch.load(file, weights_only=True) for file in files.values()]
         main = torch.load(checkpoint(folder, 0, STEPS), weights_only=True)
         contents.append((side, main))
     (theirs, their_main), (ours, our_main) = contents

@@ -1,5 +1,6 @@
 """Fits that save, stop and go on, and what must be the same afterwards."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch.amp import GradScaler
 
+from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
 from tests.support.fitting import Crashed, ddp, fit
 from tests.support.models import Books, GoesOn, own_batches
@@ -134,6 +136,12 @@ def differences(whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> l
 def totals(result: dict[str, Any]) -> dict[str, float]:
     """Return the monitor's figures, of the epoch and of the run."""
     return {name: value for name, value in result["metrics"].items() if "compression" in name}
+
+
+def side_files(folder: Path) -> dict[str, Path]:
+    """Return name -> side file beside the checkpoints, without the random name of the save."""
+    files = sorted((folder / FOLDER).iterdir())
+    return {re.sub(r"-[0-9a-f]{8}-(\d+|alone)-worker", "-worker", f.name): f for f in files}
 
 
 def checkpoint(folder: Path, epoch: int, steps: int) -> str:

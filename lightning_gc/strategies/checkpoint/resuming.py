@@ -4,7 +4,9 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from lightning_gc.strategies.checkpoint import side_files
-from lightning_gc.strategies.checkpoint.save_restore import DTYPES, Checkpoints, Host
+from lightning_gc.strategies.checkpoint.host import Host
+from lightning_gc.strategies.checkpoint.restoring import Restoring
+from lightning_gc.strategies.checkpoint.saving import DTYPES, Saving
 
 
 class Resuming:
@@ -17,7 +19,8 @@ class Resuming:
             raise ValueError(f"state={mode!r}: use 'full', 'mean' or 'off'.")
         if dtype not in DTYPES:
             raise ValueError(f"state_dtype={dtype!r}: use 'float32' or 'bfloat16'.")
-        self._checkpoints = Checkpoints(cast(Host, self), mode, DTYPES[dtype])
+        self._saving = Saving(cast(Host, self), mode, DTYPES[dtype])
+        self._restoring = Restoring(cast(Host, self), off=mode == "off")
         self._resumed_from: Any = None
 
     def save_checkpoint(
@@ -26,7 +29,7 @@ class Resuming:
         """Write the side files of a full checkpoint, then the checkpoint, atomically."""
         save: Any = super().save_checkpoint  # type: ignore[misc]
         write = partial(save, checkpoint, storage_options=storage_options)
-        self._checkpoints.save(checkpoint, filepath, storage_options, write)
+        self._saving.save(checkpoint, filepath, storage_options, write)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._resumed_from = checkpoint_path
@@ -35,8 +38,8 @@ class Resuming:
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restore error state too: this is Lightning's first call after the engine is made."""
+        self._restoring.restore(checkpoint, self._resumed_from)
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
-        self._checkpoints.restore(checkpoint, self._resumed_from)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)  # type: ignore[misc]

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import posixpath
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,22 +15,30 @@ from fsspec.core import url_to_fs
 
 # A folder, because Lightning takes files beside a checkpoint for checkpoints, by their names.
 FOLDER = "lightning_gc_state"
+_NAME = re.compile(r"(?P<stem>(?P<base>.+)-step(?P<step>\d+).*)-worker(\d+)of(?P<workers>\d+)\.pt")
 
 
-def stem_of(checkpoint: Any, step: int) -> str:
+def stem_of(checkpoint: Any, step: int, save: str) -> str:
     """Return the prefix of the names of a checkpoint's side files.
 
-    With the step: a checkpoint saved again under its old name must leave the old side files intact
-    until the new ones are complete.
+    With the step, to be read, and the name of this save, ``save``: a checkpoint saved again under
+    its old name must leave the old side files intact until all the new files are complete.
     """
-    return f"{_split(checkpoint)[1]}-step{step}"
+    return f"{_split(checkpoint)[1]}-step{step}-{save}"
 
 
 def path_of(checkpoint: Any, stem: str, worker: int, workers: int) -> str:
     """Return the path of one worker's side file; beside its target, if the checkpoint is a link."""
-    path = os.fspath(checkpoint)  # such as last.ckpt
-    folder, _ = _split(os.path.realpath(path) if os.path.islink(path) else path)
+    folder, _ = _split(_target(checkpoint))
     return posixpath.join(folder, FOLDER, f"{stem}-worker{worker}of{workers}.pt")
+
+
+def part_of(path: str) -> str:
+    """Return where a local checkpoint or side file is written before it gets its name.
+
+    In the folder of side files: Lightning would take it for a checkpoint.
+    """
+    return os.path.join(_folder(path), f"{os.path.basename(path)}.part")
 
 
 def exists(path: str) -> bool:
@@ -39,22 +48,45 @@ def exists(path: str) -> bool:
 
 
 def read(path: str, checkpoint_io: Any) -> Any:
-    """Return a side file's tensors, numbers, strings, lists and dicts; no pickled code is run."""
-    while getattr(checkpoint_io, "checkpoint_io", None) is not None:
-        checkpoint_io = checkpoint_io.checkpoint_io  # unwrap, such as an asynchronous one
-    safely = "weights_only" in inspect.signature(checkpoint_io.load_checkpoint).parameters
+    """Return a side file's tensors, numbers, strings, lists and dicts; no pickled code is run.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    inner = checkpoint_io
+    while getattr(inner, "checkpoint_io", None) is not None:
+        inner = inner.checkpoint_io  # unwrap, such as an asynchronous one
+    safely = "weights_only" in inspect.signature(inner.load_checkpoint).parameters
     try:
         if safely:
             return checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
-        fs, inner = url_to_fs(path)  # Lightning before 2.6 would unpickle anything
-        with fs.open(inner, "rb") as file:
+        fs, where = url_to_fs(path)  # Lightning before 2.6 would unpickle anything
+        with fs.open(where, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         first = str(error).partition("\n")[0].partition(". ")[0]  # torch adds unsafe advice
-        raise RuntimeError(
-            f"The error state in {path} cannot be read ({type(error).__name__}: {first}). Restore "
-            f"the file, or resume with CompressedDDPStrategy(state='off') and errors of zero."
-        ) from error
+        raise ValueError(f"it cannot be read ({type(error).__name__}: {first})") from error
+
+
+def checkpoint_before(checkpoint: Any, step: int) -> str | None:
+    """Return the checkpoint in the same folder with the highest step, up to ``step``.
+
+    Only one that has the side files of all its workers; None if there is none.
+    """
+    folder, own = _split(_target(checkpoint))
+    fs, inner = url_to_fs(posixpath.join(folder, FOLDER))
+    try:
+        names = [posixpath.basename(str(path)) for path in fs.ls(inner, detail=False)]
+    except OSError:
+        return None
+    found = [match for name in names if (match := _NAME.fullmatch(name))]
+    stems = [match["stem"] for match in found]
+    whole = [m for m in found if stems.count(m["stem"]) == int(m["workers"])]
+    for match in sorted(whole, key=lambda m: (int(m["step"]), m["base"]), reverse=True):
+        path = posixpath.join(folder, match["base"])
+        if match["base"] != own and int(match["step"]) <= step and exists(path):
+            return path
+    return None
 
 
 def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
@@ -78,9 +110,21 @@ def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
 
 def tidy(checkpoint: Any) -> None:
     """Remove the folder beside a checkpoint if it is empty."""
-    fs, inner = url_to_fs(posixpath.join(_split(checkpoint)[0], FOLDER))
+    fs, inner = url_to_fs(_folder(checkpoint))
     with contextlib.suppress(OSError):  # removed already, or not empty
         fs.rmdir(inner)
+
+
+def _target(checkpoint: Any) -> str:
+    """Return where a link, such as last.ckpt, points to; any other path as it is."""
+    path: str = os.fspath(checkpoint)
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+def _folder(path: Any) -> str:
+    """Return the folder of side files of a checkpoint, or of a side file."""
+    folder, _ = _split(path)
+    return folder if posixpath.basename(folder) == FOLDER else posixpath.join(folder, FOLDER)
 
 
 def _split(checkpoint: Any) -> tuple[str, str]:

@@ -1,17 +1,21 @@
 """A checkpoint that cannot be written, in any of its files, costs no earlier one."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import PerParameter, TopK
+from lightning_gc.strategies.checkpoint.saving import Saving
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.models import Plain, common_batches
+from tests.support.resuming import side_files
 
 
 class FullDisk(TorchCheckpointIO):
@@ -52,7 +56,35 @@ def test_the_earlier_checkpoint_stays_whole(tmp_path: Path, refused: str) -> Non
     with unwarned():
         quiet_trainer(strategy, callbacks=[Saves()]).fit(Plain(), common_batches(16, 4))
     assert disk.refused
-    assert set(kept) == {"last.ckpt", *(f"last.ckpt-step1-worker{i}of2.pt" for i in range(2))}
+    assert len(kept) == 3
+    assert {f"last.ckpt-step1-worker{i}of2.pt" for i in range(2)} <= set(side_files(tmp_path))
     now = contents(tmp_path)
     assert {name: now.get(name) for name in kept} == kept
     assert (tmp_path / FOLDER).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("rank", "alone", "wrapped", "left"),
+    [
+        (0, False, False, {"c"}),
+        (2, False, False, {"c"}),
+        (0, True, False, {"c"}),
+        (2, True, False, {"a", "b", "c"}),  # nobody may have written the checkpoint
+        (0, False, True, {"b", "c"}),  # that of "c" may still be written, in a thread
+    ],
+)
+def test_old_side_files_are_removed_by_who_knows_of_a_new_checkpoint(
+    tmp_path: Path, rank: int, alone: bool, wrapped: bool, left: set[str]
+) -> None:
+    """Each node's first worker does so; worker 2 here is that of a second one."""
+    io = SimpleNamespace(checkpoint_io=None) if wrapped else SimpleNamespace()
+    trainer = SimpleNamespace(interrupted=alone)
+    host: Any = SimpleNamespace(checkpoint_io=io, global_rank=rank, local_rank=0)
+    host.lightning_module = SimpleNamespace(trainer=trainer)
+    saving, path = Saving(host, "full", torch.float32), tmp_path / "x.ckpt"
+    (tmp_path / FOLDER).mkdir()
+    for name in "abc":
+        (tmp_path / FOLDER / f"x.ckpt-step1-{name}-worker0of4.pt").touch()
+        saving._remove_old_side_files(path, f"x.ckpt-step1-{name}")
+    names = {file.name for file in (tmp_path / FOLDER).iterdir()}
+    assert names == {f"x.ckpt-step1-{name}-worker0of4.pt" for name in left}

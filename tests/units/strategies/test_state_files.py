@@ -28,7 +28,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def write(path: str, step: int, workers: int = 2) -> list[str]:
-    paths = [path_of(path, stem_of(path, step), i, workers) for i in range(workers)]
+    paths = [path_of(path, stem_of(path, step, "save"), i, workers) for i in range(workers)]
     for i, side in enumerate(paths):
         TorchCheckpointIO().save_checkpoint({"worker": i, "x": torch.ones(3)}, side)
     return paths
@@ -36,9 +36,9 @@ def write(path: str, step: int, workers: int = 2) -> list[str]:
 
 def test_written_found_and_read(root: str) -> None:
     paths = write(f"{root}/a.ckpt", 5)
-    assert paths[1] == f"{root}/{FOLDER}/a.ckpt-step5-worker1of2.pt"
+    assert paths[1] == f"{root}/{FOLDER}/a.ckpt-step5-save-worker1of2.pt"
     assert all(exists(path) for path in paths)
-    assert not exists(path_of(f"{root}/a.ckpt", stem_of("a.ckpt", 6), 0, 2))
+    assert not exists(path_of(f"{root}/a.ckpt", stem_of("a.ckpt", 6, "save"), 0, 2))
     for io in (TorchCheckpointIO(), AsyncCheckpointIO(TorchCheckpointIO()), Old()):
         assert read(paths[1], io)["worker"] == 1
 
@@ -53,7 +53,7 @@ class Old(TorchCheckpointIO):
 def test_removed_are_those_of_the_checkpoint_only(root: str) -> None:
     for name, step in (("a.ckpt", 1), ("a.ckpt", 2), ("b.ckpt", 1), ("aa.ckpt", 1)):
         write(f"{root}/{name}", step)
-    remove(f"{root}/a.ckpt", keep=["a.ckpt-step2"])
+    remove(f"{root}/a.ckpt", keep=["a.ckpt-step2-save"])
     fs, inner = fsspec.core.url_to_fs(f"{root}/{FOLDER}")
 
     def left() -> set[str]:
@@ -61,10 +61,10 @@ def test_removed_are_those_of_the_checkpoint_only(root: str) -> None:
             str(path).rpartition("/")[2].partition("-worker")[0] for path in fs.ls(inner, False)
         }
 
-    assert left() == {"a.ckpt-step2", "b.ckpt-step1", "aa.ckpt-step1"}
+    assert left() == {"a.ckpt-step2-save", "b.ckpt-step1-save", "aa.ckpt-step1-save"}
     remove(f"{root}/a.ckpt")
     remove(f"{root}/a.ckpt")  # another worker may have been quicker
-    assert left() == {"b.ckpt-step1", "aa.ckpt-step1"}
+    assert left() == {"b.ckpt-step1-save", "aa.ckpt-step1-save"}
     remove(f"{root}/b.ckpt")
     remove(f"{root}/aa.ckpt")
     side_files.tidy(f"{root}/aa.ckpt")
@@ -74,7 +74,7 @@ def test_removed_are_those_of_the_checkpoint_only(root: str) -> None:
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     file = tmp_path / "x.pt"
     file.write_text("no tensors")
-    with pytest.raises(RuntimeError, match=r"x\.pt cannot be read .*state='off'"):
+    with pytest.raises(ValueError, match=r"it cannot be read \(UnpicklingError: "):
         read(str(file), TorchCheckpointIO())
 
 
@@ -85,7 +85,7 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
 
     torch.save({"x": Evil()}, tmp_path / "x.pt")
     for io in (TorchCheckpointIO(), Old()):
-        with pytest.raises(RuntimeError, match="cannot be read"):
+        with pytest.raises(ValueError, match="cannot be read"):
             read(str(tmp_path / "x.pt"), io)
     assert not (tmp_path / "harm").exists()
 

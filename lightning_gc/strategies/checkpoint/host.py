@@ -1,0 +1,69 @@
+"""Host: what saving and restoring need of a Lightning strategy, and what both do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_gc.controllers import Controller
+from lightning_gc.synchronizer import Workers
+from lightning_gc.synchronizer.control_loop import ControlLoop
+from lightning_gc.synchronizer.joint_errors import all_or_raise
+from lightning_gc.transports.distributed import Distributed, gather_text
+
+KEY = "lightning_gc"
+"""Name of our part in a checkpoint."""
+
+
+class Host(Protocol):
+    """Attributes of a Lightning strategy that saving and restoring use."""
+
+    local_workers: Workers
+    controller: Controller | None
+    control_loop: ControlLoop | None
+    checkpoint_io: Any
+    root_device: torch.device
+    local_rank: int
+    global_rank: int
+    world_size: int
+    lightning_module: Any
+    reduce: Callable[..., Tensor]
+
+
+def first_worker(host: Host) -> int:
+    """Return the first worker of this process."""
+    engines = host.local_workers.engines
+    return engines[0].worker if engines else host.global_rank
+
+
+def configuration_of(host: Host) -> dict[str, str]:
+    """Return ``repr`` of compressor, memory and controller, on which state depends."""
+    parts = host.local_workers.configuration
+    return {
+        "compressor": repr(parts.compressor),
+        "memory": repr(parts.memory),
+        "controller": repr(host.controller),
+    }
+
+
+def is_alone(host: Host) -> bool:
+    """Return whether this may be the only worker that saves, after an exception.
+
+    A collective would then hang.
+    """
+    return bool(host.lightning_module.trainer.interrupted)
+
+
+def together(host: Host, acts: Mapping[int, Callable[[], str]]) -> dict[int, str]:
+    """Call the acts of this process's workers; if one fails on any worker, all raise."""
+    engines = host.local_workers.engines
+
+    def gather(text: str) -> list[str]:
+        if is_alone(host) or host.world_size == 1:
+            return [text]
+        return gather_text(text, Distributed(), host.root_device)
+
+    return all_or_raise(acts, engines[0].workers if engines else host.world_size, gather)

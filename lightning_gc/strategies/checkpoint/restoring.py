@@ -1,0 +1,179 @@
+"""Restoring: error state, levels and controller state from a checkpoint and its side files."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_gc.engine.state_structure import Structure
+from lightning_gc.strategies.checkpoint import side_files
+from lightning_gc.strategies.checkpoint.changes import changes
+from lightning_gc.strategies.checkpoint.host import (
+    KEY,
+    Host,
+    configuration_of,
+    first_worker,
+    together,
+)
+from lightning_gc.strategies.checkpoint.validation import check_main, check_side_file
+from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
+from lightning_gc.synchronizer.joint_errors import explaining
+from lightning_gc.synchronizer.pytree import Tree, average, each_tensor
+
+_NOTHING: Tree = {"averaged": {}, "compressor": {}}
+_log = logging.getLogger(__name__)
+
+
+class _Unusable(ValueError):
+    """A file cannot be used; its name has been said."""
+
+
+@dataclass(frozen=True)
+class Restoring:
+    """Restores what ``Saving`` has saved, or nothing.
+
+    All that any worker reads is checked on all workers before anything is changed.
+
+    Args:
+        host: the strategy.
+        off: do not restore errors: they begin at zero, whatever the files hold.
+    """
+
+    host: Host
+    off: bool
+
+    def restore(self, checkpoint: Tree, path: Any) -> None:
+        """Restore engines, controller and other state from a checkpoint, if there are engines.
+
+        Raises:
+            RuntimeError: on all workers, if one cannot use what it has read.
+        """
+        engines = self.host.local_workers.engines
+        main: Any = checkpoint.get(KEY)
+        if not engines:
+            return
+        found = [] if self.off else self._read_and_compare(main, path)
+        if found:
+            problem = f"could not restore the error state of {path}"
+            apply = explaining(problem, partial(self._apply, main, found))
+            together(self.host, {first_worker(self.host): apply})
+            return
+        if main is None and engines[0].memory.buffers and not self.off:
+            self._log_rank0(f"{path} holds no error state: errors begin at zero.")
+        step = main.get("step") if isinstance(main, dict) else 0
+        for each in engines:
+            each.reset(step if isinstance(step, int) else 0)
+
+    def _read_and_compare(self, main: Any, path: Any) -> list[Tree]:
+        """Return ``_collect``; raise on all workers if one cannot, or has another checkpoint."""
+        found: list[Tree] = []
+
+        def check() -> str:
+            if main is None:
+                return ""
+            with self._usable(path, f"the error state in {path}", main):
+                found.extend(self._collect(main, path))
+            return f"{main['stem']} {main.get(CHECKSUM, '')}"
+
+        read = together(self.host, {first_worker(self.host): check})
+        first = min(read)
+        others = [str(worker) for worker, save in read.items() if save != read[first]]
+        if others:
+            raise RuntimeError(
+                f"Worker {', '.join(others)} has found another checkpoint at {path} than worker "
+                f"{first}; give all workers the same files."
+            )
+        return found
+
+    def _collect(self, main: Tree, path: Any) -> list[Tree]:
+        """Return each worker's state: its own, or the mean if the number of workers changed."""
+        engines, kept = self.host.local_workers.engines, self._kept
+        check_main(main, kept)
+        if main["torn"]:
+            self._log_rank0(f"{path} was saved within a step: errors begin at zero.")
+            return [_NOTHING] * len(engines)
+        if main["mode"] == "mean":
+            common = {"averaged": main["averaged"], "compressor": main["compressor"]}
+            return [common] * len(engines)
+        before, now = main["workers"], engines[0].workers
+        if before == now:
+            return self._read(main, path, [engine.worker for engine in engines])
+        own = self._read(main, path, range(before))
+        self._log_rank0(f"{before} workers' errors are averaged: each of {now} has the mean.")
+        known = next((state for state in own if state is not _NOTHING), _NOTHING)
+        averaged = average([state["averaged"] for state in own])
+        return [{"averaged": averaged, "compressor": known["compressor"]}] * len(engines)
+
+    def _read(self, main: Tree, path: Any, workers: Iterable[int]) -> list[Tree]:
+        """Return the content of these workers' side files; nothing where one is missing."""
+        files = {i: side_files.path_of(path, main["stem"], i, main["workers"]) for i in workers}
+        lost = [file for file in files.values() if not side_files.exists(file)]
+        if lost:
+            warnings.warn(
+                f"Error state is missing: {', '.join(lost)}. Errors that were in it count as zero. "
+                f"Move a checkpoint together with its folder {side_files.FOLDER}.",
+                stacklevel=2,
+            )
+        found = []
+        for worker, file in files.items():
+            own = _NOTHING
+            if file not in lost:
+                with self._usable(path, file, main):
+                    own = side_files.read(file, self.host.checkpoint_io)
+                    check_side_file(own, main, worker, self._kept)
+            found.append(own)
+        return found
+
+    @property
+    def _kept(self) -> dict[str, Structure]:
+        return {name: parts[0].structure for name, parts in self.host.local_workers.kept.items()}
+
+    @contextlib.contextmanager
+    def _usable(self, path: Any, what: str, main: Tree) -> Iterator[None]:
+        """Say in an exception what cannot be used, and what can be done."""
+        try:
+            yield
+        except _Unusable:
+            raise
+        except Exception as error:
+            step = main.get("step") if isinstance(main, dict) else None
+            before = side_files.checkpoint_before(path, step) if isinstance(step, int) else None
+            instead = f"resume from {before}, which is the one before, " if before else ""
+            why = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
+            raise _Unusable(
+                f"could not use {what}: {why}. Nothing has been restored. Restore the file, "
+                f"{instead}or give the strategy state='off', with which errors begin at zero."
+            ) from error
+
+    def _apply(self, main: Tree, found: list[Tree]) -> str:
+        workers, control = self.host.local_workers, self.host.control_loop
+        shapes = workers.shapes
+        now = configuration_of(self.host)
+        changed = [changes(main["configuration"], now, own, shapes) for own in found]
+        if changed[0].sentences and self.host.global_rank == 0:
+            sentences = " ".join(changed[0].sentences)
+            warnings.warn(f"Resumed with changes. {sentences}", stacklevel=2)
+        for engine, kept in zip(workers.engines, changed, strict=True):
+            compressor = each_tensor(kept.compressor, lambda t: t.clone())
+            common = {"learning_rates": main["learning_rates"], "step": main["step"]}
+            engine.load_state_dict({"memory": kept.memory, "compressor": compressor, **common})
+        same_controller = changed[0].same_controller
+        if control is not None and main["turn"] is not None and same_controller:
+            control.load_state_dict(main["turn"])
+        workers.regroup(main["layout"])
+        for name, parts in workers.kept.items():
+            for part, own in zip(parts, found, strict=True):
+                if name in own["averaged"] and (name != "turn" or same_controller):
+                    part.load_own_state(own["averaged"][name])
+        return ""
+
+    def _log_rank0(self, sentence: str) -> None:
+        if self.host.global_rank == 0:
+            _log.info(sentence)

@@ -1,0 +1,141 @@
+"""Validation: refuse a checkpoint's part or a side file that is damaged, malformed or foreign."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_gc.engine.engine import ENGINE_STATE
+from lightning_gc.engine.state_structure import (
+    ANYTHING,
+    COUNT,
+    FLAG,
+    TEXT,
+    WHOLE,
+    Each,
+    Leaf,
+    Listed,
+    Optional,
+    Record,
+    Structure,
+)
+from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
+from lightning_gc.synchronizer.checksum import check_checksum
+from lightning_gc.synchronizer.control_loop import CONTROL_STATE
+from lightning_gc.synchronizer.pytree import Tree
+
+FORMAT = 2
+"""Format 1 has no checksums, and nothing of what is called ``_SINCE_2`` here."""
+
+_MODE = Leaf("'full' or 'mean'", lambda v: v in ("full", "mean"))
+_FILE_NAME = Leaf(
+    "the beginning of a file's name", lambda v: isinstance(v, str) and v == os.path.basename(v)
+)
+_MAIN: dict[str, Structure] = {
+    "format": WHOLE,
+    "mode": _MODE,
+    "workers": COUNT,
+    "step": WHOLE,
+    "stem": _FILE_NAME,
+    "torn": FLAG,
+    "layout": Listed(Listed(TEXT)),
+    "configuration": Record(dict.fromkeys(("compressor", "memory", "controller"), TEXT)),
+    "learning_rates": ENGINE_STATE["learning_rates"],
+    "turn": Optional(CONTROL_STATE),
+}
+_MAIN_SINCE_2: dict[str, Structure] = {
+    "run": TEXT,
+    "shapes": Each(Each(Listed(WHOLE))),  # of errors, by parameter and buffer
+    "files": Listed(Optional(TEXT)),
+    CHECKSUM: TEXT,
+}
+_SIDE: dict[str, Structure] = {"format": WHOLE, "worker": WHOLE}
+_SIDE_SINCE_2: dict[str, Structure] = {
+    "workers": WHOLE,
+    "run": TEXT,
+    "stem": TEXT,
+    CHECKSUM: TEXT,
+}
+
+
+def check_main(main: Any, kept: Mapping[str, Structure]) -> None:
+    """Raise ValueError if a checkpoint's part is not one of ours, whole and unchanged.
+
+    Args:
+        main: what lies under ``"lightning_gc"`` in the checkpoint.
+        kept: name -> structure of workers' state besides the engine's, as far as it is known here.
+    """
+    format_ = _format_of(main)
+    if format_ > FORMAT:
+        raise ValueError(
+            f"it has format {format_}, but this version of lightning_gc knows formats up to "
+            f"{FORMAT}; upgrade it"
+        )
+    since = _MAIN_SINCE_2 if format_ > 1 else {}
+    if since:
+        check_checksum(main)
+    mean = main.get("mode") == "mean" and not main.get("torn")
+    Record({**_MAIN, **since, **(_own(kept) if mean else {})}).check(main)
+    if since and len(main["files"]) != main["workers"]:
+        raise ValueError(f"it has {len(main['files'])} files of {main['workers']} workers")
+    if mean:
+        _check_shapes(main, main)
+
+
+def check_side_file(own: Any, main: Tree, worker: int, kept: Mapping[str, Structure]) -> None:
+    """Raise ValueError if a side file is not, unchanged, the one that a checkpoint has of a worker.
+
+    Args:
+        own: the file's content.
+        main: the checkpoint's part, checked.
+        worker: whose file it must be.
+        kept: as for ``check_main``.
+    """
+    if _format_of(own) != main["format"]:
+        raise ValueError(f"it has format {own['format']}, but its checkpoint {main['format']}")
+    since = _SIDE_SINCE_2 if main["format"] > 1 else {}
+    if since:
+        check_checksum(own)
+    Record({**_SIDE, **since, **_own(kept)}).check(own)
+    same = ("workers", "run", "stem") if since else ()
+    expected = {"worker": worker} | {name: main[name] for name in same}
+    for name, value in expected.items():
+        if own[name] != value:
+            raise ValueError(f"it has {name}={own[name]!r}, but its checkpoint {name}={value!r}")
+    recorded = main["files"][worker] if since else None
+    if recorded not in (None, own.get(CHECKSUM)):
+        raise ValueError("it is not the file that was saved with its checkpoint")
+    _check_shapes(own, main)
+
+
+def _format_of(state: Any) -> int:
+    found = state.get("format") if isinstance(state, dict) else None
+    COUNT.check(found, "its format")
+    return int(found)  # type: ignore[arg-type]
+
+
+def _own(kept: Mapping[str, Structure]) -> dict[str, Structure]:
+    """Return the structure of one worker's state, or of the workers' mean."""
+    memory = {"memory": ENGINE_STATE["memory"]}
+    # What is not known here, such as the totals of a monitor that is gone, is not used either.
+    averaged = Record(memory, maybe=kept, others=ANYTHING)
+    return {"averaged": averaged, "compressor": ENGINE_STATE["compressor"]}
+
+
+def _check_shapes(own: Tree, main: Tree) -> None:
+    """Raise ValueError if errors have not the names and shapes that the checkpoint says.
+
+    There may be none: of a worker that has just resumed without its own.
+    """
+    memory = own["averaged"]["memory"]
+    if not memory or "shapes" not in main:
+        return
+    found = {n: {b: list(t.shape) for b, t in kept.items()} for n, kept in memory.items()}
+    for name in found.keys() | main["shapes"].keys():
+        expected = main["shapes"].get(name)
+        if found.get(name) != expected:
+            raise ValueError(
+                f"averaged/memory/{name} has shapes {found.get(name)}, but its checkpoint says "
+                f"{expected}"
+            )
