@@ -55,6 +55,8 @@ class Run:
         workers = workers or plan.workers
         for old in folder.glob("step*"):
             old.unlink()
+        for worker in range(len(self.spaces)):
+            self.link(worker, "up")  # an earlier run may have left it down
         self._held = hold_port()
         port = 29500 if self.spaces else self._held.getsockname()[1]
         self.processes, self._pipes = [], []
