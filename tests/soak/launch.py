@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.soak.faults import Fault
-from tests.soak.plan import Plan
-from tests.soak.worker import TIMEOUT, Place, run
+from tests.soak.plan import EPOCHS, Plan
+from tests.soak.worker import TIMEOUT, Place, epochs, run
 from tests.support.processes import hold_port, preloaded
 
 GRACE = 40.0
@@ -55,6 +55,9 @@ class Run:
         workers = workers or plan.workers
         for old in folder.glob("step*"):
             old.unlink()
+        over = epochs(folder).get(EPOCHS - 1)
+        if over is not None:  # nothing would be left to train, and no totals would be logged
+            over.unlink()
         for worker in range(len(self.spaces)):
             self.link(worker, "up")  # an earlier run may have left it down
         self._held = hold_port()
