@@ -32,12 +32,10 @@ def encode(positions: Tensor, numel: int) -> Tensor:
     if not chosen:
         return positions.new_empty(0, dtype=torch.uint8)
     low = _low_bits(chosen, numel)
-    order = torch.arange(chosen, device=positions.device)
-    bitmap = torch.zeros(_map_bits(chosen, numel, low), dtype=torch.uint8, device=positions.device)
-    bitmap[(positions >> low) + order] = 1
+    bitmap = encode_heights(positions >> low, _map_bits(chosen, numel, low))
     if not low:
-        return pack(bitmap, 1)
-    return torch.cat([pack(positions & ((1 << low) - 1), low), pack(bitmap, 1)])
+        return bitmap
+    return torch.cat([pack(positions & ((1 << low) - 1), low), bitmap])
 
 
 def most_bytes(numel: int) -> int:
@@ -67,21 +65,55 @@ def decode(data: Tensor, chosen: int, numel: int, look: bool = True) -> Tensor:
     low = _low_bits(chosen, numel)
     cut = packed_bytes(chosen, low)
     length = _map_bits(chosen, numel, low)
-    order = torch.arange(chosen, device=data.device)
-    if look:
-        places = _set_bits(data[cut:], length)
-        if places.numel() != chosen:
-            raise ValueError(
-                f"The payload's bitmap marks {places.numel():,} positions, where there should be "
-                f"{chosen:,}; it is damaged."
-            )
-    else:  # a data-dependent length would make the host wait
-        sums = unpack(data[cut:], 1, length, torch.uint8).cumsum(0)
-        places = torch.searchsorted(sums, order + 1)
-    positions = (places - order) << low
+    heights, wrong = decode_heights(data[cut:], chosen, length, look)
+    positions = heights << low
     if low:
         positions |= unpack(data[:cut], low, chosen)
-    return positions if look else positions.masked_fill_(sums[-1] != chosen, numel)
+    return positions if look else positions.masked_fill_(wrong, numel)
+
+
+def encode_heights(heights: Tensor, length: int) -> Tensor:
+    """Return a bitmap in which bit ``h_i + i`` is set, ``(packed_bytes(length, 1),)`` uint8.
+
+    So height h_i is written in unary: as many clear bits as it is above h_(i−1), and a set one.
+
+    Args:
+        heights: ``(c,)`` int64, not descending, from 0 to ``length − c``.
+        length: bits of the bitmap.
+    """
+    order = torch.arange(heights.numel(), device=heights.device)
+    bitmap = torch.zeros(length, dtype=torch.uint8, device=heights.device)
+    bitmap[heights + order] = 1
+    return pack(bitmap, 1)
+
+
+def decode_heights(data: Tensor, count: int, length: int, look: bool) -> tuple[Tensor, Tensor]:
+    """Return heights, ``(count,)`` int64, and whether the bitmap is wrong, 0-dim bool.
+
+    Args:
+        data: ``(packed_bytes(length, 1),)`` uint8.
+        count: c, above 0.
+        length: bits of the bitmap.
+        look: as for ``decode``.
+
+    Raises:
+        ValueError: with ``look``, a bitmap without exactly ``count`` set bits. Without, it is said
+            to be wrong, and heights are from 0 to ``length``, in any order.
+    """
+    order = torch.arange(count, device=data.device)
+    if look:
+        places = _set_bits(data, length)
+        if places.numel() != count:
+            raise ValueError(
+                f"The payload's bitmap marks {places.numel():,} positions, where there should be "
+                f"{count:,}; it is damaged."
+            )
+        return places - order, torch.zeros((), dtype=torch.bool, device=data.device)
+    # A data-dependent length would make the host wait.
+    sums = unpack(data, 1, length, torch.uint8).cumsum(0)
+    places = torch.searchsorted(sums, order + 1)
+    wrong = sums[-1] != count if length else torch.ones((), dtype=torch.bool, device=data.device)
+    return places - order, wrong
 
 
 def _set_bits(data: Tensor, length: int) -> Tensor:

@@ -13,6 +13,9 @@ from lightning_gc.compressors.low_rank.atomo_svd import AtomoSVD as AtomoSVD
 from lightning_gc.compressors.low_rank.factorisation import LowRank as LowRank
 from lightning_gc.compressors.low_rank.gradzip import GradZip as GradZip
 from lightning_gc.compressors.low_rank.powersgd import PowerSGD as PowerSGD
+from lightning_gc.compressors.quantisers.absolute_rounding import (
+    AbsoluteRounding as AbsoluteRounding,
+)
 from lightning_gc.compressors.quantisers.blockwise_8bit import Blockwise8Bit as Blockwise8Bit
 from lightning_gc.compressors.quantisers.cast import Cast as Cast
 from lightning_gc.compressors.quantisers.ecqsgd import ECQSGD as ECQSGD
@@ -24,6 +27,7 @@ from lightning_gc.compressors.quantisers.natural_compression import (
 )
 from lightning_gc.compressors.quantisers.qsgd import QSGD as QSGD
 from lightning_gc.compressors.quantisers.terngrad import TernGrad as TernGrad
+from lightning_gc.compressors.quantisers.uniform import Uniform as Uniform
 from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD as EFSignSGD
 from lightning_gc.compressors.signs.one_bit_sgd import OneBitSGD as OneBitSGD
 from lightning_gc.compressors.signs.sign_sgd import SignSGD as SignSGD

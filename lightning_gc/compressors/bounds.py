@@ -19,7 +19,7 @@ class Contraction:
 
 @dataclass(frozen=True)
 class AbsoluteError:
-    """The bound ``‖x − C(x)‖² ≤ v²``, whatever x is."""
+    """The bound ``E‖x − C(x)‖² ≤ v²``, whatever x is."""
 
     v: float
 

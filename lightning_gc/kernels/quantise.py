@@ -1,4 +1,4 @@
-"""quantise: stochastic rounding to fractions of a block's norm and bit packing (QSGD's encoder)."""
+"""quantise: rounding to fractions of a block's norm and bit packing (QSGD's encoder)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from lightning_gc.coding.bit_packing import pack
 from lightning_gc.kernels.dispatch import fused
 
 _PIECE = 1 << 16  # elements, about
-Noise = Tensor | torch.Generator | np.random.SFC64
+Noise = Tensor | torch.Generator | np.random.SFC64 | None
 
 
 def quantise(
-    buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Tensor | torch.Generator
+    buffer: Tensor,
+    norms: Tensor,
+    block_size: int,
+    bits: int,
+    noise: Tensor | torch.Generator | None,
 ) -> Tensor:
     """Subtract the rounded values from ``buffer`` and return their packed codes.
 
@@ -34,7 +38,8 @@ def quantise(
             generator whose ``initial_seed()`` determines them. On the host element i gets 24 bits
             of an SFC64 stream, in half the time of torch's generator. The Triton kernel uses
             word ``i mod 4`` of Philox-4×32-10 with that seed as key and counter ``(i // 4, 0, 0,
-            0)``, made a float as by ``tl.rand``: other numbers, equal in distribution.
+            0)``, made a float as by ``tl.rand``: other numbers, equal in distribution. None: u is
+            1/2, so that x is rounded to the nearest level, and halves away from zero.
 
     Returns:
         ``(packed_bytes(numel, bits),)`` uint8, as by ``bit_packing.pack``.
@@ -88,7 +93,9 @@ def _stream(noise: Noise) -> Noise:
 
 
 def _uniform(noise: Noise, like: Tensor) -> Tensor:
-    """Return one number in [0, 1) per element of ``like``."""
+    """Return one number in [0, 1) per element of ``like``, or one for all."""
+    if noise is None:
+        return like.new_full((), 0.5)
     if isinstance(noise, Tensor):
         return noise.view(like.shape)
     if isinstance(noise, torch.Generator):

@@ -30,8 +30,10 @@ class ErrorReset(Memory):
         ErrorReset(every=100)
 
     Reference:
-        Xie et al., "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020. There a
-        worker also applies part of its error to its own model; for that see ``StepAhead``.
+        Xie et al., "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020. Only the
+        reset is from there, and it is dense here: CSER resets by a second compressor, and each
+        worker applies its error to its own model at once, so that models differ between resets.
+        ``StepAhead`` comes closest to that.
     """
 
     every: int = 128

@@ -25,7 +25,8 @@ class Residual(Memory):
         lr_aware: keep ``γ_t·e_t``, not ``e_t``, when the learning rate γ changes: the error is
             multiplied by γ_{t−1}/γ_t (a step at γ = 0 does not change it). Errors are then applied
             at the learning rate of the step at which they arose, as in the total-error paper's
-            algorithm; if off, at the new one, as in most code, including that paper's.
+            algorithm and wherever a paper feeds back ``γ·g + e``; if off, at the new one, as in
+            most code, including that paper's. With a constant learning rate both are the same.
 
     Raises:
         ValueError: ``decay`` outside (0, 1], a ``gain`` that is not positive.

@@ -18,13 +18,21 @@ class StepAhead(Memory):
     strategy moves the weights during the forward and backward pass and restores them bit for bit;
     validation, checkpoints and the optimizer never see them moved.
 
+    With ``average_every=n`` all workers' errors are replaced by their mean at the end of every n-th
+    step, so that the next forward pass is at the same weights on all of them. 1 is the form with
+    the mean error ē in place of e, in which surveys state the method; it makes every step as dense
+    as without compression.
+
     Nothing is lost, as with ``Residual``. Costs one float32 per parameter and worker, and a copy of
-    the weights while they are moved. Meant for SGD, whose step is γ times what is sent.
+    the weights while they are moved. Meant for SGD, whose step is γ times what is sent. Errors are
+    in units of the gradient: right after a change of γ the weights move by the new γ times an error
+    that arose at the old one.
 
     Args:
         alpha: share of the worker's error by which its weights move, in [0, 1]. 0 is ``Residual``.
-        average_every: steps between dense all-reduces that replace all workers' errors by their
-            mean, so that all move to the same weights. 0: never.
+        average_every: steps from one mean of the errors to the next, each a dense all-reduce of 4
+            bytes per parameter. 0: never, so that each worker moves by its own error alone. A step
+            that an fp16 scaler skips takes its mean back too; the next one is n steps later.
 
     Raises:
         ValueError: ``alpha`` outside [0, 1], a negative ``average_every``; at fit start, manual
@@ -60,12 +68,13 @@ class StepAhead(Memory):
         return self.alpha
 
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
-        error = state["error"]
-        if self.average_every and bucket.step > 0 and bucket.step % self.average_every == 0:
+        error = state["error"].add_(bucket.grad)
+        yield from exchange(error)
+        # Last in the round, for the next forward pass is to see it.
+        if self.average_every and (bucket.step + 1) % self.average_every == 0:
             (average,) = yield Mean((error.clone(),))
             error.copy_(average)
-        yield from exchange(error.add_(bucket.grad))
 
     @classmethod
     def examples(cls) -> tuple[StepAhead, ...]:
-        return (cls(), cls(alpha=0.5, average_every=3))
+        return (cls(average_every=3), cls(alpha=0.5), cls(average_every=1))

@@ -44,7 +44,7 @@ class Method:
             compressor itself refuses, a field that is fixed and tuned.
 
     Example:
-        >>> Method("topk_50x", "topk", fixed={"density": 0.02}).tuned
+        >>> Method("topk_50x", "topk", fixed={"density": 0.01}).tuned
         ()
         >>> [entry.field for entry in Method("qsgd").tuned]
         ['bits', 'block_size']

@@ -1,7 +1,10 @@
 """The tuning example's configurations are valid, and workers only split its batches."""
 
 import importlib
+import math
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +13,8 @@ import optuna
 import pytest
 import torch
 
+from lightning_gc import QSGD, AllGather, Codec, NoMemory, RandomK, TopK
+from lightning_gc.engine.compatibility import combine
 from lightning_gc.tuning import Method, yaml_config
 from lightning_gc.tuning.early_stopping import EarlyStopping
 from lightning_gc.tuning.training_run import fit
@@ -30,12 +35,56 @@ def test_the_files_describe_the_thesis_and_the_demo(example: ModuleType) -> None
     thesis, methods = yaml_config.load(CONFIGS / "thesis.yaml")
     assert (thesis.trials, thesis.sampler, thesis.patience) == (60, "random", 10)
     assert [m.name for m in methods if m.tuned] == []  # ratios are given, not searched
-    assert len(methods) == 1 + 4 * 3
+    assert len(methods) == 1 + 4 * 3 + 1
     momenta = [m.name for m in methods if m.tuned_memory]
     assert momenta == ["dgc_50x", "dgc_500x", "dgc_5000x"]
     demo, methods = yaml_config.load(CONFIGS / "demo.yaml")
     assert [m.name for m in methods] == ["dense", "topk", "randomk", "qsgd", "hard_threshold"]
     assert demo.workers == 2
+
+
+def test_ratios_are_those_of_the_thesis(example: ModuleType) -> None:
+    """In its own count, of 64 bits for a value and its index; QSGD's of s levels and a sign."""
+    _, methods = yaml_config.load(CONFIGS / "thesis.yaml")
+    counted = {}
+    for method in methods[1:]:
+        assert not isinstance(method.memory, str)
+        assert not isinstance(method.scheme, str)
+        compressor, memory, scheme = combine(
+            method.make_compressor({}), method.memory, method.scheme
+        )
+        assert compressor.compresses((400,)), "biases too"
+        inner = compressor.method
+        if isinstance(inner, QSGD):
+            assert (inner.norm, memory, scheme) == ("l2", NoMemory(), AllGather())
+            assert inner.block_size >= 10_000 * 500  # a norm per tensor
+            counted[method.name] = f"{inner.bits}_bits"
+        else:
+            assert inner.level is not None
+            counted[method.name] = f"{32 / (64 * inner.level):g}x"
+            assert (memory == NoMemory()) == method.name.endswith("no_feedback")
+    assert all(ratio in name.split("_", 1)[1] for name, ratio in counted.items()), counted
+    assert {ratio for ratio in counted.values() if "x" in ratio} == {"50x", "500x", "5000x"}
+    assert {ratio for ratio in counted.values() if "b" in ratio} == {"7_bits", "5_bits", "3_bits"}
+
+
+def test_the_table_of_ratios_is_right() -> None:
+    """Of the medium model, every tensor compressed: what the payloads take, as declared."""
+    layers = [(1200, 300), (1200, 300), (1200,), (1200,)] * 2
+    sizes = [math.prod(shape) for shape in ((10_000, 300), *layers)]
+    table = re.findall(
+        r"^# +(\S+) +(\S+) +\S+ +([\d,.]+)$", (CONFIGS / "thesis.yaml").read_text(), re.M
+    )
+    made: dict[str, Callable[[float], Codec]] = {
+        "topk": TopK,
+        "randomk": RandomK,
+        "qsgd": lambda bits: QSGD(int(bits), 1 << 24, "l2"),
+    }
+    assert len(table) == 9
+    for name, level, ratio in table:
+        codec = made[name](float(level))
+        payload = sum(field.nbytes for n in sizes for field in codec.wire(n))
+        assert float(ratio.replace(",", "")) == pytest.approx(4 * sum(sizes) / payload, rel=2e-3)
 
 
 def test_windows_are_whole_and_dealt_in_turn(example: ModuleType) -> None:

@@ -21,10 +21,11 @@ from lightning_gc import (
     RandomK,
     Residual,
     SizeSwitch,
+    StepAhead,
     TopK,
 )
 from tests.support.fitting import ddp, digest, fit, quiet_trainer
-from tests.support.models import Books, Branches, Manual, Scheduled, Votes, own_batches
+from tests.support.models import Ahead, Books, Branches, Manual, Scheduled, Votes, own_batches
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
@@ -194,6 +195,29 @@ def test_fp16_scaling(loud: int | None) -> None:
         for error in result["errors"][0].values():
             assert np.isfinite(error).all()
             assert np.abs(error).max() < 100
+    assert_nothing_lost(results, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(("every", "fp16", "common"), [(3, False, [0, 3, 6]), (7, True, [0, 14])])
+def test_workers_step_ahead_to_the_same_place(every: int, fp16: bool, common: list[int]) -> None:
+    """Of the steps after their errors have been averaged; elsewhere each is at its own.
+
+    With fp16 the seventh step is skipped, and what its averaging did is taken back with it.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)] if fp16 else []
+    results = fit_in_two(
+        EVERYWHERE,
+        model=Ahead,
+        memory=StepAhead(average_every=every),
+        bucket_cap_mb=0.005,
+        steps=16 if fp16 else STEPS,
+        loud=1 if fp16 else None,
+        trainer={"plugins": plugins},
+    )
+    assert [result["skipped"] for result in results] == [int(fp16)] * 2
+    pairs = list(zip(*(result["seen"] for result in results), strict=True))
+    assert [step for step, (one, other) in enumerate(pairs) if one == other] == common
     assert_nothing_lost(results, tolerance=1e-4)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.support.fitting import arrays
+from tests.support.fitting import arrays, digest
 
 Sums = dict[str, Tensor]
 
@@ -107,6 +107,21 @@ class Scheduled(Books):
     def on_train_end(self) -> None:
         for error in self.trainer.strategy.engine.errors().values():  # type: ignore[attr-defined]
             error.mul_(self.last_rate)
+
+
+class Ahead(Books):
+    """Notes the weights that each forward pass sees, as a digest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def noted(self) -> dict[str, Any]:
+        return super().noted() | {"seen": self.seen}
+
+    def loss(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(digest(self))
+        return super().loss(batch, batch_idx)
 
 
 class Branches(Books):

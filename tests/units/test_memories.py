@@ -234,23 +234,29 @@ def test_error_reset_sends_all_in_every_third_step() -> None:
     assert not any(error.any() for engine in engines for error in engine.errors().values())
 
 
-def test_step_ahead_averages_errors() -> None:
+@pytest.mark.parametrize("every", [1, 4])
+def test_step_ahead_averages_errors(every: int) -> None:
+    """At the end of every n-th step, so that the next forward pass is at the common error."""
     e, expected = zeros(), []
     for step in range(STEPS):
         made, mean = gradients(step), {}
         for name in SHAPES:
             sent = []
-            if step and step % 4 == 0:
-                common = averaged([e[i][name] for i in range(WORKERS)])
-                for i in range(WORKERS):
-                    e[i][name] = common
             for i in range(WORKERS):
                 x = e[i][name] + made[i][name]
                 sent.append(np.where(top(x), x, 0))
                 e[i][name] = x - sent[-1]
             mean[name] = averaged(sent)
+            if (step + 1) % every == 0:
+                common = averaged([e[i][name] for i in range(WORKERS)])
+                for i in range(WORKERS):
+                    e[i][name] = common
         expected.append(mean)
-    compare(run(StepAhead(average_every=4))[0], expected)
+    means, engines = run(StepAhead(average_every=every))
+    compare(means, expected)
+    first, *others = (engine.errors()["w"] for engine in engines)  # after the 12th step
+    assert first.any()
+    assert all(torch.equal(other, first) for other in others)
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.2, 0.9), (1.0, 1.0), (0.5, 0.0)])

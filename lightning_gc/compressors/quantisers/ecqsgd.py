@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_gc.compressors.quantisers.blockwise_8bit import check_block_size
-from lightning_gc.compressors.quantisers.qsgd import QSGD, check_bits
+from lightning_gc.compressors.quantisers.blockwise_levels import check_bits
+from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.wrappers.preset import Preset
 
 

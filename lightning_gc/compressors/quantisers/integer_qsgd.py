@@ -11,7 +11,8 @@ from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.quantisers import integer_sums
-from lightning_gc.compressors.quantisers.qsgd import BITS, check_bits
+from lightning_gc.compressors.quantisers.blockwise_levels import check_bits
+from lightning_gc.compressors.quantisers.qsgd import BITS
 from lightning_gc.flow import Flow
 
 

@@ -30,6 +30,9 @@ class TernGrad(Collective):
     |y_i| / S``, so that ``E C(x) = y``. What is clipped away is dropped, as is all of the error:
     the paper has no error feedback. Without clipping this is ``IntegerQSGD(bits=2)``.
 
+    One scale for all workers is the paper's "scaler sharing"; its formula, and surveys, have each
+    worker's own, ``S = ‖x‖_∞``, with which sums of codes would not be exact.
+
     σ is taken about zero, as in the paper's analysis; about the mean, as in its code, a constant
     tensor would be clipped to nothing.
 

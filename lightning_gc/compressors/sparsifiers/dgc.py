@@ -16,7 +16,19 @@ class DGC(Preset, DensitySparsifier):  # type: ignore[override]
     """Deep Gradient Compression: ``TopK(selection="sampled")`` of each worker's velocity.
 
     Its default memory is ``MomentumCorrection(momentum=0.9)``, which replaces the optimizer's
-    momentum and weight decay: use plain SGD. The paper raises the compression over four epochs.
+    momentum and weight decay: use plain SGD.
+
+    Where it differs from what is said of the method:
+
+    - Warm-up: the paper raises the compression over four epochs, ``Schedule.dgc_warmup``. Others
+      retell it as a smaller learning rate, which is the optimizer's. Neither is on by default.
+    - Clipping is off by default. ``MomentumCorrection(clip=c)`` clips each parameter's local
+      gradient by itself, not the whole model's.
+    - Threshold: estimated from 1 % of a tensor, but from 65,536 elements where that is more, or as
+      many as hold 256 of those sent. 80 to 100 % of the density is sent, never more.
+    - Masking: momentum is set to zero where something was sent, as in the paper. (Some retell it
+      as where v is above the least magnitude of a 1 % sample, which would be nearly everywhere.)
+    - Small and 1-D tensors go dense by default, as in the authors' code: ``SizeSwitch``.
 
     Args:
         density: share of elements sent at most, in (0, 1]. Lower means more compression.

@@ -24,8 +24,13 @@ class HardThreshold(SparseCodec):
     """Send all elements of magnitude λ or more, however many; keep the others as the error.
 
     ``C(x)_i = x_i`` if ``|x_i| ≥ λ``, else 0. One λ for the whole model. With error feedback under
-    ``AllGather`` the error of an element is always below λ, which minimises the total error over
-    training for a given number of elements sent.
+    ``AllGather`` the error of an element is always below λ: an *absolute* compressor, whose error
+    does not grow with the gradient.
+
+    What the paper proves of it: of all sparsifiers that send a given number of elements of a
+    *fixed* sequence of tensors, without feedback, one with a constant λ leaves the least sum of
+    squared errors (Lemma 3). With feedback, where what is sent changes what comes next, it calls
+    that minimum intractable and proves convergence only.
 
     Args:
         threshold: λ, in units of the (unscaled) gradient, at least 0. Higher means more

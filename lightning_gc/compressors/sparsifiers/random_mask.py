@@ -36,7 +36,7 @@ class RandomMask(RandomSparsifier):
     Reference:
         Konečný, McMahan, Yu, Richtárik, Suresh and Bacon, "Federated Learning: Strategies for
         Improving Communication Efficiency", 2016. There every client has a mask of its own and
-        sends the seed.
+        sends the seed, and there is no error feedback: ``memory=NoMemory()``.
     """
 
     def drawn(self, numel: int, bucket: Bucket) -> Tensor:

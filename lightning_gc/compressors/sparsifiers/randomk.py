@@ -14,7 +14,8 @@ class RandomK(RandomSparsifier):
 
     ``C(x)_i = x_i`` for i in a random set of size k, else 0. All workers draw the same set from
     (seed, parameter name, step), so no positions are sent and values can be all-reduced: 32 bits a
-    sent element.
+    sent element. In the paper every worker draws a set of its own, and sends positions too; with as
+    many elements a worker, the mean of W workers then has up to W times as many.
 
     Args:
         density: share of elements sent, in (0, 1]. Lower means more compression, more error.

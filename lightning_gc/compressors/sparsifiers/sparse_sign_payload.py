@@ -30,21 +30,35 @@ def take(buffer: Tensor, chosen: Tensor, levels: Tensor) -> Payload:
     """
     negative, levels = buffer[chosen] < 0, levels.to(buffer.dtype)
     buffer[chosen] -= torch.where(negative, levels[0], levels[1])
-    whole = chosen.numel() & ~7
+    return elias_fano.encode(chosen, buffer.numel()), *pack_signs(negative)
+
+
+def pack_signs(negative: Tensor) -> Payload:
+    """Return eight signs per byte, and the last seven or fewer as a byte each."""
+    whole = negative.numel() & ~7
     signs = negative.to(torch.uint8)
-    packed, last = pack(signs[:whole], 1), signs[whole:].clone()
-    return elias_fano.encode(chosen, buffer.numel()), packed, last
+    return pack(signs[:whole], 1), signs[whole:].clone()
+
+
+def unpack_signs(signs: Payload) -> Tensor:
+    """Return what is negative, ``(c,)`` bool: the inverse of ``pack_signs``."""
+    packed, last = signs
+    return torch.cat([unpack(packed, 1, 8 * packed.numel(), torch.uint8), last & 1]).bool()
 
 
 def count(payload: Payload) -> int:
-    """Return how many elements a payload carries that ends with the tensors of ``take``."""
+    """Return how many elements a payload carries that ends with those of ``pack_signs``."""
     return 8 * payload[-2].numel() + payload[-1].numel()
 
 
 def fields(most: int, numel: int) -> Wire:
     """Return the format of ``take`` for up to ``most`` of ``numel`` elements."""
+    return sparse_codec.positions_field(most, numel, "worker"), *sign_fields(most)
+
+
+def sign_fields(most: int) -> Wire:
+    """Return the format of ``pack_signs`` for up to ``most`` signs."""
     return (
-        sparse_codec.positions_field(most, numel, "worker"),
         Field("signs", torch.uint8, most // 8, "worker", "eight per byte, set where negative"),
         Field("last signs", torch.uint8, min(most, 7), "worker", "one per byte"),
     )
@@ -61,8 +75,7 @@ def places(payload: Payload, levels: Tensor, numel: int) -> tuple[Tensor, Tensor
     chosen = count(payload)
     payload_validation.lengths((coded,), elias_fano.coded_bytes(chosen, numel))
     found = elias_fano.decode(coded, chosen, numel, payload_validation.on_host(coded))
-    signs = torch.cat([unpack(packed, 1, 8 * packed.numel(), torch.uint8), last & 1])
-    values = torch.where(signs.bool(), levels[0], levels[1])
+    values = torch.where(unpack_signs((packed, last)), levels[0], levels[1])
     return payload_validation.positions(found, values, numel)
 
 

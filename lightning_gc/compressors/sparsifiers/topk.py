@@ -22,7 +22,9 @@ _ROUNDING = 2.0**-8  # of bfloat16, relative
 class TopK(DensitySparsifier, SparseCodec):
     """Send the k = density·numel elements of greatest magnitude; keep the others as the error.
 
-    ``C(x)_i = x_i`` if ``|x_i|`` is among the k largest, else 0.
+    ``C(x)_i = x_i`` if ``|x_i|`` is among the k largest, else 0. These are the largest of each
+    tensor, as in most code; Aji and Heafield also have one threshold for the whole model, which
+    buckets that arrive one by one do not allow. ``HardThreshold`` is one for all, of no fixed k.
 
     Args:
         density: share of elements sent, in (0, 1]. Lower means more compression, more error.

@@ -17,7 +17,10 @@ from lightning_gc.flow import Flow
 class SizeSwitch(Wrapper):
     """Send 1-D tensors and small tensors dense, compress the others with the inner compressor.
 
-    Biases and normalisation weights are few, and sensitive; most papers leave them dense.
+    Biases and normalisation weights are few, and sensitive; the code of DGC and of ACCORDION leaves
+    them dense. Other papers compress every tensor, and it matters where compression is hard: with
+    ``TopK(0.0001)`` an LSTM of 4.4 million parameters sends 1/6,704 of its gradient, but 1/815
+    with its 9,600 biases dense. ``PerParameter(TopK(0.0001))`` compresses every tensor.
 
     Args:
         inner: what compresses the large tensors.

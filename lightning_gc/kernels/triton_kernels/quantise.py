@@ -31,6 +31,7 @@ def round_and_pack(
     numel,
     block_size,
     DRAW: tl.constexpr,
+    NEAREST: tl.constexpr,
     STEPS: tl.constexpr,
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -45,7 +46,9 @@ def round_and_pack(
     # Older versions of Triton flush subnormal numbers to zero in divisions: scale them up.
     larger = tl.where(norm < 2.0**-64, 2.0**96, 1.0)
     ratio = tl.div_rn(x * larger, tl.where(norm > 0, norm, 1.0) * larger)
-    if DRAW:
+    if NEAREST:
+        u = tl.full([GROUPS, 8], 0.5, tl.float32)
+    elif DRAW:
         u = uniforms(seed, groups, GROUPS)
     else:
         u = tl.load(noise + at, mask=inside, other=0.0)
@@ -71,19 +74,23 @@ def round_and_pack(
 
 
 def quantise(
-    buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Tensor | torch.Generator
+    buffer: Tensor,
+    norms: Tensor,
+    block_size: int,
+    bits: int,
+    noise: Tensor | torch.Generator | None,
 ) -> Tensor:
     """Return the packed codes; see ``kernels.quantise``."""
     numel = buffer.numel()
     packed = torch.empty(packed_bytes(numel, bits), dtype=torch.uint8, device=buffer.device)
-    if isinstance(noise, torch.Generator):
-        draw, seed, numbers = True, noise.initial_seed(), buffer
-    else:
-        draw, seed, numbers = False, 0, noise
+    draw = isinstance(noise, torch.Generator)
+    seed = noise.initial_seed() if isinstance(noise, torch.Generator) else 0
+    numbers = noise if isinstance(noise, Tensor) else buffer  # unused
     with torch.cuda.device_of(buffer):
         round_and_pack[(triton.cdiv(numel, 8 * GROUPS),)](
             *(buffer, norms, numbers, packed, seed, numel, block_size),
             DRAW=draw,
+            NEAREST=noise is None,
             STEPS=float(2 ** (bits - 1) - 1),
             BITS=bits,
             GROUPS=GROUPS,

@@ -7,6 +7,7 @@ from torch import Tensor
 from lightning_gc import (
     COMPRESSORS,
     QSGD,
+    AbsoluteRounding,
     Cast,
     Codec,
     HardThreshold,
@@ -52,6 +53,8 @@ def test_tensors_too_short_too_long_too_many(codec: Codec) -> None:
         decode(codec, payload[:-1])
     for i, tensor in enumerate(payload):
         for length in {0, 1, tensor.numel() - 1, tensor.numel() + 1, 1000} - {tensor.numel()}:
+            if isinstance(codec, AbsoluteRounding) and (i, length) == (3, 0):
+                continue  # no low bits: other numbers, but such as might have been sent
             if length >= 0:
                 other = torch.zeros(length, dtype=tensor.dtype)
                 with pytest.raises(ValueError, match=r"shapes|bitmap|positions of"):

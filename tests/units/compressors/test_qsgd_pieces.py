@@ -19,7 +19,7 @@ def test_pieces_are_the_whole(bits: int, block_size: int, numel: int) -> None:
         norms = quantising.in_blocks(x, block_size).abs().amax(dim=1)
         x[numel // 2] = float("nan")
     uniform = torch.rand(len(norms) * block_size, generator=generator)
-    for noise in (torch.Generator(), uniform):
+    for noise in (torch.Generator(), uniform, None):
         taken, expected = x.clone(), x.clone()
         codes = []
         for how, buffer in ((quantising.quantise, taken), (quantising.reference, expected)):

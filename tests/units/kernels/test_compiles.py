@@ -24,8 +24,12 @@ KERNELS = [
     ("select", "compact", {"MOVE": False, "BLOCK": 2048}),
     ("accumulate", "scatter_add", {"BLOCK": 512}),
     *(
-        ("quantise", "round_and_pack", {"DRAW": bits < 9, "STEPS": s, "BITS": bits, "GROUPS": 128})
-        for bits, s in ((3, 3.0), (12, 2047.0))
+        (
+            "quantise",
+            "round_and_pack",
+            {"DRAW": bits < 9, "NEAREST": bits == 8, "STEPS": s, "BITS": bits, "GROUPS": 128},
+        )
+        for bits, s in ((3, 3.0), (8, 127.0), (12, 2047.0))
     ),
     *(
         ("dequantise", "unpack_and_add", {"STEPS": s, "BITS": bits, "GROUPS": 128})

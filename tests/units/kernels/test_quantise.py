@@ -65,6 +65,15 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
         assert same(ours, theirs)
 
 
+@pytest.mark.parametrize("bits", [2, 5, 8, 16])
+def test_without_numbers_it_rounds_to_the_nearest(bits: int) -> None:
+    for x in tensors(TILE + 13).values():
+        norms, ours, theirs = norms_of(x, 100), here(x), x.clone()
+        packed = quantise.quantise(ours, here(norms), 100, bits, None)
+        assert same(packed, quantise.reference(theirs, norms, 100, bits, None))
+        assert same(ours, theirs)
+
+
 @pytest.mark.parametrize("numel", [5, TILE + 3])
 @pytest.mark.parametrize("bits", [2, 4, 9])
 def test_its_own_numbers_are_philox(numel: int, bits: int) -> None:

@@ -42,9 +42,13 @@ class Watching(PlainSGD):
 
 
 def train(
-    memory: Any, module: pl.LightningModule, compressor: Any = EVERYWHERE, **more: Any
+    memory: Any,
+    module: pl.LightningModule,
+    compressor: Any = EVERYWHERE,
+    workers: int = 2,
+    **more: Any,
 ) -> None:
-    strategy = SimulatedDDPStrategy(compressor, memory, workers=2)
+    strategy = SimulatedDDPStrategy(compressor, memory, workers=workers)
     trainer = quiet_trainer(strategy, **{"limit_train_batches": 6, **more})
     with unwarned():
         trainer.fit(module, common_batches())
@@ -87,6 +91,20 @@ def test_a_step_ahead_and_back(alpha: float) -> None:
     assert any(error.any() for error in errors)
     moved = [not torch.equal(s, module.step_from[n // 2]) for n, s in enumerate(module.forward_at)]
     assert any(moved) == (alpha > 0)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_all_step_ahead_to_the_same_place_once_errors_are_averaged(every: int) -> None:
+    """Three workers: after every n-th step their forward passes see the same bits."""
+    torch.manual_seed(0)
+    module = Watching()
+    train(StepAhead(average_every=every), module, workers=3)
+    assert len(module.forward_at) == 18
+    for step in range(6):
+        first, *others = module.forward_at[3 * step : 3 * step + 3]
+        common = all(torch.equal(other, first) for other in others)
+        assert common == (step % every == 0), step  # in step 0 there are no errors yet
+        assert torch.equal(first, module.step_from[step]) == (step == 0)  # it has moved
 
 
 def test_what_is_saved_after_an_exception_has_not_moved(tmp_path: Any) -> None:

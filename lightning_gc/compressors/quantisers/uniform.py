@@ -1,0 +1,102 @@
+"""Uniform: send each element as the nearest of equidistant levels, with 2 to 16 bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.bounds import Contraction, Variance
+from lightning_gc.compressors.quantisers.blockwise_levels import BlockwiseLevels
+from lightning_gc.compressors.quantisers.qsgd import QSGD
+from lightning_gc.compressors.traits import Traits
+
+_ROUNDING = 2.0**-20  # of float32, times the norm of x: see bound
+
+
+@dataclass(frozen=True)
+class Uniform(BlockwiseLevels):
+    """Round each element to the nearest of the levels −s/s, ..., 0, ..., s/s of its block's norm.
+
+    ``C(x)_i = norm · sign(x_i) · round(s·|x_i| / norm) / s`` with ``s = 2^(bits−1) − 1``; halves
+    are rounded away from zero. The symmetric b-bit quantiser: zero is sent as zero, and so is all
+    that is below ``norm / 2s``. Without error feedback that part of the gradient is lost at every
+    step: a large element in a block, or few bits, then stop the others from being trained.
+
+    Args:
+        bits: 2..16 bits an element, the sign included. Lower means more compression.
+        rounding: ``"nearest"``, biased, with error feedback by default; or ``"stochastic"``,
+            which is ``QSGD`` with the same bits, blocks and norm: unbiased, without feedback.
+        block_size: elements that share one norm. Smaller means less error and more norms to send.
+            One norm for each tensor ("global scale"): any size that no tensor exceeds.
+        norm: what the levels are fractions of. ``"max"``, the block's largest magnitude, which is
+            then sent exactly. ``"l2"``, the block's length, is for ``"stochastic"``: most levels
+            are above all elements, and of 4s² elements or more the nearest may be 0 for all.
+
+    Raises:
+        ValueError: ``bits`` outside 2..16, ``block_size`` below 1, an unknown ``norm`` or
+            ``rounding``.
+
+    Example:
+        >>> import torch
+        >>> from lightning_gc import NoMemory, Uniform
+        >>> from lightning_gc.testing import Lockstep
+        >>> alone = Lockstep(1, Uniform(bits=3), NoMemory())
+        >>> alone.step([{"w": torch.tensor([3.0, -1.6, 1.4, 0.4])}]).mean["w"]
+        tensor([ 3., -2.,  1.,  0.])
+
+    Reference:
+        Linear quantisation, in wide use: Jacob et al., "Quantization and Training of Neural
+        Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018 (there with an offset
+        for zero, as in ``Int8``). Papers that quantise gradients to "b bits" and say no more mean
+        most likely this, with one norm per tensor and no error feedback:
+        ``Uniform(8, block_size=1 << 24)`` with ``memory=NoMemory()``.
+    """
+
+    bits: int = 8
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    block_size: int = 512
+    norm: Literal["max", "l2"] = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f"Uniform(rounding={self.rounding!r}): use 'nearest', or 'stochastic' as in QSGD."
+            )
+
+    @property
+    def traits(self) -> Traits:
+        return replace(QSGD.traits, unbiased=self.rounding == "stochastic")
+
+    def noise(self, bucket: Bucket) -> torch.Generator | None:
+        return bucket.generator(shared=False) if self.rounding == "stochastic" else None
+
+    def bound(self, numel: int) -> Contraction | Variance:
+        """Return QSGD's variance; for the nearest δ = 1 − (√ρ + 2^−20)², for blocks of d elements.
+
+        An element's error is at most ``a = norm / 2s``, and never more than the element, as 0 is a
+        level. With ``"max"`` the largest, M, is exact, so the block's error E² is at most
+        ``(d − 1)·a²``, and ``‖x‖² ≥ M² + E²``: ρ = E²/‖x‖² ≤ (d − 1) / (4s² + d − 1), reached if
+        all others are a. With ``"l2"``, E² ≤ d·a² and ρ ≤ min(1, d / 4s²). Float32 adds, to the
+        error of an element that is not rounded to 0, at most 9 roundings of 2^−24 times itself.
+        """
+        if self.rounding == "stochastic":
+            return QSGD(self.bits, self.block_size, self.norm).bound(numel)
+        d, s = min(self.block_size, numel), 2 ** (self.bits - 1) - 1
+        others = max(0, d - 1)
+        share = d / (4 * s**2) if self.norm == "l2" else others / (4 * s**2 + others)
+        return Contraction(max(0.0, 1 - (math.sqrt(share) + _ROUNDING) ** 2))
+
+    @classmethod
+    def examples(cls) -> tuple[Uniform, ...]:
+        return (
+            cls(),
+            cls(2, block_size=7),
+            cls(16, block_size=1 << 20),
+            cls(7, block_size=64, norm="l2"),
+            cls(5, "stochastic"),
+        )
