@@ -33,7 +33,7 @@ METHODS = {
     "Accordion": f"--controller accordion --low {LOW} --high {HIGH}",
     "DynamicBitWidth": "--controller bitwidth",
     "TotalError(k_min)": "--controller total-error",
-    "TotalError(budget)": f"--controller total-error-budget --budget {BUDGET}",
+    "TotalErrorBudget": f"--controller total-error-budget --budget {BUDGET}",
 }
 # A learning rate at which nothing is learnt.
 STAGNATING = "--controller bitwidth --patience 3 --epochs 10 --learning-rate 0.0001"
@@ -92,10 +92,10 @@ def claims(table: dict[str, list[Summary]], released: Summary, words: Summary) -
     more, sent, less = (mean(r, "wire_bytes_per_step") for r in (much, accordion, little))
     found = f"{less:,.0f} < {sent:,.0f} < {more:,.0f}"
     lines.append(Claim("Accordion's bytes lie between its levels'", found, less < sent < more))
-    for name, runs in (("k_min", by_theory), ("budget", by_budget)):
+    for name, runs in (("TotalError(k_min)", by_theory), ("TotalErrorBudget", by_budget)):
         apart = mean(runs, "accuracy") - mean(accordion, "accuracy")
         share = mean(runs, "wire_bytes_per_step") / sent
-        text = f"TotalError({name}) is at least as accurate as Accordion, with fewer bytes"
+        text = f"{name} is at least as accurate as Accordion, with fewer bytes"
         found = f"{100 * apart:+.2f} points, {share:.2f} of the bytes"
         lines.append(Claim(text, found, apart >= 0 and share < 1))
     free = [row["epoch"] + 1 for row in released["epochs"] if row["level"] is None]
@@ -103,10 +103,10 @@ def claims(table: dict[str, list[Summary]], released: Summary, words: Summary) -
     lines.append(Claim(text, f"in epochs {', '.join(map(str, free)) or 'none'}", bool(free)))
     for run in by_budget:
         off = run["density"] / BUDGET - 1
-        text = f"TotalError(budget={BUDGET}) keeps to it, vision, seed {run['seed']}"
+        text = f"TotalErrorBudget({BUDGET}) keeps to it, vision, seed {run['seed']}"
         lines.append(Claim(text, f"{run['density']:.4%}: {off:+.2%}", abs(off) <= CLOSE))
     off = words["density"] / WORDS_BUDGET - 1
-    text = f"TotalError(budget={WORDS_BUDGET}) keeps to it, language model"
+    text = f"TotalErrorBudget({WORDS_BUDGET}) keeps to it, language model"
     return [*lines, Claim(text, f"{words['density']:.4%}: {off:+.2%}", abs(off) <= CLOSE)]
 
 
@@ -179,7 +179,7 @@ Python {sys.version.split()[0]}, {versions}, {os.cpu_count()} CPUs.
 `examples/vision.py` on scikit-learn's digits: {first["workers"]} workers, {first["epochs"]}
 epochs, learning rate {first["learning_rate"]}, {seconds:.0f} s a run from start to end. Accuracy is
 of the last epoch on 599 images, so one image is 0.17 points. Bytes are of one worker and step, over
-the whole run, with what goes dense; density is of what is compressed.
+the whole run; density is of all elements, with what goes dense.
 {TUNING}
 
 {methods}
@@ -198,7 +198,7 @@ the whole run, with what goes dense; density is of what is compressed.
 {course(table["Accordion"][0])}
 ## A budget of {BUDGET:.0%}, seed {options.seeds[0]}
 
-{course(table["TotalError(budget)"][0])}
+{course(table["TotalErrorBudget"][0])}
 ## A budget of {WORDS_BUDGET:.1%} for the language model
 
 `python examples/language_model.py --methods total_error`: perplexity

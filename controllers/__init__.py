@@ -12,9 +12,11 @@ from .base import Decision as Decision
 from .base import Observation as Observation
 from .chain import Chain as Chain
 from .dynamic_bit_width import DynamicBitWidth as DynamicBitWidth
+from .estimated_threshold import EstimatedThreshold as EstimatedThreshold
 from .fixed import Fixed as Fixed
 from .schedule import Schedule as Schedule
 from .total_error import TotalError as TotalError
+from .total_error_budget import TotalErrorBudget as TotalErrorBudget
 
 __all__ = [
     "Accordion",
@@ -22,8 +24,10 @@ __all__ = [
     "Controller",
     "Decision",
     "DynamicBitWidth",
+    "EstimatedThreshold",
     "Fixed",
     "Observation",
     "Schedule",
     "TotalError",
+    "TotalErrorBudget",
 ]

@@ -9,6 +9,8 @@ from typing import Literal
 
 from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
 
+_SEVERAL = 3  # checks after which a warning says that nothing has been compressed
+
 
 @dataclass(frozen=True)
 class Accordion(Controller):
@@ -18,11 +20,14 @@ class Accordion(Controller):
     gradients. At the end of every ``interval``-th epoch, ``r = |N(e−interval) − N(e)| /
     N(e−interval)``. If ``r ≥ threshold`` the parameter is in a critical regime and gets level
     ``low`` until the next check, else ``high``. Epoch 0, the check after it, and a previous norm of
-    0 count as critical. If the next epoch's learning rate is lower than that of the one that has
-    ended, all parameters get ``low`` until the next check.
+    0 count as critical. If the learning rate decays from the epoch that has ended to the next one,
+    all parameters get ``low`` until the next check.
 
     This follows the authors' code: the paper does not say that gradients are summed as vectors, nor
-    that the norms compared are ``interval`` epochs apart.
+    that the norms compared are ``interval`` epochs apart. But there *every* fall of the rate is a
+    decay, so that under a cosine, linear or exponential schedule nothing is ever compressed. Their
+    schedules, and those of the total-error paper, fall tenfold at once; here a fall to half or less
+    is a decay. If nothing has been compressed in three checks, a warning says so.
 
     Args:
         low: level of *low* compression, for critical regimes: density 0.1, 8 bits. None sends
@@ -32,8 +37,11 @@ class Accordion(Controller):
         threshold: least relative change of a critical regime.
         granularity: ``"parameter"``, or ``"model"`` for one norm and one level for all.
         detector: ``"epoch"``, or ``"minibatch"`` for the variant to which the total-error paper
-            compares: the norm of the first batch of every ``interval``-th epoch, ``r >
-            threshold``, and a learning rate that fell since the last check.
+            compares: the norm of the first batch of every ``interval``-th epoch, epoch 0 included,
+            ``r > threshold``, and a learning rate that decayed since the last check. Its levels
+            hold from the second step of the epoch on; in their code from the first.
+        decay: what counts as a decay of the learning rate: to ``1/decay`` or less. 1 counts every
+            fall, as the authors do.
 
     Raises:
         ValueError: settings out of range; with a compressor for which ``low`` compresses more than
@@ -58,6 +66,7 @@ class Accordion(Controller):
     threshold: float = 0.5
     granularity: Literal["parameter", "model"] = "parameter"
     detector: Literal["epoch", "minibatch"] = "epoch"
+    decay: float = 2.0
 
     def __post_init__(self) -> None:
         self._check_level(self.low)
@@ -72,6 +81,8 @@ class Accordion(Controller):
             )
         if self.detector not in ("epoch", "minibatch"):
             raise ValueError(f"Accordion(detector={self.detector!r}): use 'epoch' or 'minibatch'.")
+        if not self.decay >= 1:
+            raise ValueError(f"Accordion(decay={self.decay!r}): a factor of at least 1, such as 2.")
 
     @property
     def gradients(self) -> Literal["none", "epoch sum", "first batch"]:  # type: ignore[override]
@@ -87,42 +98,69 @@ class Accordion(Controller):
             )
 
     def init(self) -> State:
-        return {"norms": {}, "critical": {}, "rate": None}
+        return {
+            "norms": {},
+            "critical": {},
+            "rate": None,
+            "checked": None,  # the last epoch that has been
+            "comparisons": 0,
+            "compressed": False,  # a parameter has had the level ``high``
+        }
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        epoch = observation.epoch
-        norms, critical, rate = state["norms"], state["critical"], state["rate"]
-        why = "between checks"
-        if epoch < 0:
+        new: State = {**self.init(), **state}
+        # Norms told within an epoch are those of its first batch.
+        epoch = observation.epoch if observation.ended else observation.epoch + 1
+        why, warning = "between checks", ""
+        if observation.epoch < 0 and observation.ended:
             why = "the first epoch is critical"
-        elif epoch % self.interval == 0:
-            now = dict(observation.gradient_norms)
-            if self.granularity == "model":
-                now = {"": math.sqrt(sum(norm * norm for norm in now.values()))}
-            fell = rate is not None and observation.learning_rate < rate
-            critical = {n: self._is_critical(norms.get(n), v, fell) for n, v in now.items()}
-            norms, rate = now, observation.learning_rate
+        elif epoch % self.interval == 0 and epoch != new["checked"] and observation.gradient_norms:
             why = f"checked against epoch {epoch - self.interval}" if epoch else "the first check"
-        falls = observation.next_learning_rate < observation.learning_rate
-        if falls and self.detector == "epoch" and epoch >= 0:
-            critical = dict.fromkeys(critical, True)
+            self._check_norms(observation, epoch, new)
+        decays = self._is_decay(observation.learning_rate, observation.next_learning_rate)
+        if decays and self.detector == "epoch" and observation.ended and epoch >= 0:
+            new["critical"] = dict.fromkeys(new["critical"], True)
             why = "the learning rate falls"
-        return self._decision(critical, why), {"norms": norms, "critical": critical, "rate": rate}
+        new["compressed"] = new["compressed"] or not all(new["critical"].values())
+        checked_now = new["comparisons"] > state.get("comparisons", 0)
+        if checked_now and new["comparisons"] == _SEVERAL and not new["compressed"]:
+            warning = (
+                f"{self!r} has compressed nothing to the level {self.high!r} in {_SEVERAL} checks: "
+                f"each time gradient norms had changed by {self.threshold:.0%} or more, or the "
+                f"learning rate had fallen to 1/{self.decay:g} or less. Raise threshold or decay."
+            )
+        return self._decision(new["critical"], why, warning), new
 
-    def _is_critical(self, before: float | None, now: float, rate_fell: bool) -> bool:
+    def _check_norms(self, observation: Observation, epoch: int, new: State) -> None:
+        """Compare norms with those of the last check; change ``new``, not what is in it."""
+        norms = dict(observation.gradient_norms)
+        if self.granularity == "model":
+            norms = {"": math.sqrt(sum(norm * norm for norm in norms.values()))}
+        before, rate = new["norms"], observation.learning_rate
+        decayed = new["rate"] is not None and self._is_decay(new["rate"], rate)
+        new["critical"] = {
+            n: self._is_critical(before.get(n), v, decayed) for n, v in norms.items()
+        }
+        new["comparisons"] += bool(before)
+        new["norms"], new["rate"], new["checked"] = norms, rate, epoch
+
+    def _is_decay(self, before: float, now: float) -> bool:
+        return now < before and now * self.decay <= before * (1 + 1e-9)  # 0.1·0.1 is above 0.01
+
+    def _is_critical(self, before: float | None, now: float, decayed: bool) -> bool:
         if not before or not math.isfinite(before) or not math.isfinite(now):
             return True
         change = abs(before - now) / before
         if self.detector == "minibatch":
-            return rate_fell or change > self.threshold
+            return decayed or change > self.threshold
         return change >= self.threshold
 
-    def _decision(self, critical: Mapping[str, bool], why: str) -> Decision:
+    def _decision(self, critical: Mapping[str, bool], why: str, warning: str) -> Decision:
         share = sum(critical.values()) / len(critical) if critical else 1.0
         reason = f"{share:.0%} of the parameters are in a critical regime ({why})."
         figures = {"critical_share": share}
         if self.granularity == "model" or not critical:
             level = self.low if all(critical.values()) else self.high
-            return Decision(level, reason=reason, figures=figures)
+            return Decision(level, {}, reason, figures, warning)
         levels = {name: self.low if is_so else self.high for name, is_so in critical.items()}
-        return Decision(self.low, levels, reason, figures)
+        return Decision(self.low, levels, reason, figures, warning)

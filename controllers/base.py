@@ -18,49 +18,65 @@ Level = float | None
 class Observation:
     """Plain numbers on which a controller may base a decision.
 
-    The first one comes before the first step, with ``epoch=-1``, no metrics and no norms; those
-    within epochs have no norms and moments. Bytes, density and steps count since the last decision.
+    The first one comes before the first step, with ``epoch=-1``, no metrics and no norms. Bytes,
+    elements and steps count since the last decision.
 
     Attributes:
         epoch: the last finished epoch, from 0; -1 before the end of the first one.
         learning_rate: of the last step.
         next_learning_rate: of the next step.
         metrics: logged values by name, worker 0's.
-        gradient_norms: parameter name -> norm of worker 0's local, raw gradients, summed over the
-            epoch or of its first batch, as the controller declares; empty if it declares none.
-        error_norms: parameter name -> norm of worker 0's error at the end of the epoch.
-        total_error: ``Σ‖e_t‖²`` over all steps so far, mean over workers; 0 if not declared.
+        step_metrics: those of them that are of the last batch only, not of the epoch.
+        gradient_norms: parameter name -> norm of worker 0's local, raw gradients, as the controller
+            declares: summed over the epoch, told at its end, or of its first batch, told from the
+            next step on. Compressed parameters only.
+        error_norms: parameter name -> norm of worker 0's error, at the end of an epoch.
+        total_error: ``Σ‖e_t‖²`` over all steps so far, in units of the gradient, mean over workers;
+            0 if not declared.
+        total_error_update: ``Σ γ_t²·‖e_t‖²``, in units of the update, with each parameter's own
+            learning rate γ_t; likewise.
         wire_bytes: bytes sent, mean over workers.
         dense_bytes: bytes that plain DDP would have sent.
         steps: number of rounds.
         num_elements: elements of all gradients, the papers' d.
-        density: sent share of the elements that are compressed, mean over workers.
+        num_compressed: those in tensors that the compressor takes; the others are sent whole.
+        sent_elements: elements sent, compressed or whole, mean over workers.
         max_epochs: epochs of the whole run; None if it has no end.
         progress: finished share of the run, in [0, 1]; None if it has no end.
         ended: an epoch has just ended, or the run begins; False within an epoch.
-        gradient_noise: ``E‖g − ∇f_i‖²`` within the epoch, mean over workers; 0 if not declared.
-        gradient_squared: ``‖∇f_i‖²``, likewise.
-        gradient_dissimilarity: ``mean_i‖∇f_i − ∇f‖²`` over workers i, likewise.
+        gradient_noise: ``E‖g − ∇f_i‖²``, estimated at the end of an epoch from its steps, mean over
+            workers; 0 if not declared. What ∇f_i moves within the epoch counts as noise.
+        gradient_squared: ``‖∇f_i‖²``, likewise. Unbiased, so it may be below 0.
+        gradient_dissimilarity: ``mean_i‖∇f_i − ∇f‖²`` over workers i; likewise.
     """
 
     epoch: int
     learning_rate: float = 0.0
     next_learning_rate: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    step_metrics: tuple[str, ...] = ()
     gradient_norms: Mapping[str, float] = field(default_factory=dict)
     error_norms: Mapping[str, float] = field(default_factory=dict)
     total_error: float = 0.0
+    total_error_update: float = 0.0
     wire_bytes: float = 0.0
     dense_bytes: float = 0.0
     steps: int = 0
     num_elements: int = 0
-    density: float = 0.0
+    num_compressed: int = 0
+    sent_elements: float = 0.0
     max_epochs: int | None = None
     progress: float | None = None
     ended: bool = True
     gradient_noise: float = 0.0
     gradient_squared: float = 0.0
     gradient_dissimilarity: float = 0.0
+
+    @property
+    def density(self) -> float:
+        """Sent share of all elements since the last decision; 0 before the first step."""
+        elements = self.steps * self.num_elements
+        return self.sent_elements / elements if elements else 0.0
 
 
 @dataclass(frozen=True)
@@ -72,12 +88,14 @@ class Decision:
         levels: parameter name -> level, where it differs from ``level``.
         reason: one sentence for the log.
         figures: name -> number to log, such as a critical share or the budget spent.
+        warning: what the user should change; worker 0 warns of it. Empty: nothing.
     """
 
     level: Level = None
     levels: Mapping[str, Level] = field(default_factory=dict)
     reason: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
+    warning: str = ""
 
 
 class KnobLike(Protocol):
@@ -105,10 +123,11 @@ class Controller(abc.ABC):
 
     Attributes:
         gradients: the gradient norms that it needs: none, of the sum over the epoch, or of the
-            epoch's first batch. Costs one float32 per parameter.
+            epoch's first batch; then it also decides after the first step of every epoch. Costs one
+            float32 per parameter.
         moments: it needs ``gradient_noise``, ``gradient_squared`` and ``gradient_dissimilarity``.
             Costs the same, and one dense all-reduce at the end of an epoch.
-        errors: it needs ``total_error``. Costs one more pass over the error in every step.
+        errors: it needs the total errors. Costs one more pass over the error in every step.
     """
 
     gradients: ClassVar[Literal["none", "epoch sum", "first batch"]] = "none"

@@ -73,6 +73,6 @@ class Chain(Controller):
             progress=None if over is None else (over - since) / max(1 - since, 1e-9),
         )
         if begins:  # as in a new run
-            shifted = replace(shifted, metrics={}, gradient_norms={}, density=0.0, steps=0)
+            shifted = replace(shifted, metrics={}, gradient_norms={}, sent_elements=0.0, steps=0)
         decision, new = self.then.decide(shifted, state["then"])
         return decision, {**state, "then": new, "over": since}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .base import Controller, Decision, KnobLike, Observation, State, compresses_less
@@ -19,6 +19,10 @@ class DynamicBitWidth(Controller):
     ``steps`` is taken. After ``patience`` epochs at one level, ``release_epochs`` epochs are
     uncompressed; then the level is resumed. It never falls unless ``allow_decrease``.
 
+    The paper removes compression "if the model remains trapped at the same step", and excepts none.
+    At the last step that is no sign of stagnation but how every run ends: with the defaults each
+    ninth epoch of the rest of the run is uncompressed. ``release_at_last=False`` leaves them out.
+
     The paper names these three rules but not their constants, and has no code: the defaults are our
     reading. Works with any knob; the paper's is the bits of a quantiser.
 
@@ -28,10 +32,12 @@ class DynamicBitWidth(Controller):
         monitor: name of the validation metric.
         mode: ``"max"`` if higher is better (accuracy), ``"min"`` if lower is (perplexity).
         loss_delta: change of the training loss below which the next step is taken; None: never.
-        loss: name of the training loss; ``<loss>_epoch`` is used if logged.
+        loss: name of the training loss; ``<loss>_epoch`` is used if logged. Log it with
+            ``on_epoch=True``: logged per step only, it is the last batch's, and a warning says so.
         patience: epochs at one level before compression is released.
         release_epochs: epochs without compression.
         allow_decrease: follow the metric to a lower step too.
+        release_at_last: release compression at the last of ``steps`` too.
 
     Raises:
         ValueError: settings out of range; at the end of the first epoch, a metric that was not
@@ -56,6 +62,7 @@ class DynamicBitWidth(Controller):
     patience: int = 8
     release_epochs: int = 1
     allow_decrease: bool = False
+    release_at_last: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple((bound, level) for bound, level in self.steps))
@@ -90,13 +97,16 @@ class DynamicBitWidth(Controller):
         return {"step": 0, "epochs": 0, "released": 0, "loss": None}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        decision, new = self._choose(observation, state)
+        return replace(decision, warning=self._warning(observation)), new
+
+    def _choose(self, observation: Observation, state: State) -> tuple[Decision, State]:
         if observation.epoch < 0:
             return self._at(0, "The first step."), dict(state)
         metric = self._metric(observation, self.monitor)
         loss: float | None = None
         if self.loss_delta is not None:
-            whole = f"{self.loss}_epoch"
-            loss = self._metric(observation, whole if whole in observation.metrics else self.loss)
+            loss = self._metric(observation, self._loss_name(observation))
         step, released = state["step"], state["released"]
         epochs = 0 if released else state["epochs"] + 1  # released epochs do not count
         moved, why = self._move(step, metric, loss, state["loss"])
@@ -110,7 +120,7 @@ class DynamicBitWidth(Controller):
             return Decision(None, reason="Compression is still released."), new
         if released == 1:
             return self._at(step, "Compression is resumed."), new
-        if epochs >= self.patience:
+        if epochs >= self.patience and (self.release_at_last or step < len(self.steps) - 1):
             new["released"] = self.release_epochs
             reason = f"Compression is released after {epochs} epochs on one step."
             return Decision(None, reason=reason, figures={"step": step}), new
@@ -134,6 +144,24 @@ class DynamicBitWidth(Controller):
             if abs(loss - before) < self.loss_delta:
                 return step + 1, f"{self.loss} changed by {abs(loss - before):.2g} only: next step."
         return step, f"{self.monitor} is {metric:.4g}: the step is kept."
+
+    def _loss_name(self, observation: Observation) -> str:
+        whole = f"{self.loss}_epoch"
+        return whole if whole in observation.metrics else self.loss
+
+    def _warning(self, observation: Observation) -> str:
+        """Return a sentence about metrics of the last batch, after the first epoch only."""
+        read = [self.monitor]
+        if self.loss_delta is not None:
+            read.append(self._loss_name(observation))
+        found = [name for name in dict.fromkeys(read) if name in observation.step_metrics]
+        if observation.epoch != 0 or not found:
+            return ""
+        calls = " and ".join(f"self.log({name!r}, ..., on_epoch=True)" for name in found)
+        return (
+            f"DynamicBitWidth decides by {' and '.join(found)}, logged per step: at the end of an "
+            f"epoch that is the last batch's, mostly noise. Use {calls}."
+        )
 
     def _at(self, step: int, reason: str) -> Decision:
         return Decision(self.steps[step][1], reason=reason, figures={"step": step})

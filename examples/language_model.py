@@ -37,9 +37,10 @@ from lightning_gc import (
     Compressor,
     HardThreshold,
     Identity,
+    PerParameter,
     TopK,
 )
-from lightning_gc.controllers import Controller, TotalError
+from lightning_gc.controllers import Controller, TotalErrorBudget
 
 hush()  # the workers import this file too, so this holds for them as well
 
@@ -68,12 +69,15 @@ class Settings:
 
 
 def methods(settings: Settings) -> dict[str, tuple[Compressor, Controller | None]]:
-    """Return what is compared. Biases go dense and errors are fed back where that is needed."""
+    """Return what is compared. Biases go dense and errors are fed back where that is needed.
+
+    Under a budget, which is of all elements, biases are compressed too.
+    """
     return {
         "dense": (Identity(), None),  # bit-equal to plain DDP, so this is the baseline
         "topk": (TopK(density=0.01), None),
         "hard_threshold": (HardThreshold(settings.threshold), None),
-        "total_error": (HardThreshold(), TotalError(budget=settings.budget)),
+        "total_error": (PerParameter(HardThreshold()), TotalErrorBudget(settings.budget)),
         "qsgd": (QSGD(bits=4), None),
     }
 
@@ -231,7 +235,7 @@ def train(name: str, corpus: Corpus, settings: Settings) -> dict[str, Any]:
         "wire_bytes_per_step": figures["compression_epoch/wire_bytes"],
         "dense_bytes_per_step": figures["compression_epoch/dense_bytes"],
         "ratio": figures["compression/total_ratio"],
-        "density": figures.get("compression_epoch/density", 1.0),
+        "density": figures["compression_epoch/density"],
         "seconds_per_step": figures["seconds_per_step"],
         "replicas_identical": True,  # or `Report` would have raised
     }

@@ -34,9 +34,17 @@ from lightning_gc import (
     Compressor,
     HardThreshold,
     Identity,
+    PerParameter,
     TopK,
 )
-from lightning_gc.controllers import Accordion, Controller, DynamicBitWidth, Fixed, TotalError
+from lightning_gc.controllers import (
+    Accordion,
+    Controller,
+    DynamicBitWidth,
+    Fixed,
+    TotalError,
+    TotalErrorBudget,
+)
 
 hush()  # the workers import this file too, so this holds for them as well
 SPREAD: dict[str, Any] = {"min": min, "median": statistics.median, "max": max}
@@ -69,15 +77,18 @@ class Settings:
 
 
 def policies(settings: Settings) -> dict[str, tuple[Compressor, Controller | None]]:
-    """Return a compressor and who turns its knob. Small tensors go dense, errors are fed back."""
-    s = settings
+    """Return a compressor and who turns its knob. Errors are fed back; small tensors go dense.
+
+    But not under a threshold: a budget is of all elements, and the paper compresses every tensor.
+    """
+    s, every_tensor = settings, PerParameter(HardThreshold())
     return {
         "none": (Identity(), None),  # bit-equal to plain DDP, so this is the baseline
         "fixed": (TopK(s.level), Fixed(s.level)),
         "accordion": (TopK(s.low), Accordion(s.low, s.high, interval=s.interval)),
         "bitwidth": (QSGD(bits=4), DynamicBitWidth(patience=s.patience)),
-        "total-error": (HardThreshold(), TotalError(k_min=s.k_min)),
-        "total-error-budget": (HardThreshold(), TotalError(budget=s.budget)),
+        "total-error": (every_tensor, TotalError(k_min=s.k_min)),
+        "total-error-budget": (every_tensor, TotalErrorBudget(s.budget)),
     }
 
 
@@ -147,8 +158,7 @@ class Report(pl.Callback):
             "train_loss": figures["train_loss"],
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             "level": level,
-            # Of what goes dense the monitor tells no density.
-            "density": figures["compression_epoch/density"] if level else 1.0,
+            "density": figures["compression_epoch/density"],
             "wire_bytes_per_step": figures["compression_epoch/wire_bytes"],
             "reason": decision.reason if decision else "There is no controller.",
             "figures": dict(decision.figures) if decision else {},

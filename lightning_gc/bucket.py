@@ -16,13 +16,20 @@ from torch import Tensor
 class Tally:
     """Counts of elements and bytes, known without reading the data.
 
-    Only tensors that a codec encoded count as elements, not those that a ``SizeSwitch`` left dense.
+    ``elements`` and ``sent`` are of tensors that a compressor took, not of those sent whole, such
+    as those that a ``SizeSwitch`` leaves alone.
     """
 
+    grad_elements: int = 0  # of all gradients
     grad_bytes: int = 0  # bytes of all gradients, in their own dtype
     elements: int = 0  # given to codecs
     sent: int = 0  # of these, sent (quantisers send all)
     payload_bytes: int = 0  # of codecs' payloads, each counted once
+
+    @property
+    def whole(self) -> int:
+        """Elements sent whole, not given to a codec. Valid between rounds."""
+        return self.grad_elements - self.elements
 
     def count(self, elements: int, sent: int, payload: Iterable[Tensor]) -> None:
         """Count a payload that holds ``sent`` of ``elements`` elements."""

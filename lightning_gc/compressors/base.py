@@ -160,7 +160,9 @@ class Codec(Compressor):
         """Encode, and count what the payload carries. For schemes."""
         payload = self.encode(buffer, bucket)
         if bucket.phase == 0:
-            bucket.tally.count(buffer.numel(), self.sent(payload, buffer.numel()), payload)
+            # A shard's buffer may be padded beyond its bucket.
+            sent = min(self.sent(payload, buffer.numel()), bucket.numel)
+            bucket.tally.count(bucket.numel, sent, payload)
         return payload
 
     def receive(

@@ -77,7 +77,8 @@ class Engine:
         compressor_state: parameter name -> the compressor's own state.
         rounds: counts rounds.
         loss_scaling: undoes fp16 loss scaling; set ``scale`` and ``revocable``.
-        learning_rates: set ``now`` before each round, if the memory is ``lr_aware``.
+        learning_rates: set ``now`` before each round, if the memory is ``lr_aware`` or the
+            statistics measure errors.
         statistics: counts, norms, and sums for a controller.
     """
 
@@ -149,6 +150,7 @@ class Engine:
         grad, scale = bucket.grad, self.loss_scaling.scale
         if self.rounds.opened != bucket.step:
             self._open_round(bucket.step)
+        self.statistics.tally.grad_elements += bucket.numel
         self.statistics.tally.grad_bytes += bucket.numel * grad.element_size()
         guard = None if self.levels.traits.exact or not bucket.numel else Guard(bucket)
         if guard is not None:
@@ -174,7 +176,8 @@ class Engine:
 
         kept = bool(self.memory.buffers)
         if self.statistics.norms_wanted or self.statistics.epoch is not None:
-            self.statistics.see_error(bucket, exchange.error, exchange.norm_before, kept)
+            rates, before = self.learning_rates.now, exchange.norm_before
+            self.statistics.see_error(bucket, exchange.error, before, rates if kept else None)
         if exchange.mean is not grad:
             grad.copy_(exchange.mean)
         if scale is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -20,11 +22,12 @@ class EpochStatistics:
         gradients: ``"epoch sum"`` of local raw gradients, those of the epoch's ``"first batch"``,
             or ``"none"``. Costs one float32 per parameter and one pass.
         moments: also sum their squared norms, to separate gradient and noise; needs the epoch sum.
-        errors: sum ``‖e_t‖²`` over steps. Costs one pass over the error.
+        errors: sum ``‖e_t‖²`` and ``γ_t²·‖e_t‖²`` over steps. Costs one pass over the error.
     """
 
     structure = Record(
-        {"sums": Each(FLOATS), "squares": NUMBER, "total_error": NUMBER}, {"first": FINITE}
+        {"sums": Each(FLOATS), "squares": NUMBER, "total_error": NUMBER},
+        {"first": FINITE, "total_error_update": NUMBER},  # the latter not in old checkpoints
     )
     """What ``own_state`` returns; norms of huge gradients may overflow."""
 
@@ -46,7 +49,8 @@ class EpochStatistics:
         self._store = ErrorBuffers(("sum",))
         self._first: int | None = None
         self._squares: list[Tensor] = []
-        self._total: Tensor | None = None
+        self._errors: Tensor | float = 0.0
+        self._update_errors: Tensor | float = 0.0
 
     def see_gradient(self, bucket: Bucket) -> None:
         """Add a local gradient: raw, unscaled, zero if it was not finite."""
@@ -60,16 +64,29 @@ class EpochStatistics:
         if self.moments:
             self._squares.append(torch.linalg.vector_norm(bucket.grad, dtype=torch.float64) ** 2)
 
-    def see_error(self, error: Tensor) -> None:
-        """Add the squared norm of one bucket's error."""
-        if self.errors:
-            squared = torch.linalg.vector_norm(error).double() ** 2
-            self._total = squared if self._total is None else self._total + squared
+    def see_error(self, bucket: Bucket, error: Tensor, rates: Mapping[str, float]) -> None:
+        """Add the squared norm of one bucket's error, left by a step at these learning rates."""
+        if not self.errors or not bucket.names:
+            return
+        # One norm per parameter, so that figures do not depend on how buckets are laid out.
+        norms = torch.stack(torch._foreach_norm(list(bucket.split(error).values())))
+        squared = norms.double() ** 2
+        self._errors = self._errors + squared.sum()
+        start = 0
+        for rate, group in itertools.groupby(rates.get(name, 0.0) for name in bucket.names):
+            stop = start + len(list(group))
+            self._update_errors = self._update_errors + rate**2 * squared[start:stop].sum()
+            start = stop
 
     @property
     def total_error(self) -> float:
-        """``Σ‖e_t‖²`` over all steps so far."""
-        return 0.0 if self._total is None else float(self._total)
+        """``Σ‖e_t‖²`` over all steps so far, in units of the gradient."""
+        return float(self._errors)
+
+    @property
+    def total_error_update(self) -> float:
+        """``Σ γ_t²·‖e_t‖²``, in units of the update; 0 for parameters of no known rate γ_t."""
+        return float(self._update_errors)
 
     def norms(self) -> dict[str, float]:
         """Return parameter name -> norm of its summed gradient."""
@@ -99,12 +116,24 @@ class EpochStatistics:
     def own_state(self) -> dict[str, Any]:
         """Return this worker's sums: tensors and numbers that may be averaged over workers."""
         sums = {name: kept["sum"].clone() for name, kept in self._store.named.items()}
-        state = {"sums": sums, "squares": self.squares(), "total_error": self.total_error}
+        state = {
+            "sums": sums,
+            "squares": self.squares(),
+            "total_error": self.total_error,
+            "total_error_update": self.total_error_update,
+        }
         return state if self._first is None else state | {"first": self._first}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Resume from ``own_state()``."""
         self._store.load({name: {"sum": tensor} for name, tensor in state["sums"].items()})
         self._squares = [torch.tensor(state["squares"], dtype=torch.float64)]
-        self._total = torch.tensor(state["total_error"], dtype=torch.float64)
         self._first = round(state["first"]) if "first" in state else None
+        self._errors = float(state["total_error"])
+        if self.errors and "total_error_update" not in state:
+            warnings.warn(
+                "The checkpoint is of a version that kept no total_error_update, so that figure "
+                "counts from here; total_error goes on.",
+                stacklevel=2,
+            )
+        self._update_errors = float(state.get("total_error_update", 0.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -27,17 +29,24 @@ class Statistics:
         self.leftovers: dict[str, Tensor] = {}
         self.epoch: EpochStatistics | None = None
 
-    def see_error(self, bucket: Bucket, error: Tensor, before: Tensor | None, kept: bool) -> None:
+    def see_error(
+        self,
+        bucket: Bucket,
+        error: Tensor,
+        before: Tensor | None,
+        rates: Mapping[str, float] | None,
+    ) -> None:
         """Record a bucket's error ``x − C(x)``.
 
         Args:
             bucket: where it has arisen.
             error: ``(numel,)``.
             before: ``‖x‖``; None: do not measure norms.
-            kept: a memory keeps the error, so that it counts for the controller.
+            rates: parameter name -> learning rate of this round; None: no memory keeps the error,
+                so that it does not count for the controller.
         """
-        if self.epoch is not None and kept:
-            self.epoch.see_error(error)
+        if self.epoch is not None and rates is not None:
+            self.epoch.see_error(bucket, error, rates)
         if before is not None:
             self.norms.append((before, torch.linalg.vector_norm(error)))
             self.leftovers |= bucket.split(error)

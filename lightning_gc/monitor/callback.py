@@ -26,7 +26,8 @@ class Monitor:
     """Logs bytes, errors, levels and seconds of compression, per logging step and per epoch.
 
     At each logging step, under ``compression/``, of worker 0: ``wire_bytes`` and ``dense_bytes``
-    per step, ``ratio``, ``density`` (sent share of the elements of compressed tensors),
+    per step, ``ratio``, ``density`` (sent share of all elements, those of tensors that are sent
+    whole included), ``compressed_density`` (the same of compressed tensors only),
     ``bits_per_element`` (payload bits over all elements of these, sent or not), ``level``,
     ``relative_error`` ``‖x − C(x)‖/‖x‖``, ``error_norm``, and the seconds of ``compress``,
     ``communicate`` and ``decode``. Per epoch, under ``compression_epoch/``, the same as means over
@@ -40,9 +41,10 @@ class Monitor:
 
     With a controller also ``level_min`` and ``level_max`` (``level`` is the median over
     parameters), ``uncompressed_share``, per epoch the controller's own figures
-    (``critical_share``, ``budget_spent``, ``step``, ``total_error``), and on TensorBoard's text
-    page its reason with a table of all levels. TensorBoard also gets a custom-scalars layout and
-    the configuration as hparams.
+    (``critical_share``, ``budget_spent``, ``step``), ``total_error`` (``Σ‖e_t‖²`` so far, in units
+    of the gradient) and ``total_error_update`` (``Σ γ_t²·‖e_t‖²``, in units of the update) if it
+    needs them, and on TensorBoard's text page its reason with a table of all levels. TensorBoard
+    also gets a custom-scalars layout and the configuration as hparams.
 
     Norms, and times on CUDA, are measured on the device in logging steps only.
 
@@ -142,8 +144,10 @@ class Monitor:
         collected = [e.statistics.epoch for e in engines]
         watched = [epoch for epoch in collected if epoch is not None and epoch.errors]
         if watched:
-            own = torch.tensor([epoch.total_error for epoch in watched]).mean()
-            figures[PREFIX + "total_error"] = float(self._mean(trainer, own))
+            own = [[each.total_error, each.total_error_update] for each in watched]
+            # In float32: beyond that, they depend on the order in which buckets were added.
+            both = self._mean(trainer, torch.tensor(own).mean(0)).tolist()
+            figures[PREFIX + "total_error"], figures[PREFIX + "total_error_update"] = both
         self._write(trainer, figures, self._index)
         trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
@@ -220,8 +224,9 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
 _CHARTS = {
     "bytes per step and worker": ["(wire|dense)_bytes"],
     "compression ratio": ["ratio"],
-    "density and level": ["(density|level|level_min|level_max)"],
+    "density and level": ["(density|compressed_density|level|level_min|level_max)"],
     "relative error": ["relative_error"],
+    "total error": ["(total_error|total_error_update)"],
     "seconds": ["(compute|compress|communicate|decode)_seconds", "communication_seconds_estimated"],
 }
 LAYOUT = {

@@ -34,6 +34,7 @@ class Totals:
     observed_steps: float = 0
     message_bytes: float = 0
     compute_seconds: float = 0
+    whole: float = 0  # elements sent whole, besides those given to codecs
 
     def add(self, other: Totals) -> None:
         """Add another sum to this one."""
@@ -53,8 +54,10 @@ class Totals:
             "dense_bytes": self.dense_bytes / steps,
             "ratio": ratio(self.dense_bytes, self.wire_bytes),
         }
+        if self.elements + self.whole:
+            figures["density"] = (self.sent + self.whole) / (self.elements + self.whole)
         if self.elements:
-            figures["density"] = self.sent / self.elements
+            figures["compressed_density"] = self.sent / self.elements
             figures["bits_per_element"] = 8 * self.payload_bytes / self.elements
         if self.timed_steps:
             real, simulated = (COMPRESS, COMMUNICATE, DECODE), (COMPUTE, COMPRESS, DECODE)
@@ -102,6 +105,7 @@ class Sums:
             sent=now.sent - before.sent,
             payload_bytes=now.payload_bytes - before.payload_bytes,
             message_bytes=account.message_bytes,
+            whole=now.whole - before.whole,
         )
         self._tally = replace(now)
         if any(account.seconds.values()):

@@ -15,7 +15,15 @@ def moment_of(trainer: Any, batch: int) -> Moment:
         max_epochs=epochs_of(trainer),
         total_steps=steps_of(trainer),
         progress=progress_of(trainer, batch),
+        step_metrics=step_metrics_of(trainer),
     )
+
+
+def step_metrics_of(trainer: Any) -> tuple[str, ...]:
+    """Return the training metrics whose value is the last batch's: logged per step only."""
+    logged = trainer.fit_loop.epoch_loop._results.result_metrics
+    metas = (each.meta for each in logged)
+    return tuple(sorted({meta.name for meta in metas if meta.on_step and not meta.on_epoch}))
 
 
 def steps_of(trainer: Any) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,8 @@ CONTROL_STATE = Record(
         "state": Record(others=ANYTHING),  # the controller's own
         "decision": Optional(
             Record(
-                {"level": LEVEL, "levels": Each(LEVEL)}, {"reason": TEXT, "figures": Each(NUMBER)}
+                {"level": LEVEL, "levels": Each(LEVEL)},
+                {"reason": TEXT, "figures": Each(NUMBER), "warning": TEXT},
             )
         ),
         "ended": FLAG,
@@ -58,12 +60,14 @@ class Moment:
         max_epochs: epochs of the whole run; None if unknown or without end.
         total_steps: steps of the whole run; likewise.
         progress: finished share of the run; likewise.
+        step_metrics: names of metrics that are of the last batch only.
     """
 
     metrics: Mapping[str, float]
     max_epochs: int | None = None
     total_steps: int | None = None
     progress: float | None = None
+    step_metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,10 @@ class ControlLoop:
         self._rate = rate
 
     def _due(self) -> bool:
-        """Whether steps since the last decision have reached the pause, or doubled their number."""
+        """Whether the epoch's first batch is due, or steps have reached the pause, or doubled."""
         done = self._step - self._seen_step
+        if self.controller.gradients == "first batch" and self._seen_step == self._epoch_step:
+            return done > 0
         return self._pause > 0 and done >= max(min(self._seen_step, self._pause), 1)
 
     def state_dict(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +206,10 @@ class ControlLoop:
                 f"The controller failed on worker 0, so all workers stop. {said['error']}"
             )
         self.state, self._pause = said["state"], said["pause"]
-        self._set_levels(Decision(**said["decision"]))
+        decision = Decision(**said["decision"])
+        if decision.warning and peers.decides:
+            warnings.warn(decision.warning, stacklevel=2)
+        self._set_levels(decision)
 
     def _set_levels(self, decision: Decision) -> None:
         self.decision = decision
@@ -211,7 +220,7 @@ class ControlLoop:
     ) -> Observation:
         steps, self._seen_step = self._step - self._seen_step, self._step
         figures = [each.figures() for each in self.statistics]
-        wire, dense, density, total_error = _mean(peers, figures)
+        wire, dense, sent, total_error, total_error_update = _mean(peers, figures)
         for each in self.statistics:
             each.begin()
         # Lightning does not restore a checkpoint's metrics.
@@ -222,17 +231,26 @@ class ControlLoop:
             learning_rate=self._rate if steps else rate,
             next_learning_rate=rate,
             metrics=metrics if steps else {},
+            step_metrics=now.step_metrics,
             total_error=total_error,
+            total_error_update=total_error_update,
             wire_bytes=wire,
             dense_bytes=dense,
             steps=steps,
             num_elements=sum(param.numel() for param in self._workers.names),
-            density=density,
+            num_compressed=sum(param.numel() for param in self._workers.compressed()),
+            sent_elements=sent,
             max_epochs=now.max_epochs,
             progress=now.progress,
             ended=ended,
-            **(self._close_epoch(peers) if ended else {}),
+            **(self._close_epoch(peers) if ended else self._first_batch()),
         )
+
+    def _first_batch(self) -> dict[str, Any]:
+        """Return the norms of the epoch's first batch if the controller needs them."""
+        wanted = self.controller.gradients == "first batch"
+        norms = self.statistics[0].epoch.norms() if wanted else {}
+        return {"gradient_norms": self._compressed(norms)}
 
     def _close_epoch(self, peers: Peers) -> dict[str, Any]:
         """Return the observation's fields that are of whole epochs; start the next epoch."""
@@ -249,8 +267,8 @@ class ControlLoop:
         }
 
     def _compressed(self, norms: dict[str, float]) -> dict[str, float]:
-        compressor, shapes = self._workers.first.compressor, self._workers.shapes
-        return {name: v for name, v in norms.items() if compressor.compresses(shapes[name])}
+        compressed = set(self._workers.compressed().values())
+        return {name: norm for name, norm in norms.items() if name in compressed}
 
     def _moments(self, peers: Peers, steps: int) -> dict[str, float]:
         """Estimate E‖g−∇fᵢ‖², ‖∇fᵢ‖² and meanᵢ‖∇fᵢ−∇f‖², with the 1/steps bias removed."""
@@ -269,8 +287,8 @@ class ControlLoop:
         apart = own - together - noise / steps * (1 - 1 / self._workers.first.workers)
         return {
             "gradient_noise": max(noise, 0.0),
-            "gradient_squared": max(own - noise / steps, 0.0),
-            "gradient_dissimilarity": max(apart, 0.0),
+            "gradient_squared": own - noise / steps,
+            "gradient_dissimilarity": apart,
         }
 
 

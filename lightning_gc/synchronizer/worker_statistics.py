@@ -1,4 +1,4 @@
-"""WorkerStatistics: a worker's bytes, density and gradient sums since the last decision."""
+"""WorkerStatistics: a worker's bytes, elements and gradient sums since the last decision."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ class WorkerStatistics:
         self._seen_bytes = account.sent_bytes
 
     def figures(self) -> list[float]:
-        """Return wire bytes, dense bytes, density since the last decision, and total error."""
+        """Return wire bytes, dense bytes and elements sent since then, and both total errors."""
         now, seen = self.engine.statistics.tally, self._seen_tally
         return [
             self._bytes(),
             all_reduce_bytes(now.grad_bytes - seen.grad_bytes, self.engine.workers),
-            (now.sent - seen.sent) / max(now.elements - seen.elements, 1),
+            (now.sent + now.whole) - (seen.sent + seen.whole),
             self.epoch.total_error,
+            self.epoch.total_error_update,
         ]
 
     def begin(self) -> None:
@@ -71,7 +72,9 @@ class WorkerStatistics:
         """Resume from ``own_state()``, or from the mean of several."""
         self._seen_bytes = self._account.sent_bytes - round(state["bytes"])
         now = vars(self.engine.statistics.tally)
-        self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in state["tally"].items()})
+        # A checkpoint of 0.1 has no grad_elements: what was sent whole before it is not counted.
+        counts = {"grad_elements": state["tally"]["elements"]} | state["tally"]
+        self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in counts.items()})
         self.epoch.load_own_state(state["observer"])
 
     def _bytes(self) -> int:

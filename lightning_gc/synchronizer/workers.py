@@ -85,11 +85,12 @@ class Workers:
         return self.engines[0]
 
     def prepare_round(self, scaler: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Set loss scale and, if the memory reads them, learning rates of the next round."""
+        """Set loss scale and, if memory or statistics read them, learning rates of the round."""
         # The tensor, not get_scale(): reading a number would wait for the device.
         scale = None if scaler is None else scaler._scale
-        aware = self.configuration.memory.lr_aware
-        rates = learning_rates_of(optimizers, self.names) if aware else None
+        epoch = self.first.statistics.epoch
+        read = self.configuration.memory.lr_aware or (epoch is not None and epoch.errors)
+        rates = learning_rates_of(optimizers, self.names) if read else None
         for engine in self.engines:
             engine.loss_scaling.scale = scale
             if rates is not None:
@@ -113,15 +114,16 @@ class Workers:
         for engine in self.engines:
             engine.advance()
 
+    def compressed(self) -> dict[Tensor, str]:
+        """Return parameter -> name of those that the compressor takes; others are sent whole."""
+        compresses = self.first.compressor.compresses
+        return {param: n for param, n in self.names.items() if compresses(tuple(param.shape))}
+
     def levels(self) -> dict[str, float | None]:
         """Return the level of every parameter that is compressed; None: uncompressed for now."""
         if not self.engines:
             return {}
-        return {
-            name: self.first.levels.of(name)
-            for name, shape in self.shapes.items()
-            if self.first.compressor.compresses(shape)
-        }
+        return {name: self.first.levels.of(name) for name in self.compressed().values()}
 
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None

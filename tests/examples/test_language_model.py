@@ -54,7 +54,7 @@ def test_the_example_trains_and_reports(
     dense, topk = rows
     assert (dense["ratio"], dense["density"]) == (1, 1)
     assert topk["ratio"] > 2
-    assert topk["density"] < 0.02
+    assert 0.05 < topk["density"] < 0.2  # with the biases, which are a tenth of so small a model
     assert (out / "perplexity_vs_bytes.png").read_bytes().startswith(b"\x89PNG")
     assert f"tensorboard --logdir {out}/tensorboard" in done.out.replace("\n", "")
 

@@ -22,6 +22,7 @@ from lightning_gc.controllers import (
     Observation,
     Schedule,
     TotalError,
+    TotalErrorBudget,
 )
 from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
 from tests.support.fitting import ddp, fit
@@ -77,6 +78,7 @@ class Spy(Controller):
     def decide(self, observation: Observation, state: Any) -> tuple[Decision, Any]:
         decision, inner = self.inner.decide(observation, state["inner"])
         seen = {k: dict(v) if hasattr(v, "items") else v for k, v in vars(observation).items()}
+        seen["density"] = observation.density
         return decision, {"inner": inner, "seen": [*state["seen"], seen]}
 
 
@@ -137,7 +139,10 @@ def test_levels_leave_what_is_dense_alone() -> None:
     """SizeSwitch by default: only the 40 x 40 matrix is compressed, and only it has a level."""
     run = both(TopK(0.5), Fixed(0.25), 2)
     assert run["levels of epochs"] == [{"body.2.weight": 0.25}] * 2
-    assert run["metrics"]["compression_epoch/density"] == 0.25
+    assert run["metrics"]["compression_epoch/compressed_density"] == 0.25
+    others = 8 * 40 + 40 + 40 + 40 * 4 + 4
+    density = (400 + others) / (1600 + others)
+    assert run["metrics"]["compression_epoch/density"] == pytest.approx(density)
 
 
 def test_accordion_decides_per_parameter_from_worker_0() -> None:
@@ -156,6 +161,14 @@ def test_accordion_follows_a_falling_learning_rate() -> None:
     assert chosen == [{0.5}, {0.5}, {0.1}, {0.5}, {0.1}]
 
 
+def test_a_first_batch_decides_for_its_own_epoch() -> None:
+    """Levels are noted in the second step. Never critical by its norms; the rate falls before 3."""
+    accordion = Accordion(low=0.5, high=0.1, interval=1, threshold=1e9, detector="minibatch")
+    run = both(EVERYWHERE, accordion, 5, 3)
+    chosen = [set(levels.values()) for levels in run["levels of epochs"]]
+    assert chosen == [{0.5}, {0.1}, {0.1}, {0.5}, {0.1}]
+
+
 def test_bit_width_rises_with_a_metric_to_be_minimised() -> None:
     controller = DynamicBitWidth(
         ((float("inf"), 3), (4.5, 6), (0.0, 16)), monitor="val_loss", mode="min", loss_delta=None
@@ -167,7 +180,7 @@ def test_bit_width_rises_with_a_metric_to_be_minimised() -> None:
 
 
 def test_total_error_keeps_to_its_budget() -> None:
-    controller = TotalError(budget=0.1)
+    controller = TotalErrorBudget(0.1)
     run = both(PerParameter(HardThreshold(0.1)), controller, 20)
     metrics = run["metrics"]
     assert run["controller"]["over"] == pytest.approx(
@@ -224,7 +237,13 @@ def test_what_a_controller_is_told() -> None:
     assert second["density"] == pytest.approx(0.2, rel=0.05)
     assert second["dense_bytes"] == 6 * second["num_elements"] * 4
     assert 0 < second["wire_bytes"] < second["dense_bytes"]
+    assert second["num_compressed"] == second["num_elements"]
+    assert second["step_metrics"] == []  # train_loss is logged per epoch as well
     assert 0 < second["total_error"] < third["total_error"]
+    assert second["total_error_update"] == pytest.approx(0.1**2 * second["total_error"])
+    later = 0.01**2 * (third["total_error"] - second["total_error"])
+    assert third["total_error_update"] - second["total_error_update"] == pytest.approx(later)
+    assert run["metrics"]["compression/total_error_update"] > third["total_error_update"]
     assert second["gradient_noise"] > 0
     assert second["gradient_squared"] > 0
     assert second["error_norms"]["body.2.weight"] > 0

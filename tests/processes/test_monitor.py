@@ -23,6 +23,7 @@ FIGURES = {
     "dense_bytes",
     "ratio",
     "density",
+    "compressed_density",
     "bits_per_element",
     "relative_error",
     "error_norm",
@@ -92,7 +93,8 @@ def test_csv_and_callback_metrics(tmp_path: Path) -> None:
     assert metrics["compression/total_wire_bytes"] == sum(r["counted"] for r in results) / 2
     assert metrics["compression/total_dense_bytes"] == steps * 5050 * 4
     assert metrics["compression_epoch/wire_bytes"] == WIRE
-    assert metrics["compression_epoch/density"] == 0.01
+    assert metrics["compression_epoch/density"] == (50 + 50) / 5050  # with the biases
+    assert metrics["compression_epoch/compressed_density"] == 0.01
     assert metrics["compression/total_ratio"] == pytest.approx(
         metrics["compression/total_dense_bytes"] / metrics["compression/total_wire_bytes"]
     )

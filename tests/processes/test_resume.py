@@ -21,7 +21,15 @@ from lightning_gc import (
     TopK,
 )
 from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import Accordion, Chain, DynamicBitWidth, Fixed, Schedule, TotalError
+from lightning_gc.controllers import (
+    Accordion,
+    Chain,
+    DynamicBitWidth,
+    EstimatedThreshold,
+    Fixed,
+    Schedule,
+    TotalErrorBudget,
+)
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import Memory
 from lightning_gc.testing.contracts.memory import refused
@@ -119,8 +127,8 @@ CONTROLLED = {
             ((9.0, 4), (1.0, 6), (0.5, 8)), monitor="val_loss", mode="min", loss_delta=0.2
         ),
     ),
-    "estimates": (PerParameter(HardThreshold(0.1)), TotalError(k_min=0.05, estimate_epochs=3)),
-    "budget": (PerParameter(HardThreshold(0.1)), TotalError(budget=0.1)),
+    "estimates": (PerParameter(HardThreshold(0.1)), EstimatedThreshold(k_min=0.05, epochs=3)),
+    "budget": (PerParameter(HardThreshold(0.1)), TotalErrorBudget(0.1)),
     "chain": (EVERYWHERE, Chain(Schedule((0.5, None)), Fixed(0.1), at_epoch=3)),
 }
 

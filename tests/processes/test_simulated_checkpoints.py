@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_gc import HardThreshold, PerParameter, TopK
-from lightning_gc.controllers import Accordion, TotalError
+from lightning_gc.controllers import Accordion, TotalErrorBudget
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.models import GoesOn, Plain, common_batches, common_rows
@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "budget": {
         "compressor": PerParameter(HardThreshold(0.1)),
-        "options": {"controller": TotalError(budget=0.1)},
+        "options": {"controller": TotalErrorBudget(0.1)},
     },
 }
 

@@ -28,7 +28,7 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.controllers import Accordion, Controller, TotalError
+from lightning_gc.controllers import Accordion, Controller, EstimatedThreshold, TotalErrorBudget
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.models import Plain, PlainSGD, common_rows
 from tests.support.processes import run_in_processes
@@ -145,10 +145,10 @@ def test_ways_of_training() -> None:
 
 CONTROLLED: dict[str, tuple[Any, Controller]] = {
     "accordion": (EVERYWHERE, Accordion(low=0.5, high=0.1, interval=1, threshold=0.2)),
-    "budget": (PerParameter(HardThreshold(0.1)), TotalError(budget=0.1)),
+    "budget": (PerParameter(HardThreshold(0.1)), TotalErrorBudget(0.1)),
     "estimates": (
         PerParameter(HardThreshold(0.1)),
-        TotalError(k_min=0.05, estimate_epochs=2),
+        EstimatedThreshold(k_min=0.05, epochs=2),
     ),
 }
 

@@ -1,13 +1,17 @@
 """What a controller is told matches NumPy, and outlives a checkpoint."""
 
-from typing import Any, ClassVar
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_gc import PerParameter, TopK
-from lightning_gc.controllers import Controller, Decision, Observation
+from lightning_gc import Compressor, HardThreshold, PerParameter, TopK
+from lightning_gc.bucket import Tally
+from lightning_gc.controllers import Controller, Decision, EstimatedThreshold, Observation
 from lightning_gc.synchronizer import Workers
 from lightning_gc.synchronizer.configuration import configure
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
@@ -42,9 +46,12 @@ class Training:
 
     sgd: ClassVar = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
-    def __init__(self, workers: int) -> None:
-        self.workers = Workers(configure("test", PerParameter(TopK(0.1)), None, None, 0))
-        self.workers.names = {torch.nn.Parameter(torch.zeros(NUMEL)): "w"}
+    def __init__(
+        self, workers: int, compressor: Compressor | None = None, numel: int = NUMEL
+    ) -> None:
+        compressor = compressor or PerParameter(TopK(0.1))
+        self.workers = Workers(configure("test", compressor, None, None, 0))
+        self.workers.names = {torch.nn.Parameter(torch.zeros(numel)): "w"}
         self.ledger = Ledger(workers)
         self.workers.start(self.ledger.pages, revocable=False)
 
@@ -59,10 +66,14 @@ class Training:
         self.ledger.run(flows, CPU)
 
 
+@pytest.mark.parametrize("apart", [0.0, 2.0])  # scale of what workers' gradients differ by
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("steps", [2, 5])
-def test_moments_of_gradients(workers: int, steps: int) -> None:
-    """Noise is the sample variance, with n - 1; what it adds to squared norms is taken off."""
+def test_moments_of_gradients(workers: int, steps: int, apart: float) -> None:
+    """Noise is the sample variance, with n - 1; what it adds to squared norms is taken off.
+
+    Nothing is cut off at 0, where estimates of an average would be too large.
+    """
     training = Training(workers)
     controller = Listens()
     control = ControlLoop(controller, training.workers)
@@ -70,7 +81,7 @@ def test_moments_of_gradients(workers: int, steps: int) -> None:
     peers = Peers(True, CPU, mean=lambda tensor: tensor)
     control.decide(0, [training.sgd], lambda: Moment({}), peers)
     draw = np.random.default_rng(steps)
-    own = draw.standard_normal((workers, 1, NUMEL)) * 2
+    own = draw.standard_normal((workers, 1, NUMEL)) * apart
     made = own + draw.standard_normal((workers, steps, NUMEL))
     for step in range(steps):
         training.step(made[:, step])
@@ -79,11 +90,143 @@ def test_moments_of_gradients(workers: int, steps: int) -> None:
     noise = made.var(axis=1, ddof=1).sum(1).mean()
     means = made.mean(axis=1)  # (W, NUMEL)
     squared = np.square(means).sum(1).mean()
-    apart = squared - np.square(means.mean(axis=0)).sum() - noise / steps * (1 - 1 / workers)
+    zeta = squared - np.square(means.mean(axis=0)).sum() - noise / steps * (1 - 1 / workers)
     told = controller.told[-1]
     assert told.gradient_noise == pytest.approx(noise, rel=1e-4)
-    assert told.gradient_squared == pytest.approx(squared - noise / steps, rel=1e-4)
-    assert told.gradient_dissimilarity == pytest.approx(max(apart, 0), rel=1e-4, abs=1e-4)
+    assert told.gradient_squared == pytest.approx(squared - noise / steps, rel=1e-4, abs=1e-4)
+    assert told.gradient_dissimilarity == pytest.approx(zeta, rel=1e-4, abs=1e-4)
+
+
+def loop(training: Training, controller: Controller) -> Callable[[int], None]:
+    """Return what lets the controller decide before a batch of an epoch."""
+    control = ControlLoop(controller, training.workers)
+    control.attach()
+    peers = Peers(True, CPU, mean=lambda tensor: tensor)
+    return lambda epoch: control.decide(epoch, [training.sgd], lambda: Moment({}), peers)
+
+
+def test_estimates_of_a_mean_are_not_off() -> None:
+    """Equal workers, no gradient but noise: squared norm and dissimilarity are 0 on average."""
+    draw, controller = np.random.default_rng(0), Listens()
+    training = Training(3)
+    decide = loop(training, controller)
+    for epoch in range(60):
+        decide(epoch)
+        for _ in range(3):
+            training.step(draw.standard_normal((3, NUMEL)))
+    for name in ("gradient_squared", "gradient_dissimilarity"):
+        figures = np.array([getattr(told, name) for told in controller.told[1:]])
+        assert (figures < 0).any()
+        assert abs(figures.mean()) < 3 * figures.std() / len(figures) ** 0.5
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_estimated_threshold_of_gradients_as_in_the_papers_model(workers: int) -> None:
+    """λ by NumPy from all gradients, and by the model's own M, σ² and ζ² that made them."""
+    d, steps, k_min, m, sigma2, zeta2 = 600, 40, 0.05, 2.0, 30.0, 4.0
+    draw, epochs = np.random.default_rng(workers), 4
+    training = Training(workers, PerParameter(HardThreshold(1e-3)), d)
+    decide = loop(training, EstimatedThreshold(k_min, epochs))
+    rows = []
+    apart = draw.standard_normal((workers, d))
+    apart -= apart.mean(0)
+    apart *= (zeta2 * workers / max(np.square(apart).sum(), 1e-9)) ** 0.5
+    direction = draw.standard_normal(d)
+    for epoch in range(epochs):
+        decide(epoch)
+        mean = direction * 2 * (epoch + 1) / np.linalg.norm(direction) + apart  # ∇f_i, (W, d)
+        scale = ((m * np.square(mean).sum(1) + sigma2) / d) ** 0.5
+        made = mean + scale[:, None] * draw.standard_normal((steps, workers, d))
+        for gradients in made:
+            training.step(gradients)
+        noise = made.var(axis=0, ddof=1).sum(1).mean()
+        means = made.mean(axis=0)
+        squared = np.square(means).sum(1).mean()
+        common = np.square(means.mean(0)).sum()
+        dissimilarity = squared - common - noise / steps * (1 - 1 / workers)
+        rows.append((squared - noise / steps, noise, dissimilarity))
+    decide(epochs)
+    seen = np.array(rows)
+    slope, intercept = np.polyfit(seen[:, 0], seen[:, 1], 1)
+    zeta = max(seen[:, 2].mean(), 0.0)
+    level = training.workers.levels()["w"]
+    assert level == pytest.approx(longer_formula(k_min, d, slope, zeta, intercept), rel=1e-4)
+    made_with = longer_formula(k_min, d, m, zeta2 if workers > 1 else 0.0, sigma2)
+    assert level == pytest.approx(made_with, rel=0.05)
+
+
+def longer_formula(k_min: float, d: int, m: float, zeta2: float, sigma2: float) -> float:
+    k = k_min * d
+    return float(2 / np.sqrt(k) * np.sqrt((2 * d / k + m) * zeta2 + sigma2))
+
+
+class FirstBatch(Listens):
+    gradients: ClassVar[Literal["first batch"]] = "first batch"  # type: ignore[assignment]
+    moments = False
+
+
+def test_a_first_batch_is_told_before_the_second() -> None:
+    """And at the end of the epoch, with all else that is of whole epochs."""
+    training, controller = Training(2), FirstBatch()
+    decide = loop(training, controller)
+    made = np.random.default_rng(0).standard_normal((2, 3, 2, NUMEL))
+    for epoch in range(2):
+        for step in range(3):
+            decide(epoch)
+            training.step(made[epoch, step])
+    decide(2)
+    norms = [np.linalg.norm(made[epoch, 0, 0]) for epoch in range(2)]  # worker 0's
+    told = [(o.epoch, o.ended, o.steps, o.gradient_norms.get("w")) for o in controller.told]
+    assert told == [
+        (-1, True, 0, None),
+        (-1, False, 1, pytest.approx(norms[0])),
+        (0, True, 2, pytest.approx(norms[0])),
+        (0, False, 1, pytest.approx(norms[1])),
+        (1, True, 2, pytest.approx(norms[1])),
+    ]
+
+
+class Warns(Listens):
+    """Warns in its second decision."""
+
+    def decide(
+        self, observation: Observation, state: dict[str, Any]
+    ) -> tuple[Decision, dict[str, Any]]:
+        decision, state = super().decide(observation, state)
+        return replace(decision, warning="Raise it." if len(self.told) == 2 else ""), state
+
+
+def test_a_decisions_warning_is_given_by_worker_0_only() -> None:
+    training = Training(1)
+    decide = loop(training, Warns())
+    decide(0)
+    with pytest.warns(UserWarning, match=r"^Raise it\.$"):
+        decide(1)
+    decide(2)
+    peers = Peers(False, CPU, mean=lambda tensor: tensor)
+    text = json.dumps({"decision": asdict(Decision(0.1, warning="Raise it.")), "pause": 0})
+    other = ControlLoop(Warns(), training.workers)
+    other._apply_decision(peers, text.replace('"pause"', '"state": {}, "pause"'))
+
+
+def test_density_is_of_all_elements() -> None:
+    """Those of tensors that are sent whole count as sent; without compression all do."""
+    training, controller = Training(1, TopK(0.1)), Listens()
+    shapes = {"matrix": (64, 64), "vector": (50,)}
+    training.workers.names = {torch.nn.Parameter(torch.zeros(s)): n for n, s in shapes.items()}
+    decide = loop(training, controller)
+    for epoch, level in enumerate((0.1, None)):
+        decide(epoch)
+        training.workers.set_levels(level)
+        for _ in range(3):
+            training.step(np.random.default_rng(epoch).standard_normal((1, 4096 + 50)))
+    decide(2)
+    before, compressed, uncompressed = controller.told
+    assert before.density == 0
+    assert (before.num_elements, before.num_compressed) == (4146, 4096)
+    assert compressed.sent_elements == 3 * (410 + 50)
+    assert compressed.density == pytest.approx(460 / 4146)
+    assert uncompressed.density == 1
 
 
 def test_a_resume_keeps_the_figures_since_the_last_decision() -> None:
@@ -110,6 +253,17 @@ def test_a_resume_keeps_the_figures_since_the_last_decision() -> None:
     for one, other in zip(counts[whole], counts[second], strict=True):
         assert all(figure > 0 for figure in one.figures()[:3])
         assert other.figures() == one.figures()
+
+
+def test_a_tally_of_0_1_goes_on_without_what_was_sent_whole() -> None:
+    old, new = (WorkerStatistics(Training(1).workers.first, Listens()) for _ in range(2))
+    old.engine.statistics.tally = Tally(grad_elements=900, elements=700, sent=70)
+    for each in (old, new):
+        each.attach(Ledger(1).pages[0])
+    state = old.own_state()
+    del state["tally"]["grad_elements"]
+    new.load_own_state(state)
+    assert new.figures()[2] == 70
 
 
 def test_the_layout_of_a_checkpoint_is_used_if_it_has_the_same_parameters() -> None:

@@ -5,7 +5,17 @@ import io
 import pytest
 import torch
 
-from lightning_gc import Cast, HardThreshold, Identity, NoMemory, PerParameter, Residual, TopK
+from lightning_gc import (
+    COMPRESSORS,
+    Cast,
+    Compressor,
+    HardThreshold,
+    Identity,
+    NoMemory,
+    PerParameter,
+    Residual,
+    TopK,
+)
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
@@ -29,6 +39,21 @@ def test_state_loads_with_weights_only_and_continues_bit_for_bit() -> None:
         new.load_state_dict(torch.load(file, weights_only=True))
     ours, theirs = (run.step(cases.gradients(2, 3)) for run in (straight, resumed))
     assert torch.equal(cases.flat(ours.mean), cases.flat(theirs.mean))
+
+
+@pytest.mark.parametrize("cls", COMPRESSORS.values(), ids=COMPRESSORS)
+def test_every_element_is_counted_once(cls: type[Compressor]) -> None:
+    """As given to a codec or sent whole, also where shards are padded: 35 elements, 4 workers."""
+    for compressor in cls.examples():
+        run = Lockstep(4, compressor)
+        for step in range(2):
+            draw = cases.generator(step)
+            run.step([{"w": torch.randn(5, 7, generator=draw)} for _ in range(4)])
+        for engine in run.engines:
+            tally = engine.statistics.tally
+            assert tally.grad_elements == 70
+            assert tally.whole in (0, 70)
+            assert 0 <= tally.sent <= tally.elements
 
 
 def test_saved_state_is_a_copy() -> None:

@@ -15,14 +15,15 @@ from tests.support.models import Plain, common_batches
 
 def test_averages_per_step_and_element() -> None:
     totals = Totals(
-        steps=4, wire_bytes=800, dense_bytes=1600, elements=400, sent=40, payload_bytes=50
+        steps=4, wire_bytes=800, dense_bytes=1600, elements=400, sent=40, payload_bytes=50, whole=80
     )
     figures = totals.averages(workers=2)
     assert figures == {
         "wire_bytes": 200,
         "dense_bytes": 400,
         "ratio": 2,
-        "density": 0.1,
+        "density": 0.25,  # (40 + 80) of 480
+        "compressed_density": 0.1,
         "bits_per_element": 1,  # 400 bits for 400 elements, of which 40 are sent
     }
 

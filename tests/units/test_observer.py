@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import TopK
+from lightning_gc import Residual, TopK
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.engine.epoch_statistics import EpochStatistics
@@ -51,6 +51,58 @@ def test_total_error_is_the_sum_of_squares() -> None:
         expected += float((engine.errors()["w"].numpy().astype(np.float64) ** 2).sum())
     engine.statistics.epoch.end_epoch()  # which it outlives
     assert engine.statistics.epoch.total_error == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("lr_aware", [False, True])
+def test_total_error_in_units_of_the_update(lr_aware: bool) -> None:
+    """Σ γ_t²·‖e_t‖² by NumPy, where learning rates change and differ between parameters.
+
+    With ``lr_aware`` that is the sum of squared errors of the paper's Algorithm 1, whose errors
+    have the update's units.
+    """
+    engine = Engine(layerwise(TopK(0.25)), Residual(lr_aware=lr_aware))
+    engine.statistics.epoch = EpochStatistics(errors=True)
+    numpy = {name: np.zeros(8) for name in "abc"}  # errors, times the rate if lr_aware
+    plain = update = 0.0
+    for step, rate in enumerate((0.5, 0.1, 0.1, 2.0)):
+        rates = {"a": rate, "b": rate, "c": 0.01}
+        engine.learning_rates.now = rates
+        draw = np.random.default_rng(step)
+        made = {name: draw.standard_normal(8) for name in "abc"}
+        step_alone(engine, **{n: torch.tensor(g, dtype=torch.float32) for n, g in made.items()})
+        for name, grad in made.items():
+            unit = rates[name] if lr_aware else 1.0
+            whole = numpy[name] + unit * grad
+            whole[np.argsort(np.abs(whole))[-2:]] = 0  # the two of eight that are sent
+            numpy[name] = whole
+            plain += np.square(whole / unit).sum()
+            update += np.square(whole / unit * rates[name]).sum()
+    assert engine.statistics.epoch.total_error == pytest.approx(plain, rel=1e-5)
+    assert engine.statistics.epoch.total_error_update == pytest.approx(update, rel=1e-5)
+
+
+def test_parameters_of_no_known_rate_add_nothing_to_the_updates_error() -> None:
+    engine = Engine(layerwise(TopK(0.5)))
+    engine.statistics.epoch = EpochStatistics(errors=True)
+    step_alone(engine, w=torch.tensor([1.0, 2.0]))
+    assert engine.statistics.epoch.total_error == 1.0
+    assert engine.statistics.epoch.total_error_update == 0.0
+
+
+def test_both_total_errors_go_on_from_a_state() -> None:
+    kept = EpochStatistics(errors=True)
+    kept.load_own_state({"sums": {}, "squares": 0.0, "total_error": 2.5, "total_error_update": 0.5})
+    assert (kept.total_error, kept.total_error_update) == (2.5, 0.5)
+    assert kept.own_state()["total_error_update"] == 0.5
+
+
+def test_a_state_of_0_1_says_what_it_lacks() -> None:
+    old = {"sums": {}, "squares": 0.0, "total_error": 2.5}
+    kept = EpochStatistics(errors=True)
+    with pytest.warns(UserWarning, match="no total_error_update, so that figure counts from here"):
+        kept.load_own_state(old)
+    assert (kept.total_error, kept.total_error_update) == (2.5, 0.0)
+    EpochStatistics().load_own_state(old)  # does not measure errors
 
 
 def test_moments_need_the_whole_epoch() -> None:

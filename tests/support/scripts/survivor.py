@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_gc import CompressedDDPStrategy, HardThreshold, PerParameter
-from lightning_gc.controllers import TotalError
+from lightning_gc.controllers import TotalErrorBudget
 
 EPOCHS, STEPS, TIMEOUT = 6, 25, timedelta(seconds=4)
 
@@ -48,7 +48,7 @@ def train(folder: Path) -> str:
         devices=2,
         strategy=CompressedDDPStrategy(
             PerParameter(HardThreshold()),
-            controller=TotalError(budget=0.1),
+            controller=TotalErrorBudget(0.1),
             process_group_backend="gloo",
             timeout=TIMEOUT,
         ),

@@ -3,85 +3,24 @@
 import math
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from lightning_gc import QSGD, HardThreshold, TopK
-from lightning_gc.controllers import Accordion, Decision, Observation
+from lightning_gc.controllers import Accordion
+from tests.support.accordion import (
+    FLAT,
+    HIGH,
+    LOW,
+    Trace,
+    accordion,
+    authors,
+    comparison,
+    first_batches,
+    little,
+    observations,
+)
 from tests.support.replay import patient, replay
-
-LOW, HIGH = 0.25, 0.01
-Trace = dict[str, list[float]]  # parameter -> one norm per epoch
-Little = list[dict[str, bool]]  # per epoch that follows: parameter -> is it compressed little
-
-
-def authors(norms: Trace, rates: list[float], interval: int, threshold: float = 0.5) -> Little:
-    """What the published code does at the end of every epoch; rates[e] is that of epoch e."""
-    old = dict.fromkeys(norms, 0.0)
-    little = dict.fromkeys(norms, True)
-    chosen = []
-    for epoch in range(len(rates) - 1):
-        if epoch % interval == 0:
-            for name, values in norms.items():
-                new = values[epoch]
-                if epoch == 0:
-                    little[name] = True
-                else:
-                    ratio = 9.0 if old[name] == 0 else abs(old[name] - new) / old[name]
-                    little[name] = not ratio < threshold
-                old[name] = new
-        if rates[epoch + 1] < rates[epoch]:
-            little = dict.fromkeys(norms, True)
-        chosen.append(dict(little))
-    return chosen
-
-
-def comparison(norms: Trace, rates: list[float], interval: int) -> Little:
-    """The total-error paper's stand-in: one mini-batch's norm, at the start of a checked epoch.
-
-    Its levels hold from that epoch on. A controller hears of the batch when the epoch has ended, so
-    here they hold from the next one on.
-    """
-    before: dict[str, float] = {}
-    rate_before = 0.0
-    little = dict.fromkeys(norms, True)
-    chosen = []
-    for epoch in range(len(rates) - 1):
-        if epoch % interval == 0:
-            for name, values in norms.items():
-                new = values[epoch]
-                little[name] = (
-                    epoch == 0
-                    or rates[epoch] < rate_before
-                    or abs(before[name] - new) / before[name] > 0.5
-                )
-                before[name] = new
-            rate_before = rates[epoch]
-        chosen.append(dict(little))
-    return chosen
-
-
-def observations(norms: Trace, rates: list[float]) -> list[Observation]:
-    seen = [Observation(-1, learning_rate=rates[0], next_learning_rate=rates[0])]
-    for epoch in range(len(rates) - 1):
-        now = {name: values[epoch] for name, values in norms.items()}
-        seen.append(
-            Observation(
-                epoch,
-                learning_rate=rates[epoch],
-                next_learning_rate=rates[epoch + 1],
-                gradient_norms=now,
-            )
-        )
-    return seen
-
-
-def little(decision: Decision, names: Trace) -> dict[str, bool]:
-    return {name: decision.levels.get(name, decision.level) == LOW for name in names}
-
-
-def accordion(interval: int, **options) -> Accordion:
-    return Accordion(low=LOW, high=HIGH, interval=interval, **options)
 
 
 @st.composite
@@ -114,6 +53,17 @@ def test_as_the_authors_program(trace) -> None:
 
 
 @patient
+@given(traces(), st.sampled_from([1.5, 2.0, 10.0]))
+@example(({"a": [1.0] * 4}, [0.4, 0.39, 0.38, 0.37, 0.36], 1), 2.0)
+@example(({"a": [1.0] * 4}, [0.1, 0.1 * 0.1, 0.1**3, 0.1**4, 0.1**4], 1), 10.0)  # rounded up
+def test_with_decays_of_a_factor(trace, decay: float) -> None:
+    norms, rates, interval = trace
+    _, *decisions = replay(accordion(interval, decay=decay), observations(norms, rates))
+    wanted = authors(norms, rates, interval, decay=decay)
+    assert [little(d, norms) for d in decisions] == wanted
+
+
+@patient
 @given(traces(), st.sampled_from([0.1, 0.5, 3.0]))
 def test_other_thresholds(trace, threshold: float) -> None:
     norms, rates, interval = trace
@@ -136,15 +86,40 @@ def test_one_norm_for_the_model(trace) -> None:
 
 
 @patient
+@given(traces(zeros=False), st.sampled_from([1.0, 2.0]))
+def test_as_the_total_error_papers_stand_in(trace, decay: float) -> None:
+    """Decided within the epoch whose first batch it was, and not again before the next check."""
+    norms, rates, interval = trace
+    controller = accordion(interval, detector="minibatch", decay=decay)
+    first, *decisions = replay(controller, first_batches(norms, rates, steps=9))
+    assert first.level == LOW
+    wanted = comparison(norms, rates, interval, decay)
+    for of_epoch in (decisions[::3], decisions[1::3], decisions[2::3]):
+        assert [little(d, norms) for d in of_epoch] == wanted
+
+
+@patient
 @given(traces(zeros=False))
-def test_as_the_total_error_papers_stand_in(trace) -> None:
+def test_the_stand_in_where_an_epoch_has_one_step(trace) -> None:
+    """Then the first batch is told at the epoch's end, and its levels hold from the next one on."""
     norms, rates, interval = trace
     controller = accordion(interval, detector="minibatch")
-    _, *decisions = replay(controller, observations(norms, rates))
+    _, *decisions = replay(controller, first_batches(norms, rates, steps=1))
     assert [little(d, norms) for d in decisions] == comparison(norms, rates, interval)
 
 
-FLAT = [0.1] * 9
+def test_a_state_of_0_1_is_continued() -> None:
+    """It has no count of checks; the decisions are the same."""
+    norms = {"w": [1.0, 1.0, 4.0, 4.0, 4.0, 4.0]}
+    *early, late = observations(norms, FLAT[:7])
+    state = accordion(2).init()
+    for observation in early:
+        _, state = accordion(2).decide(observation, state)
+    old = {name: state[name] for name in ("norms", "critical", "rate")}
+    decisions = [accordion(2).decide(late, each)[0] for each in (state, old)]
+    assert decisions[0] == decisions[1]
+
+
 TABLE = {
     "settles at the second check": ([8, 1, 1, 7, 1, 1, 6, 1], FLAT, 3, "LLLhhhhh"),
     "compared with the check before, not the epoch before": (
@@ -222,6 +197,8 @@ def test_what_it_asks_for() -> None:
         ({"interval": 2.5}, ["interval=2.5", "whole epochs"]),
         ({"threshold": 0.0}, ["threshold=0.0", "0.5"]),
         ({"threshold": math.nan}, ["threshold=nan", "0.5"]),
+        ({"decay": 0.5}, ["decay=0.5", "at least 1"]),
+        ({"decay": math.nan}, ["decay=nan", "at least 1"]),
         ({"granularity": "layer"}, ["granularity='layer'", "'parameter' or 'model'"]),
         ({"detector": "step"}, ["detector='step'", "'epoch' or 'minibatch'"]),
         ({"low": -0.1}, ["Accordion", "-0.1", "at least 0"]),

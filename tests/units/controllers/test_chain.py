@@ -13,10 +13,12 @@ from lightning_gc.controllers import (
     Chain,
     Controller,
     Decision,
+    EstimatedThreshold,
     Fixed,
     Observation,
     Schedule,
     TotalError,
+    TotalErrorBudget,
 )
 from tests.support.replay import levels, patient, replay
 
@@ -40,11 +42,12 @@ class Diary(Controller):
         return Decision(0.5), {"told": [*state["told"], entry]}
 
 
-SENT: dict[str, Any] = {"density": 0.1, "steps": 7}
+WHOLE: dict[str, Any] = {"num_elements": 100, "num_compressed": 100}
+SENT: dict[str, Any] = {**WHOLE, "sent_elements": 70, "steps": 7}  # a density of 0.1
 
 
 def epochs(number: int, norm: float = 1.0) -> list[Observation]:
-    first = Observation(-1, max_epochs=number, progress=0.0)
+    first = Observation(-1, max_epochs=number, progress=0.0, **WHOLE)
     rest = [
         replace(
             first,
@@ -117,7 +120,7 @@ def test_accordion_after_a_warm_up_is_accordion_from_there_on() -> None:
 
 
 def test_a_budget_counts_from_the_hand_over() -> None:
-    budget = TotalError(budget=0.1, initial=1.0)
+    budget = TotalErrorBudget(0.1, initial=1.0)
     chain = Chain(Fixed(0.5), budget, at_epoch=2)
     decisions = replay(chain, epochs(6))
     assert decisions[2].figures["budget_spent"] == 0
@@ -128,7 +131,7 @@ def test_what_it_asks_for_is_what_either_needs() -> None:
     fixed, accordion = Fixed(0.1), Accordion(low=0.2, high=0.1)
     for chain in (Chain(fixed, accordion, 1), Chain(accordion, fixed, 1)):
         assert (chain.gradients, chain.moments, chain.errors) == ("epoch sum", False, False)
-    estimating = TotalError(k_min=0.1, estimate_epochs=2)
+    estimating = EstimatedThreshold(k_min=0.1, epochs=2)
     for chain in (Chain(fixed, estimating, 1), Chain(estimating, fixed, 1)):
         assert (chain.gradients, chain.moments, chain.errors) == ("none", True, True)
     assert not Chain(fixed, fixed, 1).errors

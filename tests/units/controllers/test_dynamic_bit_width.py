@@ -46,7 +46,7 @@ def by_the_rules(metrics: list[float], losses: list[float], **rules) -> list[flo
             step, age, pause = target, 0, 0
         elif pause:
             pause -= 1
-        elif age >= rules["patience"]:
+        elif age >= rules["patience"] and (rules["release_at_last"] or step < len(bounds) - 1):
             pause = rules["release_epochs"]
         chosen.append(None if pause else bits[step])
     return chosen
@@ -75,6 +75,7 @@ LOSS = st.sampled_from([1.0, 1.005, 1.01, 1.02, 1.5, 2.0, math.nan, math.inf])
     patience=st.integers(1, 5),
     release_epochs=st.integers(1, 3),
     allow_decrease=st.booleans(),
+    release_at_last=st.booleans(),
     mode=st.sampled_from(["max", "min"]),
 )
 def test_as_the_rules_say(trace, mode, **rules) -> None:
@@ -130,6 +131,42 @@ def test_too_long_on_one_step() -> None:
     assert "still released" in decisions[4].reason
     assert "resumed" in decisions[5].reason
     assert all(d.figures == {"step": 0} for d in decisions if d.level is not None)
+
+
+def test_the_last_step_may_be_left_alone() -> None:
+    """The paper excepts no step; at the last one every ninth epoch is uncompressed, for ever."""
+    metrics = [0.1] * 9 + [0.9] * 28
+    controller = DynamicBitWidth(STEPS, loss_delta=None)
+    chosen = levels(controller, seen(metrics))
+    assert [i for i, level in enumerate(chosen) if level is None] == [8, 18, 27, 36]
+    alone = levels(replace(controller, release_at_last=False), seen(metrics))
+    assert [i for i, level in enumerate(alone) if level is None] == [8]
+    assert set(alone[10:]) == {16}
+
+
+@pytest.mark.parametrize(
+    ("logged_per_step", "settings", "named"),
+    [
+        (("train_loss",), {}, ["train_loss"]),
+        (("train_loss", "val_accuracy"), {}, ["train_loss", "val_accuracy"]),
+        (("train_loss",), {"loss_delta": None}, []),  # not read
+        (("train_loss_epoch", "other"), {}, []),
+        ((), {}, []),
+    ],
+)
+def test_a_metric_of_the_last_batch_is_warned_of_once(logged_per_step, settings, named) -> None:
+    rows = [replace(o, step_metrics=logged_per_step) for o in seen([0.1] * 4)]
+    warnings = [d.warning for d in replay(DynamicBitWidth(STEPS, **settings), rows)]
+    assert not any(warnings[:1] + warnings[2:])
+    assert bool(warnings[1]) == bool(named)
+    for name in named:
+        assert f"self.log({name!r}, ..., on_epoch=True)" in warnings[1]
+
+
+def test_where_the_whole_epochs_loss_is_logged_too_nothing_is_wrong() -> None:
+    metrics = {"val_accuracy": 0.1, "train_loss": 5.0, "train_loss_epoch": 1.0}
+    rows = [Observation(-1), Observation(0, metrics=metrics, step_metrics=("train_loss",))]
+    assert not replay(DynamicBitWidth(STEPS), rows)[1].warning
 
 
 def test_a_metric_that_is_not_a_number_keeps_the_level_and_says_so() -> None:

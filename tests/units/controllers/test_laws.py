@@ -20,10 +20,12 @@ from lightning_gc.controllers import (
     Controller,
     Decision,
     DynamicBitWidth,
+    EstimatedThreshold,
     Fixed,
     Observation,
     Schedule,
     TotalError,
+    TotalErrorBudget,
 )
 from tests.support.replay import outcome, patient, through_a_checkpoint, through_json
 
@@ -37,14 +39,16 @@ CONTROLLERS: list[Controller] = [
     Accordion(low=None, high=0.1, interval=3, threshold=0.2),
     Accordion(low=0.5, high=0.1, interval=2, granularity="model"),
     Accordion(low=0.5, high=0.1, interval=2, detector="minibatch"),
+    Accordion(low=0.5, high=0.1, interval=1, decay=1.0),
     DynamicBitWidth(patience=2),
+    DynamicBitWidth(patience=1, release_at_last=False),
     DynamicBitWidth(loss_delta=None, allow_decrease=True, release_epochs=2, patience=1),
     TotalError(k_min=0.001),
-    TotalError(k_min=0.1, estimate_epochs=3),
-    TotalError(budget=0.05),
-    TotalError(budget=0.05, initial=1e-3),
+    EstimatedThreshold(k_min=0.1, epochs=3),
+    TotalErrorBudget(0.05),
+    TotalErrorBudget(0.05, initial=1e-3),
     Chain(Schedule.dgc_warmup(0.1), Accordion(low=0.5, high=0.1, interval=1), at_epoch=3),
-    Chain(DynamicBitWidth(), TotalError(budget=0.1), at_epoch=2),
+    Chain(DynamicBitWidth(), TotalErrorBudget(0.1), at_epoch=2),
 ]
 NUMBER = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0])
 ANY = NUMBER | st.sampled_from([float("nan"), float("inf")])  # of what is measured or logged
@@ -56,17 +60,21 @@ def observations(draw: st.DrawFn, epoch: int, max_epochs: int | None) -> Observa
     metrics = {"val_accuracy": draw(ANY), "train_loss": draw(ANY), "other": 1.0}
     if draw(st.integers(0, 9)) == 0:
         del metrics["val_accuracy"]
+    num_elements = draw(st.integers(1, 10**9))
     return Observation(
         epoch,
         learning_rate=draw(NUMBER),
         next_learning_rate=draw(NUMBER),
         metrics=metrics,
+        step_metrics=draw(st.sampled_from([(), ("other", "train_loss")])),
         gradient_norms={name: draw(ANY) for name in "ab"} if epoch >= 0 else {},
         error_norms={"a": draw(NUMBER)},
         total_error=draw(NUMBER),
         steps=draw(st.integers(0, 100)),
-        num_elements=draw(st.integers(1, 10**9)),
-        density=draw(st.floats(0, 1)),
+        total_error_update=draw(NUMBER),
+        num_elements=num_elements,
+        num_compressed=draw(st.integers(0, num_elements)),
+        sent_elements=draw(NUMBER),
         max_epochs=max_epochs,
         progress=max_epochs and (epoch + 1) / max_epochs,
         gradient_noise=draw(NUMBER),
@@ -160,9 +168,11 @@ def test_every_decision_gives_a_reason(controller: Controller) -> None:
             metrics=seen,
             gradient_norms=norms,
             num_elements=100,
+            num_compressed=100,
             max_epochs=9,
             progress=(epoch + 1) / 9,
-            density=0.1,
+            steps=7,
+            sent_elements=70,
         )
         decision, state = controller.decide(observation, state)
         assert isinstance(decision, Decision)

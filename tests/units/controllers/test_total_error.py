@@ -1,13 +1,21 @@
-"""TotalError's formulas match calculations by hand."""
+"""TotalError's rule matches calculations by hand, and what it no longer does is named."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from lightning_gc import HardThreshold, TopK
-from lightning_gc.controllers import Observation, TotalError
+from lightning_gc import CompressedDDPStrategy, HardThreshold, TopK
+from lightning_gc.controllers import (
+    Controller,
+    EstimatedThreshold,
+    Observation,
+    TotalError,
+    TotalErrorBudget,
+)
+from tests.support.fitting import unwarned
 from tests.support.replay import levels, replay
 
 RESNET18, GOOGLENET, SENET18 = 11_173_962, 6_166_250, 11_260_354
@@ -30,110 +38,90 @@ def test_the_papers_rule(elements: int, printed: float, exact: float) -> None:
     assert f"{elements:,}" in replay(TotalError(k_min=0.001), seen)[0].reason
 
 
-def measured(rows: Iterable[tuple[float, float, float]], d: int = 10_000) -> list[Observation]:
-    """Epochs of (‖∇f_i‖², noise, dissimilarity)."""
-    first = Observation(-1, num_elements=d)
-    rest = [
-        replace(
-            first,
-            epoch=epoch,
-            gradient_squared=squared,
-            gradient_noise=noise,
-            gradient_dissimilarity=dissimilarity,
-        )
-        for epoch, (squared, noise, dissimilarity) in enumerate(rows)
-    ]
-    return [first, *rest]
+ALL = [TotalError(k_min=0.1), EstimatedThreshold(k_min=0.1), TotalErrorBudget(0.1)]
 
 
-def formula(k: float, d: float, m: float, zeta2: float, sigma2: float) -> float:
-    return (2 / k**0.5) * ((2 * d / k + m) * zeta2 + sigma2) ** 0.5
+@pytest.mark.parametrize("controller", ALL, ids=repr)
+def test_total_errors_are_logged_and_asked_for(controller: Controller) -> None:
+    first = Observation(-1, num_elements=9, num_compressed=9, progress=0.0)
+    first = replace(first, total_error=2.5, total_error_update=0.5)
+    figures = replay(controller, [first])[0].figures
+    assert (figures["total_error"], figures["total_error_update"]) == (2.5, 0.5)
+    assert controller.errors
+    assert controller.moments == isinstance(controller, EstimatedThreshold)
 
 
-def test_the_longer_formula_by_hand() -> None:
-    """k = 100, 2d/k = 200; noise = 25 a + 100 on the line; (2/10)·√(225·4 + 100) = 0.2·√1000."""
-    assert formula(100, 10_000, 25, 4, 100) == pytest.approx(6.324555, abs=1e-6)
-    controller = TotalError(k_min=0.01, estimate_epochs=3)
-    rows = [(2.0, 150.0, 3.0), (4.0, 200.0, 4.0), (6.0, 250.0, 5.0), (9.0, 9.0, 9.0)]
-    decisions = replay(controller, measured(rows))
-    assert [d.level for d in decisions] == [
-        *[pytest.approx(1 / (2 * 10), rel=1e-12)] * 3,
-        *[pytest.approx(6.324555, rel=1e-6)] * 2,  # the fourth epoch changes nothing
-    ]
-    assert decisions[3].reason == "Estimated: M = 25, ζ² = 4, σ² = 100."
-    assert decisions[4].reason == "The threshold is kept."
-
-
-def test_the_longer_formula_for_resnet18() -> None:
-    """Worked out with 30 decimals for M = 1.5, ζ² = 4e-4, σ² = 0.03."""
-    rows = [(0.02, 0.06, 4e-4), (0.04, 0.09, 4e-4)]
-    got = levels(TotalError(k_min=0.001, estimate_epochs=2), measured(rows, RESNET18))
-    assert got[2] == pytest.approx(0.0172433786, rel=1e-6)
+@pytest.mark.parametrize("controller", ALL, ids=repr)
+def test_only_a_threshold_can_be_driven(controller: Controller) -> None:
+    controller.check(HardThreshold().knob)
+    for knob, what in ((TopK().knob, "a density"), (None, "no level")):
+        with pytest.raises(ValueError, match=f"this compressor has {what}; use HardThreshold"):
+            controller.check(knob)
 
 
 @pytest.mark.parametrize(
-    ("rows", "m", "sigma2"),
-    [
-        ([(5.0, 70.0, 2.0)], 0.0, 70.0),  # one epoch: nothing to tell apart
-        ([(5.0, 60.0, 2.0), (5.0, 80.0, 2.0)], 0.0, 70.0),  # no difference
-        ([(4.0, 80.0, 2.0), (6.0, 60.0, 2.0)], 0.0, 70.0),  # falls: no M below 0
-        ([(4.0, 20.0, 2.0), (6.0, 120.0, 2.0)], 14.0, 0.0),  # too steep: no σ² below 0
-        ([(4.0, 60.0, 1.0), (6.0, 80.0, 3.0)], 10.0, 20.0),
-        ([(0.0, 0.0, 2.0), (0.0, 0.0, 2.0)], 0.0, 0.0),
-    ],
+    ("controller", "after"), [(TotalError(k_min=0.1), 0), (EstimatedThreshold(0.1, epochs=2), 2)]
 )
-def test_noise_told_apart(rows, m: float, sigma2: float) -> None:
-    got = levels(TotalError(k_min=0.01, estimate_epochs=len(rows)), measured(rows))
-    assert got[-1] == pytest.approx(formula(100, 10_000, m, 2.0, sigma2), rel=1e-12)
+@pytest.mark.parametrize(
+    ("sent", "silent"), [(0, True), (1, False), (50, False)], ids=["nothing", "one", "some"]
+)
+def test_a_threshold_that_nothing_reaches_is_warned_of_once(
+    controller: Controller, after: int, sent: int, silent: bool
+) -> None:
+    """Of 100 elements 10 are always sent whole; the epoch has 5 steps."""
+    first = Observation(-1, num_elements=100, num_compressed=90, gradient_noise=1.0)
+    seen = [replace(first, epoch=e, steps=5, sent_elements=50 + sent) for e in range(6)]
+    warned = [bool(d.warning) for d in replay(controller, [first, *seen])]
+    assert warned == [silent and e == after for e in range(-1, 6)]
 
 
-@pytest.mark.parametrize("scale", [1e-3, 10.0])
-def test_the_longer_formula_goes_with_the_gradients_scale(scale: float) -> None:
-    rows = [(2.0, 150.0, 3.0), (4.0, 180.0, 4.0)]
-    scaled = [tuple(scale**2 * x for x in row) for row in rows]
-    controller = TotalError(k_min=0.01, estimate_epochs=2)
-    plain, other = (levels(controller, measured(r))[-1] for r in (rows, scaled))  # type: ignore[arg-type]
-    assert plain is not None
-    assert other == pytest.approx(scale * plain)
-
-
-def test_the_total_error_is_logged_and_asked_for() -> None:
-    for controller in (TotalError(k_min=0.1), TotalError(budget=0.1)):
-        seen = [Observation(-1, num_elements=9, progress=0.0, total_error=2.5)]
-        assert replay(controller, seen)[0].figures["total_error"] == 2.5
-        assert controller.errors
-    assert not TotalError(k_min=0.1).moments
-    assert TotalError(k_min=0.1, estimate_epochs=1).moments
+def test_the_warnings_say_what_to_do() -> None:
+    first = Observation(-1, num_elements=100, num_compressed=90, gradient_noise=4.0)
+    seen = [first, *(replace(first, epoch=e, steps=5, sent_elements=50) for e in range(2))]
+    simple = replay(TotalError(k_min=0.25), seen)[1].warning
+    assert "TotalError(k_min=0.25): no element has reached the threshold 0.1 in the" in simple
+    estimated = replay(EstimatedThreshold(0.25, epochs=1), seen)[2].warning
+    assert "no element has reached the threshold 0.8 in the 5 steps since" in estimated
+    assert "16 steps on average" in estimated  # (0.8 / 0.2)², as each element's noise is 0.2
+    assert all("use TotalErrorBudget" in text.replace("Use", "use") for text in (simple, estimated))
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("make", "words"),
     [
-        ({}, ["k_min=None", "budget=None", "either"]),
-        ({"k_min": 0.1, "budget": 0.1}, ["k_min=0.1", "budget=0.1", "either"]),
-        ({"k_min": 0.0}, ["k_min=0.0", "(0, 1]"]),
-        ({"k_min": math.nan}, ["k_min=nan", "(0, 1]"]),
-        ({"budget": 1.5}, ["budget=1.5", "(0, 1]"]),
-        ({"k_min": 0.1, "estimate_epochs": -1}, ["estimate_epochs=-1", "0 or more"]),
-        ({"budget": 0.1, "estimate_epochs": 2}, ["estimate_epochs=2", "with k_min only"]),
-        ({"k_min": 0.1, "initial": 1.0}, ["initial=1.0", "with budget only"]),
-        ({"budget": 0.1, "initial": 0.0}, ["initial=0.0", "above 0"]),
-        ({"budget": 0.1, "initial": math.inf}, ["initial=inf", "above 0"]),
+        (lambda: TotalError(k_min=0.0), ["k_min=0.0", "(0, 1]"]),
+        (lambda: TotalError(k_min=math.nan), ["k_min=nan", "(0, 1]"]),
+        (lambda: TotalError(budget=0.1), ["use TotalErrorBudget(budget=0.1, initial=None)"]),
+        (lambda: TotalError(budget=0.1, initial=2.0), ["use TotalErrorBudget(budget=0.1, initial"]),
+        (
+            lambda: TotalError(k_min=0.2, estimate_epochs=2),
+            ["use EstimatedThreshold(k_min=0.2, epochs=2)"],
+        ),
+        (lambda: EstimatedThreshold(k_min=1.5), ["k_min=1.5", "(0, 1]"]),
+        (lambda: EstimatedThreshold(epochs=0), ["epochs=0", "1 or more"]),
+        (lambda: TotalErrorBudget(1.5), ["budget=1.5", "(0, 1]"]),
+        (lambda: TotalErrorBudget(0.1, initial=0.0), ["initial=0.0", "above 0"]),
+        (lambda: TotalErrorBudget(0.1, initial=math.inf), ["initial=inf", "above 0"]),
     ],
 )
-def test_bad_settings_are_named(settings, words: list[str]) -> None:
-    with pytest.raises(ValueError, match="TotalError") as caught:
-        TotalError(**settings)
+def test_bad_settings_are_named(make: Callable[[], Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"TotalError|EstimatedThreshold") as caught:
+        make()
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_run_without_an_end() -> None:
-    with pytest.raises(ValueError, match=r"budget=0\.1.*Trainer\(max_epochs=\.\.\.\)"):
-        replay(TotalError(budget=0.1), [Observation(-1, num_elements=9)])
+def test_settings_of_old_that_asked_for_nothing_else_still_work() -> None:
+    old = TotalError(k_min=0.1, estimate_epochs=0, budget=None, initial=None)
+    assert old == TotalError(0.1)
+    assert repr(old) == "TotalError(k_min=0.1)"
 
 
-def test_only_a_threshold_can_be_driven() -> None:
-    TotalError(k_min=0.1).check(HardThreshold().knob)
-    for knob, what in ((TopK().knob, "a density"), (None, "no level")):
-        with pytest.raises(ValueError, match=f"this compressor has {what}; use HardThreshold"):
-            TotalError(k_min=0.1).check(knob)
+def test_yaml_of_old_is_told_the_same() -> None:
+    """What a LightningCLI file says is parsed from the same arguments."""
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(CompressedDDPStrategy, "strategy")
+    old = {"class_path": "lightning_gc.controllers.TotalError", "init_args": {"budget": 0.02}}
+    given = {"compressor": {"class_path": "lightning_gc.HardThreshold"}, "controller": old}
+    with unwarned(), pytest.raises(ValueError, match=r"use TotalErrorBudget\(budget=0\.02"):
+        parser.instantiate(parser.parse_object({"strategy": given}))

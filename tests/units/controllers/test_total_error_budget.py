@@ -1,4 +1,4 @@
-"""TotalError spends its budget, however error depends on the threshold."""
+"""TotalErrorBudget spends its budget, however error depends on the threshold."""
 
 import math
 import random
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_gc import HardThreshold
-from lightning_gc.controllers import Observation, TotalError
+from lightning_gc.controllers import Observation, TotalErrorBudget
 from lightning_gc.testing import Lockstep
 from tests.support.replay import levels, replay
 
@@ -39,12 +39,11 @@ def turns(steps: int, epochs: int, per_run: int = 80) -> list[int]:
 
 
 def spend(
-    law: Callable[[float, int, int], float], steps: int, epochs: int, controller: TotalError
+    law: Callable[[float, int, int], float], steps: int, epochs: int, controller: TotalErrorBudget
 ) -> float:
     """Return spent over budget; ``law`` is asked for the density from one step to another."""
     assert controller.turns(0) == 80
-    assert controller.budget is not None
-    first = Observation(-1, progress=0.0, num_elements=10_000)
+    first = Observation(-1, progress=0.0, num_elements=10_000, num_compressed=10_000)
     decision, state = controller.decide(first, controller.init())
     spent, last = 0.0, 0
     for step in turns(steps, epochs):
@@ -52,8 +51,8 @@ def spend(
         density = law(decision.level, last, step)
         spent += density * (step - last)
         last, whole = step, step * epochs // steps
-        now = replace(first, epoch=whole - 1, progress=step / steps, density=density)
-        now = replace(now, ended=step % (steps // epochs) == 0)
+        now = replace(first, epoch=whole - 1, progress=step / steps, steps=1)
+        now = replace(now, sent_elements=density * 10_000, ended=step % (steps // epochs) == 0)
         decision, state = controller.decide(now, state)
         share = decision.figures["budget_spent"]
         assert share == pytest.approx(spent / steps / controller.budget)
@@ -74,7 +73,7 @@ def test_budget_under_laws_made_up(slope: float, drift: str) -> None:
             c = DRIFTS[drift](start / 600) * math.exp(0.1 * rng.gauss(0, 1))
             return min(1.0, BUDGET * c * (threshold * off) ** -slope)
 
-        spent = spend(law, 600, 6, TotalError(budget=BUDGET, initial=1.0))
+        spent = spend(law, 600, 6, TotalErrorBudget(BUDGET, initial=1.0))
         assert spent == pytest.approx(1, abs=0.05)
 
 
@@ -100,7 +99,7 @@ def test_budget_under_error_feedback(drift: str, ratio: float) -> None:
                 error[above] = 0
             return sent / 1000 / (stop - start)
 
-        spent = spend(law, steps, epochs, TotalError(budget=BUDGET, initial=20 * off))
+        spent = spend(law, steps, epochs, TotalErrorBudget(BUDGET, initial=20 * off))
         assert spent == pytest.approx(1, abs=0.05), (steps, epochs, off)
 
 
@@ -117,7 +116,7 @@ def test_budget_of_the_librarys_own_error_feedback() -> None:
             alone.step([{"w": scale * torch.randn(2000, generator=generator)}])
         return (engine.statistics.tally.sent - before) / ((stop - start) * 2000)
 
-    spent = spend(law, 400, 4, TotalError(budget=BUDGET, initial=15.0))
+    spent = spend(law, 400, 4, TotalErrorBudget(BUDGET, initial=15.0))
     assert spent == pytest.approx(1, abs=0.05)
 
 
@@ -129,27 +128,28 @@ def test_the_threshold_settles_where_density_does() -> None:
         seen.append(threshold)
         return min(1.0, BUDGET / threshold**1.5)
 
-    spend(law, 2000, 10, TotalError(budget=BUDGET, initial=5.0))
+    spend(law, 2000, 10, TotalErrorBudget(BUDGET, initial=5.0))
     half = seen[len(seen) // 2 :]
     assert max(half) / min(half) < 1.1
     assert half[-1] == pytest.approx(1, rel=0.1)
 
 
 def test_the_first_threshold_is_the_papers_unless_given() -> None:
-    seen = [Observation(-1, num_elements=RESNET18, progress=0.0)]
-    assert levels(TotalError(budget=0.001), seen) == [pytest.approx(0.004730057383)]
-    assert levels(TotalError(budget=0.001, initial=0.3), seen) == [0.3]
+    seen = [Observation(-1, num_elements=RESNET18, num_compressed=RESNET18, progress=0.0)]
+    assert levels(TotalErrorBudget(0.001), seen) == [pytest.approx(0.004730057383)]
+    assert levels(TotalErrorBudget(0.001, initial=0.3), seen) == [0.3]
 
 
 def budget_run(*rows: tuple[float, float]) -> list[Observation]:
     """Turns of (progress, density)."""
-    return [Observation(0, progress=t, density=density) for t, density in rows]
+    first = Observation(0, num_elements=1, num_compressed=1, steps=1)
+    return [replace(first, progress=t, sent_elements=density) for t, density in rows]
 
 
 def test_one_turn_moves_the_threshold_up_fast_and_down_slowly() -> None:
     for density, level in ((1.0, 4.0), (0.0, 0.8), (1e-9, 0.8), (BUDGET, 1.0)):
         seen = budget_run((0.0, 0.0), (0.02, density))
-        _, last = replay(TotalError(budget=BUDGET, initial=1.0), seen)
+        _, last = replay(TotalErrorBudget(BUDGET, initial=1.0), seen)
         assert last.level == pytest.approx(level, rel=0.01)
         share = f"{density * 0.02 / BUDGET:.0%}"
         assert last.reason == f"{share} of the budget is spent after 2% of the run."
@@ -157,7 +157,7 @@ def test_one_turn_moves_the_threshold_up_fast_and_down_slowly() -> None:
 
 def test_one_turn_by_hand() -> None:
     """(0.01 − 0.1·0.04)/0.9 = 1/150 is wanted, 0.04 measured at 1.0: λ = √(0.04·150) = √6."""
-    _, last = replay(TotalError(budget=BUDGET, initial=1.0), budget_run((0, 0), (0.1, 0.04)))
+    _, last = replay(TotalErrorBudget(BUDGET, initial=1.0), budget_run((0, 0), (0.1, 0.04)))
     assert last.level == pytest.approx(6**0.5)
 
 
@@ -168,14 +168,14 @@ def test_it_looks_back_as_far_as_ahead() -> None:
             seen = budget_run((0, 0), (before[0], early), (over, BUDGET))
             state = {"level": 1.0, "spent": BUDGET * over / 2, "over": before[0]}
             rows = [[1.0, early, before[0]]]
-            controller = TotalError(budget=BUDGET, initial=1.0)
+            controller = TotalErrorBudget(BUDGET, initial=1.0)
             _, new = controller.decide(seen[-1], {**controller.init(), **state, "recent": rows})
             assert new["recent"] == [[1.0, BUDGET, pytest.approx(over - before[0])]]
 
 
 def test_what_cannot_be_used_keeps_the_threshold() -> None:
     """A density that is not a number, and the end of the run."""
-    controller = TotalError(budget=BUDGET, initial=1.0)
+    controller = TotalErrorBudget(BUDGET, initial=1.0)
     for density, over in ((math.nan, 0.2), (0.5, 1.0), (0.5, 0.0)):
         seen = budget_run((0.0, 0.0), (over, density))
         assert replay(controller, seen)[-1].reason.startswith("The threshold is kept.")
@@ -184,6 +184,39 @@ def test_what_cannot_be_used_keeps_the_threshold() -> None:
 
 def test_what_cannot_be_used_is_not_spent() -> None:
     seen = budget_run((0.0, 0.0), (0.1, math.nan), (0.2, 0.1))
-    *_, last = replay(TotalError(budget=BUDGET, initial=1.0), seen)
+    *_, last = replay(TotalErrorBudget(BUDGET, initial=1.0), seen)
     assert last.figures["budget_spent"] == pytest.approx(0.1 * 0.1 / BUDGET)
     assert last.level == pytest.approx(4.0)
+
+
+def test_a_run_without_an_end() -> None:
+    with pytest.raises(ValueError, match=r"0\.1.*Trainer\(max_epochs=\.\.\.\)"):
+        replay(TotalErrorBudget(0.1), [Observation(-1, num_elements=9, num_compressed=9)])
+
+
+@pytest.mark.parametrize("whole", [0, 40, 90])  # of 10,000 elements, in tensors sent whole
+@pytest.mark.parametrize("drift", ["none", "falls", "warm-up and steps"])
+def test_what_is_sent_whole_is_paid_for_out_of_the_budget(drift: str, whole: int) -> None:
+    """The budget is of all elements, so the threshold has only the rest to spend."""
+    first = Observation(-1, progress=0.0, num_elements=10_000, num_compressed=10_000 - whole)
+    controller = TotalErrorBudget(BUDGET, initial=1.0)
+    decision, state = controller.decide(first, controller.init())
+    spent, last = 0.0, 0
+    for step in turns(600, 6):
+        assert decision.level is not None
+        chosen = min(1.0, BUDGET * DRIFTS[drift](last / 600) * decision.level**-2)
+        sent = (whole + chosen * (10_000 - whole)) * (step - last)
+        spent += sent
+        now = replace(first, epoch=0, progress=step / 600, steps=step - last, sent_elements=sent)
+        decision, state = controller.decide(now, state)
+        last = step
+    assert spent / 600 / 10_000 == pytest.approx(BUDGET, rel=0.05)
+    assert decision.figures["budget_spent"] == pytest.approx(spent / 600 / 10_000 / BUDGET)
+
+
+def test_a_budget_that_no_threshold_keeps_is_refused_before_the_first_step() -> None:
+    first = Observation(-1, progress=0.0, num_elements=1000, num_compressed=985)
+    words = r"TotalErrorBudget\(budget=0\.015.*1\.50% of the elements.*PerParameter\(HardThreshold"
+    with pytest.raises(ValueError, match=words):
+        replay(TotalErrorBudget(0.015), [first])
+    assert replay(TotalErrorBudget(0.016), [first])[0].level is not None

@@ -1,0 +1,42 @@
+"""ThresholdController: base class of controllers that choose the threshold of HardThreshold."""
+
+from __future__ import annotations
+
+from .base import Controller, KnobLike, Observation
+
+
+class ThresholdController(Controller):
+    """Refuses compressors without a threshold, and logs the total errors."""
+
+    errors = True
+
+    def check(self, knob: KnobLike | None) -> None:
+        if knob is None or knob.field != "threshold":
+            what = "no level" if knob is None else f"a {knob.field}"
+            raise ValueError(
+                f"{self!r} chooses a threshold, but this compressor has {what}; use HardThreshold."
+            )
+
+    def _check_density(self, name: str, value: float) -> None:
+        if not 0 < value <= 1:
+            raise ValueError(
+                f"{type(self).__name__}({name}={value!r}): a density must be in (0, 1]."
+            )
+
+    def _figures(self, observation: Observation) -> dict[str, float]:
+        return {
+            "total_error": observation.total_error,
+            "total_error_update": observation.total_error_update,
+        }
+
+
+def sent_whole(observation: Observation) -> float:
+    """Return the share of elements in tensors that the compressor leaves alone."""
+    d = observation.num_elements
+    return 1 - observation.num_compressed / d if d else 0.0
+
+
+def nothing_sent(observation: Observation) -> bool:
+    """Return whether no element has reached the threshold in a whole stretch of the run."""
+    whole = observation.steps * (observation.num_elements - observation.num_compressed)
+    return observation.steps > 0 and observation.sent_elements - whole < 0.5
