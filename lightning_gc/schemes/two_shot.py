@@ -22,7 +22,7 @@ class TwoShot(Scheme):
 
     Communication pattern:
         One all-to-all and one all-gather: ``2·(W−1)/W`` times the payload's bytes per worker, flat
-        in W, like a ring all-reduce of the payload. Ragged payloads send their lengths first.
+        in W, like a ring all-reduce of the payload. Ragged payloads send their lengths too.
 
     Example:
         >>> from lightning_gc import QSGD, CompressedDDPStrategy, TwoShot
