@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_gc import Compressor, Scheme
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default
-from lightning_gc.flow import Exchange, Mean, Reply, Request
-from lightning_gc.transports.base import LENGTH_BYTES, Message
+from lightning_gc.flow import Exchange, Gather, Mean, Reply, Request
+from lightning_gc.transports.base import LENGTH_BYTES, laid_out
 from lightning_gc.transports.simulated import Simulated
 
 Shapes = dict[str, tuple[int, ...]]
@@ -37,7 +37,7 @@ class Asked:
         nbytes: of the message: what is averaged, what one worker has for all, what it has for one
             other. Of the busiest worker, for all wait for it.
         collectives: all-reduces, one per dtype; 1 for other kinds.
-        lengths: bytes that are announced to each other worker ahead, of ragged payloads.
+        lengths: bytes of the lengths that each other worker is told, of ragged payloads.
     """
 
     kind: str
@@ -67,12 +67,13 @@ def volume(asked: Asked, workers: int) -> tuple[float, float]:
     """Return the messages and the bytes that one worker sends for a request.
 
     A ring all-reduce takes 2·(W − 1) messages of 1/W each; a ring all-gather W − 1, and as many
-    payloads; an all-to-all W − 1. Lengths are an all-to-all of their own.
+    payloads; an all-to-all W − 1. Lengths go ahead of a ragged all-gather in one of their own, and
+    in front of each message of an all-to-all.
     """
     others = workers - 1
     if asked.kind == "Mean":
         return 2 * others * asked.collectives, 2 * others * asked.nbytes / workers
-    ahead = others if asked.lengths else 0
+    ahead = others if asked.lengths and asked.kind == "Gather" else 0
     return others + ahead, others * (asked.nbytes + asked.lengths)
 
 
@@ -101,12 +102,13 @@ def _describe(requests: Sequence[Request]) -> Asked:
         return Asked("Mean", nbytes, len({t.dtype for t in first.tensors}))
     if isinstance(first, Exchange):
         exchanges = [r for r in requests if isinstance(r, Exchange)]
-        sizes = np.array([[Message(p).nbytes for p in r.payloads] for r in exchanges])
+        sizes = np.array([[laid_out(p, r.limits).nbytes for p in r.payloads] for r in exchanges])
         np.fill_diagonal(sizes, 0)  # what it keeps
         busiest = max(sizes.sum(axis=0).max(), sizes.sum(axis=1).max())
         lengths = LENGTH_BYTES * len(first.payloads[0]) if first.limits is not None else 0
         return Asked("Exchange", float(busiest) / (workers - 1), lengths=lengths)
-    longest = max(Message(r.tensors).nbytes for r in requests if not isinstance(r, Exchange))
+    gathers = [r for r in requests if isinstance(r, Gather)]
+    longest = max(laid_out(r.tensors, r.limits).nbytes for r in gathers)
     lengths = LENGTH_BYTES * len(first.tensors) if first.limits is not None else 0
     return Asked("Gather", longest, lengths=lengths)
 

@@ -15,7 +15,7 @@ from lightning_gc.bench.methods import make_strategy
 from lightning_gc.bench.sigterm import SigtermCallback
 from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
 from lightning_gc.bench.worker_device import WorkerRank
-from lightning_gc.transports.distributed import PeerError
+from lightning_gc.transports.peer_error import PeerError, is_from_backend
 from lightning_gc.tuning.lightning_flavour import pl
 from lightning_gc.tuning.method import Method
 from lightning_gc.tuning.yaml_config import YAMLBuild
@@ -47,10 +47,7 @@ class BenchError(RuntimeError):
 
     def __init__(self, rank: int, method: str, cause: Exception) -> None:
         text = f"{type(cause).__name__}: {cause}"
-        # DDP's network errors have no class of their own for Gloo.
-        signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
-        known = isinstance(cause, (PeerError, dist.DistError))
-        self.other_worker = known or any(sign in text for sign in signs)
+        self.other_worker = isinstance(cause, PeerError) or is_from_backend(cause)
         if self.other_worker and not isinstance(cause, PeerError):
             text = f"Another one has died or hangs; its own output says more. {text}"
         super().__init__(f"Worker {rank} cannot go on with {method}. {text}")

@@ -127,6 +127,8 @@ class Codec(Compressor):
     7. It trusts no bytes: whatever numbers a payload of the right lengths holds, ``decode`` raises
        ValueError or writes to ``out`` alone, and all workers get the same bits of the same payload.
        Where raising would mean waiting for a device, what cannot be right makes ``out`` non-finite.
+    8. It recovers: after gradients of any finite size, and after any payloads, results are finite
+       again within a few rounds. (The engine removes what is not finite from errors.)
     """
 
     @abc.abstractmethod
@@ -194,13 +196,16 @@ class Collective(Compressor):
 
     1. What ``rounds`` leaves in ``buffer`` is what the worker did not send: the result plus the
        mean over workers of the errors is the mean of the gradients, if ``traits.conserves``.
-    2. All workers end with the same bits.
+    2. All workers end with the same bits, or all raise a ``ReplicaError``.
     3. It is what it declares: ``traits`` and ``bound`` are true of it.
     4. It has one knob, and ``at(level)`` moves the bytes in the knob's direction.
     5. Its requests have the same shapes on all workers but for tensors with a limit.
     6. Its randomness is private: from ``bucket.generator`` only.
     7. It trusts no bytes: whatever arrives, it raises ValueError or writes to ``out`` and its own
-       error alone, and no error becomes non-finite.
+       error and state alone.
+    8. It recovers: after gradients of any finite size, and whatever has arrived, state is finite,
+       and results are within a few rounds. (The engine removes what is not finite from errors, but
+       what a method subtracts from them is its own affair: a NaN takes the whole error with it.)
     """
 
     @abc.abstractmethod

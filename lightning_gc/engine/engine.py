@@ -167,6 +167,8 @@ class Engine:
         held = guard.hold(self._besides_error(state)) if guard is not None else []
         exchange = BucketExchange(bucket, self.levels, self.scheme, guard, self.statistics)
         yield from self.memory.flow(bucket, state, exchange)
+        for buffer in state.values():  # NaN and overflow would stay for ever
+            buffer.nan_to_num_(0.0, 0.0, 0.0)
         if guard is not None:
             guard.release(held)
             if self.loss_scaling.revocable and guard.verdict is not None:

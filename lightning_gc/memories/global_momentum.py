@@ -43,5 +43,4 @@ class GlobalMomentum(OwnMomentum):
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         buffer = state["error"].add_(bucket.grad).add_(state["applied"], alpha=self.momentum)
         mean = yield from exchange(buffer)
-        # NaN and infinity would never leave the buffer.
-        state["applied"].copy_(mean).nan_to_num_(0.0, 0.0, 0.0)
+        state["applied"].copy_(mean)

@@ -42,7 +42,7 @@ class SparseReduce(Scheme):
     Communication pattern:
         One all-reduce of W numbers; one ragged all-to-all of ``(W−1)/W`` times the worker's own
         payload P; one ragged all-gather of ``(W−1)/W·P`` for equal ranges, at most 1.25 times that.
-        So ``2·(W−1)/W·P`` per worker as in a ring all-reduce, and lengths: 32·(W−1) bytes. On an
+        So ``2·(W−1)/W·P`` per worker as in a ring all-reduce, and lengths: 48·(W−1) bytes. On an
         accelerator the host waits for the cuts and the lengths.
 
     Wire format:

@@ -22,7 +22,7 @@ class TwoShot(Scheme):
 
     Communication pattern:
         One all-to-all and one all-gather: ``2·(W−1)/W`` times the payload's bytes per worker, flat
-        in W, like a ring all-reduce of the payload. Ragged payloads send their lengths first.
+        in W, like a ring all-reduce of the payload. Ragged payloads send their lengths too.
 
     Example:
         >>> from lightning_gc import QSGD, CompressedDDPStrategy, TwoShot
@@ -51,9 +51,8 @@ class TwoShot(Scheme):
             codec.receive(tuple(payload), mean, 1 / workers, parts[me], sender)
         payload = codec.send(mean, parts[me].again())  # mean now holds the second error
         mine = buffer[me * size : (me + 1) * size]
-        mine.add_(mean[: mine.numel()], alpha=workers)
-        # NaN and overflow from other workers are in the payload; no error must keep them.
-        mine.nan_to_num_(0.0, 0.0, 0.0)
+        # NaN and overflow from other workers are in the payload, and are added to no error.
+        mine.add_(mean[: mine.numel()].nan_to_num_(0.0, 0.0, 0.0), alpha=workers)
         gathered = yield Gather(payload, limits)
 
         if not bucket.wanted:

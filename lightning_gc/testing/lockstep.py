@@ -103,6 +103,6 @@ class Lockstep:
         """Return the mean by name; by law 2 of schemes all workers have the same bits."""
         for worker, flat in enumerate(flats):
             if not torch.equal(flat.view(torch.uint8), flats[0].view(torch.uint8)):
-                raise RuntimeError(f"Worker {worker}'s mean differs from worker 0's.")
+                raise AssertionError(f"Worker {worker}'s mean differs from worker 0's.")
         pieces = flats[0].split([torch.Size(shape).numel() for shape in shapes.values()])
         return {n: p.view(s) for (n, s), p in zip(shapes.items(), pieces, strict=True)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_gc.flow import Limits, Payload, Reply, Request
+from lightning_gc.transports.peer_error import MessageError
 
 
 class Transport(abc.ABC):
@@ -43,17 +45,19 @@ def all_gather_bytes(nbytes: int, workers: int) -> int:
 
 ALIGNMENT = 8
 LENGTH_BYTES = 8
+SEAL_BYTES = 8
 
 
 class Message:
     """Byte layout of one payload as one contiguous message.
 
     Tensors are sorted by descending element size, so each is aligned without padding; the end is
-    padded to 8 bytes, so that messages can be concatenated.
+    padded to 8 bytes, so that messages can be concatenated. One whose lengths are announced ends in
+    a seal of 8 bytes, which follows from them: where it is missing they were false.
     """
 
     def __init__(self, like: Payload, lengths: Sequence[int] | None = None) -> None:
-        """Lay out tensors like ``like``, with other ``lengths`` in elements if given (ragged)."""
+        """Lay out tensors like ``like``, with ``lengths`` in elements if announced (ragged)."""
         self.dtypes = [t.dtype for t in like]
         numels = [t.numel() for t in like] if lengths is None else lengths
         self.shapes: list[tuple[int, ...]] = [
@@ -66,30 +70,57 @@ class Message:
             start = end
             end += torch.Size(self.shapes[i]).numel() * self.dtypes[i].itemsize
             self.spans[i] = (start, end)
-        self.nbytes = -(-end // ALIGNMENT) * ALIGNMENT
-        self.padding = self.nbytes - end
+        self.padding = -end % ALIGNMENT
+        self.nbytes = end + self.padding
+        self.seal: int | None = None
+        if lengths is not None:
+            self.seal = ~zlib.crc32(str(list(lengths)).encode())  # negative: no small number
+            self.nbytes += SEAL_BYTES
 
     def pack(self, tensors: Payload) -> Tensor:
         """Return the message, ``(nbytes,)`` uint8."""
         pieces = [as_bytes(tensors[i]) for i in self.order]
+        device = tensors[0].device if tensors else None
         if self.padding or not pieces:
-            device = tensors[0].device if tensors else None
             pieces.append(torch.zeros(self.padding, dtype=torch.uint8, device=device))
+        if self.seal is not None:
+            pieces.append(as_bytes(torch.full((1,), self.seal, device=device)))
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """Return views of ``message``, maybe padded; ValueError if short or not flat uint8."""
+        """Return views of ``message``, maybe padded.
+
+        Raises:
+            ValueError: it is short, not flat uint8, or, on the host, without its seal.
+        """
         if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() < self.nbytes:
             raise ValueError(
                 f"A message of {self.nbytes} bytes was expected, but {tuple(message.shape)} of "
                 f"{message.dtype} arrived; sender and receiver disagree on the format."
             )
+        if self.seal is not None and message.device.type == "cpu":
+            found = message[self.nbytes - SEAL_BYTES : self.nbytes].view(torch.int64)
+            if int(found) != self.seal:
+                raise ValueError(
+                    f"The message does not end after {self.nbytes} bytes, as announced; its "
+                    f"lengths, or itself, were damaged on the way."
+                )
         tensors = []
         for span, dtype, shape in zip(self.spans, self.dtypes, self.shapes, strict=True):
             data = message[slice(*span)]
             # A bool from a byte other than 0 and 1 is undefined behaviour.
             tensors.append((data != 0 if dtype == torch.bool else data.view(dtype)).view(shape))
         return tensors
+
+
+def lengths_of(payload: Payload) -> list[int]:
+    """Return the number of elements of each tensor."""
+    return [tensor.numel() for tensor in payload]
+
+
+def laid_out(payload: Payload, limits: Limits | None) -> Message:
+    """Return the layout of an own payload."""
+    return Message(payload, None if limits is None else lengths_of(payload))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -99,15 +130,15 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def check_lengths(lengths: Sequence[int], own: Payload, limits: Limits, sender: int) -> None:
-    """Raise ValueError for a fixed length that differs, a negative one, or one above its limit."""
+    """Raise MessageError for a fixed length that differs, a negative or one above its limit."""
     for length, tensor, limit in zip(lengths, own, limits, strict=True):
         if limit is None and length != tensor.numel():
-            raise ValueError(
+            raise MessageError(
                 f"Worker {sender} announces {length} elements where all workers send "
                 f"{tensor.numel()}; is its configuration or its model another one?"
             )
         if limit is not None and not 0 <= length <= limit:
-            raise ValueError(
+            raise MessageError(
                 f"Worker {sender} announces {length} elements where at most {limit} are possible; "
                 f"the message is damaged or its model is another one."
             )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_gc.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.transports.base import (
@@ -15,17 +16,17 @@ from lightning_gc.transports.base import (
     Transport,
     all_gather_bytes,
     all_reduce_bytes,
+    as_bytes,
     check_lengths,
+    laid_out,
+    lengths_of,
 )
-from lightning_gc.transports.p2p import PIECE, swap
+from lightning_gc.transports.p2p import PIECE, swap, swap_of_unknown_lengths
+from lightning_gc.transports.peer_error import MessageError, PeerError, explained
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _NAMES = {Mean: "all-reduce", Gather: "all-gather", Exchange: "all-to-all"}
-
-
-class PeerError(RuntimeError):
-    """A collective failed because of another worker."""
 
 
 class Distributed(Transport):
@@ -36,21 +37,32 @@ class Distributed(Transport):
 
     Args:
         group: the process group; None is the default group.
+        purpose: what is communicated, for error messages.
 
     Communication pattern:
         ``Mean`` is one all-reduce per dtype; ``Gather`` one all-gather; ``Exchange`` one
-        all-to-all. Ragged payloads first send their lengths, 8 bytes per tensor. On the host an
-        ``Exchange``, and a large ``Gather`` of two workers, is sent point to point in pieces.
+        all-to-all. On the host an ``Exchange``, and a large ``Gather`` of two workers, is sent
+        point to point in pieces. Ragged payloads send their lengths, 8 bytes per tensor: first, in
+        an all-gather or all-to-all, or, in an ``Exchange`` on the host, in front of each message.
+        They end in 8 bytes, by which the host sees whether the lengths were true.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, purpose: str = "an exchange of gradients"
+    ) -> None:
         self.group = group
+        self.purpose = purpose
         self.worker = dist.get_rank(group)
         self.workers = dist.get_world_size(group)
         self.sent_bytes = 0
 
     def fulfil(self, request: Request) -> Reply:
-        """Carry out one request; PeerError if a peer has died, hangs, or makes other requests."""
+        """Carry out one request.
+
+        Raises:
+            PeerError: a peer has died, hangs, makes other requests, or has sent something else than
+                it announced.
+        """
         started = time.monotonic()
         try:
             if isinstance(request, Mean):
@@ -58,14 +70,11 @@ class Distributed(Transport):
             if isinstance(request, Gather):
                 return self._gather(request)
             return self._exchange(request)
+        except PeerError:
+            raise
         except RuntimeError as error:
-            peers = ", ".join(str(i) for i in range(self.workers) if i != self.worker)
-            raise PeerError(
-                f"Worker {self.worker}: {_NAMES[type(request)]} with worker{'s'[: len(peers) > 1]} "
-                f"{peers} failed after {time.monotonic() - started:.1f} s, in an exchange of "
-                f"gradients. One of them has died, hangs, or has fewer batches or has stopped "
-                f"earlier than the others; its own output says more. The backend says: {error}"
-            ) from error
+            what, me = _NAMES[type(request)], self.worker
+            raise explained(error, what, self.purpose, me, self.workers, started) from error
 
     def _mean(self, request: Mean) -> Reply:
         tensors = [t.contiguous() for t in request.tensors]
@@ -85,11 +94,17 @@ class Distributed(Transport):
         return means
 
     def _gather(self, request: Gather) -> Reply:
-        own = request.tensors
-        layouts = self._incoming([own] * self.workers, request.limits)
+        own, limits = request.tensors, request.limits
+        layouts = [Message(own)] * self.workers
+        if limits is not None:
+            # All gather them: whatever a worker says it says to all, so that sizes agree.
+            ours = _as_tensor(lengths_of(own), own)
+            table = ours.new_empty(self.workers * len(own))
+            _all_gather(table, ours, group=self.group)
+            layouts = self._announced(table.view(self.workers, -1), own, limits)
         longest = max(layout.nbytes for layout in layouts)
-        message = layouts[self.worker].pack(own)
-        if message.numel() < longest:
+        message = laid_out(own, limits).pack(own)
+        if message.numel() != longest:  # longer only if what it has announced was damaged
             message = torch.nn.functional.pad(message, (0, longest - message.numel()))
         gathered = message.new_empty(self.workers * longest)
         rows = gathered.split(longest) if longest else [gathered] * self.workers
@@ -98,16 +113,26 @@ class Distributed(Transport):
         elif longest:
             _all_gather(gathered, message, group=self.group)
         self.sent_bytes += all_gather_bytes(longest, self.workers)
-        return [layout.unpack(row) for layout, row in zip(layouts, rows, strict=True)]
+        return _unpacked(layouts, rows)
 
     def _exchange(self, request: Exchange) -> Reply:
-        outgoing = [Message(payload) for payload in request.payloads]
-        incoming = self._incoming(request.payloads, request.limits)
+        own, limits = request.payloads[self.worker], request.limits
+        outgoing = [laid_out(payload, limits) for payload in request.payloads]
         messages = [m.pack(p) for m, p in zip(outgoing, request.payloads, strict=True)]
-        sizes = [m.nbytes for m in incoming]
+        self.sent_bytes += sum(m.nbytes for i, m in enumerate(outgoing) if i != self.worker)
+        if limits is None:
+            layouts = [Message(own)] * self.workers
+        elif own[0].device.type == "cpu":
+            return self._exchange_ragged(request.payloads, messages, limits)
+        else:
+            ours = _as_tensor([lengths_of(payload) for payload in request.payloads], own)
+            theirs = torch.empty_like(ours)
+            dist.all_to_all_single(theirs, ours, group=self.group)
+            layouts = self._announced(theirs, own, limits)
+        sizes = [layout.nbytes for layout in layouts]
         arrived = messages[0].new_empty(sum(sizes))
         rows = arrived.split(sizes)
-        if messages[0].device.type == "cpu":
+        if arrived.device.type == "cpu":
             swap(messages, rows, self.group)
         else:
             dist.all_to_all_single(
@@ -117,26 +142,52 @@ class Distributed(Transport):
                 input_split_sizes=[m.nbytes for m in outgoing],
                 group=self.group,
             )
-        self.sent_bytes += sum(m.nbytes for i, m in enumerate(outgoing) if i != self.worker)
-        return [m.unpack(row) for m, row in zip(incoming, rows, strict=True)]
+        return _unpacked(layouts, rows)
 
-    def _incoming(self, toward: Sequence[Payload], limits: Limits | None) -> list[Message]:
-        """Return the layouts of the messages sent here; ``toward[i]`` is about to go to worker i.
+    def _exchange_ragged(
+        self, payloads: Sequence[Payload], messages: Sequence[Tensor], limits: Limits
+    ) -> Reply:
+        """Send each message after its own lengths, on the host."""
+        own = payloads[self.worker]
+        layouts: dict[int, Message] = {}
+        head = LENGTH_BYTES * len(own)
 
-        Ragged lengths are exchanged for that.
-        """
-        own = toward[self.worker]
-        if limits is None:
-            return [Message(own)] * self.workers
-        lengths = [[t.numel() for t in payload] for payload in toward]
-        ours = torch.tensor(lengths, dtype=torch.int64, device=own[0].device)
-        theirs = torch.empty_like(ours)
-        dist.all_to_all_single(theirs, ours, group=self.group)
-        announced: list[list[int]] = theirs.tolist()
+        def measure(sender: int, first: Tensor) -> int:
+            announced = first[:head].view(torch.int64).tolist()
+            check_lengths(announced, own, limits, sender)
+            layouts[sender] = Message(own, announced)
+            return head + layouts[sender].nbytes
+
+        headers = [as_bytes(_as_tensor(lengths_of(payload), own)) for payload in payloads]
+        framed = [torch.cat(parts) for parts in zip(headers, messages, strict=True)]
+        rows = swap_of_unknown_lengths(framed, measure, self.group)
+        measure(self.worker, rows[self.worker])
+        self.sent_bytes += all_gather_bytes(head, self.workers)
+        in_order = [layouts[sender] for sender in range(self.workers)]
+        return _unpacked(in_order, [row[head:] for row in rows])
+
+    def _announced(self, table: Tensor, own: Payload, limits: Limits) -> list[Message]:
+        """Return the layouts of the messages whose lengths are the rows of ``table``."""
+        announced: list[list[int]] = table.tolist()
         for sender, arriving in enumerate(announced):
             check_lengths(arriving, own, limits, sender)
         self.sent_bytes += all_gather_bytes(LENGTH_BYTES * len(own), self.workers)
         return [Message(own, arriving) for arriving in announced]
+
+
+def _as_tensor(lengths: Sequence[int] | Sequence[Sequence[int]], like: Payload) -> Tensor:
+    return torch.tensor(lengths, dtype=torch.int64, device=like[0].device)
+
+
+def _unpacked(layouts: Sequence[Message], rows: Sequence[Tensor]) -> Reply:
+    """Return what each worker has sent; MessageError, which names it, if that is damaged."""
+    reply: Reply = []
+    for sender, (layout, row) in enumerate(zip(layouts, rows, strict=True)):
+        try:
+            reply.append(layout.unpack(row))
+        except ValueError as error:
+            raise MessageError(f"Worker {sender} has sent something damaged. {error}") from error
+    return reply
 
 
 MAX_TEXT = 1 << 24
@@ -178,9 +229,9 @@ def broadcast_text(text: str | None, device: torch.device) -> str:
     return _decoded(data)
 
 
-def _encoded(text: str, device: torch.device) -> torch.Tensor:
+def _encoded(text: str, device: torch.device) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
 
 
-def _decoded(data: torch.Tensor) -> str:
+def _decoded(data: Tensor) -> str:
     return bytes(data.tolist()).decode(errors="replace")

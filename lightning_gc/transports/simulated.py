@@ -11,10 +11,11 @@ from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request, resu
 from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, DECODE
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
-    Message,
     all_gather_bytes,
     all_reduce_bytes,
     check_lengths,
+    laid_out,
+    lengths_of,
 )
 
 
@@ -91,11 +92,11 @@ class Simulated:
 
     def _gather(self, requests: Sequence[Gather]) -> list[Reply]:
         first = requests[0]
-        own = [Message(r.tensors).nbytes for r in requests]
+        own = [laid_out(r.tensors, r.limits).nbytes for r in requests]
         size, lengths = max(own), 0
         if first.limits is not None:
             for sender, r in enumerate(requests):
-                check_lengths([t.numel() for t in r.tensors], first.tensors, first.limits, sender)
+                check_lengths(lengths_of(r.tensors), first.tensors, first.limits, sender)
             lengths = LENGTH_BYTES * len(first.tensors)
             size += lengths
         for sender, nbytes in enumerate(own):
@@ -107,11 +108,11 @@ class Simulated:
         first = requests[0]
         for sender, r in enumerate(requests):
             others = (p for i, p in enumerate(r.payloads) if i != sender)
-            nbytes = sum(Message(p).nbytes for p in others)
+            nbytes = sum(laid_out(p, first.limits).nbytes for p in others)
             if first.limits is not None:
                 nbytes += all_gather_bytes(LENGTH_BYTES * len(r.payloads[0]), self.workers)
                 for own, payload in zip(first.payloads, r.payloads, strict=True):
-                    check_lengths([t.numel() for t in payload], own, first.limits, sender)
+                    check_lengths(lengths_of(payload), own, first.limits, sender)
             self.sent_bytes[sender] += nbytes
             self.message_bytes[sender] += nbytes
         return [[list(r.payloads[i]) for r in requests] for i in range(self.workers)]

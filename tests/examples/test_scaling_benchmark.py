@@ -68,7 +68,9 @@ def test_seconds_on_a_link() -> None:
     assert communication(gather, link) == pytest.approx(4 * (100e-6 + 1000 * 8e-9))
     assert exchange(gather, link) == pytest.approx(0.75 + communication(gather, link))
     ragged = Trace(5, (Asked("Exchange", 1000, lengths=16),), ())
-    assert communication(ragged, link) == pytest.approx(8 * 100e-6 + 4 * 1016 * 8e-9)
+    assert communication(ragged, link) == pytest.approx(4 * (100e-6 + 1016 * 8e-9))
+    ahead = Trace(5, (Asked("Gather", 1000, lengths=16),), ())
+    assert communication(ahead, link) == pytest.approx(8 * 100e-6 + 4 * 1016 * 8e-9)
 
 
 def test_where_it_stops_paying() -> None:

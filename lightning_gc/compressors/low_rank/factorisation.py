@@ -26,6 +26,9 @@ RANK = Traits(
 )
 """A low-rank method with a field ``rank``."""
 
+_SENDABLE = 2.0**-16
+"""Share of the largest float that matrices of up to 2^32 such elements can be multiplied by."""
+
 
 @dataclass(frozen=True)
 class LowRank(Collective):
@@ -78,12 +81,15 @@ class LowRank(Collective):
         good = q.isfinite().all() & q.any()
         state["q"] = torch.where(good, q, before)
         product = (p @ q.t()).view(-1)
-        buffer.sub_(product)
-        # NaN and overflow that another worker sent are in ``out``; no error must keep them. The
-        # factors, which are small, show whether there can be any.
+        # The factors, which are small, show whether the product can have overflowed.
         largest = p.abs().amax() * q.abs().amax() * p.shape[1]
-        if not (payload_validation.on_host(p) and largest.isfinite()):
-            buffer.nan_to_num_(0.0, 0.0, 0.0)
+        if payload_validation.on_host(p) and largest.isfinite():
+            buffer.sub_(product)
+        else:
+            # NaN and overflow are in ``out``, and are subtracted from no error. An own gradient so
+            # large that it overflows would do so again in every step.
+            most = torch.finfo(buffer.dtype).max * _SENDABLE
+            buffer.sub_(product.nan_to_num(0.0, 0.0, 0.0)).clamp_(-most, most)
         out.copy_(product)
 
     def _columns(self, kept: Tensor | None, matrix: Tensor, bucket: Bucket) -> Tensor:
@@ -134,6 +140,10 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis whose span holds that of ``(n, r)`` columns, zeros included."""
-    basis: Tensor = torch.linalg.qr(columns).Q
+    """Return an orthonormal basis whose span holds that of ``(n, r)`` columns, zeros included.
+
+    Columns are scaled first: squares of 1e38 are not finite, and those of 1e-40 are zero.
+    """
+    longest = columns.abs().amax(0)
+    basis: Tensor = torch.linalg.qr(columns / longest.where(longest > 0, 1.0)).Q
     return basis

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding import elias_fano, payload_validation
+from lightning_gc.coding.digest import check_same, digest
 from lightning_gc.coding.wire import Wire, limits
 from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
-from lightning_gc.flow import Exchange, Flow, Payload
+from lightning_gc.flow import Exchange, Flow, Gather, Payload
 
 Sparse = tuple[Tensor, Tensor]  # ascending positions, values
+_DAMAGED = "A message was damaged on its way down the tree; resume from a checkpoint."
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,17 @@ class GTopK(DensitySparsifier, Collective):
     Args:
         density: share of elements applied, in (0, 1]. Lower means more compression, more error.
 
+    Every worker gets the selection from another one, so a single damaged message would let replicas
+    part: workers compare its digest before they apply it.
+
     Communication pattern:
         2·⌈log2 W⌉ rounds, one after the other, each a ragged all-to-all in which a worker sends
-        at most k elements to one other. Worker 0 sends ⌈log2 W⌉ payloads in all, the others fewer;
-        with ``AllGather`` each would send W − 1.
+        at most k elements to one other; then an all-gather of 8 bytes. Worker 0 sends ⌈log2 W⌉
+        payloads in all, the others fewer; with ``AllGather`` each would send W − 1.
 
     Raises:
         ValueError: ``density`` outside (0, 1]; a scheme, since it takes no scheme.
+        ReplicaError: in a step, on all workers, if they have not got the same selection.
 
     Example:
         >>> import torch
@@ -81,6 +87,7 @@ class GTopK(DensitySparsifier, Collective):
             if me % (2 * span) == span:
                 partial = self._read(arrived[me - span], bucket, buffer, me - span)
 
+        yield from _agreed(partial, bucket)
         applied, values = partial
         _give_back(buffer, own, ~torch.isin(own[0], applied))
         for dropped in lost:
@@ -125,6 +132,14 @@ def merged(one: Sparse, other: Sparse, k: int) -> tuple[Sparse, Sparse]:
     keep = torch.zeros_like(union, dtype=torch.bool)
     keep[topk_selection.largest(sums, min(k, sums.numel()))] = True
     return (union[keep], sums[keep]), (union[~keep], sums[~keep])
+
+
+def _agreed(selected: Sparse, bucket: Bucket) -> Flow:
+    """Raise ReplicaError on all workers unless all have arrived at the same selection."""
+    found = yield Gather((digest(*selected),))
+    digests = torch.cat([each for (each,) in found]).tolist()
+    names = ", ".join(bucket.shapes)
+    check_same(digests, f"GTopK's selection for {names}", _DAMAGED)
 
 
 def _give_back(error: Tensor, selected: Sparse, which: Tensor) -> None:

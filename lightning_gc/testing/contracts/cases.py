@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,20 @@ def lost(lockstep: Lockstep, steps: int, dtype: torch.dtype = torch.float32) -> 
         dropped = [mean(result.errors)] if remembers else [*dropped, mean(result.errors)]
     gap = applied + torch.stack(dropped).sum(0) - given
     return float(gap.norm() / given.norm())
+
+
+def finite_state(lockstep: Lockstep) -> bool:
+    """Return whether all tensors that the engines keep are finite."""
+    kept = (engine.state_dict() for engine in lockstep.engines)
+    return all(tensor.isfinite().all() for state in kept for tensor in _leaves(state))
+
+
+def _leaves(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for each in state.values():
+            yield from _leaves(each)
 
 
 def within(errors: Sequence[Tensor], allowed: float, rounding: float) -> bool:

@@ -17,10 +17,11 @@ from lightning_gc.memories import NoMemory, Residual
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.collective import CollectiveContract
 from lightning_gc.testing.contracts.decoder import DecoderContract, codecs
+from lightning_gc.testing.contracts.recovery import RecoveryContract
 from lightning_gc.testing.lockstep import Lockstep
 
 
-class CompressorContract(DecoderContract, CollectiveContract):
+class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
     """Tests compressors against their declarations.
 
     Attributes:

@@ -1,15 +1,20 @@
 """PowerSGD computes what the paper's algorithm computes, here written in NumPy."""
 
+import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import AllGather, CompressedDDPStrategy, NoMemory, PowerSGD, TwoShot
+from lightning_gc import AllGather, CompressedDDPStrategy, GradZip, NoMemory, PowerSGD, TwoShot
+from lightning_gc.coding import payload_validation
+from lightning_gc.compressors import Compressor
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.recovery import Flooding
 
 KINDS = ("normal", "heavy tails", "all negative", "constant", "tiny", "huge")
 
@@ -111,6 +116,24 @@ def test_a_gradient_of_zeros_does_not_end_it() -> None:
     for given in (grad, torch.zeros(30, 30), grad):
         result = lockstep.step([{"w": given}] * 2)
     assert result.mean["w"].norm() > 0.1 * grad.norm()
+
+
+@pytest.mark.parametrize("compressor", [PowerSGD(1), GradZip(1)], ids=cases.label)
+@pytest.mark.parametrize("message", [0, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_subtracted_from_no_error(
+    compressor: Compressor, message: int, value: float
+) -> None:
+    """All that was given is still in the errors of those who got it, also where nobody may look."""
+    grads = [torch.randn(30, 30, generator=cases.generator(i)) for i in range(3)]
+    for on_host in (True, False):
+        lockstep = Lockstep(3, compressor)
+        lockstep.transport = Flooding(3, 2, message, value)
+        with mock.patch.object(payload_validation, "on_host", return_value=on_host):
+            result = lockstep.step([{"w": grad} for grad in grads])
+        assert not result.mean["w"].isfinite().any()
+        for engine, grad in zip(lockstep.engines, grads, strict=True):
+            assert torch.equal(engine.errors()["w"], grad)
 
 
 def test_bytes() -> None:

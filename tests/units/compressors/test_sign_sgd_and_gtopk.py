@@ -147,7 +147,7 @@ def test_gtopk_sends_a_logarithm_of_payloads(workers: int) -> None:
     numel, k = 4096, 41
     result = step(Lockstep(workers, GTopK(0.01)), drawn(workers, numel))
     levels = math.ceil(math.log2(workers))
-    lengths = 2 * levels * (workers - 1) * 16 + (workers - 1) * 8  # and the guard's flag
+    lengths = 2 * levels * (workers - 1) * 24 + (workers - 1) * 16  # and digest and flag
     payload = (
         4 * k
         + math.ceil(k * int(math.log2(numel / k)) / 8)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gc.flow import Exchange, Gather, Reply, Request
 from lightning_gc.synchronizer.validation import check_agreement
 from lightning_gc.transports import Simulated, Transport
-from lightning_gc.transports.base import Message, as_bytes, check_lengths
+from lightning_gc.transports.base import Message, as_bytes, check_lengths, laid_out, lengths_of
 from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text
 
 CPU = torch.device("cpu")
@@ -87,9 +87,26 @@ def test_lengths_are_refused_or_make_a_layout_within_limits(examples: int) -> No
             return
         check_lengths(announced, own, limits, 3)
         layout = Message(own, announced)
-        assert 0 <= layout.nbytes <= Message(tuple(t.new_zeros(20) for t in own)).nbytes
-        tensors = layout.unpack(torch.zeros(layout.nbytes, dtype=torch.uint8))
+        assert 8 <= layout.nbytes <= Message(tuple(t.new_zeros(20) for t in own)).nbytes + 8
+        sent = tuple(t.new_zeros(n) for t, n in zip(own, announced, strict=True))
+        tensors = layout.unpack(layout.pack(sent))
         assert all(t.numel() <= m for t, m in zip(tensors, most, strict=True))
+
+    hold(examples, law)
+
+
+@often
+def test_a_message_of_other_lengths_than_announced_is_refused(examples: int) -> None:
+    def law(data: st.DataObject) -> None:
+        own = tuple(t for t in own_payload(data) if t.dim() == 1)
+        layout = laid_out(own, (9,) * len(own))
+        other = [data.draw(st.integers(0, 9), label="announced") for _ in own]
+        message = torch.nn.functional.pad(layout.pack(own), (0, 800))
+        if other == lengths_of(own):
+            assert len(Message(own, other).unpack(message)) == len(own)
+        else:
+            with pytest.raises(ValueError, match=r"does not end after \d+ bytes, as announced"):
+                Message(own, other).unpack(message)
 
     hold(examples, law)
 

@@ -20,7 +20,7 @@ def test_each_account_has_its_own_workers_bytes() -> None:
 
     ledger = Ledger(3)
     ledger.run([flow(numel) for numel in (2, 4, 0)], CPU)
-    lengths = 2 * 8
+    lengths = 2 * (8 + 8)  # and seals
     assert [page.sent_bytes - lengths for page in ledger.pages] == [16, 32, 0]
     assert [page.take().wire_bytes - lengths for page in ledger.pages] == [16, 32, 0]
     assert [page.take().wire_bytes for page in ledger.pages] == [0, 0, 0]

@@ -1,0 +1,120 @@
+"""RecoveryContract: extreme numbers, in gradients or messages, are over after a few rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.flow import Exchange, Gather, Mean, Payload, Reply, Request
+from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.lockstep import Lockstep
+from lightning_gc.transports.simulated import Simulated
+
+_LARGEST = torch.finfo(torch.float32).max
+SPIKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one element of 1e38": lambda x: _with_one(x, 1e38),
+    "one element of -3.4e38": lambda x: _with_one(x, -_LARGEST),
+    "all of 1e38": lambda x: x.sign() * 1e38,
+    "all of 3.4e38": lambda x: torch.full_like(x, _LARGEST),
+    "one denormal": lambda x: _with_one(torch.zeros_like(x), 1e-45),
+    "denormals": lambda x: x * 1e-40,
+}
+"""What becomes of an ordinary gradient. All of it is finite in float32."""
+
+
+class RecoveryContract:
+    """Tests that no number, once met, stays for ever. Part of ``CompressorContract``.
+
+    Each compressor has the memory that it has by default.
+    """
+
+    def test_8_recovers_from_finite_spikes(self, compressor: Compressor) -> None:
+        """On one worker, and on both twice in a row."""
+        for kind, spike in SPIKES.items():
+            recovers(Lockstep(2, compressor), spikes(spike, rounds=1, workers=1), kind)
+            recovers(Lockstep(2, compressor), spikes(spike, rounds=2, workers=2), kind)
+
+    def test_8_recovers_from_a_liar(self, compressor: Compressor) -> None:
+        """Worker 1 of three floods one message with one number, or is named."""
+        for value in (float("nan"), float("inf"), _LARGEST):
+            for message in range(3):
+                lockstep = Lockstep(3, compressor)
+                lockstep.transport = Flooding(3, 1, message, value)
+                try:
+                    rounds = [ordinary(3, step) for step in range(3)]
+                    recovers(lockstep, rounds, f"{value} in message {message}")
+                except ValueError as error:
+                    assert "orker 1 " in str(error)  # noqa: PT017
+
+
+class Flooding(Simulated):
+    """Simulated workers, of whom one fills a single message with one number.
+
+    Args:
+        workers: W.
+        liar: the worker.
+        message: how many messages go before it.
+        value: the number, in all floating tensors.
+    """
+
+    def __init__(self, workers: int, liar: int, message: int, value: float) -> None:
+        super().__init__(workers)
+        self.liar = liar
+        self.before = message
+        self.value = value
+
+    def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
+        sent = list(requests)
+        if self.before == 0:
+            sent[self.liar] = self._flooded(sent[self.liar])
+        self.before -= 1
+        return super().fulfil(sent)
+
+    def _flooded(self, request: Request) -> Request:
+        if isinstance(request, Mean):
+            return Mean(self._filled(request.tensors))
+        if isinstance(request, Gather):
+            return Gather(self._filled(request.tensors), request.limits)
+        return Exchange(tuple(self._filled(each) for each in request.payloads), request.limits)
+
+    def _filled(self, payload: Payload) -> Payload:
+        number = torch.tensor(self.value)
+        return tuple(
+            number.to(t.dtype).expand_as(t).clone() if t.is_floating_point() else t for t in payload
+        )
+
+
+def recovers(lockstep: Lockstep, rounds: Sequence[list[cases.Named]], what: str) -> None:
+    """Assert that state stays finite in these rounds, and that results become so.
+
+    They may take two ordinary rounds for it, and a dozen where momentum adds up a spike.
+    """
+    first = lockstep.engines[0]
+    calm = 12 if first.memory.corrects_momentum else 2
+    for given in (*rounds, *(ordinary(first.workers, step) for step in range(calm))):
+        result = lockstep.step(given)
+        assert cases.finite_state(lockstep), what
+    assert all(mean.isfinite().all() for mean in result.mean.values()), what
+
+
+def ordinary(workers: int, step: int) -> list[cases.Named]:
+    """Return a random gradient of two shapes per worker."""
+    return [{n: g[n] for n in ("bias", "matrix")} for g in cases.gradients(workers, step)]
+
+
+def spikes(spike: Callable[[Tensor], Tensor], rounds: int, workers: int) -> list[list[cases.Named]]:
+    """Return two workers' gradients in an ordinary round, then spikes on some of the workers."""
+    made = [ordinary(2, step) for step in range(1 + rounds)]
+    for given in made[1:]:
+        for named in given[-workers:]:
+            named |= {name: spike(tensor) for name, tensor in named.items()}
+    return made
+
+
+def _with_one(x: Tensor, value: float) -> Tensor:
+    changed = x.clone()
+    changed.view(-1)[x.numel() // 2] = value
+    return changed
