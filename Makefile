@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test check docs docs-tables tests faults \
+.PHONY: help demo vision tune-demo test check docs docs-tables tests faults soak \
 	catalogue bench-bytes bench-controllers bench-network bench-scaling clean
 
 help: ## what can be made
@@ -50,6 +50,9 @@ tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
 
 faults: $(VENV)/.test ## plant deliberate faults, see which test finds each (half an hour): ARGS="--only ID", ARGS=--list
 	$(BIN)/python -m tests.faults.plant $(ARGS)
+
+soak: $(VENV)/.test ## random runs, random faults, restarts (a round takes about 5 s): ARGS="--rounds 1000 --out soak.jsonl"
+	$(BIN)/python -m tests.soak $(ARGS)
 
 catalogue: $(VENV)/.tune ## every compressor on the demo's model at two learning rates (20 minutes): ARGS="--methods topk"
 	$(BIN)/python benchmarks/catalogue.py $(ARGS)
