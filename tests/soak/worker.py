@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 import time
 import traceback
 from collections.abc import Iterator
@@ -170,6 +171,7 @@ def run(pipe: Any, place: Place, plan: Plan, fault: Any) -> None:
         with open(f"/var/run/netns/{place.space}") as space:
             if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have ignored
     torch.set_num_threads(1)
     log = os.open(place.folder / f"log{place.worker}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
