@@ -26,7 +26,10 @@ class WorkerStatistics:
     structure = Record(
         {
             "bytes": FINITE,
-            "tally": Record(maybe={field.name: FINITE for field in dataclasses.fields(Tally)}),
+            "tally": Record(
+                dict.fromkeys(("grad_bytes", "elements", "sent", "payload_bytes"), FINITE),
+                {"grad_elements": FINITE},  # not in checkpoints of 0.1
+            ),
             "observer": EpochStatistics.structure,
         }
     )

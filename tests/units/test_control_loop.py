@@ -262,8 +262,12 @@ def test_a_tally_of_0_1_goes_on_without_what_was_sent_whole() -> None:
         each.attach(Ledger(1).pages[0])
     state = old.own_state()
     del state["tally"]["grad_elements"]
+    WorkerStatistics.structure.check(state)
     new.load_own_state(state)
     assert new.figures()[2] == 70
+    del state["tally"]["elements"]  # which no version has left out
+    with pytest.raises(ValueError, match="elements"):
+        WorkerStatistics.structure.check(state)
 
 
 def test_the_layout_of_a_checkpoint_is_used_if_it_has_the_same_parameters() -> None:
