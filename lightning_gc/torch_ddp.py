@@ -23,6 +23,7 @@ from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
 from lightning_gc.synchronizer.joint_errors import all_or_raise
 from lightning_gc.synchronizer.pytree import each_tensor
 from lightning_gc.synchronizer.validation import check_controller, refuse_sparse_gradients
+from lightning_gc.synchronizer.verification import Verify, verification
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.distributed import Distributed, gather_text
 
@@ -38,6 +39,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
     timeout: timedelta | None = None,
+    verify: Verify = 0,
 ) -> Attached:
     """Compress the gradients that a ``DistributedDataParallel`` module exchanges.
 
@@ -55,6 +57,8 @@ def attach(
         scaler: of fp16 training. Errors are kept unscaled, and restored when it skips a step.
         seed: of the compressor's private random numbers, equal on all workers.
         timeout: of the exchange's collectives; that of the process group if left out.
+        verify: what workers compare, as for ``CompressedDDPStrategy``. An error of a step is raised
+            by the next backward pass, or by ``close``.
 
     Returns:
         A handle for levels, byte counts, checkpoints and closing.
@@ -84,7 +88,8 @@ def attach(
     configuration = configure("attach", compressor, memory, scheme, seed)
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
-    return Attached(ddp, configuration, controller, list(optimizers), scaler, timeout)
+    verification(verify, "attach")
+    return Attached(ddp, configuration, controller, list(optimizers), scaler, timeout, verify)
 
 
 class Attached:
@@ -98,6 +103,7 @@ class Attached:
         optimizers: list[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler | None,
         timeout: timedelta | None,
+        verify: Verify,
     ) -> None:
         self._optimizers = optimizers
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -129,6 +135,7 @@ class Attached:
             before_round=partial(self._workers.prepare_round, scaler, optimizers),
             revocable=scaler is not None,
             agreed={"controller": repr(controller)},
+            verify=verify,
         )
         self._control: ControlLoop | None = None
         if controller is not None:
@@ -248,5 +255,10 @@ class Attached:
             self._control.statistics[0].load_own_state(state["control"]["worker"])
 
     def close(self) -> None:
-        """Stop the background thread and leave its process group. No backward pass may follow."""
+        """Stop the background thread and leave its process group. No backward pass may follow.
+
+        Raises:
+            PeerError: the last exchange failed; and other errors of the last step.
+        """
         self._synchronizer.close()
+        self._synchronizer.check()

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-_COLUMNS = 512  # words of a row; so many sums stay in the fastest cache
+_COLUMNS, _ROWS = 509, 16  # a prime: no flipped bit of a position moves a value by so many words
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's
 _LOW = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
 
@@ -21,36 +22,32 @@ class ReplicaError(RuntimeError):
 def digest(*tensors: Tensor) -> Tensor:
     """Return ``(1,)`` int64 that depends on every bit of the tensors, and on where it is.
 
-    Words of 8 bytes are laid out as a matrix, whose rows and columns are summed modulo 2^64, in one
-    pass each, on any device with the same result; the sums are then mixed. So it always differs if
-    up to three words do, but for one chance in 2^64. A checksum, not a seal: whoever means to
-    deceive can find other bits of the same digest.
+    On every device the same, and in one pass over memory: words of 8 bytes are the elements of
+    blocks of 16 rows and 509 columns. The columns of each block are summed modulo 2^64; the sums,
+    which form a matrix, are summed by rows and by columns; these sums are mixed. A single change is
+    always seen, several are but for one chance in 2^64, and a value that moves is unless by a
+    multiple of 4,072 bytes within 65,152. It is a checksum, no seal: who means to deceive can.
     """
-    sums = [part for tensor in tensors for part in _sums(tensor)]
-    mixed = torch.cat(sums)
-    mixed += torch.arange(1, mixed.numel() + 1, device=mixed.device) * _ODD[0]
+    parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    flat = parts[0] if len(parts) == 1 and parts[0].data_ptr() % 8 == 0 else torch.cat(parts)
+    sums = _column_sums(flat)
+    mixed = torch.cat([sums.sum(1), sums.sum(0)])
+    mixed += torch.arange(flat.numel(), flat.numel() + mixed.numel(), device=flat.device) * _ODD[0]
     for shift, factor in ((30, _ODD[1]), (27, _ODD[2])):
         mixed = (mixed ^ (mixed >> shift & _LOW[shift])) * factor
     return (mixed ^ (mixed >> 31 & _LOW[31])).sum().view(1)
 
 
-def _sums(tensor: Tensor) -> list[Tensor]:
-    """Return sums of rows and columns, and the words and bytes that fill no row."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.data_ptr() % 8:
-        flat = flat.clone()
-    whole = flat.numel() // 8 * 8
-    words = flat[:whole].view(torch.int64)
-    rows = words.numel() // _COLUMNS
-    matrix = words[: rows * _COLUMNS].view(rows, _COLUMNS)
-    rest = [words[rows * _COLUMNS :], flat[whole:].to(torch.int64)]
-    if not rows:
-        return rest
-    if matrix.device.type == "cpu":  # torch takes twice as long for sums over columns
-        down = torch.from_numpy(np.add.reduce(matrix.numpy(), axis=0))
-    else:
-        down = matrix.sum(0)
-    return [*rest, matrix.sum(1), down]
+def _column_sums(flat: Tensor) -> Tensor:
+    """Return ``(blocks, columns)`` int64; the last block may have fewer rows."""
+    block = 8 * _ROWS * _COLUMNS
+    whole = flat.numel() // block * block
+    rest = pad(flat[whole:], (0, -(flat.numel() - whole) % (8 * _COLUMNS)))
+    last = rest.view(torch.int64).view(-1, _COLUMNS).sum(0, keepdim=True)
+    blocks = flat[:whole].view(torch.int64).view(-1, _ROWS, _COLUMNS)
+    if flat.device.type == "cpu":  # torch takes twice as long
+        return torch.cat([torch.from_numpy(np.add.reduce(blocks.numpy(), axis=1)), last])
+    return torch.cat([blocks.sum(1), last])
 
 
 def check_same(digests: Sequence[int], what: str, why: str) -> None:

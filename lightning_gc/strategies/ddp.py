@@ -19,6 +19,7 @@ from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.base import CompressedStrategy
 from lightning_gc.synchronizer import Synchronizer
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients
+from lightning_gc.synchronizer.verification import Verify, verification
 
 # Startup takes workers differently long, often longer than the user's timeout for a silent peer.
 JOINING = timedelta(minutes=1)
@@ -51,6 +52,10 @@ class CompressedDDP(CompressedStrategy):
             parameter in all; the errors' mean over workers is preserved, not each worker's own.
             ``"off"``: none; errors begin at zero.
         state_dtype: ``"float32"``, or ``"bfloat16"`` for half the size at the price of rounding.
+        verify: n: in every n-th step workers compare a digest of the mean gradients, and stop with
+            a ``ReplicaError`` that names who differs, before the optimizer's step (on CUDA, one
+            step later). ``"payload"``: in every step, and every message has a checksum, so that a
+            damaged one is not decoded but named with its sender. 0: neither.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
             ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ...
 
@@ -62,9 +67,9 @@ class CompressedDDP(CompressedStrategy):
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, a communication hook of your
-            own, a controller that cannot set the compressor's knob, a strategy object that already
-            belongs to a Trainer; at fit start, sparse embedding gradients, or workers whose
-            configurations differ.
+            own, an unknown ``verify``, a controller that cannot set the compressor's knob, a
+            strategy object that already belongs to a Trainer; at fit start, sparse embedding
+            gradients, or workers whose configurations differ.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, TopK
@@ -88,6 +93,7 @@ class CompressedDDP(CompressedStrategy):
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
+        verify: Verify = 0,
         **ddp_kwargs: Any,
     ) -> None:
         taken = [name for name in _HOOK_ARGUMENTS if ddp_kwargs.get(name) is not None]
@@ -102,6 +108,8 @@ class CompressedDDP(CompressedStrategy):
                 "communication hook. Use Trainer(precision='bf16-mixed') instead."
             )
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        verification(verify, "CompressedDDPStrategy")
+        self.verify = verify
         self._synchronizer: Synchronizer | None = None
         super().__init__(**ddp_kwargs)
 
@@ -134,6 +142,7 @@ class CompressedDDP(CompressedStrategy):
             before_round=self._prepare_round,
             revocable=self._scaler() is not None,
             agreed={"controller": repr(self.controller)},
+            verify=self.verify,
         )
         self._on_engines_ready()
         process_shutdown.register()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gc.flow import Flow
 from lightning_gc.synchronizer.bucket_regrouping import Shapes
 from lightning_gc.synchronizer.validation import check_agreement, digest_of
+from lightning_gc.synchronizer.verification import Verify, verification
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background
@@ -29,6 +30,7 @@ class Synchronizer:
         before_round: called before the first bucket of each round.
         revocable: optimizer steps may be skipped, as by a gradient scaler.
         agreed: name -> text of other settings that must be equal on all workers.
+        verify: what workers compare, as for ``CompressedDDPStrategy``.
 
     Communication pattern:
         One background thread exchanges the buckets over its own process group, so that it never
@@ -48,6 +50,7 @@ class Synchronizer:
         before_round: Callable[[], None] = lambda: None,
         revocable: bool = False,
         agreed: Mapping[str, str] | None = None,
+        verify: Verify = 0,
     ) -> None:
         self.workers = workers
         self._before_round = before_round
@@ -59,14 +62,16 @@ class Synchronizer:
             use_local_synchronization=len(members) < dist.get_world_size(),
         )
         transport = Distributed(self._group)
-        same = workers.configuration.in_words() | dict(agreed or {})
+        same = workers.configuration.in_words() | {"verify": repr(verify)} | dict(agreed or {})
         same["names and shapes of parameters"] = digest_of(workers.shapes)
         check_agreement(same, transport, device)
-        recording = Recording(transport)
+        self._verification = verification(verify, type(self).__name__)
+        recording = Recording(self._verification.transport(transport))
         workers.start([recording], revocable=revocable)
         workers.run = gather_text(workers.run, transport, device)[0]
         self._background = Background(recording, device)
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
+        self._compared: torch.futures.Future[Tensor] | None = None  # of the last verified round
 
     def hook(self, state, bucket):  # type: ignore[no-untyped-def]
         """Synchronise a bucket: the communication hook; untyped, as DDP inspects annotations."""
@@ -86,6 +91,7 @@ class Synchronizer:
 
         Raises:
             PeerError: an earlier exchange failed.
+            ReplicaError: workers have found that their means differ.
         """
         self._background.check()
         if not self._round:
@@ -94,20 +100,34 @@ class Synchronizer:
         workers = self.workers
         if workers.regrouping is not None:
             return workers.regrouping.hold(grad, shapes, self._background)
-        return self._background.submit(workers.flow(workers.first, grad, shapes), grad)
+        return self._background.submit(self._flow(grad, shapes), grad)
+
+    def _flow(self, grad: Tensor, shapes: Shapes) -> Flow:
+        engine = self.workers.first
+        flow = self.workers.flow(engine, grad, shapes)
+        return self._verification.watch(flow, grad, shapes, engine.step)
 
     def end_round(self) -> None:
         """End a round: all its buckets have been submitted."""
         workers = self.workers
         if workers.regrouping is not None:
             self._round = workers.regrouping.layout
-            workers.regrouping.send(partial(workers.flow, workers.first), self._background)
+            workers.regrouping.send(self._flow, self._background)
             workers.regrouping = None
+        comparison = self._verification.compare(workers.first.step)
+        if comparison is not None:
+            self._compared = self._background.submit(comparison, torch.empty(0))
         workers.end_round(self._round)
         self._round = []
 
     def check(self) -> None:
-        """Raise an exception of the background thread, if any."""
+        """Raise an exception of the background thread, if any.
+
+        On the host the last round has been compared then; a device would have to be waited for.
+        """
+        if self._compared is not None and self._background.device.type == "cpu":
+            self._compared.wait()
+            self._compared = None
         self._background.check()
 
     def close(self) -> None:

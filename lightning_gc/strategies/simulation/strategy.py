@@ -95,6 +95,11 @@ class SimulatedDDP(CompressedStrategy):
                 f"SimulatedDDPStrategy(network={network!r}): give an instance, such as "
                 f"NetworkModel(bandwidth_gbps=10.0)."
             )
+        if kwargs.pop("verify", 0):
+            raise ValueError(
+                "SimulatedDDPStrategy(verify=...): simulated workers share one mean, so there is "
+                "nothing to compare; leave it out, or use CompressedDDPStrategy with processes."
+            )
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         self.workers = workers
         self.network = network

@@ -1,0 +1,135 @@
+"""What ``verify=`` costs: seconds of a processor, and of a clock, in a step of a language model.
+
+Two processes of one thread each train the same model several times over, once for each setting;
+the settings take turns step by step. Shown are medians over steps, means over workers, and the
+median of the difference to the step without verification that went before. Processor time is that
+of all threads of a worker, so that what hides behind the backward pass counts as well. Over
+loopback messages cost little; on a network each verified step waits for one more of 8 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from models import MODELS, build
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc import QSGD, Cast, PowerSGD, TopK, attach
+from lightning_gc.text_table import markdown
+
+SETTINGS: tuple[Any, ...] = (0, 1, "payload")
+METHODS = {"TopK(0.01)": TopK(0.01), "QSGD(4)": QSGD(4), "PowerSGD(2)": PowerSGD(2), "Cast()": Cast()}
+WORKERS, WARMUP = 2, 6
+COLUMNS = ("", "verify", "CPU ms per step", "more", "ms per step", "more")
+
+
+class Run:
+    """One model in training, and the seconds of each of its steps."""
+
+    def __init__(self, model: str, method: str, verify: Any, steps: int) -> None:
+        torch.manual_seed(0)
+        module, loader = build(model, dist.get_rank(), WORKERS, steps)
+        self.module, self.batches = module, iter(loader)
+        self.ddp = DistributedDataParallel(module.net, gradient_as_bucket_view=True)
+        self.handle = attach(self.ddp, METHODS[method], verify=verify)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), module.rate)
+        self.busy: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        """Make a step; as a strategy does, look for errors before the optimizer's."""
+        words, targets = next(self.batches)
+        dist.barrier()
+        busy, started = time.process_time(), time.perf_counter()
+        self.optimizer.zero_grad()
+        outputs = self.ddp(words)
+        torch.nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten()).backward()
+        self.handle._synchronizer.check()
+        torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), self.module.clip or 1e9)
+        self.optimizer.step()
+        self.seconds.append(time.perf_counter() - started)
+        self.busy.append(time.process_time() - busy)
+
+
+def work(rank: int, options: argparse.Namespace, answers: Any) -> None:
+    """Measure all methods in one worker."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORKERS)
+    found: dict[tuple[str, Any], tuple[list[float], list[float]]] = {}
+    for method in options.methods:
+        steps = WARMUP + options.steps
+        runs = {verify: Run(options.model, method, verify, steps) for verify in SETTINGS}
+        for _ in range(steps):
+            for run in runs.values():
+                run.step()
+        for verify, run in runs.items():
+            found[method, verify] = (run.busy[WARMUP:], run.seconds[WARMUP:])
+            run.handle.close()
+    answers.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(answers: list[dict[tuple[str, Any], tuple[list[float], list[float]]]]) -> str:
+    """Return the table."""
+    rows = []
+    for method, verify in answers[0]:
+        row = [f"`{method}`", f"`{verify!r}`"]
+        for what in (0, 1):
+            off = [answer[method, 0][what] for answer in answers]
+            own = [answer[method, verify][what] for answer in answers]
+            whole = statistics.mean(statistics.median(values) for values in own)
+            more = statistics.mean(
+                statistics.median(b - a for a, b in zip(one, other, strict=True))
+                for one, other in zip(off, own, strict=True)
+            )
+            base = statistics.mean(statistics.median(values) for values in off)
+            row += [f"{1e3 * whole:.1f}", f"{100 * more / base:+.1f} %" if verify else ""]
+        rows.append(row)
+    return markdown(COLUMNS, rows)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="lstm8", help="(default: %(default)s)")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add("--steps", type=int, default=60, help="measured steps (default: %(default)s)")
+    add("--out", type=Path, default=Path(__file__).with_name("results"), help="folder")
+    options = parser.parse_args()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29517")}
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    workers = mp.start_processes(
+        work, (options, answers), nprocs=WORKERS, join=False, start_method="spawn"
+    )
+    found = [answers.get() for _ in range(WORKERS)]
+    while not workers.join():
+        pass
+    versions = f"torch {version('torch')}, {os.cpu_count()} CPUs"
+    arguments = " ".join(sys.argv[1:])
+    text = f"""# Verification, {datetime.date.today()}
+
+`python benchmarks/verification.py {arguments}`.strip() with {versions}: {MODELS[options.model]},
+{WORKERS} workers over loopback, {options.steps} steps of each.
+
+{table(found)}"""
+    sys.stdout.write(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"verification_{datetime.date.today():%Y%m%d}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
