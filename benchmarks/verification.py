@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
+import multiprocessing
 import os
 import statistics
 import sys
@@ -21,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from models import MODELS, build
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,9 +30,17 @@ from lightning_gc import QSGD, Cast, PowerSGD, TopK, attach
 from lightning_gc.text_table import markdown
 
 SETTINGS: tuple[Any, ...] = (0, 1, "payload")
-METHODS = {"TopK(0.01)": TopK(0.01), "QSGD(4)": QSGD(4), "PowerSGD(2)": PowerSGD(2), "Cast()": Cast()}
+METHODS = {
+    "TopK(0.01)": TopK(0.01),
+    "QSGD(4)": QSGD(4),
+    "PowerSGD(2)": PowerSGD(2),
+    "Cast()": Cast(),
+}
 WORKERS, WARMUP = 2, 6
-COLUMNS = ("", "verify", "CPU ms per step", "more", "ms per step", "more")
+Found = dict[tuple[str, str, Any], tuple[list[float], list[float]]]
+"""Model, method, setting -> seconds of the processor and of the clock in each step."""
+
+COLUMNS = ("", "", "verify", "CPU ms per step", "more", "ms per step", "more")
 
 
 class Run:
@@ -66,29 +75,29 @@ def work(rank: int, options: argparse.Namespace, answers: Any) -> None:
     """Measure all methods in one worker."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORKERS)
-    found: dict[tuple[str, Any], tuple[list[float], list[float]]] = {}
-    for method in options.methods:
+    found: Found = {}
+    for model, method in itertools.product(options.models, options.methods):
         steps = WARMUP + options.steps
-        runs = {verify: Run(options.model, method, verify, steps) for verify in SETTINGS}
+        runs = {verify: Run(model, method, verify, steps) for verify in SETTINGS}
         for _ in range(steps):
             for run in runs.values():
                 run.step()
         for verify, run in runs.items():
-            found[method, verify] = (run.busy[WARMUP:], run.seconds[WARMUP:])
+            found[model, method, verify] = (run.busy[WARMUP:], run.seconds[WARMUP:])
             run.handle.close()
     answers.put(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def table(answers: list[dict[tuple[str, Any], tuple[list[float], list[float]]]]) -> str:
+def table(answers: list[Found]) -> str:
     """Return the table."""
     rows = []
-    for method, verify in answers[0]:
-        row = [f"`{method}`", f"`{verify!r}`"]
+    for model, method, verify in answers[0]:
+        row = [MODELS[model], f"`{method}`", f"`{verify!r}`"]
         for what in (0, 1):
-            off = [answer[method, 0][what] for answer in answers]
-            own = [answer[method, verify][what] for answer in answers]
+            off = [answer[model, method, 0][what] for answer in answers]
+            own = [answer[model, method, verify][what] for answer in answers]
             whole = statistics.mean(statistics.median(values) for values in own)
             more = statistics.mean(
                 statistics.median(b - a for a, b in zip(one, other, strict=True))
@@ -104,26 +113,28 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     add = parser.add_argument
-    add("--model", choices=MODELS, default="lstm8", help="(default: %(default)s)")
+    add("--models", nargs="+", choices=MODELS, default=["lstm8", "lstm32"])
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     add("--steps", type=int, default=60, help="measured steps (default: %(default)s)")
     add("--out", type=Path, default=Path(__file__).with_name("results"), help="folder")
     options = parser.parse_args()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29517")}
-    context = mp.get_context("spawn")
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": os.environ.get("MASTER_PORT", "29517"),
+    }
+    context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    workers = mp.start_processes(
-        work, (options, answers), nprocs=WORKERS, join=False, start_method="spawn"
-    )
-    found = [answers.get() for _ in range(WORKERS)]
-    while not workers.join():
-        pass
+    workers = [context.Process(target=work, args=(i, options, answers)) for i in range(WORKERS)]
+    for worker in workers:
+        worker.start()
+    found = [answers.get(timeout=3600) for _ in workers]
+    for worker in workers:
+        worker.join()
     versions = f"torch {version('torch')}, {os.cpu_count()} CPUs"
-    arguments = " ".join(sys.argv[1:])
     text = f"""# Verification, {datetime.date.today()}
 
-`python benchmarks/verification.py {arguments}`.strip() with {versions}: {MODELS[options.model]},
-{WORKERS} workers over loopback, {options.steps} steps of each.
+`python benchmarks/verification.py` with {versions}:
+{WORKERS} workers of one thread over loopback, {options.steps} steps of each.
 
 {table(found)}"""
     sys.stdout.write(text)

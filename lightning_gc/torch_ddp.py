@@ -26,6 +26,7 @@ from lightning_gc.synchronizer.validation import check_controller, refuse_sparse
 from lightning_gc.synchronizer.verification import Verify, verification
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.distributed import Distributed, gather_text
+from lightning_gc.transports.peer_error import naming_peers
 
 
 def attach(
@@ -199,9 +200,12 @@ class Attached:
         self._control.decide(epoch, self._optimizers, moment, peers)
 
     def _mean(self, tensor: Tensor) -> Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total, group=self._group)
-        return total / dist.get_world_size(self._group)
+        total, workers = tensor.clone(), dist.get_world_size(self._group)
+        with naming_peers(
+            "all-reduce", "a controller's decision", dist.get_rank(self._group), workers
+        ):
+            dist.all_reduce(total, group=self._group)
+        return total / workers
 
     def account(self) -> Account:
         """Return and reset the bytes and seconds of this worker."""
@@ -232,7 +236,7 @@ class Attached:
             ValueError: on all workers, if one's state is damaged, or that of another worker, number
                 of workers, configuration, model, step or run.
         """
-        transport, workers = Distributed(self._group), self._workers
+        transport, workers = Distributed(self._group, "loading states"), self._workers
         saves = all_or_raise(
             {transport.worker: partial(check_attached_state, state, workers)},
             transport.workers,

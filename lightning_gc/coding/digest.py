@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_COLUMNS, _ROWS = 509, 16  # a prime: no flipped bit of a position moves a value by so many words
+_COLUMNS, _ROWS = 509, 128  # a prime: no flipped bit of a position moves a value by so many words
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's
 _LOW = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
 
@@ -23,10 +23,10 @@ def digest(*tensors: Tensor) -> Tensor:
     """Return ``(1,)`` int64 that depends on every bit of the tensors, and on where it is.
 
     On every device the same, and in one pass over memory: words of 8 bytes are the elements of
-    blocks of 16 rows and 509 columns. The columns of each block are summed modulo 2^64; the sums,
+    blocks of 128 rows and 509 columns. The columns of each block are summed modulo 2^64; the sums,
     which form a matrix, are summed by rows and by columns; these sums are mixed. A single change is
     always seen, several are but for one chance in 2^64, and a value that moves is unless by a
-    multiple of 4,072 bytes within 65,152. It is a checksum, no seal: who means to deceive can.
+    multiple of 4,072 bytes within half a megabyte. It is no seal: who means to deceive can.
     """
     parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     flat = parts[0] if len(parts) == 1 and parts[0].data_ptr() % 8 == 0 else torch.cat(parts)
@@ -39,15 +39,19 @@ def digest(*tensors: Tensor) -> Tensor:
 
 
 def _column_sums(flat: Tensor) -> Tensor:
-    """Return ``(blocks, columns)`` int64; the last block may have fewer rows."""
-    block = 8 * _ROWS * _COLUMNS
-    whole = flat.numel() // block * block
-    rest = pad(flat[whole:], (0, -(flat.numel() - whole) % (8 * _COLUMNS)))
-    last = rest.view(torch.int64).view(-1, _COLUMNS).sum(0, keepdim=True)
-    blocks = flat[:whole].view(torch.int64).view(-1, _ROWS, _COLUMNS)
-    if flat.device.type == "cpu":  # torch takes twice as long
-        return torch.cat([torch.from_numpy(np.add.reduce(blocks.numpy(), axis=1)), last])
-    return torch.cat([blocks.sum(1), last])
+    """Return ``(blocks, columns)`` int64; the last two have fewer rows, and less than one."""
+    whole = flat.numel() // (8 * _COLUMNS) * 8 * _COLUMNS
+    rows = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
+    cut = len(rows) // _ROWS * _ROWS
+    rest = pad(flat[whole:], (0, 8 * _COLUMNS - (flat.numel() - whole)))
+    parts = [rows[:cut].view(-1, _ROWS, _COLUMNS), rows[None, cut:], rest.view(torch.int64)]
+    return torch.cat([_sum_down(parts[0]), _sum_down(parts[1]), parts[2][None]])
+
+
+def _sum_down(blocks: Tensor) -> Tensor:
+    if blocks.device.type == "cpu":  # torch takes twice as long
+        return torch.from_numpy(np.add.reduce(blocks.numpy(), axis=1))
+    return blocks.sum(1)
 
 
 def check_same(digests: Sequence[int], what: str, why: str) -> None:

@@ -17,6 +17,7 @@ from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.base import CompressedStrategy
+from lightning_gc.strategies.peer_naming import PeerNaming
 from lightning_gc.synchronizer import Synchronizer
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.synchronizer.verification import Verify, verification
@@ -26,7 +27,7 @@ JOINING = timedelta(minutes=1)
 _HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
-class CompressedDDP(CompressedStrategy):
+class CompressedDDP(CompressedStrategy, PeerNaming):
     """DDP whose workers exchange compressed gradients.
 
     Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; the LightningModule

@@ -22,7 +22,7 @@ from lightning_gc.transports.base import (
     lengths_of,
 )
 from lightning_gc.transports.p2p import PIECE, swap, swap_of_unknown_lengths
-from lightning_gc.transports.peer_error import MessageError, PeerError, explained
+from lightning_gc.transports.peer_error import MessageError, PeerError, explained, naming_peers
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -211,21 +211,24 @@ def broadcast_text(text: str | None, device: torch.device) -> str:
         Two broadcasts: the length in bytes, as int64, and the text in UTF-8.
 
     Raises:
+        PeerError: a peer has died or hangs.
         ValueError: on all workers, a text of more than ``MAX_TEXT`` bytes.
     """
     if not dist.is_initialized():
         return text or ""
-    own = _encoded(text or "", device)
+    own, worker = _encoded(text or "", device), dist.get_rank()
     announced = torch.tensor([own.numel()], dtype=torch.int64, device=device)
-    dist.broadcast(announced, src=0)
-    length = int(announced)
-    if not 0 <= length <= MAX_TEXT:
-        raise ValueError(
-            f"Worker 0 announces a text of {length:,} bytes, where 0..{MAX_TEXT:,} are possible."
-        )
-    data = own if dist.get_rank() == 0 else own.new_empty(length)
-    if length:
-        dist.broadcast(data, src=0)
+    with naming_peers("broadcast", "a controller's decision", worker, dist.get_world_size()):
+        dist.broadcast(announced, src=0)
+        length = int(announced)
+        if not 0 <= length <= MAX_TEXT:
+            raise ValueError(
+                f"Worker 0 announces a text of {length:,} bytes, where 0..{MAX_TEXT:,} are "
+                f"possible."
+            )
+        data = own if worker == 0 else own.new_empty(length)
+        if length:
+            dist.broadcast(data, src=0)
     return _decoded(data)
 
 

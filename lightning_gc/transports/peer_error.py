@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -49,12 +51,36 @@ def explained(
         workers: W.
         since: when it began, by ``time.monotonic``.
     """
-    seconds = time.monotonic() - since
-    peers = ", ".join(str(i) for i in range(workers) if i != worker)
     waiting = f" waiting for worker {error.peer}" if isinstance(error, WaitError) else ""
-    return PeerError(
-        f"Worker {worker}: {operation} with worker{'s'[: workers > 2]} {peers} failed after "
-        f"{seconds:.1f} s{waiting}, in {during}. One of them has died, hangs, or has fewer batches "
-        f"or has stopped earlier than the others; its own output says more. The backend says: "
-        f"{error}"
+    when = f" after {time.monotonic() - since:.1f} s{waiting}, in {during}"
+    why = peers_in_words(operation, worker, workers, when)
+    return PeerError(f"{why} The backend says: {error}")
+
+
+def peers_in_words(operation: str, worker: int, workers: int, when: str = "") -> str:
+    """Return a sentence on whom a failed collective can have waited for, and what to look at."""
+    peers = ", ".join(str(i) for i in range(workers) if i != worker)
+    return (
+        f"Worker {worker}: {operation} with worker{'s'[: workers > 2]} {peers} failed{when}. "
+        f"One of them has died, hangs, or has fewer batches or has stopped earlier than the "
+        f"others; its own output says more."
     )
+
+
+@contextlib.contextmanager
+def naming_peers(operation: str, during: str, worker: int, workers: int) -> Iterator[None]:
+    """Turn the backend's errors into a PeerError; others stay as they are.
+
+    Args:
+        operation: the collective's name.
+        during: what it is for.
+        worker: this worker's index.
+        workers: W.
+    """
+    since = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if workers == 1 or not is_from_backend(error):
+            raise
+        raise explained(error, operation, during, worker, workers, since) from error

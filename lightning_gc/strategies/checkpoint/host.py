@@ -64,6 +64,6 @@ def together(host: Host, acts: Mapping[int, Callable[[], str]]) -> dict[int, str
     def gather(text: str) -> list[str]:
         if is_alone(host) or host.world_size == 1:
             return [text]
-        return gather_text(text, Distributed(), host.root_device)
+        return gather_text(text, Distributed(purpose="a checkpoint"), host.root_device)
 
     return all_or_raise(acts, engines[0].workers if engines else host.world_size, gather)
