@@ -17,6 +17,8 @@ import os
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ METHODS = {
     "Cast()": Cast(),
 }
 WORKERS, WARMUP = 2, 6
+TIMEOUT = datetime.timedelta(minutes=1)
 Found = dict[tuple[str, str, Any], tuple[list[float], list[float]]]
 """Model, method, setting -> seconds of the processor and of the clock in each step."""
 
@@ -71,23 +74,23 @@ class Run:
         self.busy.append(time.process_time() - busy)
 
 
-def work(rank: int, options: argparse.Namespace, answers: Any) -> None:
+def work(rank: int, options: argparse.Namespace) -> Found:
     """Measure all methods in one worker."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORKERS)
+    dist.init_process_group("gloo", timeout=TIMEOUT, rank=rank, world_size=WORKERS)
     found: Found = {}
     for model, method in itertools.product(options.models, options.methods):
         steps = WARMUP + options.steps
         runs = {verify: Run(model, method, verify, steps) for verify in SETTINGS}
-        for _ in range(steps):
-            for run in runs.values():
-                run.step()
+        for step in range(steps):
+            for verify in (*SETTINGS[step % 3 :], *SETTINGS[: step % 3]):
+                runs[verify].step()
         for verify, run in runs.items():
             found[model, method, verify] = (run.busy[WARMUP:], run.seconds[WARMUP:])
             run.handle.close()
-    answers.put(found)
     dist.barrier()
     dist.destroy_process_group()
+    return found
 
 
 def table(answers: list[Found]) -> str:
@@ -123,13 +126,8 @@ def main() -> None:
         "MASTER_PORT": os.environ.get("MASTER_PORT", "29517"),
     }
     context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    workers = [context.Process(target=work, args=(i, options, answers)) for i in range(WORKERS)]
-    for worker in workers:
-        worker.start()
-    found = [answers.get(timeout=3600) for _ in workers]
-    for worker in workers:
-        worker.join()
+    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
+        found = list(pool.map(partial(work, options=options), range(WORKERS)))
     versions = f"torch {version('torch')}, {os.cpu_count()} CPUs"
     text = f"""# Verification, {datetime.date.today()}
 

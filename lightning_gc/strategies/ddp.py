@@ -53,10 +53,10 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
             parameter in all; the errors' mean over workers is preserved, not each worker's own.
             ``"off"``: none; errors begin at zero.
         state_dtype: ``"float32"``, or ``"bfloat16"`` for half the size at the price of rounding.
-        verify: n: in every n-th step workers compare a digest of the mean gradients, and stop with
-            a ``ReplicaError`` that names who differs, before the optimizer's step (on CUDA, one
-            step later). ``"payload"``: in every step, and every message has a checksum, so that a
-            damaged one is not decoded but named with its sender. 0: neither.
+        verify: n: in every n-th step workers compare a digest of the mean gradients, and for n > 1
+            of the weights, and stop with a ``ReplicaError`` that names who differs, before the
+            optimizer's step (on CUDA, one step later). ``"payload"``: as 1, and every message has a
+            checksum, so that a damaged one is not decoded but named with its sender. 0: neither.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
             ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ...
 

@@ -114,7 +114,7 @@ class Synchronizer:
             self._round = workers.regrouping.layout
             workers.regrouping.send(self._flow, self._background)
             workers.regrouping = None
-        comparison = self._verification.compare(workers.first.step)
+        comparison = self._verification.compare(workers.first.step, workers.names)
         if comparison is not None:
             self._compared = self._background.submit(comparison, torch.empty(0))
         workers.end_round(self._round)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from lightning_gc.transports.checksummed import Checksummed
 Verify = int | Literal["payload"]
 _SEE = (
     "A message was damaged on its way, or these workers compute differently: other hardware, other "
-    "libraries, a faulty memory. Their weights part from this step on, so all workers stop; resume "
+    "libraries, a faulty memory. Their weights part or have parted, so all workers stop; resume "
     "from a checkpoint, and with verify='payload' if messages may be damaged."
 )
 
@@ -34,7 +34,7 @@ class Verification(abc.ABC):
         """Return the flow to run instead of ``flow``, which leaves a bucket's mean in ``grad``."""
 
     @abc.abstractmethod
-    def compare(self, step: int) -> Flow | None:
+    def compare(self, step: int, weights: Iterable[Tensor]) -> Flow | None:
         """Return a flow to run after those of all buckets of a step; None if there is nothing."""
 
 
@@ -44,18 +44,22 @@ class Nothing(Verification):
     def watch(self, flow: Flow, grad: Tensor, shapes: Mapping[str, Any], step: int) -> Flow:
         return flow
 
-    def compare(self, step: int) -> Flow | None:
+    def compare(self, step: int, weights: Iterable[Tensor]) -> Flow | None:
         return None
 
 
 class Means(Verification):
     """Compares digests of the mean gradients, of every n-th step, from the first one on.
 
+    Means that differ in a step between, and are the same again in the next, leave weights that
+    differ; so for n > 1 the weights are compared as well.
+
     Args:
         every: n.
 
     Communication pattern:
-        One all-gather after the last bucket of such a step, 8 bytes per bucket and worker.
+        One all-gather after the last bucket of such a step: per worker 8 bytes for each bucket, and
+        for n > 1 another 8 for the weights.
 
     Raises:
         ReplicaError: on all workers; it names those that differ from most, step and parameters.
@@ -69,20 +73,25 @@ class Means(Verification):
     def watch(self, flow: Flow, grad: Tensor, shapes: Mapping[str, Any], step: int) -> Flow:
         return self._watched(flow, grad, shapes) if step % self.every == 0 else flow
 
-    def compare(self, step: int) -> Flow | None:
-        return self._compared(step) if step % self.every == 0 else None
+    def compare(self, step: int, weights: Iterable[Tensor]) -> Flow | None:
+        if step % self.every:
+            return None
+        # Here, not in the flow, beside which the optimizer may already change them.
+        return self._compared(step, [digest(*weights)] if self.every > 1 else [])
 
     def _watched(self, flow: Flow, grad: Tensor, shapes: Mapping[str, Any]) -> Flow:
         yield from flow
         names = ", ".join(shapes)
         self._digests.append((names if len(names) <= 200 else f"{names[:200]}...", digest(grad)))
 
-    def _compared(self, step: int) -> Flow:
+    def _compared(self, step: int, weights: list[Tensor]) -> Flow:
         buckets, self._digests = self._digests, []
-        found = yield Gather((torch.cat([own for _, own in buckets]),))
-        rows = torch.stack([own for (own,) in found]).tolist()  # (W, buckets)
-        for (names, _), digests in zip(buckets, zip(*rows, strict=True), strict=True):
-            check_same(digests, f"the mean gradient of step {step} for {names}", _SEE)
+        whats = [f"the mean gradient of step {step} for {names}" for names, _ in buckets]
+        whats += [f"the weights before step {step}"] * len(weights)
+        found = yield Gather((torch.cat([*(own for _, own in buckets), *weights]),))
+        rows = torch.stack([own for (own,) in found]).tolist()  # (W, buckets), weights last
+        for what, digests in zip(whats, zip(*rows, strict=True), strict=True):
+            check_same(digests, what, _SEE)
 
 
 class Messages(Means):

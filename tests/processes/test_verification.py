@@ -107,6 +107,12 @@ def test_means_that_differ_stop_all_workers() -> None:
             assert "head.weight" in error
 
 
+def test_what_differed_between_two_comparisons_shows_in_the_weights() -> None:
+    for ((error, _, _),) in run_in_processes(in_turn, 3, [(TopK(0.05), 3, True)]):
+        assert f"ReplicaError in step {HIT + 1}: the weights before step {HIT + 1}" in error, error
+        assert "worker 1 differs from the other 2" in error
+
+
 def test_without_verification_nobody_notices() -> None:
     ends = run_in_processes(trained_alone, 3)
     assert [error for error, _, _ in ends] == ["", "", ""]
@@ -131,8 +137,8 @@ def test_verified_or_not_the_weights_are_the_same() -> None:
         assert {error for error, _, _ in mine} == {""}
         assert len({weights for _, weights, _ in mine}) == 1, cases[start]
         plain, every, second, _ = (nbytes for _, _, nbytes in found[0][start : start + 4])
-        # One bucket in the first step, then two; of the steps 0 to 3, or 0 and 2.
-        assert (every - plain, second - plain) == (8 + 3 * 16, 8 + 16)
+        # One bucket in the first step, then two; of the steps 0 to 3, or 0 and 2 with the weights.
+        assert (every - plain, second - plain) == (8 + 3 * 16, (8 + 8) + (16 + 8))
 
 
 def fitted(worker: int, verify: Any) -> tuple[str, str]:
