@@ -151,11 +151,11 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
 
     @property
     def workers(self) -> int:
-        return int(self.world_size)  # type: ignore[attr-defined]
+        return int(self.world_size)
 
     @property
     def worker(self) -> int:
-        return int(self.global_rank)  # type: ignore[attr-defined]
+        return int(self.global_rank)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
@@ -163,7 +163,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
             self._synchronizer.check()
 
     def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)  # type: ignore[misc]
+        super().on_exception(exception)
         process_shutdown.end_children(self._launcher)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:

@@ -82,8 +82,8 @@ class Loader:
         return 3
 
 
-def train(worker: int, place: str, folder: str) -> str:
-    """Return the error of a fit with its notes, as it would be printed."""
+def train(worker: int, place: str, folder: str) -> tuple[bool, str]:
+    """Return whether a fit ends in a PeerError, and the error with its notes, as printed."""
     save = [ModelCheckpoint(folder, every_n_epochs=1, save_on_train_epoch_end=False)]
     try:
         fit(
@@ -97,10 +97,8 @@ def train(worker: int, place: str, folder: str) -> str:
             callbacks=save if place == "saving" else [],
         )
     except RuntimeError as error:
-        if place != "a metric's own collective":
-            assert isinstance(error, PeerError), repr(error)
-        return "".join(traceback.format_exception_only(error))
-    return "nothing"
+        return isinstance(error, PeerError), "".join(traceback.format_exception_only(error))
+    return False, "nothing"
 
 
 OFTEN = ("validation", "before a forward pass", "a metric's own collective", "saving")
@@ -110,6 +108,9 @@ PLACES = [*OFTEN, *(pytest.param(place, marks=pytest.mark.nightly) for place in 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_other_worker_is_named(place: str, tmp_path: Any) -> None:
-    error = run_in_processes(train, 2, place, str(tmp_path), timeout=60, wait_for=1)[0]
+    (found,) = run_in_processes(train, 2, place, str(tmp_path), timeout=60, wait_for=1)
+    is_ours, error = found
+    # torchmetrics calls torch.distributed by itself; its error gets a note.
+    assert is_ours or place == "a metric's own collective", error
     assert "with worker 1 failed" in error, error
     assert "its own output says more" in error, error

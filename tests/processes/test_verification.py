@@ -109,8 +109,8 @@ def test_means_that_differ_stop_all_workers() -> None:
 
 def test_what_differed_between_two_comparisons_shows_in_the_weights() -> None:
     for ((error, _, _),) in run_in_processes(in_turn, 3, [(TopK(0.05), 3, True)]):
-        assert f"ReplicaError in step {HIT + 1}: the weights before step {HIT + 1}" in error, error
-        assert "worker 1 differs from the other 2" in error
+        assert f"ReplicaError in step {HIT + 1}: " in error, error
+        assert f"the weights before step {HIT + 1}: worker 1 differs from the other 2" in error
 
 
 def test_without_verification_nobody_notices() -> None:
