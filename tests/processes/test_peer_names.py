@@ -1,6 +1,7 @@
 """Outside of the exchange of gradients too, an error of a collective names the peers."""
 
 import traceback
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +39,9 @@ class Ends(pl.LightningModule):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         if self.place == "gathering":
             self.reach("gathering")
-            self.all_gather(torch.ones(1))
+            with warnings.catch_warnings():  # Lightning uses what torch 2.13 deprecates
+                warnings.simplefilter("ignore", FutureWarning)
+                self.all_gather(torch.ones(1))
         loss: Tensor = self.norm(self.net(batch)).square().mean()
         if self.place == "a metric of the loop":
             self.log("loss", loss, sync_dist=True, on_step=True)
