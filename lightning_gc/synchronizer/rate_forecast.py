@@ -1,0 +1,66 @@
+"""Forecast of learning rates: run copies of the schedulers to the end of the training."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+
+class Scheduled(NamedTuple):
+    """A scheduler, and how many optimizer steps there are between two of its own."""
+
+    scheduler: LRScheduler
+    every: int
+
+
+def forecast(
+    optimizers: Iterable[Optimizer], scheduled: Sequence[Scheduled], done: int, total: int
+) -> list[float]:
+    """Return the largest learning rate of each step from ``done`` to ``total - 1``.
+
+    Schedulers and optimizers are not changed: copies are stepped whose parameters are empty. What
+    depends on the training, such as ``ReduceLROnPlateau``, is taken to stay as it is.
+
+    Args:
+        optimizers: of the run.
+        scheduled: its schedulers.
+        done: finished steps.
+        total: steps of the whole run.
+    """
+    copies = {optimizer: _without_state(optimizer) for optimizer in optimizers}
+    memo = {id(optimizer): stand_in for optimizer, stand_in in copies.items()}
+    stepped = [
+        Scheduled(copy.deepcopy(scheduler, dict(memo)), every)
+        for scheduler, every in scheduled
+        if every and not isinstance(scheduler, ReduceLROnPlateau)
+    ]
+    groups = [group for stand_in in copies.values() for group in stand_in.param_groups]
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has made no step
+        for step in range(done, total):
+            rates.append(float(max(group["lr"] for group in groups)))
+            for scheduler, every in stepped:
+                if (step + 1) % every == 0:
+                    scheduler.step()
+    return rates
+
+
+def _without_state(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same settings of its groups, and an empty parameter in each."""
+    groups = [
+        {name: _number(value) for name, value in group.items() if name != "params"}
+        | {"params": [torch.zeros(0)]}
+        for group in optimizer.param_groups
+    ]
+    return torch.optim.SGD(groups, lr=0.0) if groups else optimizer
+
+
+def _number(value: object) -> object:
+    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
