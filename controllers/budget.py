@@ -1,4 +1,16 @@
-"""Budget: adapt a threshold so that the density averaged over the run meets a budget."""
+"""Threshold of a budget: spend elements where they lower the total error most.
+
+Under error feedback an element of the error wanders between −λ and λ until it is sent. Where
+gradients are noise of scale s around a slow mean, a share of ``c·s²/λ²`` of the elements is sent in
+a step (the time that a random walk takes to reach λ; c is about 1), and an element holds about
+``λ²/6`` of squared error, whatever s is. So ::
+
+    minimise Σ γ_t²·λ_t²   subject to   Σ c·s_t²/λ_t² = K   gives   λ_t ∝ √(s_t/γ_t)
+
+and densities proportional to ``s_t·γ_t``: elements are spent while gradients and learning rates are
+large. A constant λ, which the paper's lemma has for errors that are not fed back, and a constant
+density, which Top-k has, are as far from it, on either side.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +18,109 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_SLOPE = 2.0  # density ∝ λ^−2: a random walk's time to reach λ; with a drift it is 1
-_UP, _DOWN = 4.0, 1.25  # λ changes at most by these factors
-_LEAST = 0.05  # of the budget's density, so that a run that has spent its budget still learns
+NOTHING = 1e3
+"""A threshold that no gradient reaches: the highest of ``HardThreshold``'s knob."""
+
+_UP, _DOWN = 4.0, 1.25  # λ changes at most by these factors; sent elements cannot be taken back
+_FREE = 4  # stretches, of a step or two each, after which λ may change by any factor
+_LEAST_RATE = 0.02  # of the highest to come: below it λ does not grow any more
+_TREND = 0.5  # share of the trend of s that is taken to go on
+_FORGET = 1 / 8  # of the past: gradients of the first steps tell little of later ones
+_PRIOR = 20.0  # steps that the belief in c = 1 weighs
 
 
 class Stretch(NamedTuple):
-    """A part of the run with one threshold."""
+    """A part of the run with one threshold.
+
+    Attributes:
+        threshold: λ.
+        density: sent share of the elements.
+        share: of the run.
+        scale: root mean square of the elements of gradients, s.
+        steps: their number.
+    """
 
     threshold: float
     density: float
-    share: float  # of the run
+    share: float
+    scale: float
+    steps: int
 
 
-def next_threshold(recent: Sequence[Stretch], budget: float, spent: float, over: float) -> float:
+def next_threshold(
+    past: Sequence[Stretch], left: float, over: float, rates: Sequence[float] = ()
+) -> float:
     """Return the next threshold λ.
 
-    The density wanted is ``(budget − spent)/(1 − over)``; c of ``density = c·λ^−2`` is measured
-    over the latest stretches (``within``). Lowering λ also sends the errors between the old and the
-    new threshold at once, so density seems steeper than it is. Hence λ falls in small steps only;
-    it may rise fast, since sent elements cannot be taken back.
+    The density wanted now is the part of what is left that ``s_t·γ_t`` now is of its sum over the
+    rest of the run: with known learning rates, and s that goes on half as it went so far. λ then
+    follows from ``density = c·s²/λ²``.
 
     Args:
-        recent: from the oldest to the newest.
-        budget: average density over the run.
-        spent: sum of density times share so far.
-        over: finished share of the run, in (0, 1).
+        past: all stretches, from the oldest to the newest; one at least.
+        left: sum of density times share that may still be spent.
+        over: finished share of the run, below 1.
+        rates: learning rates in equal parts of the rest of the run; none: they are constant.
     """
-    wanted = max((budget - spent) / (1 - over), _LEAST * budget)
-    past = within(recent, over)
-    sent = sum(stretch.density * stretch.share for stretch in past)
-    now = recent[-1].threshold
-    scale = sum((now / stretch.threshold) ** _SLOPE * stretch.share for stretch in past)
-    ideal = now * math.pow(sent / scale / wanted, 1 / _SLOPE)
-    return min(max(ideal, now / _DOWN), now * _UP)
+    if left <= 0:
+        return NOTHING
+    scale, rest = recent_scale(past), 1 - over
+    if not 0 < scale < math.inf:
+        return past[-1].threshold
+    growth = min(max(_TREND * trend(past), -3 / rest), 1 / rest)
+    floor = _LEAST_RATE * max(rates, default=1.0)
+    parts = len(rates) or 100
+    weights = [
+        max(rate, floor) * math.exp(growth * rest * (i + 0.5) / parts)
+        for i, rate in enumerate(rates or [1.0] * parts)
+    ]
+    wanted = left / rest * weights[0] * parts / sum(weights)
+    ideal = scale * math.sqrt(constant(past, over, left / rest) / wanted)
+    if len(past) <= _FREE:
+        return min(ideal, NOTHING)
+    before = past[-1].threshold
+    return min(max(ideal, before / _DOWN), before * _UP, NOTHING)
 
 
-def within(recent: Sequence[Stretch], over: float) -> list[Stretch]:
-    """Return the latest stretches: half the finished part, at most as much as remains."""
-    window = min(over / 2, 1 - over)
-    past: list[Stretch] = []
-    for stretch in reversed(recent):
-        past.insert(0, stretch)
+def recent_scale(past: Sequence[Stretch]) -> float:
+    """Return s now: the root of a moving average of squares, over about the last 20 steps."""
+    square, seen = 0.0, 0
+    for stretch in past:
+        seen += stretch.steps
+        weight = max(stretch.steps / seen, 1 - 0.95**stretch.steps)
+        square += (stretch.scale**2 - square) * weight
+    return math.sqrt(square)
+
+
+def trend(past: Sequence[Stretch]) -> float:
+    """Return the slope of ``ln s`` over the run, by least squares; 0 of fewer than 4 stretches."""
+    rows, over = [], 0.0
+    finished = sum(stretch.share for stretch in past)
+    for stretch in past:
+        middle, over = over + stretch.share / 2, over + stretch.share
+        if middle >= _FORGET * finished and stretch.scale > 0:
+            rows.append((middle, math.log(stretch.scale), stretch.share))
+    if len(rows) < 4:
+        return 0.0
+    whole = sum(share for *_, share in rows)
+    x, y = (sum(row[i] * row[2] for row in rows) / whole for i in (0, 1))
+    spread = sum(share * (at - x) ** 2 for at, _, share in rows)
+    return sum(share * (at - x) * (log - y) for at, log, share in rows) / spread
+
+
+def constant(past: Sequence[Stretch], over: float, density: float) -> float:
+    """Return c of ``density = c·s²/λ²``, measured over the later half of the finished run.
+
+    Args:
+        past: all stretches.
+        over: finished share of the run.
+        density: mean density to come; what is known at first weighs 20 steps of it.
+    """
+    window, sent, walked = over / 2, _PRIOR * density, _PRIOR * density
+    for stretch in reversed(past):
+        sent += stretch.density * stretch.steps
+        walked += (stretch.scale / stretch.threshold) ** 2 * stretch.steps
         window -= stretch.share
         if window < 1e-9:  # shares are differences of rounded numbers
             break
-    return past
+    return sent / walked
