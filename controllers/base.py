@@ -35,6 +35,10 @@ class Observation:
             0 if not declared.
         total_error_update: ``Σ γ_t²·‖e_t‖²``, in units of the update, with each parameter's own
             learning rate γ_t; likewise.
+        gradient_scale: root mean square of the elements of local gradients, over the steps since
+            the last decision and over workers; 0 if not declared.
+        rates_ahead: mean learning rate of each of equal parts of the rest of the run, by its
+            schedulers; empty if not declared or not known.
         wire_bytes: bytes sent, mean over workers.
         dense_bytes: bytes that plain DDP would have sent.
         steps: number of rounds.
@@ -59,6 +63,8 @@ class Observation:
     error_norms: Mapping[str, float] = field(default_factory=dict)
     total_error: float = 0.0
     total_error_update: float = 0.0
+    gradient_scale: float = 0.0
+    rates_ahead: tuple[float, ...] = ()
     wire_bytes: float = 0.0
     dense_bytes: float = 0.0
     steps: int = 0
@@ -128,11 +134,14 @@ class Controller(abc.ABC):
         moments: it needs ``gradient_noise``, ``gradient_squared`` and ``gradient_dissimilarity``.
             Costs the same, and one dense all-reduce at the end of an epoch.
         errors: it needs the total errors. Costs one more pass over the error in every step.
+        scale: it needs ``gradient_scale`` and ``rates_ahead``. Costs one more pass over the
+            gradient in every step, and one over the run's schedule.
     """
 
     gradients: ClassVar[Literal["none", "epoch sum", "first batch"]] = "none"
     moments: bool = False
     errors: ClassVar[bool] = False
+    scale: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self) -> State:

@@ -23,11 +23,13 @@ class EpochStatistics:
             or ``"none"``. Costs one float32 per parameter and one pass.
         moments: also sum their squared norms, to separate gradient and noise; needs the epoch sum.
         errors: sum ``‖e_t‖²`` and ``γ_t²·‖e_t‖²`` over steps. Costs one pass over the error.
+        scale: sum ``‖g_t‖²`` of local gradients since the last decision. Costs one pass over them.
     """
 
     structure = Record(
         {"sums": Each(FLOATS), "squares": NUMBER, "total_error": NUMBER},
-        {"first": FINITE, "total_error_update": NUMBER},  # the latter not in old checkpoints
+        # Those after the first are not in old checkpoints.
+        {"first": FINITE, "total_error_update": NUMBER, "recent": NUMBER},
     )
     """What ``own_state`` returns; norms of huge gradients may overflow."""
 
@@ -36,6 +38,7 @@ class EpochStatistics:
         gradients: Literal["none", "epoch sum", "first batch"] = "none",
         moments: bool = False,
         errors: bool = False,
+        scale: bool = False,
     ) -> None:
         if moments and gradients == "first batch":
             raise ValueError(
@@ -46,14 +49,19 @@ class EpochStatistics:
         self.sums = gradients != "none" or moments
         self.moments = moments
         self.errors = errors
+        self.scale = scale
         self._store = ErrorBuffers(("sum",))
         self._first: int | None = None
         self._squares: list[Tensor] = []
         self._errors: Tensor | float = 0.0
         self._update_errors: Tensor | float = 0.0
+        self._recent: Tensor | float = 0.0  # Σ‖g_t‖² since the last decision
 
     def see_gradient(self, bucket: Bucket) -> None:
         """Add a local gradient: raw, unscaled, zero if it was not finite."""
+        if self.scale:
+            norm = torch.linalg.vector_norm(bucket.grad, dtype=torch.float32)
+            self._recent = self._recent + norm.double() ** 2
         if not self.sums:
             return
         if self._first is None:
@@ -88,6 +96,15 @@ class EpochStatistics:
         """``Σ γ_t²·‖e_t‖²``, in units of the update; 0 for parameters of no known rate γ_t."""
         return float(self._update_errors)
 
+    @property
+    def squared_gradients(self) -> float:
+        """``Σ‖g_t‖²`` since ``forget_gradients``."""
+        return float(self._recent)
+
+    def forget_gradients(self) -> None:
+        """Begin ``squared_gradients`` anew: a decision has been made."""
+        self._recent = 0.0
+
     def norms(self) -> dict[str, float]:
         """Return parameter name -> norm of its summed gradient."""
         named = self._store.named
@@ -121,6 +138,7 @@ class EpochStatistics:
             "squares": self.squares(),
             "total_error": self.total_error,
             "total_error_update": self.total_error_update,
+            "recent": self.squared_gradients,
         }
         return state if self._first is None else state | {"first": self._first}
 
@@ -137,3 +155,13 @@ class EpochStatistics:
                 stacklevel=2,
             )
         self._update_errors = float(state.get("total_error_update", 0.0))
+        self._recent = float(state.get("recent", 0.0))
+
+
+def _by_rate(
+    bucket: Bucket, flat: Tensor, rates: Mapping[str, float]
+) -> Iterator[tuple[float, Tensor]]:
+    """Yield learning rates with the parts of ``flat`` that they hold for; few, for few groups."""
+    for rate, spans in itertools.groupby(bucket.spans(), lambda span: rates.get(span[0], 0.0)):
+        (_, start, stop), *others = spans
+        yield rate, flat[start : others[-1][2] if others else stop]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from lightning_gc.synchronizer.control_loop import Moment
+from lightning_gc.synchronizer.rate_forecast import Scheduled, forecast
 
 
 def moment_of(trainer: Any, batch: int) -> Moment:
@@ -16,7 +18,20 @@ def moment_of(trainer: Any, batch: int) -> Moment:
         total_steps=steps_of(trainer),
         progress=progress_of(trainer, batch),
         step_metrics=step_metrics_of(trainer),
+        rates_to_come=partial(rates_to_come, trainer, batch) if steps_of(trainer) else None,
     )
+
+
+def rates_to_come(trainer: Any, batch: int) -> list[float]:
+    """Return the learning rate of every optimizer step from the next to the run's last."""
+    total, per_epoch = steps_of(trainer), _steps_per_epoch(trainer)
+    assert total is not None
+    done = round((progress_of(trainer, batch) or 0.0) * total)
+    scheduled = []
+    for each in trainer.strategy.lr_scheduler_configs:
+        every = each.frequency if each.interval == "step" else each.frequency * (per_epoch or 0)
+        scheduled.append(Scheduled(each.scheduler, every))
+    return forecast(trainer.strategy.optimizers, scheduled, done, total)
 
 
 def step_metrics_of(trainer: Any) -> tuple[str, ...]:

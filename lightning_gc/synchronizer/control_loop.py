@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from lightning_gc.engine.state_structure import (
     Optional,
     Record,
 )
+from lightning_gc.synchronizer.rate_forecast import Forecast
 from lightning_gc.synchronizer.worker_statistics import WorkerStatistics
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.distributed import broadcast_text
@@ -61,6 +63,8 @@ class Moment:
         total_steps: steps of the whole run; likewise.
         progress: finished share of the run; likewise.
         step_metrics: names of metrics that are of the last batch only.
+        rates_to_come: returns the learning rate of every step from the next to the last; None if it
+            is not known.
     """
 
     metrics: Mapping[str, float]
@@ -68,6 +72,7 @@ class Moment:
     total_steps: int | None = None
     progress: float | None = None
     step_metrics: tuple[str, ...] = ()
+    rates_to_come: Callable[[], Sequence[float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class ControlLoop:
         self._metrics: dict[str, float] = {}  # from a checkpoint
         self._resumed = -1  # step of that checkpoint
         self._seen_step = self._step  # of the last decision
+        self._forecast = Forecast()
 
     @property
     def _step(self) -> int:
@@ -220,7 +226,11 @@ class ControlLoop:
     ) -> Observation:
         steps, self._seen_step = self._step - self._seen_step, self._step
         figures = [each.figures() for each in self.statistics]
-        wire, dense, sent, total_error, total_error_update = _mean(peers, figures)
+        wire, dense, sent, total_error, total_error_update, squares = _mean(peers, figures)
+        numel = sum(param.numel() for param in self._workers.names)
+        ahead: tuple[float, ...] = ()
+        if self.controller.scale and now.rates_to_come is not None:
+            ahead = self._forecast.ahead(self._step, rate, now.rates_to_come)
         for each in self.statistics:
             each.begin()
         # Lightning does not restore a checkpoint's metrics.
@@ -237,7 +247,9 @@ class ControlLoop:
             wire_bytes=wire,
             dense_bytes=dense,
             steps=steps,
-            num_elements=sum(param.numel() for param in self._workers.names),
+            num_elements=numel,
+            gradient_scale=math.sqrt(squares / max(steps * numel, 1)),
+            rates_ahead=ahead,
             num_compressed=sum(param.numel() for param in self._workers.compressed()),
             sent_elements=sent,
             max_epochs=now.max_epochs,

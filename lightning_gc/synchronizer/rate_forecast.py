@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+PARTS = 100
+"""Of the rest of a run, for which a controller gets learning rates."""
+
+
+class Forecast:
+    """Keeps the learning rates to come, for as long as the run keeps to them."""
+
+    def __init__(self) -> None:
+        self._rates: Sequence[float] = ()
+        self._first = 0  # step of the first
+
+    def ahead(
+        self, step: int, rate: float, rates_to_come: Callable[[], Sequence[float]]
+    ) -> tuple[float, ...]:
+        """Return the mean rate of each of up to ``PARTS`` equal parts of the rest of the run.
+
+        Args:
+            step: the next one.
+            rate: its learning rate.
+            rates_to_come: returns that of every step from this one on; asked if it is not known, or
+                has turned out otherwise.
+        """
+        left = self._rates[step - self._first :]
+        if not left or not math.isclose(left[0], rate, rel_tol=1e-6):
+            self._rates, self._first = rates_to_come(), step
+            left = self._rates
+        size = max(-(-len(left) // PARTS), 1)
+        parts = [left[i : i + size] for i in range(0, len(left), size)]
+        return tuple(sum(part) / len(part) for part in parts)
 
 
 class Scheduled(NamedTuple):

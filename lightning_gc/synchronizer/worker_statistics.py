@@ -37,7 +37,9 @@ class WorkerStatistics:
 
     def __init__(self, engine: Engine, controller: Controller) -> None:
         self.engine = engine
-        self.epoch = EpochStatistics(controller.gradients, controller.moments, controller.errors)
+        self.epoch = EpochStatistics(
+            controller.gradients, controller.moments, controller.errors, controller.scale
+        )
         engine.statistics.epoch = self.epoch
         self._seen_tally = dataclasses.replace(engine.statistics.tally)
 
@@ -47,7 +49,7 @@ class WorkerStatistics:
         self._seen_bytes = account.sent_bytes
 
     def figures(self) -> list[float]:
-        """Return wire bytes, dense bytes and elements sent since then, and both total errors."""
+        """Return bytes, dense bytes and elements sent since then, total errors, ‖g‖² since then."""
         now, seen = self.engine.statistics.tally, self._seen_tally
         return [
             self._bytes(),
@@ -55,12 +57,14 @@ class WorkerStatistics:
             (now.sent + now.whole) - (seen.sent + seen.whole),
             self.epoch.total_error,
             self.epoch.total_error_update,
+            self.epoch.squared_gradients,
         ]
 
     def begin(self) -> None:
         """Count from here: a decision has been made."""
         self._seen_bytes = self._account.sent_bytes
         self._seen_tally = dataclasses.replace(self.engine.statistics.tally)
+        self.epoch.forget_gradients()
 
     def own_state(self) -> dict[str, Any]:
         """Return this worker's counts and sums since the last decision."""
