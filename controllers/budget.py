@@ -21,7 +21,7 @@ from typing import NamedTuple
 NOTHING = 1e3
 """A threshold that no gradient reaches: the highest of ``HardThreshold``'s knob."""
 
-_UP, _DOWN = 4.0, 1.25  # λ changes at most by these factors; sent elements cannot be taken back
+_UP = 4.0  # λ grows at most by this factor at a time
 _FREE = 4  # stretches, of a step or two each, after which λ may change by any factor
 _LEAST_RATE = 0.02  # of the highest to come: below it λ does not grow any more
 _TREND = 0.5  # share of the trend of s that is taken to go on
@@ -75,11 +75,18 @@ def next_threshold(
         for i, rate in enumerate(rates or [1.0] * parts)
     ]
     wanted = left / rest * weights[0] * parts / sum(weights)
-    ideal = scale * math.sqrt(constant(past, over, left / rest) / wanted)
+    walk = scale**2 * constant(past, over, left / rest)
+    before, steps = past[-1].threshold, past[-1].steps
     if len(past) <= _FREE:
-        return min(ideal, NOTHING)
-    before = past[-1].threshold
-    return min(max(ideal, before / _DOWN), before * _UP, NOTHING)
+        return min(math.sqrt(walk / wanted), NOTHING)
+    # Lowering λ sends the errors above the new one at once: a part of (1 − λ'/λ)² of the elements,
+    # as a random walk between −λ and λ is spread. So λ falls to where both make what is wanted.
+    low, high = 0.0, before * _UP
+    for _ in range(40):
+        middle = (low + high) / 2
+        sent = walk / middle**2 + max(0.0, 1 - middle / before) ** 2 / steps
+        low, high = (middle, high) if sent > wanted else (low, middle)
+    return min(high, NOTHING)
 
 
 def recent_scale(past: Sequence[Stretch]) -> float:
