@@ -156,12 +156,3 @@ class EpochStatistics:
             )
         self._update_errors = float(state.get("total_error_update", 0.0))
         self._recent = float(state.get("recent", 0.0))
-
-
-def _by_rate(
-    bucket: Bucket, flat: Tensor, rates: Mapping[str, float]
-) -> Iterator[tuple[float, Tensor]]:
-    """Yield learning rates with the parts of ``flat`` that they hold for; few, for few groups."""
-    for rate, spans in itertools.groupby(bucket.spans(), lambda span: rates.get(span[0], 0.0)):
-        (_, start, stop), *others = spans
-        yield rate, flat[start : others[-1][2] if others else stop]
