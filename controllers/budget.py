@@ -24,6 +24,10 @@ NOTHING = 1e3
 _UP = 4.0  # λ grows at most by this factor at a time
 _FREE = 4  # stretches, of a step or two each, after which λ may change by any factor
 _LEAST_RATE = 0.02  # of the highest to come: below it λ does not grow any more
+MARGIN = 0.01
+"""Share of a budget that is not planned with: what is sent in a stretch is known but afterwards."""
+
+_LAST = 1.5  # stretches like the last one: where no more are to come, λ is not lowered
 _TREND = 0.5  # share of the trend of s that is taken to go on
 _FORGET = 1 / 8  # of the past: gradients of the first steps tell little of later ones
 _PRIOR = 20.0  # steps that the belief in c = 1 weighs
@@ -81,7 +85,8 @@ def next_threshold(
         return min(math.sqrt(walk / wanted), NOTHING)
     # Lowering λ sends the errors above the new one at once: a part of (1 − λ'/λ)² of the elements,
     # as a random walk between −λ and λ is spread. So λ falls to where both make what is wanted.
-    low, high = 0.0, before * _UP
+    # What the last stretches would send at once nothing is left to make good for.
+    low, high = before if rest < _LAST * past[-1].share else 0.0, before * _UP
     for _ in range(40):
         middle = (low + high) / 2
         sent = walk / middle**2 + max(0.0, 1 - middle / before) ** 2 / steps

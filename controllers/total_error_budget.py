@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from .base import Decision, Observation, State
-from .budget import NOTHING, Stretch, next_threshold
+from .budget import MARGIN, NOTHING, Stretch, next_threshold
 from .threshold_controller import ThresholdController, sent_whole
 
 _DECISIONS = 80  # per run; fewer find the threshold too late in short runs
@@ -91,7 +91,8 @@ class TotalErrorBudget(ThresholdController):
         figures["budget_spent"] = spent = new["spent"] / self.budget
         reason = f"{spent:.0%} of the budget is spent after {over:.0%} of the run."
         if measured and over < 1:
-            left = self.budget - new["spent"] - whole * (1 - over)  # the last is sent in any case
+            planned = self.budget * (1 - MARGIN) - whole * (1 - over)  # this is sent in any case
+            left = planned - new["spent"]
             new["level"] = next_threshold(past, left, over, observation.rates_ahead)
         else:
             reason = f"The threshold is kept. {reason}"

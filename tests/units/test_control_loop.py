@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -103,6 +104,36 @@ def loop(training: Training, controller: Controller) -> Callable[[int], None]:
     control.attach()
     peers = Peers(True, CPU, mean=lambda tensor: tensor)
     return lambda epoch: control.decide(epoch, [training.sgd], lambda: Moment({}), peers)
+
+
+class Scaled(Listens):
+    scale = True
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_scale_of_gradients_since_the_last_decision(workers: int) -> None:
+    """The root mean square over steps, workers and elements; and the rates of the rest."""
+    training, controller = Training(workers), Scaled()
+    control = ControlLoop(controller, training.workers)
+    control.attach()
+    peers = Peers(True, CPU, mean=lambda tensor: tensor)
+    draw, asked = np.random.default_rng(0), []
+
+    def to_come() -> list[float]:
+        asked.append(training.workers.first.step)
+        return [0.1] * (7 - asked[-1])
+
+    made: list[np.ndarray] = []
+    for epoch, steps in enumerate((0, 1, 4)):
+        for _ in range(steps):
+            made.append(draw.standard_normal((workers, NUMEL)) * (1 + epoch))
+            training.step(made[-1])
+        control.decide(epoch, [training.sgd], partial(Moment, {}, rates_to_come=to_come), peers)
+        told, recent = controller.told[-1], made[len(made) - steps :]
+        expected = np.sqrt(np.mean(np.square(recent))) if steps else 0.0
+        assert told.gradient_scale == pytest.approx(expected, rel=1e-5)
+        assert told.rates_ahead == pytest.approx([0.1] * (7 - len(made)))
+    assert asked == [0]  # what has been foretold once comes true
 
 
 def test_estimates_of_a_mean_are_not_off() -> None:
