@@ -59,9 +59,8 @@ class EpochStatistics:
 
     def see_gradient(self, bucket: Bucket) -> None:
         """Add a local gradient: raw, unscaled, zero if it was not finite."""
-        if self.scale:
-            norm = torch.linalg.vector_norm(bucket.grad, dtype=torch.float32)
-            self._recent = self._recent + norm.double() ** 2
+        if self.scale and bucket.names:
+            self._recent = self._recent + _squares(bucket, bucket.grad).sum()
         if not self.sums:
             return
         if self._first is None:
@@ -76,9 +75,7 @@ class EpochStatistics:
         """Add the squared norm of one bucket's error, left by a step at these learning rates."""
         if not self.errors or not bucket.names:
             return
-        # One norm per parameter, so that figures do not depend on how buckets are laid out.
-        norms = torch.stack(torch._foreach_norm(list(bucket.split(error).values())))
-        squared = norms.double() ** 2
+        squared = _squares(bucket, error)
         self._errors = self._errors + squared.sum()
         start = 0
         for rate, group in itertools.groupby(rates.get(name, 0.0) for name in bucket.names):
@@ -156,3 +153,8 @@ class EpochStatistics:
             )
         self._update_errors = float(state.get("total_error_update", 0.0))
         self._recent = float(state.get("recent", 0.0))
+
+
+def _squares(bucket: Bucket, flat: Tensor) -> Tensor:
+    """Return squared norms, float64, ``(parameters,)``: the same in whatever bucket they are."""
+    return torch.stack(torch._foreach_norm(list(bucket.split(flat).values()))).double() ** 2

@@ -228,6 +228,7 @@ class ControlLoop:
         figures = [each.figures() for each in self.statistics]
         wire, dense, sent, total_error, total_error_update, squares = _mean(peers, figures)
         numel = sum(param.numel() for param in self._workers.names)
+        scale = math.sqrt(squares / max(steps * numel, 1))
         ahead: tuple[float, ...] = ()
         if self.controller.scale and now.rates_to_come is not None:
             ahead = self._forecast.ahead(self._step, rate, now.rates_to_come)
@@ -248,7 +249,7 @@ class ControlLoop:
             dense_bytes=dense,
             steps=steps,
             num_elements=numel,
-            gradient_scale=math.sqrt(squares / max(steps * numel, 1)),
+            gradient_scale=float(f"{scale:.9g}"),  # the last digits depend on the order of buckets
             rates_ahead=ahead,
             num_compressed=sum(param.numel() for param in self._workers.compressed()),
             sent_elements=sent,

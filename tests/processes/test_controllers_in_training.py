@@ -186,7 +186,7 @@ def test_total_error_keeps_to_its_budget() -> None:
     assert run["controller"]["over"] == pytest.approx(
         1 - 1 / 120
     )  # one step of the last turn is ahead
-    assert run["controller"]["spent"] == pytest.approx(0.1, rel=0.05)
+    assert 0.08 < run["controller"]["spent"] < 0.102  # of few and small tensors
     sent = metrics["compression/total_wire_bytes"] / metrics["compression/total_dense_bytes"]
     assert sent < 1
     assert "of the budget is spent" in run["reason"]
