@@ -14,6 +14,7 @@ from .chain import Chain as Chain
 from .dynamic_bit_width import DynamicBitWidth as DynamicBitWidth
 from .estimated_threshold import EstimatedThreshold as EstimatedThreshold
 from .fixed import Fixed as Fixed
+from .needs import Needs as Needs
 from .schedule import Schedule as Schedule
 from .total_error import TotalError as TotalError
 from .total_error_budget import TotalErrorBudget as TotalErrorBudget
@@ -26,6 +27,7 @@ __all__ = [
     "DynamicBitWidth",
     "EstimatedThreshold",
     "Fixed",
+    "Needs",
     "Observation",
     "Schedule",
     "TotalError",

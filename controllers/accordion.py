@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
+from .needs import Needs
 
 _SEVERAL = 3  # checks after which a warning says that nothing has been compressed
 
@@ -85,8 +86,8 @@ class Accordion(Controller):
             raise ValueError(f"Accordion(decay={self.decay!r}): a factor of at least 1, such as 2.")
 
     @property
-    def gradients(self) -> Literal["none", "epoch sum", "first batch"]:  # type: ignore[override]
-        return "epoch sum" if self.detector == "epoch" else "first batch"
+    def needs(self) -> Needs:
+        return Needs(gradients="epoch sum" if self.detector == "epoch" else "first batch")
 
     def check(self, knob: KnobLike | None) -> None:
         super().check(knob)

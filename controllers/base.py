@@ -5,7 +5,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Protocol
+
+from .needs import Needs
 
 State = dict[str, Any]
 """A controller's state: numbers, strings, lists and dicts of these."""
@@ -126,22 +128,12 @@ class Controller(abc.ABC):
     1. It is pure: equal observations and states give equal decisions, and nothing is changed.
     2. Its state consists of plain values, loadable with ``weights_only=True``.
     3. Worker 0 decides for all; a controller does not see the number of workers.
-
-    Attributes:
-        gradients: the gradient norms that it needs: none, of the sum over the epoch, or of the
-            epoch's first batch; then it also decides after the first step of every epoch. Costs one
-            float32 per parameter.
-        moments: it needs ``gradient_noise``, ``gradient_squared`` and ``gradient_dissimilarity``.
-            Costs the same, and one dense all-reduce at the end of an epoch.
-        errors: it needs the total errors. Costs one more pass over the error in every step.
-        scale: it needs ``gradient_scale`` and ``rates_ahead``. Costs one more pass over the
-            gradient in every step, and one over the run's schedule.
     """
 
-    gradients: ClassVar[Literal["none", "epoch sum", "first batch"]] = "none"
-    moments: bool = False
-    errors: ClassVar[bool] = False
-    scale: ClassVar[bool] = False
+    @property
+    def needs(self) -> Needs:
+        """What it must be told that costs something; nothing unless a subclass says so."""
+        return Needs()
 
     @abc.abstractmethod
     def init(self) -> State:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from .base import Controller, Decision, KnobLike, Observation, State
+from .needs import Needs
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,14 @@ class Chain(Controller):
     def __post_init__(self) -> None:
         if self.at_epoch < 1:
             raise ValueError(f"Chain(at_epoch={self.at_epoch!r}): must be at least 1.")
-        object.__setattr__(self, "moments", self.first.moments or self.then.moments)
-        wanted = {c.gradients for c in (self.first, self.then)} - {"none"}
-        if len(wanted) > 1:
-            raise ValueError(f"{self!r}: one needs {' and the other '.join(sorted(wanted))}.")
+        try:
+            self.needs  # noqa: B018 - raises
+        except ValueError as error:
+            raise ValueError(f"{self!r}: {error}") from error
 
     @property
-    def gradients(self) -> Literal["none", "epoch sum", "first batch"]:  # type: ignore[override]
-        return self.first.gradients if self.first.gradients != "none" else self.then.gradients
-
-    @property
-    def errors(self) -> bool:  # type: ignore[override]
-        return self.first.errors or self.then.errors
+    def needs(self) -> Needs:
+        return self.first.needs | self.then.needs
 
     def check(self, knob: KnobLike | None) -> None:
         self.first.check(knob)

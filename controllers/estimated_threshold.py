@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .base import Decision, Observation, State
+from .needs import Needs
 from .threshold_controller import ThresholdController, nothing_sent
 from .total_error import paper_threshold
 
@@ -43,7 +44,7 @@ class EstimatedThreshold(ThresholdController):
 
     Example:
         >>> from lightning_gc.controllers import EstimatedThreshold
-        >>> EstimatedThreshold(k_min=0.01, epochs=3).moments
+        >>> EstimatedThreshold(k_min=0.01, epochs=3).needs.moments
         True
 
     Reference:
@@ -54,12 +55,14 @@ class EstimatedThreshold(ThresholdController):
     k_min: float = 0.001
     epochs: int = 2
 
-    moments = True
-
     def __post_init__(self) -> None:
         self._check_density("k_min", self.k_min)
         if self.epochs < 1 or self.epochs != int(self.epochs):
             raise ValueError(f"EstimatedThreshold(epochs={self.epochs!r}): 1 or more.")
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | Needs(moments=True)
 
     def init(self) -> State:
         return {"level": None, "moments": []}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from .base import Controller, KnobLike, Observation
+from .needs import Needs
 
 
 class ThresholdController(Controller):
     """Refuses compressors without a threshold, and logs the total errors."""
 
-    errors = True
+    @property
+    def needs(self) -> Needs:
+        return Needs(errors=True)
 
     def check(self, knob: KnobLike | None) -> None:
         if knob is None or knob.field != "threshold":

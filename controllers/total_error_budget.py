@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .base import Decision, Observation, State
 from .budget import MARGIN, NOTHING, Stretch, next_threshold
+from .needs import Needs
 from .threshold_controller import ThresholdController, sent_whole
 
 _DECISIONS = 80  # per run; fewer find the threshold too late in short runs
@@ -48,8 +49,6 @@ class TotalErrorBudget(ThresholdController):
         NeurIPS 2021: the communication budget of equations 3 and 5.
     """
 
-    scale = True
-
     budget: float
     initial: float | None = None
 
@@ -59,6 +58,10 @@ class TotalErrorBudget(ThresholdController):
             raise ValueError(
                 f"TotalErrorBudget(initial={self.initial!r}): a threshold is a number above 0."
             )
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | Needs(scale=True)
 
     def init(self) -> State:
         return {"level": None, "spent": 0.0, "over": 0.0, "past": []}

@@ -163,7 +163,7 @@ class ControlLoop:
     def _due(self) -> bool:
         """Whether the epoch's first batch is due, or steps have reached the pause, or doubled."""
         done = self._step - self._seen_step
-        if self.controller.gradients == "first batch" and self._seen_step == self._epoch_step:
+        if self.controller.needs.gradients == "first batch" and self._seen_step == self._epoch_step:
             return done > 0
         return self._pause > 0 and done >= max(min(self._seen_step, self._pause), 1)
 
@@ -230,7 +230,7 @@ class ControlLoop:
         numel = sum(param.numel() for param in self._workers.names)
         scale = math.sqrt(squares / max(steps * numel, 1))
         ahead: tuple[float, ...] = ()
-        if self.controller.scale and now.rates_to_come is not None:
+        if self.controller.needs.scale and now.rates_to_come is not None:
             ahead = self._forecast.ahead(self._step, rate, now.rates_to_come)
         for each in self.statistics:
             each.begin()
@@ -261,7 +261,7 @@ class ControlLoop:
 
     def _first_batch(self) -> dict[str, Any]:
         """Return the norms of the epoch's first batch if the controller needs them."""
-        wanted = self.controller.gradients == "first batch"
+        wanted = self.controller.needs.gradients == "first batch"
         norms = self.statistics[0].epoch.norms() if wanted else {}
         return {"gradient_norms": self._compressed(norms)}
 
@@ -269,7 +269,7 @@ class ControlLoop:
         """Return the observation's fields that are of whole epochs; start the next epoch."""
         steps, self._epoch_step = self._step - self._epoch_step, self._step
         moments = self._moments(peers, steps)
-        watched = self.controller.gradients != "none" and steps
+        watched = self.controller.needs.gradients != "none" and steps
         norms = self.statistics[0].epoch.norms() if watched else {}
         for each in self.statistics:
             each.epoch.end_epoch()

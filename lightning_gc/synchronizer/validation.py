@@ -24,7 +24,7 @@ def check_controller(controller: Any, compressor: Compressor, memory: Memory, wh
             f"lightning_gc.controllers.Fixed(0.01), or leave it out."
         )
     controller.check(compressor.knob)
-    if controller.errors and not memory.buffers:
+    if controller.needs.errors and not memory.buffers:
         raise ValueError(
             f"{controller!r} watches the error, but {memory!r} keeps none; use memory=Residual()."
         )

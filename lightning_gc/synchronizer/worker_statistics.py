@@ -37,9 +37,8 @@ class WorkerStatistics:
 
     def __init__(self, engine: Engine, controller: Controller) -> None:
         self.engine = engine
-        self.epoch = EpochStatistics(
-            controller.gradients, controller.moments, controller.errors, controller.scale
-        )
+        needs = controller.needs
+        self.epoch = EpochStatistics(needs.gradients, needs.moments, needs.errors, needs.scale)
         engine.statistics.epoch = self.epoch
         self._seen_tally = dataclasses.replace(engine.statistics.tally)
 

@@ -19,6 +19,7 @@ from lightning_gc.controllers import (
     Decision,
     DynamicBitWidth,
     Fixed,
+    Needs,
     Observation,
     Schedule,
     TotalError,
@@ -66,8 +67,10 @@ class Spy(Controller):
     inner: Controller
     moments: bool = True
     per_run: int = 0
-    gradients = "epoch sum"
-    errors = True
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(gradients="epoch sum", moments=self.moments, errors=True)
 
     def turns(self, epoch: int) -> int:
         return self.per_run if epoch != 1 else 0

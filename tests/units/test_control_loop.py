@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +12,13 @@ import torch
 
 from lightning_gc import Compressor, HardThreshold, PerParameter, TopK
 from lightning_gc.bucket import Tally
-from lightning_gc.controllers import Controller, Decision, EstimatedThreshold, Observation
+from lightning_gc.controllers import (
+    Controller,
+    Decision,
+    EstimatedThreshold,
+    Needs,
+    Observation,
+)
 from lightning_gc.synchronizer import Workers
 from lightning_gc.synchronizer.configuration import configure
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
@@ -26,8 +32,7 @@ NUMEL = 40
 class Listens(Controller):
     """Remembers its observations and changes nothing."""
 
-    gradients = "epoch sum"
-    moments = True
+    needs = Needs(gradients="epoch sum", moments=True)
 
     def __init__(self) -> None:
         self.told: list[Observation] = []
@@ -107,7 +112,7 @@ def loop(training: Training, controller: Controller) -> Callable[[int], None]:
 
 
 class Scaled(Listens):
-    scale = True
+    needs = Needs(scale=True)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -192,8 +197,7 @@ def longer_formula(k_min: float, d: int, m: float, zeta2: float, sigma2: float) 
 
 
 class FirstBatch(Listens):
-    gradients: ClassVar[Literal["first batch"]] = "first batch"  # type: ignore[assignment]
-    moments = False
+    needs = Needs(gradients="first batch")
 
 
 def test_a_first_batch_is_told_before_the_second() -> None:

@@ -7,7 +7,10 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from lightning_gc import QSGD, HardThreshold, TopK
-from lightning_gc.controllers import Accordion
+from lightning_gc.controllers import (
+    Accordion,
+    Needs,
+)
 from tests.support.accordion import (
     FLAT,
     HIGH,
@@ -184,10 +187,8 @@ def test_uncompressed_is_a_level_of_little_compression() -> None:
 
 
 def test_what_it_asks_for() -> None:
-    assert accordion(1).gradients == "epoch sum"
-    assert accordion(1, detector="minibatch").gradients == "first batch"
-    assert not accordion(1).moments
-    assert not accordion(1).errors
+    assert accordion(1).needs == Needs(gradients="epoch sum")
+    assert accordion(1, detector="minibatch").needs == Needs(gradients="first batch")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from lightning_gc.controllers import (
     Decision,
     EstimatedThreshold,
     Fixed,
+    Needs,
     Observation,
     Schedule,
     TotalError,
@@ -130,18 +131,21 @@ def test_a_budget_counts_from_the_hand_over() -> None:
 def test_what_it_asks_for_is_what_either_needs() -> None:
     fixed, accordion = Fixed(0.1), Accordion(low=0.2, high=0.1)
     for chain in (Chain(fixed, accordion, 1), Chain(accordion, fixed, 1)):
-        assert (chain.gradients, chain.moments, chain.errors) == ("epoch sum", False, False)
+        assert chain.needs == Needs(gradients="epoch sum")
     estimating = EstimatedThreshold(k_min=0.1, epochs=2)
     for chain in (Chain(fixed, estimating, 1), Chain(estimating, fixed, 1)):
-        assert (chain.gradients, chain.moments, chain.errors) == ("none", True, True)
-    assert not Chain(fixed, fixed, 1).errors
+        assert chain.needs == Needs(moments=True, errors=True)
+    assert Chain(fixed, fixed, 1).needs == Needs()
+    budget = TotalErrorBudget(0.1)
+    for chain in (Chain(accordion, budget, 1), Chain(budget, Chain(fixed, accordion, 1), 1)):
+        assert chain.needs == Needs(gradients="epoch sum", errors=True, scale=True)
 
 
 def test_bad_settings_are_named() -> None:
     with pytest.raises(ValueError, match=r"Chain\(at_epoch=0\): must be at least 1"):
         Chain(Fixed(1), Fixed(2), at_epoch=0)
     one = Accordion(low=0.2, high=0.1)
-    with pytest.raises(ValueError, match="one needs epoch sum and the other first batch"):
+    with pytest.raises(ValueError, match="needs the gradients' epoch sum, the other their first batch"):
         Chain(one, replace(one, detector="minibatch"), at_epoch=1)
 
 

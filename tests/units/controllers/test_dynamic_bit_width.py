@@ -8,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gc import QSGD, HardThreshold, TopK
-from lightning_gc.controllers import DynamicBitWidth, Observation
+from lightning_gc.controllers import (
+    DynamicBitWidth,
+    Needs,
+    Observation,
+)
 from tests.support.replay import levels, patient, replay
 
 STEPS = ((0.0, 4), (0.6, 8), (0.8, 16))
@@ -195,8 +199,7 @@ def test_a_metric_that_was_not_logged(missing: str) -> None:
 
 
 def test_nothing_is_asked_of_the_gradients() -> None:
-    controller = DynamicBitWidth()
-    assert (controller.gradients, controller.moments, controller.errors) == ("none", False, False)
+    assert DynamicBitWidth().needs == Needs()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from lightning_gc.controllers import (
     DynamicBitWidth,
     EstimatedThreshold,
     Fixed,
+    Needs,
     Observation,
     Schedule,
     TotalError,
@@ -137,9 +138,7 @@ def test_law_2_its_state_travels(controller: Controller, way: Any, examples: int
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
 def test_law_3_it_cannot_count_workers(controller: Controller) -> None:
     assert not [f.name for f in dataclasses.fields(Observation) if "worker" in f.name]
-    assert controller.gradients in ("none", "epoch sum", "first batch")
-    assert isinstance(controller.moments, bool)
-    assert isinstance(controller.errors, bool)
+    assert isinstance(controller.needs, Needs)
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
@@ -151,11 +150,7 @@ def test_it_is_a_frozen_value(controller: Any) -> None:
         assert twin == controller
         assert hash(twin) == hash(controller)
         assert repr(twin) == repr(controller)
-        assert (twin.gradients, twin.moments, twin.errors) == (
-            controller.gradients,
-            controller.moments,
-            controller.errors,
-        )
+        assert twin.needs == controller.needs
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)

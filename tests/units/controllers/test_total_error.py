@@ -47,8 +47,8 @@ def test_total_errors_are_logged_and_asked_for(controller: Controller) -> None:
     first = replace(first, total_error=2.5, total_error_update=0.5)
     figures = replay(controller, [first])[0].figures
     assert (figures["total_error"], figures["total_error_update"]) == (2.5, 0.5)
-    assert controller.errors
-    assert controller.moments == isinstance(controller, EstimatedThreshold)
+    assert controller.needs.errors
+    assert controller.needs.moments == isinstance(controller, EstimatedThreshold)
 
 
 @pytest.mark.parametrize("controller", ALL, ids=repr)

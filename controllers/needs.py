@@ -1,0 +1,46 @@
+"""Needs: what a controller must be told beyond what is free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a controller must be told, each at a price per step.
+
+    Attributes:
+        gradients: ``Observation.gradient_norms`` of the sum over the epoch, or of the epoch's first
+            batch; then it also decides after the first step of every epoch. Costs one float32 per
+            parameter, and a pass over the gradient.
+        moments: ``gradient_noise``, ``gradient_squared`` and ``gradient_dissimilarity``. Costs the
+            same, and one dense all-reduce at the end of an epoch.
+        errors: ``total_error`` and ``total_error_update``. Costs one pass over the error.
+        scale: ``gradient_scale`` and ``rates_ahead``. Costs one pass over the gradient, and one
+            over the run's schedule.
+    """
+
+    gradients: Literal["none", "epoch sum", "first batch"] = "none"
+    moments: bool = False
+    errors: bool = False
+    scale: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        """Return what serves both.
+
+        Raises:
+            ValueError: one needs gradients of the epoch, the other of its first batch.
+        """
+        wanted = sorted({self.gradients, other.gradients} - {"none"})
+        if len(wanted) > 1:
+            raise ValueError(
+                f"one needs the gradients' {', the other their '.join(wanted)}; only one of these "
+                f"is kept."
+            )
+        return Needs(
+            gradients=other.gradients if self.gradients == "none" else self.gradients,
+            moments=self.moments or other.moments,
+            errors=self.errors or other.errors,
+            scale=self.scale or other.scale,
+        )
