@@ -1,7 +1,7 @@
 """Run the cells of an experiment that its file of results lacks; make a page and a plot of all.
 
-A cell is one run: a dict of plain settings, its seed among them. Its row goes to a JSONL file as soon
-as it is there, so an interruption costs one cell. A run that diverged, or failed, is a row too.
+A cell is one run: a dict of plain settings, its seed among them. Its row goes to a JSONL file as
+soon as it is there, so an interruption costs one cell. A run that diverged or failed is a row too.
 
     python benchmarks/papers/heterogeneity.py --data libsvm/               # what is missing
     python benchmarks/papers/heterogeneity.py --page                       # page and plot only
@@ -35,6 +35,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 Cell = dict[str, Any]
 Row = dict[str, Any]  # a cell and its figures; a figure that is no number is None
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee")
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
 
 
@@ -166,9 +167,10 @@ def main(experiment: Experiment) -> int:
     add("--out", type=Path, default=RESULTS, help="folder of the JSONL, the page and the plot")
     options = parser.parse_args()
     changes, only = _pairs(options.set), _pairs(options.only)
-    cells = [cell | changes for cell in experiment.cells(options.seeds)]
+    cells = experiment.cells(options.seeds)
     if unknown := (changes.keys() | only.keys()) - cells[0].keys():
         parser.error(f"{', '.join(sorted(unknown))}: cells have {', '.join(cells[0])}.")
+    cells = [cell | changes for cell in cells]
     if experiment.data and not options.page and options.data is None:
         parser.error(f"--data: {experiment.data} (or the environment variable PAPERS_DATA).")
     if not options.page:

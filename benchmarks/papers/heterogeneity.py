@@ -44,7 +44,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.engine.epoch_statistics import EpochStatistics
 from lightning_gc.transports import Simulated
 
-WORKERS, STEPS, BATCH, CONDITION = 20, 300, 16, 30.0
+WORKERS, STEPS, BATCH, CONDITION = 20, 200, 16, 20.0
 NAMES = [f"worker {i}" for i in range(WORKERS)]
 TOP, HARD, NEAREST, ROUNDING = "Top-k", "hard threshold", "nearest", "absolute rounding"
 # Arm -> its levels: densities, bits, or multiples of the mean size of a local gradient's element.
@@ -57,8 +57,8 @@ ARMS: dict[str, tuple[float, ...]] = {
 }
 ABSOLUTE = {TOP: HARD, NEAREST: ROUNDING}
 ABOUT = f"""
-Paper 004, Remarks 6 and 8 and the conjecture in §5.1.1: where workers' data differ, compressors with
-an absolute error bound should do better than those whose error is a share of the gradient.
+Paper 004, Remarks 6 and 8 and the conjecture in §5.1.1: where workers' data differ, compressors
+with an absolute error bound should do better than those whose error is a share of the gradient.
 
 Logistic regression with l2 = L/{CONDITION:g} and γ = 1/(L + l2), from zero; madelon's columns are
 standardised. {WORKERS} workers whose data are dealt at random or sorted by label; each takes all
