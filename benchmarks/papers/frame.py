@@ -171,10 +171,11 @@ def main(experiment: Experiment) -> int:
     if unknown := (changes.keys() | only.keys()) - cells[0].keys():
         parser.error(f"{', '.join(sorted(unknown))}: cells have {', '.join(cells[0])}.")
     cells = [cell | changes for cell in cells]
-    if experiment.data and not options.page and options.data is None:
+    chosen = [cell for cell in cells if only.items() <= cell.items() and not options.page]
+    needs = [cell for cell in chosen if experiment.data and cell.get("task") != "digits"]
+    if needs and options.data is None:
         parser.error(f"--data: {experiment.data} (or the environment variable PAPERS_DATA).")
-    if not options.page:
-        chosen = [cell for cell in cells if only.items() <= cell.items()]
+    if chosen:
         path = options.out / f"{experiment.name}.jsonl"
         run(experiment, chosen, path, options.data and Path(options.data))
     sys.stdout.write(write(experiment, cells, options.out))
