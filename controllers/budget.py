@@ -24,7 +24,7 @@ NOTHING = 1e3
 _UP = 4.0  # λ grows at most by this factor at a time
 _FREE = 4  # stretches, of a step or two each, after which λ may change by any factor
 _LEAST_RATE = 0.02  # of the highest to come: below it λ does not grow any more
-MARGIN = 0.01
+MARGIN = 0.003
 """Share of a budget that is not planned with: what is sent in a stretch is known but afterwards."""
 
 _LAST = 1.5  # stretches like the last one: where no more are to come, λ is not lowered

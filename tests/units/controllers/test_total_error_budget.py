@@ -118,9 +118,9 @@ def budget_run(*rows: tuple[float, float]) -> list[Observation]:
 
 
 def test_the_first_measured_threshold_by_hand() -> None:
-    """Of 0.99 · 0.01 over 0.9 of the run, ``0.1²/λ²`` is to be 0.011: λ = 0.1/√0.011."""
+    """Of 0.997 · 0.01 over 0.9 of the run, ``0.1²/λ²`` is to be 0.01108: λ = 0.1/√0.01108."""
     *_, last = replay(TotalErrorBudget(BUDGET), budget_run((0, 0), (0.1, 0.0)))
-    assert last.level == pytest.approx(0.1 / math.sqrt(0.011))
+    assert last.level == pytest.approx(0.1 / math.sqrt(0.00997 / 0.9))
     assert last.reason == "0% of the budget is spent after 10% of the run."
 
 
