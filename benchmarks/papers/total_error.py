@@ -63,8 +63,8 @@ in a line to zero). *digits*: the ResNet of examples/vision.py (width 16, 12 epo
 that climbs for 3 epochs and falls tenfold at 60 and 85 %). *madelon*: logistic regression,
 standardised, constant rate.
 
-`{CONSTANT}`, `{ROOT_S}` and `{ROOT}` are found in hindsight: γ is the learning rate, s the root
-mean square of local gradients in Top-k's run, smoothed; their factor is bisected until the density is
+`{CONSTANT}`, `{ROOT_S}` and `{ROOT}` are found in hindsight: γ is the rate, s the root mean square
+of local gradients in Top-k's run, smoothed; their factor is bisected until the density is
 Top-k's within 1 %. `{BUDGET}` is `TotalErrorBudget`, `{EVEN}` its rule before (a constant density),
 both told Top-k's density. `{SIMPLE}` is `TotalError(k_min)`, `{ESTIMATED}` `EstimatedThreshold`;
 they choose their density themselves. Σγ²‖e‖² is in units of the update (paper 004, Remark 4 and its

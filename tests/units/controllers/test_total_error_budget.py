@@ -28,7 +28,7 @@ BUDGET = 0.01
 STEPS, EPOCHS = 400, 4
 
 
-KINDS = [(150, 3, BUDGET, 0.05), (400, 20, 0.003, 0.05), (400, 1, BUDGET, 0.5)]
+KINDS = [(400, 20, 0.003, 0.05), (150, 3, BUDGET, 0.05), (400, 1, BUDGET, 0.5)]
 """Steps, epochs, budget, and the size of the gradient's mean to that of its noise."""
 
 
