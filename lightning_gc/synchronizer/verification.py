@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.coding.digest import check_same, digest
+from lightning_gc.coding.digest import ReplicaError, check_same, digest
 from lightning_gc.flow import Flow, Gather
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.checksummed import Checksummed
@@ -58,8 +58,8 @@ class Means(Verification):
         every: n.
 
     Communication pattern:
-        One all-gather after the last bucket of such a step: per worker 8 bytes for each bucket, and
-        for n > 1 another 8 for the weights.
+        One all-gather after the last bucket of such a step, of 8 bytes per worker, however many
+        buckets there are. Where these differ another one tells of which bucket.
 
     Raises:
         ReplicaError: on all workers; it names those that differ from most, step and parameters.
@@ -86,12 +86,15 @@ class Means(Verification):
 
     def _compared(self, step: int, weights: list[Tensor]) -> Flow:
         buckets, self._digests = self._digests, []
+        own = torch.cat([*(own for _, own in buckets), *weights])
+        if len({int(of_all) for (of_all,) in (yield Gather((digest(own),)))}) == 1:
+            return
         whats = [f"the mean gradient of step {step} for {names}" for names, _ in buckets]
         whats += [f"the weights before step {step}"] * len(weights)
-        found = yield Gather((torch.cat([*(own for _, own in buckets), *weights]),))
-        rows = torch.stack([own for (own,) in found]).tolist()  # (W, buckets), weights last
+        rows = torch.stack([each for (each,) in (yield Gather((own,)))]).tolist()  # (W, whats)
         for what, digests in zip(whats, zip(*rows, strict=True), strict=True):
             check_same(digests, what, _SEE)
+        raise ReplicaError(f"The message that compares the workers in step {step} was damaged.")
 
 
 class Messages(Means):

@@ -3,11 +3,11 @@
     python -m tests.soak --rounds 100 --out soak.jsonl
 
 Each history draws a plan (compressor, memory, scheme, controller, 2 to 4 workers, precision,
-accumulation), trains it undisturbed, then trains it again with up to three faults, each followed by
-a restart from the newest checkpoint. After every fault no process is left, nobody has waited longer
-than the timeout and a grace, and a damaged file is refused by its name. In the end weights, errors,
-levels, controller and totals equal those of the undisturbed run bit for bit; with another number of
-workers the mean of the errors is kept.
+accumulation, verification), trains it undisturbed, then trains it again with up to three faults,
+each followed by a restart from the newest checkpoint. After every fault no process is left, nobody
+has waited longer than the timeout and a grace, and a damaged file is refused by its name. In the
+end weights, errors, levels, controller and totals equal those of the undisturbed run bit for bit;
+with another number of workers the mean of the errors is kept.
 
 A seed determines a history; only the instants of signals differ. The first failure stops the soak:
 it keeps the folder with plan, logs and checkpoints, and prints the command that plays it again.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES
 from lightning_gc.compressors import Compressor
@@ -36,11 +36,17 @@ class Plan:
     controller: Controller | None
     precision: str
     accumulate: int
+    verify: int | Literal["payload"]
 
     def strategy(self, **options: Any) -> Any:
         """Return the strategy; ValueError for a combination that is refused."""
-        parts: dict[str, Any] = {"memory": self.memory, "scheme": self.scheme}
-        return ddp(self.compressor, controller=self.controller, seed=self.seed, **parts, **options)
+        parts: dict[str, Any] = {
+            "memory": self.memory,
+            "scheme": self.scheme,
+            "controller": self.controller,
+            "verify": self.verify,
+        }
+        return ddp(self.compressor, seed=self.seed, **parts, **options)
 
 
 def draw_plan(seed: int) -> Plan:
@@ -57,6 +63,7 @@ def draw_plan(seed: int) -> Plan:
             controller=draw_controller(compressor, draw),
             precision=draw.choice(PRECISIONS),
             accumulate=draw.randint(1, 3),
+            verify=draw.choice([0, 0, 1, 2, "payload"]),
         )
         try:
             plan.strategy()

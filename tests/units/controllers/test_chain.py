@@ -145,7 +145,9 @@ def test_bad_settings_are_named() -> None:
     with pytest.raises(ValueError, match=r"Chain\(at_epoch=0\): must be at least 1"):
         Chain(Fixed(1), Fixed(2), at_epoch=0)
     one = Accordion(low=0.2, high=0.1)
-    with pytest.raises(ValueError, match="needs the gradients' epoch sum, the other their first batch"):
+    with pytest.raises(
+        ValueError, match="needs the gradients' epoch sum, the other their first batch"
+    ):
         Chain(one, replace(one, detector="minibatch"), at_epoch=1)
 
 
