@@ -13,7 +13,11 @@ from lightning_gc.network_model import NetworkModel
 from lightning_gc.tuning.method import DENSE, Method
 
 Build = Callable[[optuna.trial.BaseTrial], Sequence[Any]]
-"""``(trial) -> (model, datamodule)``, or ``(model, datamodule, {Trainer argument: value})``."""
+"""``(trial) -> (model, datamodule)``, or ``(model, datamodule, {Trainer argument: value})``.
+
+An object with attributes ``space`` and ``sections`` declares by them what it draws and what else it
+goes by, as the one of a YAML file does; then a study that was made with others is refused.
+"""
 
 RESERVED = ("strategy", "devices", "num_nodes", "enable_checkpointing")
 
@@ -25,7 +29,8 @@ class Experiment:
     Args:
         name: prefix of its studies, which are called ``name/method``.
         build: asks the trial for hyper-parameters (``trial.suggest_float("learning_rate", 1, 50)``)
-            and returns a new model and datamodule. It must be importable if ``devices`` > 1.
+            and returns a new model and datamodule. It must be importable if ``devices`` > 1. Its
+            code is not compared: after a change of it give the experiment another name.
         metric: logged in validation; trials are selected on it.
         mode: whether less or more of it is better.
         test_metric: logged by ``trainer.test``; computed for the winner only. None: no test.
@@ -39,7 +44,7 @@ class Experiment:
         warmup: epochs before a trial may be pruned.
         patience: consecutive epochs without an improvement after which a run stops. None: never.
         seed: of the draws, and of weights and data order in all trials.
-        seeds: of the final runs, with the best hyper-parameters.
+        seeds: of the final runs, with the best hyper-parameters. More may be added later.
         workers: simulated workers of a trial that runs on one device, in this process.
         network: estimates their seconds of communication.
         devices: above 1, every trial runs in as many real processes.
