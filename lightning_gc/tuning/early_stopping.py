@@ -11,8 +11,7 @@ import optuna
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import Method
 
-WIRE_BYTES, DENSE_BYTES = "compression/total_wire_bytes", "compression/total_dense_bytes"
-PER_STEP = "compression_epoch/"
+TOTAL, PER_STEP = "compression/total_", "compression_epoch/"
 Outcome = Literal["complete", "pruned", "diverged"]
 
 
@@ -107,8 +106,11 @@ class EarlyStopping:
         if self.trial is not None and experiment.objective == "metric":
             self.trial.report(value, len(self.curve) - 1)
             if self.over_budget > 0:
-                sent, allowed = logged[WIRE_BYTES], self.budget
-                return self._stop("pruned", f"{sent:,.0f} bytes sent, the budget is {allowed:,.0f}")
+                what = "encoded" if experiment.bytes_counted == "encoded_bytes" else "sent"
+                count, allowed = self.bytes_so_far, self.budget
+                return self._stop(
+                    "pruned", f"{count:,.0f} bytes {what}, the budget is {allowed:,.0f}"
+                )
             if self.trial.should_prune():
                 return self._stop("pruned", "worse than the median of the trials before")
         if experiment.patience is not None and epochs_since >= experiment.patience:
@@ -123,15 +125,19 @@ class EarlyStopping:
 
     @property
     def over_budget(self) -> float:
-        """Excess of the bytes sent over the budget, relative to it; above 0 is too much."""
-        if self.budget is None:
-            return -1.0
-        return self._logged.get(WIRE_BYTES, 0.0) / self.budget - 1
+        """Excess of the bytes over the budget, relative to it; above 0 is too much."""
+        return -1.0 if self.budget is None else self.bytes_so_far / self.budget - 1
+
+    @property
+    def bytes_so_far(self) -> float:
+        """Bytes that count towards the budget."""
+        return self._logged.get(TOTAL + self.experiment.bytes_counted, 0.0)
 
     def record(self) -> dict[str, Any]:
         """Return the run as plain values, for the trial's user attributes."""
         logged = self._logged
-        wire, dense = logged.get(WIRE_BYTES, 0.0), logged.get(DENSE_BYTES, 0.0)
+        counts = ("wire_bytes", "dense_bytes", "encoded_bytes")
+        wire, dense, encoded = (logged.get(TOTAL + name, 0.0) for name in counts)
         parts = {n.removeprefix(PER_STEP): v for n, v in logged.items() if n.startswith(PER_STEP)}
         return {
             "curve": self.curve,
@@ -140,7 +146,9 @@ class EarlyStopping:
             "reason": self.reason,
             "wire_bytes": wire,
             "dense_bytes": dense,
-            "ratio": dense / wire if wire else 1.0,
+            "ratio": dense / wire if wire else None,
+            "encoded_bytes": encoded,
+            "encoding_ratio": logged.get(TOTAL + "encoding_ratio") if encoded else None,
             "epoch_seconds": self.seconds,
             "per_step": parts,
         }

@@ -37,8 +37,9 @@ class Experiment:
         trials: per study, pruned and diverged ones included.
         sampler: ``"tpe"`` learns from earlier trials, ``"random"`` does not.
         objective: ``"metric"``: the best metric, within the budget if there is one. ``"pareto"``:
-            metric against bytes; no trial is pruned then.
-        budget: bytes that one worker may send in a run. The dense baseline has no budget.
+            metric against the same bytes; no trial is pruned then.
+        budget: bytes that one worker may send in a run; with a single worker, which sends none,
+            those that its gradients may take encoded. The dense baseline has no budget.
         pruner: ``"median"`` stops a trial that is worse than the median of the others at that
             epoch, ``"none"`` stops none.
         warmup: epochs before a trial may be pruned.
@@ -122,6 +123,14 @@ class Experiment:
         if method.budget is not None:
             return method.budget
         return None if method.name == DENSE else self.budget
+
+    @property
+    def bytes_counted(self) -> str:
+        """What budget and Pareto front count: ``"wire_bytes"``, or one worker's ``encoded_bytes``.
+
+        See ``CompressionMonitor``.
+        """
+        return "encoded_bytes" if self.workers == self.devices == 1 else "wire_bytes"
 
     def study_name(self, method: Method) -> str:
         """Return the name of a method's study."""

@@ -27,6 +27,7 @@ def rules_of(experiment: Experiment, method: Method) -> dict[str, Any]:
     a YAML file does; what a function does is not looked at.
     """
     memory, scheme = method.memory_and_scheme()
+    budget, pareto = experiment.budget_of(method), experiment.objective == "pareto"
     build, settings = experiment.build, vars(experiment)
     sections = getattr(build, "sections", {})
     trainer = {**experiment.trainer, **(sections.get("trainer") or {})}
@@ -37,7 +38,8 @@ def rules_of(experiment: Experiment, method: Method) -> dict[str, Any]:
         "compressor": path_of(method.compressor_class),
         "fixed": method.fixed,
         "space": as_json(method.tuned) | as_json(getattr(build, "space", ())),
-        "budget": experiment.budget_of(method),
+        "budget": budget,
+        "bytes_counted": None if budget is None and not pareto else experiment.bytes_counted,
         "workers": max(experiment.workers, experiment.devices),
         "every_tensor": method.every_tensor,
         "memory": memory,
@@ -74,6 +76,8 @@ def agreed(study: str, known: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     known = dict(known) if isinstance(known, dict) else {}
     if "compressor" in known:  # rules of old studies name the compressor's file as well
         known["compressor"] = public_name(str(known["compressor"]))
+    if known and asked["bytes_counted"]:  # the first versions knew no others
+        known.setdefault("bytes_counted", "wire_bytes")
     unknown = [name for name in asked if name not in known and name not in _FIRST]
     seeds = known.get("seeds")
     if isinstance(seeds, list) and all(seed in asked["seeds"] for seed in seeds):

@@ -126,6 +126,27 @@ def test_tables_say_what_the_studies_know(storage: BaseStorage, tmp_path: Path) 
     }
 
 
+def test_of_a_front_too_it_is_a_good_metric_that_parameters_explain(tmp_path: Path) -> None:
+    """Good is high here: what makes it high is ``a``, what makes it low ``b``."""
+    storage = open_storage(tmp_path / "front.journal")
+    study = optuna.create_study(
+        study_name="front/dense",
+        storage=storage,
+        directions=["maximize", "minimize"],
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    study.set_user_attr(RULES, {"metric": "accuracy", "mode": "max", "workers": 2})
+    for _ in range(60):
+        trial = study.ask()
+        a, b = trial.suggest_float("a", 0, 1), trial.suggest_float("b", 0, 1)
+        study.tell(trial, [9.0 if a > 0.8 else b, 1.0])
+    report(storage, tmp_path / "out")
+    found = {
+        row["parameter"]: float(row["importance"]) for row in rows(tmp_path / "out", "importance")
+    }
+    assert found["a"] > found["b"]
+
+
 def test_the_same_studies_make_the_same_files(storage: BaseStorage, tmp_path: Path) -> None:
     for once in ("a", "b"):
         report(storage, tmp_path / once)
