@@ -12,6 +12,7 @@ from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import Method
 
 TOTAL, PER_STEP = "compression/total_", "compression_epoch/"
+TIMES = ("seconds", "cpu_seconds")
 Outcome = Literal["complete", "pruned", "diverged"]
 
 
@@ -27,7 +28,7 @@ def look_up(metric: str, logged: Mapping[str, Any], kind: str, hook: str) -> flo
     """
     if metric in logged:
         return float(logged[metric])
-    names = sorted(n for n in logged if not n.startswith("compression") and n != "seconds")
+    names = sorted(n for n in logged if not n.startswith("compression") and n not in TIMES)
     raise MissingMetric(
         f"The {kind} {metric!r} was not logged. Logged were {', '.join(names) or 'none'}: call "
         f"self.log in {hook}, or name one of these."
@@ -74,7 +75,7 @@ class EarlyStopping:
         outcome: how the run has ended.
         reason: of an early end, in a sentence; else empty.
         curve: the metric of every validation.
-        seconds: of training, of every epoch in ``curve``.
+        seconds: of training, of every epoch in ``curve``; so are ``cpu_seconds``, of a worker.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class EarlyStopping:
         self.tracker = BestTracker(experiment)
         self.curve: list[float] = []
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.outcome: Outcome = "complete"
         self.reason = ""
         self._logged: dict[str, float] = {}
@@ -99,6 +101,7 @@ class EarlyStopping:
         value = look_up(experiment.metric, logged, "metric", "validation_step")
         self.curve.append(value)
         self.seconds.append(logged["seconds"])
+        self.cpu_seconds.append(logged["cpu_seconds"])
         self._logged = dict(logged)
         if not math.isfinite(value):
             return self._stop("diverged", f"{experiment.metric} is {value}")
@@ -150,6 +153,7 @@ class EarlyStopping:
             "encoded_bytes": encoded,
             "encoding_ratio": logged.get(TOTAL + "encoding_ratio") if encoded else None,
             "epoch_seconds": self.seconds,
+            "epoch_cpu_seconds": self.cpu_seconds,
             "per_step": parts,
         }
 

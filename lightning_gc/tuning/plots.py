@@ -37,6 +37,8 @@ def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
             boxes = functools.partial(_boxes, column="value", label=parameter, log=log)
             found[f"tuned_{parameter}"] = _svg(boxes, chosen)
     draw("seconds_per_step", "seconds_per_step", _stacks)
+    times = functools.partial(_boxes, column="cpu_seconds", label="CPU seconds per epoch")
+    draw("cpu_seconds", "cpu_seconds", times)
     draw("convergence", "convergence", lambda axes, rows: _curves(axes, rows, metric))
     epochs = functools.partial(_boxes, column="best_epoch", label="best epoch")
     draw("epochs_to_converge", "epochs_to_converge", epochs)

@@ -29,7 +29,9 @@ _TEXTS = {
     "better; the line joins the trials that no other beats in both.",
     "tuned": f"The best trials of each study: up to {TOP}, or a third of the complete ones. "
     "The star is the winner.",
-    "seconds_per_step": "Of one worker, in the best trial.",
+    "seconds_per_step": "Of one worker, in the best trial, by the wall clock.",
+    "cpu_seconds": "CPU time of the process in an epoch of training, with compression, over its "
+    "workers, as the thesis measures it: the mean over a trial's epochs, in the best trials.",
     "convergence": "The validation metric of the best trial, epoch by epoch.",
     "epochs_to_converge": "The epoch of the best validation, in the same trials.",
     "importance": "How much of what makes a trial good each parameter explains. Studies of fewer "

@@ -76,6 +76,7 @@ def tables(studies: Studies) -> dict[str, Table]:
         "metric_against_ratio": (_scatter, _SCATTER),
         "tuned_parameters": (_parameters, "method parameter trial value"),
         "seconds_per_step": (_seconds, "method computation compression communication estimated"),
+        "cpu_seconds": (_cpu_seconds, "method trial cpu_seconds"),
         "convergence": (_convergence, "method epoch metric"),
         "epochs_to_converge": (_epochs, "method trial best_epoch epochs"),
         "importance": (_importance, "method parameter importance"),
@@ -201,6 +202,12 @@ def _seconds(studies: Studies) -> Cells:
             sent = "communication_seconds_estimated" if estimated else "communicate_seconds"
             computing, sending = spent.get("compute_seconds", 0.0), spent.get(sent, 0.0)
             yield name, computing, compressing, sending, estimated
+
+
+def _cpu_seconds(studies: Studies) -> Cells:
+    for name, trial in _top(studies):
+        if spent := trial.user_attrs.get("epoch_cpu_seconds"):
+            yield name, trial.number, statistics.mean(spent)
 
 
 def _convergence(studies: Studies) -> Cells:

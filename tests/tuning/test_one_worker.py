@@ -10,9 +10,10 @@ import pytest
 from lightning_gc import Range
 from lightning_gc.tuning import Method, report
 from lightning_gc.tuning.studies import RULES, best_trial
-from tests.support.tuning import compare, denser
+from tests.support.tuning import QUIET, compare, denser
 
-GRADIENT = 4 * (64 * 64 + 64) * 4  # bytes of two epochs of two steps each, in float32
+GRADIENT = 4 * (64 * 64 + 64) * 2  # bytes of two steps, in float32
+ALONE: Any = {"workers": 1, "build": denser, "trainer": {**QUIET, "max_epochs": 1}}
 
 
 def wide(**changes: Any) -> Method:
@@ -21,7 +22,7 @@ def wide(**changes: Any) -> Method:
 
 def encoded(density: float) -> float:
     """Return the bytes of as many gradients: values of the matrix, and the bias whole."""
-    return 4 * (round(density * 4096) + 64) * 4
+    return 4 * (round(density * 4096) + 64) * 2
 
 
 @pytest.fixture
@@ -35,9 +36,7 @@ def rows(folder: Path, name: str) -> list[dict[str, str]]:
 
 
 def test_against_encoded_bytes_the_front_is_where_less_costs_more(journal: Path) -> None:
-    studies = compare(
-        journal, wide(), build=denser, trials=12, objective="pareto", workers=1, finals=True
-    )
+    studies = compare(journal, wide(), trials=7, objective="pareto", **ALONE)
     study = studies["randomk"]
     assert study.user_attrs[RULES]["bytes_counted"] == "encoded_bytes"
     for trial in study.trials:
@@ -46,7 +45,7 @@ def test_against_encoded_bytes_the_front_is_where_less_costs_more(journal: Path)
         assert known["encoded_bytes"] == pytest.approx(expected)
         assert known["encoding_ratio"] == pytest.approx(GRADIENT / expected)
         assert trial.values[1] == pytest.approx(math.log10(expected))
-    assert 1 < len(study.best_trials) < 12
+    assert 1 < len(study.best_trials) < 7
     assert min(study.trials, key=lambda t: t.values[1]) in study.best_trials
     report(journal, journal.with_name("out"))
     dense, ours = rows(journal.with_name("out"), "results")
@@ -65,9 +64,9 @@ def test_against_encoded_bytes_the_front_is_where_less_costs_more(journal: Path)
 def test_a_budget_bounds_what_is_encoded(journal: Path) -> None:
     allowed = encoded(0.1)
     method = wide(budget=allowed)
-    study = compare(journal, method, build=denser, trials=12, pruner="none", workers=1)["randomk"]
+    study = compare(journal, method, trials=7, pruner="none", **ALONE)["randomk"]
     within = {t.number for t in study.trials if encoded(t.params["compressor.density"]) <= allowed}
-    assert 0 < len(within) < 12
+    assert 0 < len(within) < 7
     assert {t.number for t in study.trials if t.state.name == "COMPLETE"} == within
     winner = best_trial(study)
     assert winner is not None
@@ -80,13 +79,13 @@ def test_a_budget_bounds_what_is_encoded(journal: Path) -> None:
 def test_an_old_study_that_counted_no_bytes_at_all_goes_on_without_a_budget_only(
     journal: Path, changes: dict[str, Any], counted: bool
 ) -> None:
-    study = compare(journal, wide(**changes), trials=1, workers=1)["randomk"]
+    study = compare(journal, wide(**changes), trials=1, **ALONE)["randomk"]
     rules = {
         name: value for name, value in study.user_attrs[RULES].items() if name != "bytes_counted"
     }
     study.set_user_attr(RULES, rules)
     if counted:
         with pytest.raises(ValueError, match=r"exists with bytes_counted='wire_bytes', and"):
-            compare(journal, wide(**changes), trials=1, workers=1)
+            compare(journal, wide(**changes), trials=1, **ALONE)
     else:
-        compare(journal, wide(**changes), trials=1, workers=1)
+        compare(journal, wide(**changes), trials=1, **ALONE)
