@@ -30,7 +30,7 @@ def test_averages_per_step_and_element() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_what_a_gradient_takes_encoded_does_not_depend_on_who_listens(workers: int) -> None:
+def test_a_gradient_has_an_encoded_size_whoever_listens(workers: int) -> None:
     with unwarned():
         result = fit(
             SimulatedDDPStrategy(RandomK(0.1), workers=workers),
