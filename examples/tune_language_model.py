@@ -173,14 +173,15 @@ class Text(pl.LightningDataModule):
 
 def tabulate(rows: Iterable[dict[str, str]]) -> Table:
     """Return the point of it all, to print: each method tuned, and with dense's settings."""
-    headings = ("method", "test perplexity, tuned", "with dense's settings", "ratio")
+    headings = ("method", "test perplexity, tuned", "with dense's settings", "ratio of bytes")
     table = Table(*headings, title="Mean and standard deviation over seeds")
     for row in rows:
         cells = [row["method"]]
         for column in ("test", "test_with_dense_hyper_parameters"):
             spread = row[f"{column}_spread"]  # none where a run has diverged
             cells.append(f"{float(row[column]):.1f} ± {float(spread):.1f}" if spread else "-")
-        table.add_row(*cells, f"{float(row['ratio'] or 1):.1f}")
+        # One worker sends nothing.
+        table.add_row(*cells, f"{float(row['ratio'] or row['encoding_ratio'] or 1):.1f}")
     return table
 
 

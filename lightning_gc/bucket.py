@@ -31,6 +31,15 @@ class Tally:
         """Elements sent whole, not given to a codec. Valid between rounds."""
         return self.grad_elements - self.elements
 
+    @property
+    def encoded_bytes(self) -> float:
+        """Bytes that the gradients take encoded: payloads, and what is sent whole, once each.
+
+        What is sent whole is taken to have the mean width of all elements. Valid between rounds.
+        """
+        width = self.grad_bytes / self.grad_elements if self.grad_elements else 0.0
+        return self.payload_bytes + self.whole * width
+
     def count(self, elements: int, sent: int, payload: Iterable[Tensor]) -> None:
         """Count a payload that holds ``sent`` of ``elements`` elements."""
         self.elements += elements

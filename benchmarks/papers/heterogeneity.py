@@ -22,8 +22,8 @@ import frame
 import numpy as np
 import torch
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
-from madelon import Regression, lines_of
-from madelon import read as read_madelon
+from logistic_regression import Regression, lines_of
+from logistic_regression import madelon as read_madelon
 from matplotlib.figure import Figure
 from torch import Tensor
 

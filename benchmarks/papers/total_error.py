@@ -24,7 +24,7 @@ import pytorch_lightning as pl
 import tasks
 import torch
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
-from madelon import read as read_madelon
+from logistic_regression import madelon as read_madelon
 from matplotlib.figure import Figure
 from previous_budget import EvenBudget
 from torch import Tensor, nn

@@ -28,12 +28,16 @@ class Monitor:
     At each logging step, under ``compression/``, of worker 0: ``wire_bytes`` and ``dense_bytes``
     per step, ``ratio``, ``density`` (sent share of all elements, those of tensors that are sent
     whole included), ``compressed_density`` (the same of compressed tensors only),
+    ``encoded_bytes`` (what the worker has to say: its gradient's payloads, and what is sent whole,
+    each once, whether or not anybody listens) and ``encoding_ratio`` (the gradient's bytes over
+    these; one worker has it too, whose ``wire_bytes`` are 0 and whose ``ratio`` is 1),
     ``bits_per_element`` (payload bits over all elements of these, sent or not), ``level``,
     ``relative_error`` ``‖x − C(x)‖/‖x‖``, ``error_norm``, and the seconds of ``compress``,
     ``communicate`` and ``decode``. Per epoch, under ``compression_epoch/``, the same as means over
     steps and workers (errors: over logging steps). ``compression/total_wire_bytes``,
-    ``total_dense_bytes`` and ``total_ratio`` of the whole fit, and the epoch's figures, are also in
-    ``trainer.callback_metrics``, for Optuna and for the parent of spawned processes.
+    ``total_dense_bytes``, ``total_ratio``, ``total_encoded_bytes`` and ``total_encoding_ratio`` of
+    the whole fit, and the epoch's figures, are also in ``trainer.callback_metrics``, for Optuna and
+    for the parent of spawned processes.
 
     With simulated workers, ``communication_seconds_estimated``, by the strategy's ``NetworkModel``,
     replaces ``communicate_seconds``, and ``compute_seconds`` is added: the time of all workers'
@@ -205,6 +209,8 @@ def grand_totals(total: Totals) -> dict[str, float]:
         PREFIX + "total_wire_bytes": total.wire_bytes,
         PREFIX + "total_dense_bytes": total.dense_bytes,
         PREFIX + "total_ratio": ratio(total.dense_bytes, total.wire_bytes),
+        PREFIX + "total_encoded_bytes": total.encoded_bytes,
+        PREFIX + "total_encoding_ratio": ratio(total.gradient_bytes, total.encoded_bytes),
     }
 
 
@@ -223,7 +229,7 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
 
 _CHARTS = {
     "bytes per step and worker": ["(wire|dense)_bytes"],
-    "compression ratio": ["ratio"],
+    "compression ratio": ["(ratio|encoding_ratio)"],
     "density and level": ["(density|compressed_density|level|level_min|level_max)"],
     "relative error": ["relative_error"],
     "total error": ["(total_error|total_error_update)"],

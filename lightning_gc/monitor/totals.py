@@ -35,6 +35,8 @@ class Totals:
     message_bytes: float = 0
     compute_seconds: float = 0
     whole: float = 0  # elements sent whole, besides those given to codecs
+    encoded_bytes: float = 0  # of gradients once encoded, whether or not they are sent
+    gradient_bytes: float = 0  # of the same gradients before
 
     def add(self, other: Totals) -> None:
         """Add another sum to this one."""
@@ -54,6 +56,9 @@ class Totals:
             "dense_bytes": self.dense_bytes / steps,
             "ratio": ratio(self.dense_bytes, self.wire_bytes),
         }
+        if self.gradient_bytes:
+            figures["encoded_bytes"] = self.encoded_bytes / steps
+            figures["encoding_ratio"] = ratio(self.gradient_bytes, self.encoded_bytes)
         if self.elements + self.whole:
             figures["density"] = (self.sent + self.whole) / (self.elements + self.whole)
         if self.elements:
@@ -106,6 +111,8 @@ class Sums:
             payload_bytes=now.payload_bytes - before.payload_bytes,
             message_bytes=account.message_bytes,
             whole=now.whole - before.whole,
+            encoded_bytes=now.encoded_bytes - before.encoded_bytes,
+            gradient_bytes=now.grad_bytes - before.grad_bytes,
         )
         self._tally = replace(now)
         if any(account.seconds.values()):

@@ -66,6 +66,9 @@ def tune(
     Returns:
         ``{name of the method: its study}``.
 
+    Warns:
+        UserWarning: a study of an earlier version, which did not write all its rules down.
+
     Raises:
         ValueError: methods that cannot be compared, or a study under other rules.
         StorageError: the storage cannot be used.

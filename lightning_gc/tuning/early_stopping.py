@@ -11,8 +11,8 @@ import optuna
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import Method
 
-WIRE_BYTES, DENSE_BYTES = "compression/total_wire_bytes", "compression/total_dense_bytes"
-PER_STEP = "compression_epoch/"
+TOTAL, PER_STEP = "compression/total_", "compression_epoch/"
+TIMES = ("seconds", "cpu_seconds")
 Outcome = Literal["complete", "pruned", "diverged"]
 
 
@@ -28,7 +28,7 @@ def look_up(metric: str, logged: Mapping[str, Any], kind: str, hook: str) -> flo
     """
     if metric in logged:
         return float(logged[metric])
-    names = sorted(n for n in logged if not n.startswith("compression") and n != "seconds")
+    names = sorted(n for n in logged if not n.startswith("compression") and n not in TIMES)
     raise MissingMetric(
         f"The {kind} {metric!r} was not logged. Logged were {', '.join(names) or 'none'}: call "
         f"self.log in {hook}, or name one of these."
@@ -75,7 +75,7 @@ class EarlyStopping:
         outcome: how the run has ended.
         reason: of an early end, in a sentence; else empty.
         curve: the metric of every validation.
-        seconds: of training, of every epoch in ``curve``.
+        seconds: of training, of every epoch in ``curve``; so are ``cpu_seconds``, of a worker.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class EarlyStopping:
         self.tracker = BestTracker(experiment)
         self.curve: list[float] = []
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.outcome: Outcome = "complete"
         self.reason = ""
         self._logged: dict[str, float] = {}
@@ -100,6 +101,7 @@ class EarlyStopping:
         value = look_up(experiment.metric, logged, "metric", "validation_step")
         self.curve.append(value)
         self.seconds.append(logged["seconds"])
+        self.cpu_seconds.append(logged["cpu_seconds"])
         self._logged = dict(logged)
         if not math.isfinite(value):
             return self._stop("diverged", f"{experiment.metric} is {value}")
@@ -107,8 +109,11 @@ class EarlyStopping:
         if self.trial is not None and experiment.objective == "metric":
             self.trial.report(value, len(self.curve) - 1)
             if self.over_budget > 0:
-                sent, allowed = logged[WIRE_BYTES], self.budget
-                return self._stop("pruned", f"{sent:,.0f} bytes sent, the budget is {allowed:,.0f}")
+                what = "encoded" if experiment.bytes_counted == "encoded_bytes" else "sent"
+                count, allowed = self.bytes_so_far, self.budget
+                return self._stop(
+                    "pruned", f"{count:,.0f} bytes {what}, the budget is {allowed:,.0f}"
+                )
             if self.trial.should_prune():
                 return self._stop("pruned", "worse than the median of the trials before")
         if experiment.patience is not None and epochs_since >= experiment.patience:
@@ -123,15 +128,19 @@ class EarlyStopping:
 
     @property
     def over_budget(self) -> float:
-        """Excess of the bytes sent over the budget, relative to it; above 0 is too much."""
-        if self.budget is None:
-            return -1.0
-        return self._logged.get(WIRE_BYTES, 0.0) / self.budget - 1
+        """Excess of the bytes over the budget, relative to it; above 0 is too much."""
+        return -1.0 if self.budget is None else self.bytes_so_far / self.budget - 1
+
+    @property
+    def bytes_so_far(self) -> float:
+        """Bytes that count towards the budget."""
+        return self._logged.get(TOTAL + self.experiment.bytes_counted, 0.0)
 
     def record(self) -> dict[str, Any]:
         """Return the run as plain values, for the trial's user attributes."""
         logged = self._logged
-        wire, dense = logged.get(WIRE_BYTES, 0.0), logged.get(DENSE_BYTES, 0.0)
+        counts = ("wire_bytes", "dense_bytes", "encoded_bytes")
+        wire, dense, encoded = (logged.get(TOTAL + name, 0.0) for name in counts)
         parts = {n.removeprefix(PER_STEP): v for n, v in logged.items() if n.startswith(PER_STEP)}
         return {
             "curve": self.curve,
@@ -140,8 +149,11 @@ class EarlyStopping:
             "reason": self.reason,
             "wire_bytes": wire,
             "dense_bytes": dense,
-            "ratio": dense / wire if wire else 1.0,
+            "ratio": dense / wire if wire else None,
+            "encoded_bytes": encoded,
+            "encoding_ratio": logged.get(TOTAL + "encoding_ratio") if encoded else None,
             "epoch_seconds": self.seconds,
+            "epoch_cpu_seconds": self.cpu_seconds,
             "per_step": parts,
         }
 

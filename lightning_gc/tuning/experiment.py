@@ -13,7 +13,11 @@ from lightning_gc.network_model import NetworkModel
 from lightning_gc.tuning.method import DENSE, Method
 
 Build = Callable[[optuna.trial.BaseTrial], Sequence[Any]]
-"""``(trial) -> (model, datamodule)``, or ``(model, datamodule, {Trainer argument: value})``."""
+"""``(trial) -> (model, datamodule)``, or ``(model, datamodule, {Trainer argument: value})``.
+
+An object with attributes ``space`` and ``sections`` declares by them what it draws and what else it
+goes by, as the one of a YAML file does; then a study that was made with others is refused.
+"""
 
 RESERVED = ("strategy", "devices", "num_nodes", "enable_checkpointing")
 
@@ -25,21 +29,23 @@ class Experiment:
     Args:
         name: prefix of its studies, which are called ``name/method``.
         build: asks the trial for hyper-parameters (``trial.suggest_float("learning_rate", 1, 50)``)
-            and returns a new model and datamodule. It must be importable if ``devices`` > 1.
+            and returns a new model and datamodule. It must be importable if ``devices`` > 1. Its
+            code is not compared: after a change of it give the experiment another name.
         metric: logged in validation; trials are selected on it.
         mode: whether less or more of it is better.
         test_metric: logged by ``trainer.test``; computed for the winner only. None: no test.
         trials: per study, pruned and diverged ones included.
         sampler: ``"tpe"`` learns from earlier trials, ``"random"`` does not.
         objective: ``"metric"``: the best metric, within the budget if there is one. ``"pareto"``:
-            metric against bytes; no trial is pruned then.
-        budget: bytes that one worker may send in a run. The dense baseline has no budget.
+            metric against the same bytes; no trial is pruned then.
+        budget: bytes that one worker may send in a run; with a single worker, which sends none,
+            those that its gradients may take encoded. The dense baseline has no budget.
         pruner: ``"median"`` stops a trial that is worse than the median of the others at that
             epoch, ``"none"`` stops none.
         warmup: epochs before a trial may be pruned.
         patience: consecutive epochs without an improvement after which a run stops. None: never.
         seed: of the draws, and of weights and data order in all trials.
-        seeds: of the final runs, with the best hyper-parameters.
+        seeds: of the final runs, with the best hyper-parameters. More may be added later.
         workers: simulated workers of a trial that runs on one device, in this process.
         network: estimates their seconds of communication.
         devices: above 1, every trial runs in as many real processes.
@@ -117,6 +123,14 @@ class Experiment:
         if method.budget is not None:
             return method.budget
         return None if method.name == DENSE else self.budget
+
+    @property
+    def bytes_counted(self) -> str:
+        """What budget and Pareto front count: ``"wire_bytes"``, or one worker's ``encoded_bytes``.
+
+        See ``CompressionMonitor``.
+        """
+        return "encoded_bytes" if self.workers == self.devices == 1 else "wire_bytes"
 
     def study_name(self, method: Method) -> str:
         """Return the name of a method's study."""

@@ -1,7 +1,8 @@
 """Final runs: the best trial of each study over several seeds, with the test metric.
 
-Each method is also run with its own fields as tuned, but the shared hyper-parameters of the dense
-baseline's best trial: what a user gets who does not tune again.
+Each method is also run with the fields of its compressor and memory as tuned, which the baseline
+does not have, but the shared hyper-parameters of the dense baseline's best trial: what a user gets
+who does not tune learning rate and dropout again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.failure_detector import FailureDetector, heartbeat, owner
 from lightning_gc.tuning.method import DENSE, Method
-from lightning_gc.tuning.parameter_space import PREFIX
+from lightning_gc.tuning.parameter_space import MEMORY_PREFIX, PREFIX
 from lightning_gc.tuning.studies import best_trial
 from lightning_gc.tuning.trial import TrialError, train
 
@@ -79,8 +80,9 @@ def _planned(
         return
     runs = [(_prefix(TUNED, study), TUNED, winner.params)]
     if method.name != DENSE and baseline is not None:
-        shared = {n: v for n, v in baseline.params.items() if not n.startswith(PREFIX)}
-        own = {n: v for n, v in winner.params.items() if n.startswith(PREFIX)}
+        prefixes = (PREFIX, MEMORY_PREFIX)
+        shared = {n: v for n, v in baseline.params.items() if not n.startswith(prefixes)}
+        own = {n: v for n, v in winner.params.items() if n.startswith(prefixes)}
         runs.append((_prefix(TRANSFERRED, study, dense), TRANSFERRED, shared | own))
     for prefix, source, params in runs:
         for seed in experiment.seeds:

@@ -16,7 +16,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.registry import did_you_mean, make
-from lightning_gc.schemes import Scheme
+from lightning_gc.schemes import SCHEMES, Scheme
 from lightning_gc.search_space import Choice, Space, check_field, merge
 from lightning_gc.tuning.parameter_space import MEMORY_PREFIX, PREFIX, endpoints, suggest
 
@@ -123,11 +123,21 @@ class Method:
         """Return the memory of a trial."""
         return self._make_memory(suggest(trial, self.tuned_memory, MEMORY_PREFIX))
 
-    def _base_memory(self) -> Memory:
-        memory = self.memory
+    def memory_and_scheme(self) -> tuple[Memory, Scheme | None]:
+        """Return both, as given or by default; the memory without tuned values.
+
+        Raises:
+            ValueError: an unknown name, or one that does not work with the compressor.
+        """
+        memory, scheme = self.memory, self.scheme
         if isinstance(memory, str):
             memory = make("memory", memory, MEMORIES, Memory)
-        return combine(self.make_compressor(endpoints(self.tuned)), memory)[1]
+        if isinstance(scheme, str):
+            scheme = make("scheme", scheme, SCHEMES, Scheme)
+        return combine(self.make_compressor(endpoints(self.tuned)), memory, scheme)[1:]
+
+    def _base_memory(self) -> Memory:
+        return self.memory_and_scheme()[0]
 
     def _make_memory(self, tuned: Mapping[str, Any]) -> Memory:
         return dataclasses.replace(self._base_memory(), **tuned)  # type: ignore[type-var]

@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_gc.tuning.tables import Row, Studies, Table, log_scaled, rules_of
+from lightning_gc.tuning.tables import Row, Studies, Table, log_scaled, rules_of, sizes_of
 
 # Makes plots reproducible to the byte.
 _SVG: Any = {"svg.hashsalt": "lightning_gc", "svg.fonttype": "path"}
@@ -26,7 +26,8 @@ def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
         if tables[table].rows:
             found[name] = _svg(how, tables[table].rows)
 
-    draw("metric_against_ratio", "metric_against_ratio", lambda a, rows: _scatter(a, rows, metric))
+    scatter = functools.partial(_scatter, metric=metric, ratio=sizes_of(studies)[0])
+    draw("metric_against_ratio", "metric_against_ratio", scatter)
     draw("transfer", "results", _transfer)
     tuned = tables["tuned_parameters"].rows
     for parameter in sorted({row["parameter"] for row in tuned}):
@@ -36,6 +37,8 @@ def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
             boxes = functools.partial(_boxes, column="value", label=parameter, log=log)
             found[f"tuned_{parameter}"] = _svg(boxes, chosen)
     draw("seconds_per_step", "seconds_per_step", _stacks)
+    times = functools.partial(_boxes, column="cpu_seconds", label="CPU seconds per epoch")
+    draw("cpu_seconds", "cpu_seconds", times)
     draw("convergence", "convergence", lambda axes, rows: _curves(axes, rows, metric))
     epochs = functools.partial(_boxes, column="best_epoch", label="best epoch")
     draw("epochs_to_converge", "epochs_to_converge", epochs)
@@ -63,13 +66,14 @@ def _by_method(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def _scatter(axes: Axes, rows: tuple[Row, ...], metric: str) -> None:
+def _scatter(axes: Axes, rows: tuple[Row, ...], metric: str, ratio: str) -> None:
     for method, points in _by_method(rows).items():
-        x, y = [p["ratio"] for p in points], [p["metric"] for p in points]
+        x, y = [p[ratio] or 1.0 for p in points], [p["metric"] for p in points]
         axes.scatter(x, y, s=22, alpha=0.7, label=method)
-    front = sorted((p["ratio"], p["metric"]) for p in rows if p["on_front"])
+    front = sorted((p[ratio] or 1.0, p["metric"]) for p in rows if p["on_front"])
     axes.plot(*zip(*front, strict=True), color="black", linewidth=1, label="Pareto front")
-    axes.set(xscale="log", xlabel="compression ratio", ylabel=metric)
+    of = {"ratio": "compression ratio", "encoding_ratio": "encoding ratio (nothing is sent)"}
+    axes.set(xscale="log", xlabel=of[ratio], ylabel=metric)
     _log_if_wide(axes, [p["metric"] for p in rows])
 
 

@@ -16,25 +16,32 @@ from optuna.storages import BaseStorage
 from lightning_gc import text_table
 from lightning_gc.tuning.plots import plots
 from lightning_gc.tuning.storage import open_storage
-from lightning_gc.tuning.tables import TOP, Studies, Table, rules_of, tables
+from lightning_gc.tuning.tables import TOP, Studies, Table, rules_of, sizes_of, tables
 
 _TEXTS = {
     "results": "Each method with hyper-parameters of its own, and the same method with those of "
     "the dense winner: mean and standard deviation of the test metric over seeds. The winner was "
-    "chosen on the validation metric alone. Bytes are those that one worker sends in a run; trials "
-    "are complete + pruned + failed.",
+    "chosen on the validation metric alone. Bytes are those of one worker in a run; trials are "
+    "complete + pruned + failed.",
     "transfer": "What tuning each method by itself gains.",
     "winners": "The hyper-parameters of each winner, beside those of the dense winner.",
     "metric_against_ratio": "Every complete trial. Right and towards the better metric is "
     "better; the line joins the trials that no other beats in both.",
     "tuned": f"The best trials of each study: up to {TOP}, or a third of the complete ones. "
     "The star is the winner.",
-    "seconds_per_step": "Of one worker, in the best trial.",
+    "seconds_per_step": "Of one worker, in the best trial, by the wall clock.",
+    "cpu_seconds": "CPU time of the process in an epoch of training, with compression, over its "
+    "workers, as the thesis measures it: the mean over a trial's epochs, in the best trials.",
     "convergence": "The validation metric of the best trial, epoch by epoch.",
     "epochs_to_converge": "The epoch of the best validation, in the same trials.",
     "importance": "How much of what makes a trial good each parameter explains. Studies of fewer "
     "than 4 complete trials are left out.",
 }
+_ALONE = (
+    " With one worker nothing is sent. Encoded bytes are what it would have to say in a run: its "
+    "gradients' payloads, and what goes whole, without lengths and further rounds; the encoding "
+    "ratio is the gradients' bytes over these."
+)
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
 table { border-collapse: collapse; margin: 1em 0; display: block; overflow-x: auto; }
@@ -93,7 +100,7 @@ def report(
     out = Path(out)
     found = tables(studies)
     drawn = plots(studies, found)
-    sections = _sections(found, drawn)
+    sections = _sections(found, drawn, sizes_of(studies))
     files = {out / "plots" / f"{file_name(name)}.svg": svg for name, svg in drawn.items()}
     files[out / "report.md"] = _markdown(experiment, studies, sections).encode()
     files[out / "report.html"] = _page(experiment, studies, sections, drawn).encode()
@@ -121,8 +128,10 @@ def file_name(name: str) -> str:
     return f"{kept}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def _sections(found: dict[str, Table], drawn: dict[str, bytes]) -> list[Section]:
-    sections = [Section("Results", _TEXTS["results"], _summary(found["results"]))]
+def _sections(
+    found: dict[str, Table], drawn: dict[str, bytes], sizes: tuple[str, str]
+) -> list[Section]:
+    sections = [Section("Results", _TEXTS["results"], _summary(found["results"], sizes))]
     if "transfer" in drawn:
         sections.append(Section("Tuned or transferred", _TEXTS["transfer"], plot="transfer"))
     sections.append(Section("Winners", _TEXTS["winners"], found["winners"]))
@@ -134,7 +143,7 @@ def _sections(found: dict[str, Table], drawn: dict[str, bytes]) -> list[Section]
     return sections
 
 
-def _summary(results: Table) -> Table:
+def _summary(results: Table, sizes: tuple[str, str]) -> Table:
     """Return the results in as few columns as fit a page."""
     rows = tuple(
         {
@@ -143,8 +152,7 @@ def _summary(results: Table) -> Table:
             "test": _with_spread(row, "test"),
             "with_dense's": _with_spread(row, "test_with_dense_hyper_parameters"),
             "seeds": row["seeds"],
-            "ratio": row.get("ratio"),
-            "bytes": row.get("wire_bytes"),
+            **{size: row.get(size) for size in sizes},
             "epochs": row.get("epochs"),
             "trials": f"{row['complete']} + {row['pruned']} + {row['failed']}",
         }
@@ -160,9 +168,11 @@ def _with_spread(row: dict[str, Any], column: str) -> str:
 
 def _introduction(studies: Studies) -> str:
     rules = rules_of(studies)
+    alone = rules["workers"] == 1
+    workers = "1 worker" if alone else f"{rules['workers']} workers"
     return (
         f"{len(studies)} studies, one per method, selected on {rules['metric']} ({rules['mode']}), "
-        f"{rules['workers']} workers. The table behind each plot is in tables/."
+        f"{workers}. The table behind each plot is in tables/.{_ALONE if alone else ''}"
     )
 
 

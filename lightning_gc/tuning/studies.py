@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
 
 import optuna
@@ -13,10 +12,9 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from lightning_gc.registry import path_of, public_name
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.parameter_space import as_json
+from lightning_gc.tuning.study_rules import agreed, rules_of
 
 RULES = "rules"
 
@@ -26,22 +24,14 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
 
     Raises:
         ValueError: it exists under other rules.
+
+    Warns:
+        UserWarning: it is of a version that did not write all rules down.
     """
     name, pareto = experiment.study_name(method), experiment.objective == "pareto"
     minimize, maximize = StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE
     direction = minimize if experiment.mode == "min" else maximize
-    rules = {
-        "metric": experiment.metric,
-        "mode": experiment.mode,
-        "objective": experiment.objective,
-        "compressor": path_of(method.compressor_class),
-        "fixed": dict(method.fixed),
-        # The shared space is known if it is declared; functions only draw from it.
-        "space": as_json(method.tuned) | as_json(getattr(experiment.build, "space", ())),
-        "budget": experiment.budget_of(method),
-        "workers": max(experiment.workers, experiment.devices),
-    }
-    rules = json.loads(json.dumps(rules))  # as the storage will give them back
+    rules = rules_of(experiment, method)
     pruner = MedianPruner(n_startup_trials=5, n_warmup_steps=experiment.warmup)
     study = optuna.create_study(
         study_name=name,
@@ -52,18 +42,10 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
         load_if_exists=True,
     )
     known = study.user_attrs.get(RULES)
-    if known is None and not study.get_trials(deepcopy=False):
-        study.set_user_attr(RULES, rules)
-        return study
-    if known:  # rules of old studies name the compressor's file as well
-        known = known | {"compressor": public_name(known["compressor"])}
+    if known is not None or study.get_trials(deepcopy=False):
+        rules = agreed(name, known, rules)
     if known != rules:
-        old = known or {}
-        other = next(key for key in rules if old.get(key) != rules[key])
-        raise ValueError(
-            f"The study {name!r} exists with {other}={old.get(other)!r}, and is now asked for "
-            f"{other}={rules[other]!r}: give the experiment another name or storage."
-        )
+        study.set_user_attr(RULES, rules)
     return study
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import re
 import statistics
@@ -24,7 +25,10 @@ TOP = 8
 """Greatest number of best trials of a study in box plots; at most a third of its trials."""
 
 _RESULTS = """method validation test test_spread seeds test_with_dense_hyper_parameters
-test_with_dense_hyper_parameters_spread ratio wire_bytes epochs complete pruned failed"""
+test_with_dense_hyper_parameters_spread ratio wire_bytes encoding_ratio encoded_bytes epochs
+complete pruned failed"""
+_SCATTER = "method trial metric ratio wire_bytes encoding_ratio encoded_bytes on_front"
+_SIZES = ("ratio", "wire_bytes", "encoding_ratio", "encoded_bytes")
 
 _FORMULA = re.compile(r"(?![+-]?[\d.]+(e[+-]?\d+)?\Z)[=+\-@\t\r\n]", re.IGNORECASE)
 """Texts that a spreadsheet may compute; a text that is just a number is none."""
@@ -69,9 +73,10 @@ def tables(studies: Studies) -> dict[str, Table]:
     contents: dict[str, tuple[Callable[[Studies], Cells], str]] = {
         "results": (_results, _RESULTS),
         "winners": (_winners, "method parameter value dense_value"),
-        "metric_against_ratio": (_scatter, "method trial metric ratio wire_bytes on_front"),
+        "metric_against_ratio": (_scatter, _SCATTER),
         "tuned_parameters": (_parameters, "method parameter trial value"),
         "seconds_per_step": (_seconds, "method computation compression communication estimated"),
+        "cpu_seconds": (_cpu_seconds, "method trial cpu_seconds"),
         "convergence": (_convergence, "method epoch metric"),
         "epochs_to_converge": (_epochs, "method trial best_epoch epochs"),
         "importance": (_importance, "method parameter importance"),
@@ -88,6 +93,11 @@ def rules_of(studies: Studies) -> dict[str, Any]:
     """Return the rules that all studies share, with defaults where they are not known."""
     known = next(iter(studies.values())).user_attrs.get(RULES, {})
     return {"metric": "metric", "mode": "min", "workers": 1, **known}
+
+
+def sizes_of(studies: Studies) -> tuple[str, str]:
+    """Return the columns of ratio and bytes: of what is sent, or of what one worker encodes."""
+    return _SIZES[2:] if rules_of(studies)["workers"] == 1 else _SIZES[:2]
 
 
 def log_scaled(studies: Studies, parameter: str) -> bool:
@@ -136,7 +146,7 @@ def _results(studies: Studies) -> Cells:
             *_mean(tuned),
             len(tuned),
             *_mean(moved if name != DENSE else tuned),
-            *(known.get(key) for key in ("ratio", "wire_bytes", "epochs")),
+            *(known.get(key) for key in (*_SIZES, "epochs")),
             *(states.count(s) for s in (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)),
         )
 
@@ -161,20 +171,20 @@ def _winners(studies: Studies) -> Cells:
 
 
 def _scatter(studies: Studies) -> Cells:
-    points = []
+    points, (ratio, _) = [], sizes_of(studies)
     for name, study in studies.items():
         for trial in _complete(study):
-            ratio = trial.user_attrs.get("ratio", 1.0)
-            points.append((-ratio, _loss(study, trial), name, trial))
+            minus_ratio = -(trial.user_attrs.get(ratio) or 1.0)
+            points.append((minus_ratio, _loss(study, trial), name, trial))
     # From the highest ratio down, a point is on the front if none before it was as good.
     front, best = set(), float("inf")
     for _, loss, name, trial in sorted(points, key=lambda point: point[:2]):
         if loss < best:
             front.add((name, trial.number))
             best = loss
-    for minus_ratio, _, name, trial in points:
-        sent, number = trial.user_attrs.get("wire_bytes", 0.0), trial.number
-        yield name, number, trial.values[0], -minus_ratio, sent, (name, number) in front
+    for _, _, name, trial in points:
+        sizes, number = (trial.user_attrs.get(key) for key in _SIZES), trial.number
+        yield name, number, trial.values[0], *sizes, (name, number) in front
 
 
 def _parameters(studies: Studies) -> Cells:
@@ -192,6 +202,12 @@ def _seconds(studies: Studies) -> Cells:
             sent = "communication_seconds_estimated" if estimated else "communicate_seconds"
             computing, sending = spent.get("compute_seconds", 0.0), spent.get(sent, 0.0)
             yield name, computing, compressing, sending, estimated
+
+
+def _cpu_seconds(studies: Studies) -> Cells:
+    for name, trial in _top(studies):
+        if spent := trial.user_attrs.get("epoch_cpu_seconds"):
+            yield name, trial.number, statistics.mean(spent)
 
 
 def _convergence(studies: Studies) -> Cells:
@@ -215,10 +231,11 @@ def _importance(studies: Studies) -> Cells:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            warnings.filterwarnings("ignore", "PedAnovaImportanceEvaluator computes")  # of the loss
             found = optuna.importance.get_param_importances(
                 study,
                 evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
-                target=(lambda t: float(t.values[0])) if len(study.directions) > 1 else None,
+                target=functools.partial(_loss, study) if len(study.directions) > 1 else None,
             )
         for parameter, importance in found.items():
             yield name, parameter, importance

@@ -21,7 +21,8 @@ class TrialCallback(pl.Callback):
     Worker 0 asks and all obey. Must follow the monitor, whose metrics it passes on.
 
     Args:
-        ask: is given all logged metrics and the epoch's ``seconds`` of training.
+        ask: is given all logged metrics, the epoch's ``seconds`` of training, and its
+            ``cpu_seconds``: CPU time of the process over its workers.
         best_of: restore the weights of the best epoch at the end; None keeps the last ones.
 
     Attributes:
@@ -33,17 +34,17 @@ class TrialCallback(pl.Callback):
         self.interrupted = False
         self._tracker = BestTracker(best_of) if best_of is not None else None
         self._weights: dict[str, Any] | None = None
-        self._start = 0.0
-        self._seconds: float | None = None
+        self._starts = self._spent = 0.0, 0.0  # wall clock and CPU time
         self._validated = False
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
-        self._start, self._seconds, self._validated = time.perf_counter(), None, False
+        """Start the clocks."""
+        self._starts, self._validated = _clocks(), False
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock; of several validations the last one counts."""
-        self._seconds = time.perf_counter() - self._start
+        """Stop the clocks; of several validations the last one counts."""
+        (wall, cpu), (wall_start, cpu_start) = _clocks(), self._starts
+        self._spent = wall - wall_start, cpu - cpu_start
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that there are new metrics."""
@@ -54,13 +55,15 @@ class TrialCallback(pl.Callback):
         if not self._validated:
             return
         go_on, better, tracker = True, True, self._tracker
+        strategy: Any = trainer.strategy
         if trainer.is_global_zero:
             logged = {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1}
-            go_on = self.ask({**logged, "seconds": self._seconds or 0.0})
+            seconds, cpu = self._spent
+            times = {"seconds": seconds, "cpu_seconds": cpu / len(strategy.engines)}
+            go_on = self.ask(logged | times)
             if tracker is not None:
                 value = logged.get(tracker.experiment.metric, math.nan)
                 better = math.isfinite(value) and tracker.add(value) == 0
-        strategy: Any = trainer.strategy
         if tracker is not None and strategy.reduce_boolean_decision(better):
             weights = pl_module.state_dict()
             self._weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
@@ -77,3 +80,7 @@ class TrialCallback(pl.Callback):
     ) -> None:
         """Tell Ctrl-C from a failure."""
         self.interrupted = isinstance(exception, KeyboardInterrupt)
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()

@@ -109,8 +109,8 @@ def _tell(study: optuna.Study, trial: optuna.Trial, stopping: EarlyStopping) -> 
         ended = {"diverged": TrialState.FAIL, "pruned": TrialState.PRUNED}
         _finish(study, trial, ended[stopping.outcome])
     elif stopping.experiment.objective == "pareto":
-        bytes_sent = math.log10(max(record["wire_bytes"], 1.0))
-        _finish(study, trial, TrialState.COMPLETE, [stopping.best, bytes_sent])
+        size = math.log10(max(stopping.bytes_so_far, 1.0))
+        _finish(study, trial, TrialState.COMPLETE, [stopping.best, size])
     else:
         _finish(study, trial, TrialState.COMPLETE, [stopping.best])
 

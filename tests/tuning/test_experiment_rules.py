@@ -6,17 +6,19 @@ from typing import Any
 import pytest
 
 from lightning_gc.tuning import Experiment, Method, MissingMetric
-from lightning_gc.tuning.early_stopping import WIRE_BYTES, BestTracker, EarlyStopping
+from lightning_gc.tuning.early_stopping import BestTracker, EarlyStopping
 from tests.support.tuning import bowl, experiment
 
 nan = float("nan")
+SENT = "compression/total_wire_bytes"
+TIMES = {"seconds": 0.0, "cpu_seconds": 0.0}
 
 
 def hear(stopping: EarlyStopping, *values: float, sent: float = 1.0) -> list[bool]:
     """Tell one value per epoch, until the stopping ends the run."""
     said = []
     for epoch, value in enumerate(values, start=1):
-        said.append(stopping.update({"loss": value, "seconds": 0.0, WIRE_BYTES: sent * epoch}))
+        said.append(stopping.update({"loss": value, **TIMES, SENT: sent * epoch}))
         if not said[-1]:
             break
     return said
@@ -52,7 +54,7 @@ def test_what_is_not_finite_has_diverged() -> None:
 def test_a_metric_that_was_not_logged_is_said_with_those_that_were() -> None:
     stopping = EarlyStopping(experiment(), Method("topk"))
     with pytest.raises(MissingMetric, match=r"'loss' was not logged. Logged were los:"):
-        stopping.update({"los": 1.0, "seconds": 0.0, WIRE_BYTES: 0.0})
+        stopping.update({"los": 1.0, **TIMES, SENT: 0.0})
 
 
 def test_the_dense_baseline_has_no_budget_and_methods_may_have_their_own() -> None:

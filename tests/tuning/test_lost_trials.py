@@ -185,7 +185,7 @@ def test_a_final_run_on_another_host_is_waited_for_until_its_beat_has_stood_stil
     study: optuna.Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(stopping: Any, trial: Any, seed: int) -> float:
-        stopping.update({"loss": 1.0, "seconds": 0.0})
+        stopping.update({"loss": 1.0, "seconds": 0.0, "cpu_seconds": 0.0})
         return 5.0
 
     monkeypatch.setattr(final_runs, "train", train)

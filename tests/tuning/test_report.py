@@ -13,14 +13,15 @@ from optuna.trial import TrialState
 
 from lightning_gc.tuning import open_storage, report
 from lightning_gc.tuning.studies import RULES
+from lightning_gc.tuning.tables import tables
 
 TABLES = [
     *("results", "winners", "metric_against_ratio", "tuned_parameters"),
-    *("seconds_per_step", "convergence", "epochs_to_converge", "importance"),
+    *("seconds_per_step", "cpu_seconds", "convergence", "epochs_to_converge", "importance"),
 ]
 PLOTS = [
     *("metric_against_ratio", "transfer", "tuned_learning_rate", "tuned_compressor.density"),
-    *("seconds_per_step", "convergence", "epochs_to_converge", "importance"),
+    *("seconds_per_step", "cpu_seconds", "convergence", "epochs_to_converge", "importance"),
 ]
 
 
@@ -39,6 +40,7 @@ def add_study(storage: BaseStorage, name: str, ratio: float, best_rate: float) -
             "curve": [200.0, 150.0, 100 + abs(rate - best_rate)],
             "best_epoch": 2,
             "epochs": 3,
+            "epoch_cpu_seconds": [1.0 + i, 2.0 + i, 3.0 + i],
             "per_step": {
                 "compute_seconds": 0.01,
                 "compress_seconds": 0.002,
@@ -119,11 +121,29 @@ def test_tables_say_what_the_studies_know(storage: BaseStorage, tmp_path: Path) 
     seconds = {row["method"]: row for row in rows(tmp_path, "seconds_per_step")}
     assert float(seconds["topk"]["communication"]) == pytest.approx(0.02 / 50)
     assert float(seconds["dense"]["compression"]) == pytest.approx(0.003)
+    spent = [row for row in rows(tmp_path, "cpu_seconds") if row["method"] == "topk"]
+    assert [row["cpu_seconds"] for row in spent] == [f"{2.0 + int(r['trial'])}" for r in spent]
+    assert len(spent) == 3
     assert [row["metric"] for row in rows(tmp_path, "convergence")][:2] == ["200.0", "150.0"]
     assert {row["parameter"] for row in rows(tmp_path, "importance")} == {
         "learning_rate",
         "compressor.density",
     }
+
+
+def test_of_a_front_too_it_is_a_good_metric_that_parameters_explain() -> None:
+    """Good is high here: what makes it high is ``a``, what makes it low ``b``."""
+    study = optuna.create_study(
+        directions=["maximize", "minimize"],
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    for _ in range(60):
+        trial = study.ask()
+        a, b = trial.suggest_float("a", 0, 1), trial.suggest_float("b", 0, 1)
+        study.tell(trial, [9.0 if a > 0.8 else b, 1.0])
+    table = tables({"dense": study})["importance"]
+    found = {row["parameter"]: row["importance"] for row in table.rows}
+    assert found["a"] > found["b"]
 
 
 def test_the_same_studies_make_the_same_files(storage: BaseStorage, tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ def test_spaces_are_written_down_as_plain_values() -> None:
             "do one",
         ),
         (lambda: Method("dgc", memory="residul"), "'residul'", "'residual'"),
+        (lambda: Method("topk", scheme="gather"), "'gather'", "'all_gather'"),
+        (lambda: Method("topk", scheme="all_reduce"), "AllReduce()", "Use AllGather()"),
         (lambda: Method("topk", memory_space=(Range("m", 0, 1),)), "'m'", "fields are decay"),
         (lambda: Method("dgc", memory_space=(Range("momentum", 0, 1),)), "=1", "use 0.9"),
         (lambda: Range("a", 2, 1), "2 to 1", "holds no number"),

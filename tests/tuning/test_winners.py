@@ -1,5 +1,8 @@
 """Which trial wins, and with which seeds and weights it is run again."""
 
+import itertools
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import optuna
@@ -28,7 +31,7 @@ def test_the_best_trial_depends_on_the_direction(direction: Any, wins: int) -> N
 
 def test_a_final_run_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(stopping: Any, trial: Any, seed: int) -> float:
-        stopping.update({"loss": 1.0, "seconds": 0.0})
+        stopping.update({"loss": 1.0, "seconds": 0.0, "cpu_seconds": 0.0})
         return 10.0 + seed
 
     monkeypatch.setattr(final_runs, "train", train)
@@ -40,6 +43,23 @@ def test_a_final_run_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         (TUNED, 3, 13.0),
         (TUNED, 5, 15.0),
     ]
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_cpu_time_of_training_is_shared_by_the_workers_of_a_process(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation is not in it: two looks at the clock in an epoch, at both ends of its training."""
+    monkeypatch.setattr(time, "process_time", itertools.count(0.0, 8.0).__next__)
+    rules, told = experiment(workers=workers), []
+
+    def ask(logged: Mapping[str, float]) -> bool:
+        told.append(logged["cpu_seconds"])
+        return True
+
+    with unwarned():
+        fit(rules, Method("dense"), optuna.trial.FixedTrial({"x": 0.5}), ask, 0)
+    assert told == [8.0 / workers] * 2
 
 
 class Counts(Bowl):

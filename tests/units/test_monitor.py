@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from lightning_gc import PerParameter, TopK
+from lightning_gc import PerParameter, RandomK, TopK
 from lightning_gc.controllers import Schedule
+from lightning_gc.engine.compatibility import by_default
 from lightning_gc.monitor.decisions import level_figures
 from lightning_gc.monitor.totals import Totals
 from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
@@ -26,6 +27,27 @@ def test_averages_per_step_and_element() -> None:
         "compressed_density": 0.1,
         "bits_per_element": 1,  # 400 bits for 400 elements, of which 40 are sent
     }
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_gradient_has_an_encoded_size_whoever_listens(workers: int) -> None:
+    with unwarned():
+        result = fit(
+            SimulatedDDPStrategy(RandomK(0.1), workers=workers),
+            Plain,
+            lambda: common_batches(48, 4),
+            callbacks=[CompressionMonitor()],
+        )
+    metrics = result["metrics"]
+    sizes = [parameter.size for parameter in result["parameters"]]
+    compressed = [by_default(RandomK(0.1)).compresses(p.shape) for p in result["parameters"]]
+    sent = [round(0.1 * n) if ours else n for n, ours in zip(sizes, compressed, strict=True)]
+    assert sorted(set(compressed)) == [False, True]
+    assert metrics["compression_epoch/encoded_bytes"] == 4 * sum(sent)
+    assert metrics["compression_epoch/encoding_ratio"] == pytest.approx(sum(sizes) / sum(sent))
+    assert metrics["compression/total_encoded_bytes"] == 4 * sum(sent) * result["steps"]
+    assert metrics["compression/total_encoding_ratio"] == pytest.approx(sum(sizes) / sum(sent))
+    assert (metrics["compression/total_wire_bytes"] == 0) == (workers == 1)
 
 
 def test_levels_in_figures() -> None:
