@@ -18,7 +18,7 @@ from lightning_gc.strategies.single_trainer import SingleTrainer
 from lightning_gc.strategies.training_progress import moment_of
 from lightning_gc.synchronizer import Workers, configure
 from lightning_gc.synchronizer.control_loop import ControlLoop, Peers
-from lightning_gc.synchronizer.validation import check_controller
+from lightning_gc.synchronizer.validation import check_controller, refuse_unsynchronised
 from lightning_gc.synchronizer.workers import learning_rates_of
 from lightning_gc.transports.accounting import Recorder
 
@@ -149,6 +149,9 @@ class CompressedStrategy(Resuming, SingleTrainer):
     def _active_engine(self) -> Engine:
         """Return the engine of the worker whose batch is running."""
         return self.engines[0]
+
+    def _refuse_unsynchronised(self) -> None:
+        refuse_unsynchronised(self.lightning_module, self.names, self.optimizers)  # type: ignore[attr-defined]
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]

@@ -71,6 +71,8 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
             own, an unknown ``verify``, a controller that cannot set the compressor's knob, a
             strategy object that already belongs to a Trainer; at fit start, sparse embedding
             gradients, or workers whose configurations differ.
+        RuntimeError: in a backward pass, a parameter that was unfrozen, added or replaced after the
+            fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, TopK
@@ -160,6 +162,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
         if self._synchronizer is not None:
+            self._refuse_unsynchronised()
             self._synchronizer.check()
 
     def on_exception(self, exception: BaseException) -> None:

@@ -223,7 +223,7 @@ class SimulatedDDP(CompressedStrategy):
                 f"The epoch has ended with worker {worker}'s micro-batch. Give a number of batches "
                 f"that {self.workers} divides, such as by Trainer(limit_train_batches=...)."
             )
-        self._refuse_unfrozen_parameters()
+        self._refuse_unsynchronised()
         self._prepare_round()
         for part in self._gradients.parts:
             flows = [  # the mean is the same for all, so only worker 0 decodes it
@@ -254,12 +254,3 @@ class SimulatedDDP(CompressedStrategy):
             self._gradients.close()
         self._gradients = None
         super().teardown()  # type: ignore[misc]
-
-    def _refuse_unfrozen_parameters(self) -> None:
-        module = self.lightning_module  # type: ignore[attr-defined]
-        for name, param in module.named_parameters():
-            if param.requires_grad and param not in self.names:
-                raise RuntimeError(
-                    f"{name} has begun to require a gradient after the fit began, which no worker "
-                    f"notices, as in DDP. Let it require one from the start."
-                )
