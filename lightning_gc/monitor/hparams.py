@@ -49,11 +49,11 @@ def short(value: Any) -> str:
         >>> short(Quantised(TopK(0.05, selection="sampled"), QSGD(4)))
         "Quantised(TopK(0.05, selection='sampled'), QSGD(4))"
     """
+    knob = None
     if isinstance(value, Compressor):
-        value = _bare(value)
+        value, knob = _bare(value), value.knob and value.knob.field
     if not dataclasses.is_dataclass(value):
         return repr(value)
-    knob = value.knob.field if isinstance(value, Compressor) and value.knob else None
     fields = [field for field in dataclasses.fields(value) if field.init]
     words, in_order = [], True
     for field in fields:

@@ -9,6 +9,7 @@ import torch
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.engine import Engine
+from lightning_gc.flavours import ADAPTORS
 from lightning_gc.memories import Memory
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.schemes import Scheme
@@ -55,6 +56,18 @@ class CompressedStrategy(Resuming, SingleTrainer):
         self.control_loop: ControlLoop | None = None
         self.local_workers = Workers(configuration)
         self._configure_state(state, state_dtype)
+
+    def __repr__(self) -> str:
+        """Return class, compressor and Lightning package.
+
+        Lightning shows it where a strategy is not for its Trainer.
+        """
+        home = type(self).__module__
+        packages = [package for package, module in ADAPTORS.items() if module == home]
+        where = f" for the Trainer of {packages[0]}" if packages else ""
+        others = [module for module in ADAPTORS.values() if module != home]
+        other = f"; the one for the other package is in {others[0]}" if packages else ""
+        return f"<{type(self).__name__} with {self.compressor!r}{where}{other}>"
 
     @property
     def engines(self) -> Sequence[Engine]:

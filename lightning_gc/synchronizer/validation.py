@@ -11,13 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import Controller
+from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 
 def check_controller(controller: Any, compressor: Compressor, memory: Memory, whose: str) -> None:
     """Refuse a controller of a wrong type, or one that cannot work with compressor or memory."""
+    if isinstance(controller, type) and issubclass(controller, Controller):
+        raise ValueError(
+            f"{whose}(controller={controller.__name__}): that is a class; give an instance of it, "
+            f"{controller.__name__}(...)."
+        )
     if not isinstance(controller, Controller):
         raise ValueError(
             f"{whose}(controller={controller!r}): give an instance, such as "
@@ -28,6 +33,22 @@ def check_controller(controller: Any, compressor: Compressor, memory: Memory, wh
         raise ValueError(
             f"{controller!r} watches the error, but {memory!r} keeps none; use memory=Residual()."
         )
+
+
+def decision_of(
+    controller: Controller, observation: Observation, state: dict[str, Any]
+) -> tuple[Decision, dict[str, Any]]:
+    """Let a controller decide; ValueError if it returns anything but a decision and a state."""
+    answer: Any = controller.decide(observation, state)
+    pair = isinstance(answer, tuple) and len(answer) == 2
+    if pair and isinstance(answer[0], Decision):
+        return answer[0], answer[1]
+    level = answer[0] if pair else answer
+    level = level if isinstance(level, int | float) else 0.01
+    raise ValueError(
+        f"{type(controller).__name__}.decide returned {answer!r}; it returns a pair, the decision "
+        f"and its new state: `return Decision({level!r}), state`."
+    )
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
 from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -101,4 +100,7 @@ def shown_by_tensorboard(folder: Path) -> list[dict[str, Any]]:
     )
     asked = RequestContext(), context, "", request
     answer = list_session_groups.Handler(*asked).run()
-    return [json_format.MessageToDict(each)["hparams"] for each in answer.session_groups]
+    return [
+        {name: getattr(value, value.WhichOneof("kind")) for name, value in each.hparams.items()}
+        for each in answer.session_groups
+    ]

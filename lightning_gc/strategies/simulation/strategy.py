@@ -11,6 +11,7 @@ from lightning_gc.memories import Memory
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies.base import CompressedStrategy
+from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.simulation.micro_batches import (
     MicroBatches,
     to_batches,
@@ -100,6 +101,7 @@ class SimulatedDDP(CompressedStrategy):
                 "SimulatedDDPStrategy(verify=...): simulated workers share one mean, so there is "
                 "nothing to compare; leave it out, or use CompressedDDPStrategy with processes."
             )
+        refuse_unknown(type(self), kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         self.workers = workers
         self.network = network
