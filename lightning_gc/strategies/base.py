@@ -58,16 +58,19 @@ class CompressedStrategy(Resuming, SingleTrainer):
         self._configure_state(state, state_dtype)
 
     def __repr__(self) -> str:
-        """Return class, compressor and Lightning package.
+        """Return class, compressor, and the Lightning package that it is for.
 
         Lightning shows it where a strategy is not for its Trainer.
         """
-        home = type(self).__module__
-        packages = [package for package, module in ADAPTORS.items() if module == home]
-        where = f" for the Trainer of {packages[0]}" if packages else ""
-        others = [module for module in ADAPTORS.values() if module != home]
-        other = f"; the one for the other package is in {others[0]}" if packages else ""
-        return f"<{type(self).__name__} with {self.compressor!r}{where}{other}>"
+        homes = {cls.__module__ for cls in type(self).__mro__}
+        ours = [package for package, module in ADAPTORS.items() if module in homes]
+        others = [module for module in ADAPTORS.values() if module not in homes]
+        words = f" with {self.compressor!r}" if hasattr(self, "compressor") else ""
+        if ours:
+            words += (
+                f" for the Trainer of {ours[0]}; the one for the other package is in {others[0]}"
+            )
+        return f"<{type(self).__name__}{words}>"
 
     @property
     def engines(self) -> Sequence[Engine]:
