@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from lightning_gc.settings import Settings
+
 from .needs import Needs
 
 State = dict[str, Any]
@@ -120,7 +122,7 @@ class KnobLike(Protocol):
     def more(self) -> str: ...
 
 
-class Controller(abc.ABC):
+class Controller(Settings, abc.ABC):
     """Chooses levels, epoch by epoch. Frozen configuration; its state is passed in.
 
     Laws, tested for every controller:

@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "Train once with the file's model, data and trainer. Everything else is handed to "
         "LightningCLI, such as --trainer.strategy or --model.learning_rate.",
     )
-    add("config", type=Path, help="the same YAML; its section tune is ignored")
+    add("config", type=Path, help="YAML as for LightningCLI; a section tune is ignored")
 
     add = command(
         _bench,
@@ -171,9 +171,9 @@ def _report(options: argparse.Namespace) -> int:
 
 def _fit(options: argparse.Namespace) -> int:
     from lightning_gc.tuning.lightning_cli import run
-    from lightning_gc.tuning.yaml_config import read
+    from lightning_gc.tuning.yaml_config import read_any
 
-    read(options.config)
+    read_any(options.config)
     try:
         run(["fit", "--config", str(options.config), *options.rest])
     except Exception:

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_gc.settings import Settings
+
 Topology = Literal["parameter_server", "ring", "all_gather"]
 
 
 @dataclass(frozen=True)
-class NetworkModel:
+class NetworkModel(Settings):
     """Estimates the seconds that the bytes of a step take on a network of a given speed.
 
     With ``B = bandwidth_gbps · 10⁹`` bits per second, latency ``t``, ``W`` workers, and of one

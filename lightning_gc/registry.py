@@ -77,14 +77,42 @@ def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T])
         return value
     if isinstance(value, str) and value in known:
         return known[value]()
+    if isinstance(value, type) and issubclass(value, base):
+        raise ValueError(f"{value.__name__} is a class; give an instance of it: {_call(value)}.")
+    close = closest(value, known)
+    if close is not None:
+        example = _call(known[close])
+        raise ValueError(
+            f"{value!r} is not a {kind}{did_you_mean(value, known)}; give that name, or an "
+            f"instance: {example}."
+        )
     choices = ", ".join(f"{name!r}" for name in sorted(known))
     raise ValueError(
-        f"{value!r} is not a {kind}{did_you_mean(value, known)}; give an instance, such as "
+        f"{value!r} is not a {kind}; give an instance, such as "
         f"{next(iter(known.values())).__name__}(), or one of the names {choices}."
     )
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
     """Return " (did you mean '...'?)" with the closest known name, or an empty string."""
-    close = difflib.get_close_matches(str(value), known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    close = closest(value, known)
+    return "" if close is None else f" (did you mean {close!r}?)"
+
+
+def closest(value: object, known: Iterable[str]) -> str | None:
+    """Return the known name that is meant by ``value``, such as a class's or a misspelt one."""
+    plain = {_plain(name): name for name in known}
+    asked = _plain(str(value).partition("(")[0])
+    close = difflib.get_close_matches(asked, plain, n=1)
+    return plain[close[0]] if close else None
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _call(cls: type) -> str:
+    """Return how to make an instance, with what it needs."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    needed = required_fields(cls) if fields else set()
+    return f"{cls.__name__}({', '.join(f'{f.name}=...' for f in fields if f.name in needed)})"

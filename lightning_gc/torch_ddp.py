@@ -22,7 +22,11 @@ from lightning_gc.synchronizer.attached_state import attached_state, check_attac
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
 from lightning_gc.synchronizer.joint_errors import all_or_raise
 from lightning_gc.synchronizer.pytree import each_tensor
-from lightning_gc.synchronizer.validation import check_controller, refuse_sparse_gradients
+from lightning_gc.synchronizer.validation import (
+    check_controller,
+    refuse_sparse_gradients,
+    refuse_unsynchronised,
+)
 from lightning_gc.synchronizer.verification import Verify, verification
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.distributed import Distributed, gather_text
@@ -70,7 +74,8 @@ def attach(
     Raises:
         ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
             differ, a memory that needs more than a hook.
-        RuntimeError: the module already has a communication hook.
+        RuntimeError: the module already has a communication hook; in a forward pass, a parameter
+            that was unfrozen, added or replaced since.
 
     Example:
         ``examples/plain_torch.py`` trains and resumes; in short::
@@ -143,6 +148,8 @@ class Attached:
             self._control = ControlLoop(controller, self._workers)
             self._control.attach()
         ddp.register_comm_hook(None, self._synchronizer.hook)
+        # Not by the communication hook, which is not called if all that is trained is new.
+        self._watching = ddp.register_forward_hook(self._refuse_unsynchronised)
 
     @property
     def levels(self) -> dict[str, float | None]:
@@ -198,6 +205,9 @@ class Attached:
         moment = partial(Moment, metrics or {}, **run)
         peers = Peers(dist.get_rank(self._group) == 0, self._device, self._mean)
         self._control.decide(epoch, self._optimizers, moment, peers)
+
+    def _refuse_unsynchronised(self, ddp: DistributedDataParallel, *passed: Any) -> None:
+        refuse_unsynchronised(ddp.module, self._workers.names, self._optimizers)
 
     def _mean(self, tensor: Tensor) -> Tensor:
         total, workers = tensor.clone(), dist.get_world_size(self._group)
@@ -264,5 +274,6 @@ class Attached:
         Raises:
             PeerError: the last exchange failed; and other errors of the last step.
         """
+        self._watching.remove()
         self._synchronizer.close()
         self._synchronizer.check()

@@ -17,6 +17,7 @@ from lightning_gc.coding.wire import Wire, limits
 from lightning_gc.compressors.bounds import Bound
 from lightning_gc.compressors.traits import Knob, Traits
 from lightning_gc.flow import Flow, Limits, Mean, Payload
+from lightning_gc.settings import Settings
 
 
 class CodecScheme(Protocol):
@@ -26,7 +27,7 @@ class CodecScheme(Protocol):
         """Exchange what ``codec`` takes out of ``buffer`` and leave the mean in ``out``."""
 
 
-class Compressor(abc.ABC):
+class Compressor(Settings, abc.ABC):
     """A way to exchange a gradient with fewer bytes.
 
     Subclasses are frozen dataclasses that hold configuration only; state is in ``bucket.state``. A

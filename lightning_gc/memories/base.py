@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow, Reply, Request
 from lightning_gc.search_space import Choice, Range
+from lightning_gc.settings import Settings
 
 State: TypeAlias = Mapping[str, Tensor]
 """Buffer name -> flat tensor."""
@@ -36,7 +37,7 @@ class GradientExchange(Protocol):
         """Exchange ``buffer`` uncompressed, zero it, and return the mean over workers."""
 
 
-class Memory(abc.ABC):
+class Memory(Settings, abc.ABC):
     """Decides what is compressed, given the gradient and the errors of earlier steps.
 
     Subclasses are frozen dataclasses of settings. Their state is a few flat buffers, one element

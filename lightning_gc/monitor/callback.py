@@ -14,6 +14,7 @@ import torch
 from lightning_gc.controllers import Decision
 from lightning_gc.engine import Engine
 from lightning_gc.monitor.decisions import as_markdown, level_figures
+from lightning_gc.monitor.hparams import configuration, hparams_of
 from lightning_gc.monitor.totals import Sums, Totals, ratio
 from lightning_gc.transports.accounting import Recorder
 
@@ -48,7 +49,8 @@ class Monitor:
     (``critical_share``, ``budget_spent``, ``step``), ``total_error`` (``Σ‖e_t‖²`` so far, in units
     of the gradient) and ``total_error_update`` (``Σ γ_t²·‖e_t‖²``, in units of the update) if it
     needs them, and on TensorBoard's text page its reason with a table of all levels. TensorBoard
-    also gets a custom-scalars layout and the configuration as hparams.
+    also gets a custom-scalars layout, and the configuration in the hparams of the run, beside the
+    model's own.
 
     Norms, and times on CUDA, are measured on the device in logging steps only.
 
@@ -71,7 +73,7 @@ class Monitor:
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the strategy; log the configuration."""
         engines, _ = parts(trainer)
-        engine, first = engines[0], self._sums[0]
+        first = self._sums[0]
         # Lightning loads a checkpoint's totals before the number of workers is known.
         self._sums += [Sums(replace(first.total)) for _ in engines[len(self._sums) :]]
         trainer.strategy.local_workers.kept["monitor"] = self._sums
@@ -82,21 +84,13 @@ class Monitor:
                 stacklevel=2,
             )
         if trainer.is_global_zero:
-            config = {
-                "gc/compressor": repr(engine.compressor),
-                "gc/memory": repr(engine.memory),
-                "gc/scheme": repr(engine.scheme),
-                "gc/controller": repr(trainer.strategy.controller),
-                "gc/seed": engine.seed,
-                "gc/workers": engine.workers,
-            }
-            if trainer.strategy.network is not None:
-                config["gc/network"] = repr(trainer.strategy.network)
+            config = configuration(trainer)
             for logger in trainer.loggers:
                 experiment: Any = getattr(logger, "experiment", None)  # some loggers have none
                 if hasattr(experiment, "add_custom_scalars"):
                     experiment.add_custom_scalars(LAYOUT)
-                    logger.log_hyperparams(config, grand_totals(first.total))
+                    both = hparams_of(trainer) | config
+                    logger.log_hyperparams(both, grand_totals(first.total))
                 else:
                     logger.log_hyperparams(config)
 

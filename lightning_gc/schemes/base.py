@@ -9,9 +9,10 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Collective, Compressor
 from lightning_gc.flow import Flow
+from lightning_gc.settings import Settings
 
 
-class Scheme(abc.ABC):
+class Scheme(Settings, abc.ABC):
     """Turns a codec into a flow. Knows no codec by name.
 
     Laws, each held by a test of the same number in ``lightning_gc.testing``:

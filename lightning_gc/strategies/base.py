@@ -9,6 +9,7 @@ import torch
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.engine import Engine
+from lightning_gc.flavours import ADAPTORS
 from lightning_gc.memories import Memory
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.schemes import Scheme
@@ -18,7 +19,7 @@ from lightning_gc.strategies.single_trainer import SingleTrainer
 from lightning_gc.strategies.training_progress import moment_of
 from lightning_gc.synchronizer import Workers, configure
 from lightning_gc.synchronizer.control_loop import ControlLoop, Peers
-from lightning_gc.synchronizer.validation import check_controller
+from lightning_gc.synchronizer.validation import check_controller, refuse_unsynchronised
 from lightning_gc.synchronizer.workers import learning_rates_of
 from lightning_gc.transports.accounting import Recorder
 
@@ -55,6 +56,21 @@ class CompressedStrategy(Resuming, SingleTrainer):
         self.control_loop: ControlLoop | None = None
         self.local_workers = Workers(configuration)
         self._configure_state(state, state_dtype)
+
+    def __repr__(self) -> str:
+        """Return class, compressor, and the Lightning package that it is for.
+
+        Lightning shows it where a strategy is not for its Trainer.
+        """
+        homes = {cls.__module__ for cls in type(self).__mro__}
+        ours = [package for package, module in ADAPTORS.items() if module in homes]
+        others = [module for module in ADAPTORS.values() if module not in homes]
+        words = f" with {self.compressor!r}" if hasattr(self, "compressor") else ""
+        if ours:
+            words += (
+                f" for the Trainer of {ours[0]}; the one for the other package is in {others[0]}"
+            )
+        return f"<{type(self).__name__}{words}>"
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -149,6 +165,9 @@ class CompressedStrategy(Resuming, SingleTrainer):
     def _active_engine(self) -> Engine:
         """Return the engine of the worker whose batch is running."""
         return self.engines[0]
+
+    def _refuse_unsynchronised(self) -> None:
+        refuse_unsynchronised(self.lightning_module, self.names, self.optimizers)  # type: ignore[attr-defined]
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]

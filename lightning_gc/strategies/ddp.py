@@ -11,12 +11,13 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.base import CompressedStrategy
+from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.peer_naming import PeerNaming
 from lightning_gc.synchronizer import Synchronizer
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients
@@ -68,9 +69,11 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, a communication hook of your
-            own, an unknown ``verify``, a controller that cannot set the compressor's knob, a
-            strategy object that already belongs to a Trainer; at fit start, sparse embedding
-            gradients, or workers whose configurations differ.
+            own, an unknown argument or ``verify``, a controller that cannot set the compressor's
+            knob, a strategy object that already belongs to a Trainer; at fit start, sparse
+            embedding gradients, or workers whose configurations differ.
+        RuntimeError: in a backward pass, a parameter that was unfrozen, added or replaced after the
+            fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, TopK
@@ -97,6 +100,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
         verify: Verify = 0,
         **ddp_kwargs: Any,
     ) -> None:
+        refuse_unknown(type(self), ddp_kwargs, DistributedDataParallel.__init__)
         taken = [name for name in _HOOK_ARGUMENTS if ddp_kwargs.get(name) is not None]
         if taken:
             raise ValueError(
@@ -160,6 +164,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
         if self._synchronizer is not None:
+            self._refuse_unsynchronised()
             self._synchronizer.check()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -183,12 +188,3 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
                 "static_graph=True with manual optimization does not synchronise the first step in "
                 "this version of Lightning; use Lightning 2.6 or later, or static_graph=False."
             )
-
-
-def register(registry: Any, strategy: type) -> None:
-    """Register ``compressed_ddp`` and a name per compressor in Lightning's strategy registry."""
-    names = {"compressed_ddp": "cast"} | {f"compressed_ddp_{name}": name for name in COMPRESSORS}
-    for name, compressor in names.items():
-        if name not in registry:
-            words = f"DDP with gradients compressed by {compressor!r}, default settings"
-            registry.register(name, strategy, description=words, compressor=compressor)

@@ -7,7 +7,8 @@ from lightning.pytorch.trainer.connectors.data_connector import _get_distributed
 from lightning.pytorch.utilities.data import _update_dataloader
 
 from lightning_gc.monitor import Monitor
-from lightning_gc.strategies.ddp import CompressedDDP, register
+from lightning_gc.strategies.ddp import CompressedDDP
+from lightning_gc.strategies.names import register
 from lightning_gc.strategies.simulation.strategy import SimulatedDDP
 
 

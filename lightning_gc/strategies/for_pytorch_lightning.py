@@ -7,7 +7,8 @@ from pytorch_lightning.trainer.connectors.data_connector import _get_distributed
 from pytorch_lightning.utilities.data import _update_dataloader
 
 from lightning_gc.monitor import Monitor
-from lightning_gc.strategies.ddp import CompressedDDP, register
+from lightning_gc.strategies.ddp import CompressedDDP
+from lightning_gc.strategies.names import register
 from lightning_gc.strategies.simulation.strategy import SimulatedDDP
 
 

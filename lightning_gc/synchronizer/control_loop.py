@@ -28,6 +28,7 @@ from lightning_gc.engine.state_structure import (
     Record,
 )
 from lightning_gc.synchronizer.rate_forecast import Forecast
+from lightning_gc.synchronizer.validation import decision_of
 from lightning_gc.synchronizer.worker_statistics import WorkerStatistics
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.distributed import broadcast_text
@@ -197,7 +198,7 @@ class ControlLoop:
     def _call_policy(self, observation: Observation, epoch: int, steps: int | None) -> str:
         """Let the controller decide; return the text to broadcast."""
         try:
-            decision, state = self.controller.decide(observation, self.state)
+            decision, state = decision_of(self.controller, observation, self.state)
             turns = self.controller.turns(epoch)
             pause = 0 if steps is None or turns < 1 else max(steps // turns, 1)
             said = {"decision": dataclasses.asdict(decision), "state": state, "pause": pause}

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import Controller
+from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 
 def check_controller(controller: Any, compressor: Compressor, memory: Memory, whose: str) -> None:
     """Refuse a controller of a wrong type, or one that cannot work with compressor or memory."""
+    if isinstance(controller, type) and issubclass(controller, Controller):
+        raise ValueError(
+            f"{whose}(controller={controller.__name__}): that is a class; give an instance of it, "
+            f"{controller.__name__}(...)."
+        )
     if not isinstance(controller, Controller):
         raise ValueError(
             f"{whose}(controller={controller!r}): give an instance, such as "
@@ -30,6 +35,22 @@ def check_controller(controller: Any, compressor: Compressor, memory: Memory, wh
         )
 
 
+def decision_of(
+    controller: Controller, observation: Observation, state: dict[str, Any]
+) -> tuple[Decision, dict[str, Any]]:
+    """Let a controller decide; ValueError if it returns anything but a decision and a state."""
+    answer: Any = controller.decide(observation, state)
+    pair = isinstance(answer, tuple) and len(answer) == 2
+    if pair and isinstance(answer[0], Decision):
+        return answer[0], answer[1]
+    level = answer[0] if pair else answer
+    level = level if isinstance(level, int | float) else 0.01
+    raise ValueError(
+        f"{type(controller).__name__}.decide returned {answer!r}; it returns a pair, the decision "
+        f"and its new state: `return Decision({level!r}), state`."
+    )
+
+
 def refuse_sparse_gradients(module: nn.Module) -> None:
     """Raise ValueError if an embedding has sparse gradients, which are not flat."""
     for name, child in module.named_modules():
@@ -38,6 +59,33 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
                 f"{name} is {type(child).__name__}(sparse=True), whose gradients cannot be "
                 f"compressed; use sparse=False, TopK sends few elements of it anyway."
             )
+
+
+def refuse_unsynchronised(
+    module: nn.Module, names: Mapping[Tensor, str], optimizers: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Raise RuntimeError if a parameter is trained, but is none of ``names``, which are exchanged.
+
+    DDP exchanges what required a gradient when it was made. What is unfrozen, added or swapped
+    later would be trained by each worker on its own, and plain DDP does not notice.
+    """
+    for name, param in module.named_parameters():
+        if param.requires_grad and param not in names:
+            raise RuntimeError(
+                f"{name} was unfrozen, added or replaced after the fit began, so its gradient is "
+                f"not exchanged, and workers would drift apart. Change the model between two fits: "
+                f"DDP takes in what requires a gradient when a fit begins, or when it is made."
+            )
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param.requires_grad and param not in names:
+                    raise RuntimeError(
+                        f"Parameter group {number} of {type(optimizer).__name__} has a tensor of "
+                        f"shape {tuple(param.shape)} that is no parameter of the module, so its "
+                        f"gradient is not exchanged, and workers would drift apart. Make it a "
+                        f"parameter of the module before the fit, or let it require no gradient."
+                    )
 
 
 def check_agreement(

@@ -116,19 +116,27 @@ def methods_in(sections: Mapping[str, Any]) -> dict[str, Method]:
 
 
 def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[str, Any]:
-    """Return the sections of a file, and refuse one that lacks some."""
+    """Return the sections of a file; refuse one that lacks some, or has some that nobody reads."""
+    sections = read_any(path)
+    if not set(needed) <= set(sections):
+        names, called = " and ".join(needed), "sections called" if needed[1:] else "a section"
+        raise ValueError(f"{path} needs {called} {names}; see docs/tune.md.")
+    for name in sections:
+        if name not in SECTIONS:
+            raise ValueError(f"{path} has a section {name!r}; known are {', '.join(SECTIONS)}.")
+    return sections
+
+
+def read_any(path: str | Path) -> dict[str, Any]:
+    """Return the sections of a file, whichever they are: LightningCLI knows more than we do."""
     try:
         sections = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
-    if not isinstance(sections, dict) or not set(needed) <= set(sections):
-        names, called = " and ".join(needed), "sections called" if needed[1:] else "a section"
-        raise ValueError(f"{path} needs {called} {names}; see docs/tune.md.")
-    for name in sections:
-        if name not in SECTIONS:
-            raise ValueError(f"{path} has a section {name!r}; known are {', '.join(SECTIONS)}.")
+    if not isinstance(sections, dict):
+        raise ValueError(f"{path} has no sections, such as model and trainer; see docs/tune.md.")
     return sections
 
 

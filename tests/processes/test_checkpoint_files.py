@@ -213,9 +213,10 @@ def test_another_compressor_keeps_the_errors(tmp_path: Path) -> None:
 def test_another_memory_says_so(tmp_path: Path) -> None:
     _, (sentence,) = changed(tmp_path, TOPK, memory=NoMemory())
     assert "Memory Residual(decay=1.0, lr_aware=False, gain=1.0) is now NoMemory()" in sentence
+    assert "error is dropped" in sentence
     shutil.rmtree(tmp_path / "a")
     _, (sentence,) = changed(tmp_path, TOPK, memory=Residual(decay=0.5))
-    assert "what both keep is kept" in sentence
+    assert "error is kept." in sentence
 
 
 def test_a_lost_side_file_counts_as_zeros(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import optuna
 import pytest
+import yaml
 
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
 from lightning_gc.tuning import open_storage, yaml_config
@@ -87,6 +88,17 @@ def test_fit_is_lightnings_own(folder: Path, capsys: pytest.CaptureFixture[str])
     strategy += ["--trainer.strategy.compressor", "topk", "--trainer.strategy.workers", "2"]
     assert run("fit", "toy.yaml", *extra, *strategy) == cli.OK
     assert run("fit", "toy.yaml", *extra, "--model.cliff", "zero") == cli.USAGE
+
+
+def test_fit_of_any_file_of_lightnings(folder: Path) -> None:
+    """Without a section ``tune``, and with one of LightningCLI's that tuning does not have."""
+    sections = yaml.safe_load(Path("toy.yaml").read_text())
+    del sections["tune"]
+    quiet = {"logger": False, "enable_checkpointing": False}
+    sections |= {"trainer": sections["trainer"] | quiet, "ckpt_path": None}
+    Path("plain.yaml").write_text(yaml.safe_dump(sections))
+    assert run("fit", "plain.yaml") == cli.OK
+    assert run("tune", "plain.yaml") == cli.USAGE
 
 
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:

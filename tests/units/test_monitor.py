@@ -1,8 +1,15 @@
 """Figures of the monitor: per step, per epoch, and of levels."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pytorch_lightning.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
 from lightning_gc import PerParameter, RandomK, TopK
 from lightning_gc.controllers import Schedule
@@ -76,3 +83,46 @@ def test_an_epoch_and_a_step_are_counted_by_themselves() -> None:
     total = monitor.state_dict()["total"]
     assert total["steps"] == 12
     assert total["sent"] / total["elements"] == pytest.approx(0.3, abs=0.01)
+
+
+class Settled(Plain):
+    def __init__(self, rate: float = 0.02, width: int = 40) -> None:
+        super().__init__(rate)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("made", [Settled, Plain])
+def test_tensorboard_shows_the_models_hparams_too(made: type[Plain], tmp_path: Path) -> None:
+    """As its HPARAMS page reads them: of several records of a run, the first."""
+    strategy = SimulatedDDPStrategy(TopK(0.1), workers=2, controller=Schedule((0.5, 0.1)))
+    logger = TensorBoardLogger(tmp_path, name="", version="run")
+    with unwarned():
+        settings: dict[str, Any] = {"logger": logger, "callbacks": [CompressionMonitor()]}
+        fit(strategy, made, lambda: common_batches(16, 4), **settings)
+    [shown] = shown_by_tensorboard(tmp_path)
+    assert shown.pop("gc/network").startswith("NetworkModel(")
+    own = {"rate": 0.02, "width": 40.0} if made is Settled else {}
+    assert shown == own | {
+        "gc/compressor": "TopK(0.1)",
+        "gc/memory": "Residual()",
+        "gc/scheme": "AllGather()",
+        "gc/controller": "Schedule(levels=(0.5, 0.1))",
+        "gc/seed": 0.0,
+        "gc/workers": 2.0,
+    }
+
+
+def shown_by_tensorboard(folder: Path) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each run, by the code behind TensorBoard's HPARAMS page."""
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(folder))
+    context = backend_context.Context(TBContext(data_provider=provider))
+    request = api_pb2.ListSessionGroupsRequest(
+        start_index=0, slice_size=9, allowed_statuses=range(4), include_metrics=True
+    )
+    asked = RequestContext(), context, "", request
+    answer = list_session_groups.Handler(*asked).run()
+    return [
+        {name: getattr(value, value.WhichOneof("kind")) for name, value in each.hparams.items()}
+        for each in answer.session_groups
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_gc.synchronizer.pytree import Tree
@@ -22,6 +22,7 @@ def changes(
     now: Mapping[str, str],
     own: Tree,
     shapes: Mapping[str, tuple[int, ...]],
+    buffers: Sequence[str] = ("error",),
 ) -> Changes:
     """Compare a checkpoint with the run that resumes from it.
 
@@ -33,6 +34,7 @@ def changes(
         now: the same in this run.
         own: this worker's part of the checkpoint.
         shapes: parameter name -> shape, in this run.
+        buffers: what this run's memory keeps per parameter.
     """
     saved = own["averaged"].get("memory", {})
     fitting = {
@@ -42,15 +44,17 @@ def changes(
     }
     compressor = {name: kept for name, kept in own["compressor"].items() if name in shapes}
     sentences = []
+    had = sorted({name for kept in saved.values() for name in kept})
+    other_memory = before["memory"] != now["memory"]
     if before["compressor"] != now["compressor"]:
-        end = "errors are kept" + (", its own state begins anew." if compressor else ".")
-        sentences.append(f"Compressor {before['compressor']} is now {now['compressor']}: {end}")
+        ends = ["its own state begins anew"] if compressor else []
+        if not other_memory:  # else the memory's sentence says what becomes of them
+            ends.insert(0, "errors are kept" if "error" in had else "there are no errors to keep")
+        end = ": " + ", ".join(ends) if ends else ""
+        sentences.append(f"Compressor {before['compressor']} is now {now['compressor']}{end}.")
         compressor = {}
-    if before["memory"] != now["memory"]:
-        sentences.append(
-            f"Memory {before['memory']} is now {now['memory']}: what both keep is kept, the rest "
-            f"begins at zero."
-        )
+    if other_memory:
+        sentences.append(f"Memory {before['memory']} is now {now['memory']}: {_kept(had, buffers)}")
     same = before["controller"] == now["controller"]
     if not same:
         sentences.append(
@@ -70,3 +74,19 @@ def changes(
         if len(fitting) < len(saved):
             sentences.append(f"Errors are kept of: {', '.join(fitting) or 'none'}.")
     return Changes(fitting, compressor, same, sentences)
+
+
+def _kept(had: Sequence[str], has: Sequence[str]) -> str:
+    """Say what becomes of each of a memory's buffers."""
+    words = []
+    for names, what in (
+        ([name for name in had if name in has], "kept"),
+        ([name for name in had if name not in has], "dropped"),
+        ([name for name in has if name not in had], "zero at first"),
+    ):
+        if names:
+            words.append(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {what}")
+    said = ", ".join(words) if words else "neither keeps anything"
+    if "error" in had and "error" not in has:
+        said += ". To go on with what is unsent, give a memory that keeps it, such as Residual()"
+    return f"{said}."

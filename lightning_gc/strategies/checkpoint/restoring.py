@@ -156,7 +156,8 @@ class Restoring:
         workers, control = self.host.local_workers, self.host.control_loop
         shapes = workers.shapes
         now = configuration_of(self.host)
-        changed = [changes(main["configuration"], now, own, shapes) for own in found]
+        buffers = workers.configuration.memory.buffers
+        changed = [changes(main["configuration"], now, own, shapes, buffers) for own in found]
         if changed[0].sentences and self.host.global_rank == 0:
             sentences = " ".join(changed[0].sentences)
             warnings.warn(f"Resumed with changes. {sentences}", stacklevel=2)

@@ -11,6 +11,7 @@ from lightning_gc.memories import Memory
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies.base import CompressedStrategy
+from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.simulation.micro_batches import (
     MicroBatches,
     to_batches,
@@ -100,6 +101,7 @@ class SimulatedDDP(CompressedStrategy):
                 "SimulatedDDPStrategy(verify=...): simulated workers share one mean, so there is "
                 "nothing to compare; leave it out, or use CompressedDDPStrategy with processes."
             )
+        refuse_unknown(type(self), kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         self.workers = workers
         self.network = network
@@ -223,7 +225,7 @@ class SimulatedDDP(CompressedStrategy):
                 f"The epoch has ended with worker {worker}'s micro-batch. Give a number of batches "
                 f"that {self.workers} divides, such as by Trainer(limit_train_batches=...)."
             )
-        self._refuse_unfrozen_parameters()
+        self._refuse_unsynchronised()
         self._prepare_round()
         for part in self._gradients.parts:
             flows = [  # the mean is the same for all, so only worker 0 decodes it
@@ -254,12 +256,3 @@ class SimulatedDDP(CompressedStrategy):
             self._gradients.close()
         self._gradients = None
         super().teardown()  # type: ignore[misc]
-
-    def _refuse_unfrozen_parameters(self) -> None:
-        module = self.lightning_module  # type: ignore[attr-defined]
-        for name, param in module.named_parameters():
-            if param.requires_grad and param not in self.names:
-                raise RuntimeError(
-                    f"{name} has begun to require a gradient after the fit began, which no worker "
-                    f"notices, as in DDP. Let it require one from the start."
-                )

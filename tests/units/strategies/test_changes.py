@@ -46,6 +46,29 @@ def test_every_change_has_a_sentence(what: str) -> None:
     assert found.same_controller == (what != "controller")
 
 
+def test_errors_are_not_said_to_be_kept_and_dropped() -> None:
+    """A new compressor brings its default memory, which may keep other buffers, or none."""
+    other = {"compressor": "QSGD(bits=4)", "memory": "NoMemory()", "controller": "None"}
+    assert changes(SAME, other, own(**SHAPES), SHAPES, ()).sentences == [
+        "Compressor TopK(density=0.1) is now QSGD(bits=4): its own state begins anew.",
+        "Memory Residual() is now NoMemory(): error is dropped. To go on with what is unsent, give "
+        "a memory that keeps it, such as Residual().",
+    ]
+    momentum = {**other, "memory": "MomentumCorrection()"}
+    buffers = ("error", "velocity")
+    assert changes(SAME, momentum, own(**SHAPES), SHAPES, buffers).sentences[1] == (
+        "Memory Residual() is now MomentumCorrection(): error is kept, velocity is zero at first."
+    )
+    none = own(**SHAPES) | {"averaged": {}, "compressor": {}}
+    assert changes(other, {**other, "compressor": "Cast()"}, none, SHAPES, ()).sentences == [
+        "Compressor QSGD(bits=4) is now Cast(): there are no errors to keep."
+    ]
+    assert changes(other, SAME, none, SHAPES).sentences == [
+        "Compressor QSGD(bits=4) is now TopK(density=0.1).",
+        "Memory NoMemory() is now Residual(): error is zero at first.",
+    ]
+
+
 def test_the_mean_of_trees_and_what_is_missing_counts_as_zeros() -> None:
     trees: list[Any] = [
         {"x": {"y": torch.tensor([1.0, 2.0], dtype=torch.bfloat16)}, "n": 4},

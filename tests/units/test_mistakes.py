@@ -1,0 +1,171 @@
+"""Users' mistakes, one a row: what they write, and the sentence that they get, when they write it.
+
+``...`` stands for any words. What can be known at construction is said there; the mistakes that
+only a fit can show are in tests of their own.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+
+import lightning_gc
+from lightning_gc import controllers
+from lightning_gc.controllers import Controller, Observation
+from lightning_gc.strategies import for_lightning
+from lightning_gc.synchronizer.validation import decision_of
+
+MISTAKES = [
+    # compressors by name and class
+    (
+        "CompressedDDPStrategy('TopK')",
+        "'TopK' is not a compressor (did you mean 'topk'?); give ...: TopK().",
+    ),
+    (
+        "CompressedDDPStrategy('top_k')",
+        "'top_k' is not a compressor (did you mean 'topk'?); give ...: TopK().",
+    ),
+    (
+        "CompressedDDPStrategy('TopK(0.01)')",
+        "'TopK(0.01)' is not a compressor (did you mean 'topk'?); give that name, or an "
+        "instance: TopK().",
+    ),
+    (
+        "CompressedDDPStrategy('power-sgd')",
+        "'power-sgd' is not a compressor (did you mean 'powersgd'?); ...: PowerSGD().",
+    ),
+    ("CompressedDDPStrategy(TopK)", "TopK is a class; give an instance of it: TopK()."),
+    (
+        "CompressedDDPStrategy(PerParameter)",
+        "PerParameter is a class; give ...PerParameter(inner=...).",
+    ),
+    (
+        "CompressedDDPStrategy(TopK(), memory=Residual)",
+        "Residual is a class; give ...: Residual().",
+    ),
+    ("CompressedDDPStrategy(TopK(), scheme=AllGather)", "AllGather is a class; ...: AllGather()."),
+    (
+        "CompressedDDPStrategy(TopK(), memory='Residuals')",
+        "'Residuals' is not a memory (did you mean 'residual'?); ...: Residual().",
+    ),
+    (
+        "SimulatedDDPStrategy('TopK', workers=2)",
+        "'TopK' is not a compressor (did you mean 'topk'?); give ...: TopK().",
+    ),
+    (
+        "CompressedDDPStrategy('wavelet')",
+        "'wavelet' is not a compressor; give ..., or one of the names ...'topk'...",
+    ),
+    # numbers
+    (
+        "TopK('1%')",
+        "TopK(density='1%'): density is a number; write 0.01, without quotes.",
+    ),
+    ("TopK('0.05')", "TopK(density='0.05'): density is a number; write 0.05, without quotes."),
+    ("QSGD('four')", "QSGD(bits='four'): bits is a number; write 4, without quotes."),
+    ("Residual(decay='90 %')", "Residual(decay='90 %'): decay is a number; write 0.9, ..."),
+    (
+        "NetworkModel(bandwidth_gbps='10 Gbit')",
+        "NetworkModel(bandwidth_gbps='10 Gbit'): bandwidth_gbps is a number; write 10.0, ...",
+    ),
+    (
+        "controllers.TotalErrorBudget(budget='1%', initial=0.1)",
+        "TotalErrorBudget(budget='1%'): budget is a number; write 0.01, without quotes.",
+    ),
+    ("TopK(1)", None),  # all of it: allowed
+    (
+        "TopK(1.5)",
+        "TopK(density=1.5): density is the share of elements sent and ...; use 0.01 ...",
+    ),
+    # keyword arguments
+    (
+        "CompressedDDPStrategy(TopK(), memmory=Residual())",
+        "CompressedDDPStrategy(memmory=...): there is no such argument (did you mean 'memory'?).",
+    ),
+    (
+        "CompressedDDPStrategy(TopK(), find_unused_params=True)",
+        "CompressedDDPStrategy(find_unused_params=...): there is no such argument (did you mean "
+        "'find_unused_parameters'?).",
+    ),
+    (
+        "CompressedDDPStrategy(TopK(), density=0.01)",
+        "CompressedDDPStrategy(density=...): there is no such argument.",
+    ),
+    ("CompressedDDPStrategy(TopK(), bucket_cap_mb=1, start_method='fork', timeout=None)", None),
+    (
+        "SimulatedDDPStrategy(TopK(), workers=2, devise='cpu')",
+        "SimulatedDDPStrategy(devise=...): there is no such argument (did you mean 'device'?).",
+    ),
+    # controllers
+    (
+        "CompressedDDPStrategy(TopK(), controller=controllers.Accordion)",
+        "CompressedDDPStrategy(controller=Accordion): that is a class; give an instance of it, "
+        "Accordion(...).",
+    ),
+    (
+        "CompressedDDPStrategy(TopK(), controller=0.01)",
+        "CompressedDDPStrategy(controller=0.01): give an instance, such as ...Fixed(0.01), ...",
+    ),
+    (
+        "decision_of(Halves(), Observation(0), {})",
+        "Halves.decide returned 0.5; it returns a pair, the decision and its new state: "
+        "`return Decision(0.5), state`.",
+    ),
+    # strategies for the Trainer
+    (
+        "Trainer(strategy='compressed_ddp_top_k', devices=2, accelerator='cpu')",
+        "There is no strategy 'compressed_ddp_top_k'; did you mean strategy='compressed_ddp_topk'?",
+    ),
+    ("Trainer(strategy='compressed_ddp_TopK', devices=2, accelerator='cpu')", None),  # is lowered
+    (
+        "Trainer(strategy='compressed_ddp_power_sgd', devices=2, accelerator='cpu')",
+        "There is no strategy 'compressed_ddp_power_sgd'; ...strategy='compressed_ddp_powersgd'?",
+    ),
+    (
+        "Trainer(strategy=the_others.CompressedDDPStrategy(TopK()), accelerator='cpu')",
+        "...<CompressedDDPStrategy with PerParameter(...) for the Trainer of lightning.pytorch; "
+        "the one for the other package is in lightning_gc.strategies.for_pytorch_lightning>...",
+    ),
+]
+
+
+class Halves(Controller):
+    """Returns a number, which seems natural."""
+
+    def init(self) -> dict[str, Any]:
+        return {}
+
+    def decide(self, observation: Observation, state: dict[str, Any]) -> Any:
+        return 0.5
+
+
+@pytest.mark.parametrize(("code", "sentence"), MISTAKES, ids=[code for code, _ in MISTAKES])
+def test_each_gets_its_sentence(code: str, sentence: str | None) -> None:
+    names = {name: getattr(lightning_gc, name) for name in lightning_gc.__all__}
+    names |= {"controllers": controllers, "the_others": for_lightning, "Trainer": pl.Trainer}
+    names |= {"Halves": Halves, "Observation": Observation, "decision_of": decision_of}
+    if sentence is None:
+        eval(code, names)  # noqa: S307 - the rows above
+        return
+    with pytest.raises(ValueError, match=r".") as caught:
+        eval(code, names)  # noqa: S307 - the rows above
+    pattern = ".*".join(re.escape(part) for part in sentence.split("..."))
+    literal = re.escape(sentence)
+    said = str(caught.value)
+    assert re.fullmatch(f"{pattern}|{literal}", said, re.DOTALL), said
+
+
+def test_names_that_lightnings_messages_advise() -> None:
+    """Every name of Lightning's for ``ddp``, with the same arguments, for ours."""
+    registry = pl.strategies.StrategyRegistry
+    theirs = {name: registry[name]["init_params"] for name in registry if name.startswith("ddp")}
+    assert len(theirs) >= 12
+    for name, arguments in theirs.items():
+        suffix = name.removeprefix("ddp")
+        for ours, compressor in (("compressed_ddp", "cast"), ("compressed_ddp_topk", "topk")):
+            given = registry[ours + suffix]["init_params"]
+            assert {"start_method": "popen"} | given == arguments | {"compressor": compressor}
+    strategy: Any = registry.get("compressed_ddp_notebook_find_unused_parameters_true")
+    assert strategy._start_method == "fork"
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
