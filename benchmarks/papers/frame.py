@@ -203,7 +203,7 @@ def spread(numbers: Sequence[float], how: str = ".2f", times: float = 1.0) -> st
     if not finite:
         return f"diverged ({lost})" if lost else "–"
     text = f"{statistics.mean(finite):{how}}"
-    text += f" ± {statistics.stdev(finite):{how}}" if len(finite) > 1 else ""
+    text += f" ± {statistics.stdev(finite):{how.lstrip('+')}}" if len(finite) > 1 else ""
     return f"{text} ({lost} diverged)" if lost else text
 
 
