@@ -115,6 +115,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
         ]
         ax.plot(COUNTS, means, color=colour, label=arm)
     ax.set_xscale("log", base=2)
+    ax.set_xticks(COUNTS, [str(count) for count in COUNTS])
     ax.set(xlabel="workers", ylabel="validation loss")
     ax.legend(frameon=False, fontsize=8)
     ax.grid(color="0.9")
