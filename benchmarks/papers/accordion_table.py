@@ -43,12 +43,12 @@ Paper 004, Table 1 (ResNet-18, 11.2 M parameters, 8 workers, 300 epochs, mean of
 threshold is as accurate as Top-k with 1 % at an eighth of the elements, and better than ACCORDION
 at a quarter.
 
-Scaled down: the ResNet of examples/vision.py at width 8 (20,202 parameters) on a fifth of CIFAR-10
+Scaled down: the ResNet of examples/vision.py at width 8 (19,954 parameters) on a fifth of CIFAR-10
 (10,000 images, a JPEG copy), all 10,000 test images; 4 simulated workers with 32 images each, 20
-epochs, SGD with momentum at 0.1, every tensor compressed, error feedback. ACCORDION switches between
-1 and 0.1 % by the detector that paper 004 ran, every other epoch (every tenth of 300 there); the
-threshold is the paper's rule for 0.1 %. So small a model has tensors of which 0.1 % is less than
-one element: Top-k sends one.
+epochs, SGD with momentum at 0.1, every tensor compressed, error feedback. ACCORDION switches
+between 1 and 0.1 % by the detector that paper 004 ran, every other epoch (every tenth of 300
+there); the threshold is the paper's rule for 0.1 %. So small a model has tensors of which 0.1 % is
+less than one element: Top-k sends one.
 """
 
 
@@ -69,10 +69,15 @@ def page(rows: list[Row]) -> str:
     for arm in ARMS:
         if runs := where(rows, arm=arm):
             lines.append(
-                [arm, THEIRS.get(arm, "–"), spread(values(runs, "accuracy"), ".2f", 100)]
-                + [spread(values(runs, "density"), ".3f", 100), spread(values(runs, "loss"), ".3f")]
-                + [spread(values(runs, "total_error_update"), ".3g")]
-                + [f"{statistics.fmean(values(runs, 'bytes')):,.0f}"]
+                [
+                    arm,
+                    THEIRS.get(arm, "–"),
+                    spread(values(runs, "accuracy"), ".2f", 100),
+                    spread(values(runs, "density"), ".3f", 100),
+                    spread(values(runs, "loss"), ".3f"),
+                    spread(values(runs, "total_error_update"), ".3g"),
+                    f"{statistics.fmean(values(runs, 'bytes')):,.0f}",
+                ]
             )
     head = ["", "paper 004", "accuracy, %", "density, %", "loss", "Σγ²‖e‖²", "bytes per step"]
     return table(head, lines)

@@ -141,7 +141,10 @@ def write(experiment: Experiment, cells: Sequence[Cell], out: Path) -> str:
         text += (
             "*Agrees* and *disagrees*: the 95 % interval of the difference, paired by seed, lies "
         )
-        text += "on one side of zero (Student's t), unless the line says otherwise.\n\n"
+        text += (
+            "on one side of zero (Student's t), unless the line says otherwise. That is for each "
+        )
+        text += "line by itself: of twenty without an effect, one would say so.\n\n"
     text += experiment.page(good) if good else ""
     text += f"\n![{experiment.name}]({stem.name}.svg)\n"
     text += "".join(f"\n- Failed: {row}" for row in failed)
@@ -200,7 +203,7 @@ def spread(numbers: Sequence[float], how: str = ".2f", times: float = 1.0) -> st
     if not finite:
         return f"diverged ({lost})" if lost else "–"
     text = f"{statistics.mean(finite):{how}}"
-    text += f" ± {statistics.stdev(finite):{how}}" if len(finite) > 1 else ""
+    text += f" ± {statistics.stdev(finite):{how.lstrip('+')}}" if len(finite) > 1 else ""
     return f"{text} ({lost} diverged)" if lost else text
 
 

@@ -33,6 +33,7 @@ from lightning_gc import (  # noqa: E402
     Compressor,
     Identity,
     Memory,
+    Scheme,
     SimulatedDDPStrategy,
 )
 from lightning_gc.controllers import Controller  # noqa: E402
@@ -43,11 +44,12 @@ CLIP = 0.25  # of the language model
 
 @dataclass(frozen=True)
 class Method:
-    """How gradients travel; the memory is the compressor's own where none is named."""
+    """How gradients travel; memory and scheme are the compressor's own where none is named."""
 
     compressor: Compressor = Identity()  # noqa: RUF009 - frozen; bit-equal to plain DDP
     memory: Memory | None = None
     controller: Controller | None = None
+    scheme: Scheme | None = None
 
 
 class Watch(pl.Callback):
@@ -214,6 +216,7 @@ def fit(
     strategy = SimulatedDDPStrategy(
         method.compressor,
         method.memory,
+        method.scheme,
         controller=method.controller,
         workers=cell["workers"],
         seed=cell["seed"],

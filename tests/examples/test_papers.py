@@ -1,0 +1,113 @@
+"""The frame of the experiments on the papers: what is run again, what is a row, what is said."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_gc import AllGather, HardThreshold, Residual, TopK
+from lightning_gc.compressors.wrappers.per_parameter import layerwise
+from lightning_gc.engine import Engine
+from lightning_gc.testing import Lockstep
+from lightning_gc.transports import Simulated
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
+
+import frame
+
+
+def experiment(train, cells) -> frame.Experiment:
+    return frame.Experiment(
+        name="tried",
+        about="What is tried.",
+        cells=lambda seeds: [{**cell, "seed": seed} for seed in range(seeds) for cell in cells],
+        train=train,
+        page=lambda rows: frame.spread(frame.values(rows, "loss"), ".1f"),
+        claims=lambda rows: [frame.Claim("it is", "1", str(len(rows)), "agrees")],
+        draw=draw,
+    )
+
+
+def draw(rows, figure) -> None:
+    figure.subplots().plot(frame.values(rows, "loss"))
+
+
+def start(tried: frame.Experiment, monkeypatch, out: Path, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["tried.py", "--out", str(out), "--seeds", "1", *options])
+    return frame.main(tried)
+
+
+def test_only_cells_without_a_row_are_run_and_failures_are_rows(monkeypatch, tmp_path) -> None:
+    ran = []
+
+    def train(cell, data):
+        ran.append(cell["arm"])
+        if cell["arm"] == "bad" and len(ran) < 4:
+            raise ValueError("not today")
+        return {"loss": math.inf if cell["arm"] == "diverges" else 1.5}
+
+    tried = experiment(train, [{"arm": arm} for arm in ("good", "diverges", "bad")])
+    assert start(tried, monkeypatch, tmp_path) == 1
+    (page,) = tmp_path.glob("tried_*.md")
+    assert "2 of 3 runs" in page.read_text()
+    assert "1.5 (1 diverged)" in page.read_text()
+    assert "not today" in page.read_text()
+    assert start(tried, monkeypatch, tmp_path) == 0
+    assert ran == ["good", "diverges", "bad", "bad"]
+    assert "3 of 3 runs" in page.read_text()
+    assert page.with_suffix(".svg").stat().st_size > 1000
+    for line in (tmp_path / "tried.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_settings_are_part_of_a_cell_and_unknown_ones_refused(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    ran = []
+
+    def train(cell, data):
+        ran.append(cell["epochs"])
+        return {"loss": 1.0}
+
+    tried = experiment(train, [{"epochs": 9}])
+    start(tried, monkeypatch, tmp_path)
+    start(tried, monkeypatch, tmp_path, "--set", "epochs=1")
+    assert ran == [9, 1]
+    with pytest.raises(SystemExit):
+        start(tried, monkeypatch, tmp_path, "--set", "epoch=1")
+    assert "cells have epochs, seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lower", "higher", "said"),
+    [
+        ([1.0, 1.1, 0.9], [2.0, 2.2, 1.9], "agrees"),
+        ([2.0, 2.2, 1.9], [1.0, 1.1, 0.9], "disagrees"),
+        ([1.0, 2.0, 3.0], [2.0, 1.0, 3.1], "cannot be told"),
+        ([1.0], [2.0], "cannot be told"),
+        ([1.0, 1.0], [math.inf, 2.0], "agrees"),
+        ([math.inf, 1.0], [math.inf, 2.0], "cannot be told"),
+    ],
+)
+def test_a_verdict_needs_a_difference_beyond_the_spread(lower, higher, said) -> None:
+    assert frame.verdict(lower, higher) == said
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.1), HardThreshold(0.8)])
+def test_workers_as_tensors_of_one_engine_are_workers(compressor) -> None:
+    """What benchmarks/papers/heterogeneity.py does for speed, under AllGather."""
+    workers, d = 4, 60
+    apart = Lockstep(workers, layerwise(compressor), Residual(), AllGather())
+    together = Engine(layerwise(compressor), Residual(), AllGather())
+    names = [f"worker {i}" for i in range(workers)]
+    for step in range(5):
+        grads = torch.randn(workers, d, generator=torch.Generator().manual_seed(step))
+        mean = apart.step([{"x": grad} for grad in grads]).mean["x"]
+        flat = grads.flatten().clone()
+        flow = together.flow(flat, dict.fromkeys(names, (d,)))
+        together.advance()
+        Simulated(1).run([flow])
+        torch.testing.assert_close(flat.view(workers, d).mean(0), mean)
