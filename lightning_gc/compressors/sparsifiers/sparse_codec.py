@@ -89,7 +89,9 @@ def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> P
     if dtype is None or dtype == buffer.dtype:
         buffer[indices] = 0
     else:
-        whole, values = values, values.to(dtype)
+        whole, most = values, torch.finfo(dtype).max
+        # What is finite must not become infinite by rounding up, step after step.
+        values = torch.where(whole.isfinite(), whole.clamp(-most, most), whole).to(dtype)
         buffer[indices] = whole - values.to(buffer.dtype)
     return values, elias_fano.encode(indices, buffer.numel())
 
