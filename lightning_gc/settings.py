@@ -15,7 +15,7 @@ class Settings:
     that says nothing to a user.
     """
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *init_only: Any) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if isinstance(value, str) and field.type in ("float", "int", float, int):
@@ -26,14 +26,14 @@ class Settings:
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        own: Callable[[Any], None] | None = cls.__dict__.get("__post_init__")
+        own: Callable[..., None] | None = cls.__dict__.get("__post_init__")
         if own is None:
             return
 
         @functools.wraps(own)
-        def check_first(self: Any) -> None:
+        def check_first(self: Any, *init_only: Any) -> None:
             Settings.__post_init__(self)
-            own(self)
+            own(self, *init_only)
 
         cls.__post_init__ = check_first  # type: ignore[method-assign]
 
