@@ -20,15 +20,11 @@ from typing import Any
 
 import frame
 import numpy as np
-import pytorch_lightning as pl
 import tasks
-import torch
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
-from logistic_regression import madelon as read_madelon
+from madelon_task import regression
 from matplotlib.figure import Figure
 from previous_budget import EvenBudget
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gc import Compressor, HardThreshold, PerParameter, TopK
 from lightning_gc.controllers import (
@@ -116,39 +112,6 @@ class Course(Controller):
         """Return the threshold of the part that begins."""
         part = int((observation.progress or 0.0) * len(self.levels) + 1e-9)
         return Decision(self.levels[min(part, len(self.levels) - 1)]), state
-
-
-class Regression(pl.LightningModule):
-    """Logistic regression."""
-
-    def __init__(self, features: int, rate: float) -> None:
-        super().__init__()
-        self.net, self.rate = nn.Linear(features, 1, bias=False), rate
-        nn.init.zeros_(self.net.weight)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        """Return the mean loss, with labels of ±1."""
-        loss: Tensor = nn.functional.softplus(-batch[1] * self.net(batch[0]).squeeze(1)).mean()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        """SGD."""
-        return torch.optim.SGD(self.parameters(), self.rate)
-
-
-def regression(cell: Cell, method: tasks.Method, folder: Path) -> Row:
-    """Train on madelon; the loss is that of all samples after the last step."""
-    pl.seed_everything(cell["seed"], verbose=False)
-    samples, labels = (part.float() for part in read_madelon(folder))
-    samples = (samples - samples.mean(0)) / samples.std(0)
-    model = Regression(samples.shape[1], cell["rate"])
-    loader = DataLoader(TensorDataset(samples, labels), cell["batch"], shuffle=True, drop_last=True)
-    steps = len(loader) // cell["workers"]
-    extra = {"limit_train_batches": steps}
-    trainer, watch = tasks.fit(model, loader, method, cell, extra)  # type: ignore[arg-type]
-    with torch.no_grad():
-        loss = float(model.training_step((samples, labels), 0))
-    return tasks.figures(trainer, watch, {"loss": loss})
 
 
 def trained(cell: Cell, compressor: Compressor, controller: Controller, data: Path | None) -> Row:
