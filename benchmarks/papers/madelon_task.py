@@ -1,4 +1,4 @@
-"""Logistic regression on madelon as a task of the experiments: simulated workers, under Lightning."""
+"""Logistic regression on madelon, with simulated workers: a task of the experiments."""
 
 from __future__ import annotations
 
