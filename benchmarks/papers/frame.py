@@ -96,8 +96,6 @@ def run(experiment: Experiment, cells: Sequence[Cell], path: Path, data: Path | 
     kept = {_key({name: row[name] for name in cell}) for cell in cells[:1] for row in done}
     todo = [cell for cell in cells if _key(cell) not in kept]
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # saturated activations have gradients that take long
     console = Console(soft_wrap=True, highlight=False, markup=False)
     bar = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(elapsed_when_finished=True))
     with Progress(*bar, console=console) as progress, path.open("a") as file:
@@ -180,7 +178,14 @@ def main(experiment: Experiment) -> int:
         parser.error(f"--data: {experiment.data} (or the environment variable PAPERS_DATA).")
     if chosen:
         path = options.out / f"{experiment.name}.jsonl"
-        run(experiment, chosen, path, options.data and Path(options.data))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(True)  # saturated activations have gradients that take long
+        try:
+            run(experiment, chosen, path, options.data and Path(options.data))
+        finally:
+            torch.set_flush_denormal(False)
+            torch.set_num_threads(threads)
     sys.stdout.write(write(experiment, cells, options.out))
     return int(any("failed" in r for r in read(options.out / f"{experiment.name}.jsonl", cells)))
 

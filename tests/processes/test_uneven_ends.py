@@ -103,6 +103,8 @@ def test_a_worker_that_ends_early(uneven: dict[str, Any]) -> None:
     for name in OURS:
         ends = run(name, **uneven)
         assert all("Error: " in message and seconds < 30 for message, seconds in ends)
-        (peers,) = [message for message, _ in ends if message.startswith("PeerError")]
-        assert "has fewer batches or has stopped earlier" in peers
-        assert ("all-reduce" if name == "identity" else "all-gather") in peers
+        peers = [message for message, _ in ends if message.startswith("PeerError")]
+        assert peers
+        assert all("has fewer batches or has stopped earlier" in message for message in peers)
+        operation = "all-reduce" if name == "identity" else "all-gather"
+        assert any(operation in message for message in peers)

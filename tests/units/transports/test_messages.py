@@ -158,7 +158,8 @@ def test_broadcast_takes_any_length_and_any_bytes(
         tensor.copy_(wire.pop(0))
 
     fakes: dict[str, Any] = {"is_initialized": lambda: True, "get_rank": lambda: 1}
-    for name, fake in {**fakes, "broadcast": receive}.items():
+    fakes |= {"get_world_size": lambda: 2, "broadcast": receive}
+    for name, fake in fakes.items():
         monkeypatch.setattr(dist, name, fake)
 
     def law(data: st.DataObject) -> None:
