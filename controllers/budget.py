@@ -64,7 +64,8 @@ def next_threshold(
         past: all stretches, from the oldest to the newest; one at least.
         left: sum of density times share that may still be spent.
         over: finished share of the run, below 1.
-        rates: learning rates in equal parts of the rest of the run; none: they are constant.
+        rates: learning rates in equal parts of the rest of the run; none, or all 0: they are taken
+            as constant.
     """
     if left <= 0:
         return NOTHING
@@ -72,11 +73,11 @@ def next_threshold(
     if not 0 < scale < math.inf:
         return past[-1].threshold
     growth = min(max(_TREND * trend(past), -3 / rest), 1 / rest)
-    floor = _LEAST_RATE * max(rates, default=1.0)
-    parts = len(rates) or 100
+    rates = rates if any(rates) else [1.0] * 100
+    floor, parts = _LEAST_RATE * max(rates), len(rates)
     weights = [
         max(rate, floor) * math.exp(growth * rest * (i + 0.5) / parts)
-        for i, rate in enumerate(rates or [1.0] * parts)
+        for i, rate in enumerate(rates)
     ]
     wanted = left / rest * weights[0] * parts / sum(weights)
     walk = scale**2 * constant(past, over, left / rest)
@@ -85,7 +86,7 @@ def next_threshold(
         return min(math.sqrt(walk / wanted), NOTHING)
     # Lowering λ sends the errors above the new one at once: a part of (1 − λ'/λ)² of the elements,
     # as a random walk between −λ and λ is spread. So λ falls to where both make what is wanted.
-    # What the last stretches would send at once nothing is left to make good for.
+    # Near the end it is not lowered at all: too few steps are left to send less again.
     low, high = before if rest < _LAST * past[-1].share else 0.0, before * _UP
     for _ in range(40):
         middle = (low + high) / 2

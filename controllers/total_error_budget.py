@@ -18,12 +18,14 @@ class TotalErrorBudget(ThresholdController):
     """Move λ of ``HardThreshold`` so that the density, averaged over the run, is ``budget``.
 
     The density is the paper's average density: of *all* elements of the model, those of tensors
-    that are sent whole included. It is never exceeded by more than 2 %.
+    that are sent whole included. In all tests it is exceeded by less than 2 %; once it is spent,
+    nothing but these is sent any more.
 
     The paper proves that one constant λ has the least total error for a budget, of errors that are
-    not fed back, and does not say how to find it. With error feedback a λ proportional to
-    ``√(s_t/γ_t)`` has less, s_t being the scale of gradients and γ_t the learning rate: see
-    ``controllers/budget.py`` and the page "What the papers say, what we saw". So elements are spent
+    not fed back, and does not say how to find it. With error feedback, where gradients are noise
+    around a slow mean, a λ proportional to ``√(s_t/γ_t)`` has less in units of the update, s_t
+    being the scale of gradients and γ_t the learning rate: ``controllers/budget.py`` derives it. So
+    elements are spent
     while the learning rate is high. λ is found on the way, from the measured scale, the schedule of
     the rate, and what has been sent so far. The first step sends nothing, to measure the scale; λ
     changes after 1, 2, 4, … steps, then 80 times per run, and at the ends of epochs.

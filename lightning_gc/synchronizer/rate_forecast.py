@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -65,7 +66,8 @@ def forecast(
         total: steps of the whole run.
     """
     copies = {optimizer: _without_state(optimizer) for optimizer in optimizers}
-    memo = {id(optimizer): stand_in for optimizer, stand_in in copies.items()}
+    memo: dict[int, object] = {id(optimizer): copied for optimizer, copied in copies.items()}
+    memo |= {id(owner): owner for each in scheduled for owner in _owners(each.scheduler)}
     stepped = [
         Scheduled(copy.deepcopy(scheduler, dict(memo)), every)
         for scheduler, every in scheduled
@@ -81,6 +83,15 @@ def forecast(
                 if (step + 1) % every == 0:
                     scheduler.step()
     return rates
+
+
+def _owners(scheduler: Any) -> Iterator[object]:
+    """Yield the objects whose methods are schedules, such as the module: they are not copied."""
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _owners(inner)
+    for schedule in getattr(scheduler, "lr_lambdas", ()):
+        if inspect.ismethod(schedule):
+            yield schedule.__self__
 
 
 def _without_state(optimizer: Optimizer) -> Optimizer:

@@ -1,5 +1,6 @@
 """The forecast of learning rates is what the schedulers do, and leaves them alone."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -54,3 +55,23 @@ def test_a_run_without_a_schedule_keeps_its_rate() -> None:
     layer = torch.nn.Linear(3, 3)
     optimizers = [torch.optim.SGD(layer.parameters(), rate) for rate in (0.1, 0.2)]
     assert forecast(optimizers, [], 3, 7) == [0.2] * 4
+
+
+class Module:
+    """Has what cannot be copied, as a LightningModule with its trainer has."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def factor(self, step: int) -> float:
+        return 0.5**step
+
+
+def test_a_schedule_that_is_a_method_of_the_module() -> None:
+    """The module is not copied, also where the scheduler is one of several."""
+    for nested in (False, True):
+        sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+        scheduler: Any = lrs.LambdaLR(sgd, Module().factor)
+        scheduler = lrs.ChainedScheduler([scheduler]) if nested else scheduler
+        assert forecast([sgd], [Scheduled(scheduler, 1)], 0, 3) == [1.0, 0.5, 0.25]
+        assert sgd.param_groups[0]["lr"] == 1.0

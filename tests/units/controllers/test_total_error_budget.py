@@ -155,6 +155,13 @@ def test_gradients_that_vanish_keep_the_threshold() -> None:
     assert levels(TotalErrorBudget(BUDGET, initial=0.7), seen) == [0.7, 0.7]
 
 
+def test_a_rest_of_the_run_at_rate_zero_is_spent_evenly() -> None:
+    """As under a cosine that ends an epoch early: the weights stand still, whatever is sent."""
+    still = [replace(each, rates_ahead=(0.0, 0.0)) for each in budget_run((0, 0), (0.1, 0.0))]
+    constant = budget_run((0, 0), (0.1, 0.0))
+    assert levels(TotalErrorBudget(BUDGET), still) == levels(TotalErrorBudget(BUDGET), constant)
+
+
 def test_a_run_without_an_end() -> None:
     with pytest.raises(ValueError, match=r"0\.1.*Trainer\(max_epochs=\.\.\.\)"):
         replay(TotalErrorBudget(0.1), [Observation(-1, num_elements=9, num_compressed=9)])
