@@ -23,7 +23,7 @@ from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
 WORKERS, LIAR, LIMIT = 3, 1, PIECE  # elements of float32: up to four pieces
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=2)
 
 
 @dataclass(frozen=True)
