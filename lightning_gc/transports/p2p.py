@@ -61,7 +61,8 @@ def swap_of_unknown_lengths(
 
     Args:
         outgoing: one message per worker, ``(nbytes,)`` uint8, not empty; the own one is returned.
-        measure: given sender and first piece, returns a message's bytes. What it raises ends all.
+        measure: given sender and first piece, returns a message's bytes. What it raises is raised
+            after the other messages, so that no peer waits for this worker instead of the sender.
         group: the process group; None is the default group.
     """
     workers, me = len(outgoing), dist.get_rank(group)
@@ -76,16 +77,28 @@ def swap_of_unknown_lengths(
             leaving = outgoing[to][start : start + PIECE]
             if leaving.numel():
                 under_way.append((dist.isend(leaving, ranks[to], group), to))
-    for first in firsts:
-        source = first[1]
-        _finish([first])
-        pieces = -(-measure(source, arrived[source]) // PIECE)
-        if pieces > 1:
-            whole = arrived[source].new_zeros(pieces, PIECE)
-            whole[0] = arrived[source]
-            arrived[source] = whole.view(-1)
-            under_way += [(dist.irecv(each, ranks[source], group), source) for each in whole[1:]]
-    _finish(under_way)
+    wrong: Exception | None = None
+    try:
+        for first in firsts:
+            source = first[1]
+            _finish([first])
+            try:
+                pieces = -(-measure(source, arrived[source]) // PIECE)
+            except Exception as error:
+                wrong = wrong or error
+                continue
+            if pieces > 1:
+                whole = arrived[source].new_zeros(pieces, PIECE)
+                whole[0] = arrived[source]
+                arrived[source] = whole.view(-1)
+                rest = [(dist.irecv(each, ranks[source], group), source) for each in whole[1:]]
+                under_way += rest
+        _finish(under_way)
+    except WaitError:
+        if wrong is None:
+            raise
+    if wrong is not None:
+        raise wrong
     return arrived
 
 
