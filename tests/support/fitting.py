@@ -1,4 +1,4 @@
-"""The one way in which tests train: a quiet Trainer on the CPU, and what a fit leaves behind."""
+"""The one way in which tests train: a quiet Trainer, and what a fit leaves behind."""
 
 import contextlib
 import hashlib
@@ -13,6 +13,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy
+from tests.support.accelerator import BACKEND, DEVICE
 
 
 class Crashed(Exception):
@@ -23,7 +24,8 @@ def quiet_trainer(strategy: Any, **settings: Any) -> pl.Trainer:
     """Return a Trainer that trains an epoch; it logs, prints and saves what it is told to."""
     callbacks = settings.get("callbacks", ())
     quiet: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": DEVICE,
+        "devices": 1,
         "max_epochs": 1,
         "num_sanity_val_steps": 0,
         "logger": False,
@@ -85,7 +87,7 @@ def left_by(trainer: pl.Trainer) -> dict[str, Any]:
         "errors": [arrays(engine.errors()) for engine in engines],
         "memory": [
             {
-                f"{n} {b}": t.numpy().tobytes()
+                f"{n} {b}": t.cpu().numpy().tobytes()
                 for n, kept in s["memory"].items()
                 for b, t in kept.items()
             }
@@ -114,23 +116,25 @@ def ddp(compressor: Any = None, **options: Any) -> DDPStrategy:
     With no compressor it is Lightning's own.
     """
     if compressor is None:
-        return DDPStrategy(process_group_backend="gloo", **options)
-    return CompressedDDPStrategy(compressor, process_group_backend="gloo", **options)
+        return DDPStrategy(process_group_backend=BACKEND, **options)
+    return CompressedDDPStrategy(compressor, process_group_backend=BACKEND, **options)
 
 
 def arrays(named: dict[str, Tensor]) -> dict[str, Any]:
     """Return what is in float64, by the names that parameters have without ``torch.compile``."""
-    return {n.replace("_orig_mod.", ""): t.detach().double().numpy() for n, t in named.items()}
+    return {
+        n.replace("_orig_mod.", ""): t.detach().double().cpu().numpy() for n, t in named.items()
+    }
 
 
 def plain(tensor: Tensor) -> Any:
     """Return an array; NumPy has no bfloat16."""
     wide = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-    return tensor.detach().to(wide).numpy()
+    return tensor.detach().to(wide).cpu().numpy()
 
 
 def digest(module: nn.Module) -> str:
     """Return a hash of all parameters: two are equal if every bit is."""
     flats = [p.detach().contiguous().view(-1).view(torch.uint8) for p in module.parameters()]
-    parts = [flat.numpy().tobytes() for flat in flats]
+    parts = [flat.cpu().numpy().tobytes() for flat in flats]
     return hashlib.sha256(b"".join(parts)).hexdigest()

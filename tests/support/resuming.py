@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from tests.support.accelerator import DEVICE
 from tests.support.fitting import Crashed, ddp, fit
 from tests.support.models import Books, GoesOn, own_batches
 from tests.support.processes import run_in_processes
@@ -82,15 +83,15 @@ def fit_and_save(
         scaler: arguments of a loss scaler, and so float16.
         accumulate: batches of a step.
         stateful: whether the data go on within an epoch.
-        loud: the step in which worker 1's batch is too large for float16.
+        loud: the step in which the last worker's batch is too large for float16.
         crash: the step before which the run ends with an exception.
         callbacks: more of them.
         options: of the strategy.
     """
     if scaler is not None:
-        plugins = [MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", **scaler))]
+        plugins = [MixedPrecision("16-mixed", DEVICE, scaler=GradScaler(DEVICE, **scaler))]
     saving = saving or {"save_top_k": -1, "save_on_train_epoch_end": True}
-    loader = own_batches(worker, batches * accumulate, loud if worker == 1 else None)
+    loader = own_batches(worker, batches * accumulate, loud if worker == workers - 1 else None)
     return fit(
         ddp(compressor, **options),
         Logged,

@@ -1,0 +1,144 @@
+"""Several GPUs, or two processes on the CPU: equal replicas, and what failing workers leave."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gc import QSGD, HardThreshold, Identity, PerParameter, PowerSGD, RandomK, TopK
+from lightning_gc.testing.contracts import cases
+from tests.support.accelerator import DEVICE, needs_two
+from tests.support.fitting import ddp, digest, fit, quiet_trainer
+from tests.support.models import Books, Branches, Plain, own_batches
+from tests.support.processes import run_in_processes
+
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, needs_two, pytest.mark.timeout(600)]
+ALL_GPUS = torch.cuda.device_count() if DEVICE == "cuda" else 2
+
+
+def trained(worker: int, compressor: Any, steps: int, model: Any = Books, **options: Any) -> Any:
+    found = fit(
+        ddp(compressor, **options),
+        model,
+        own_batches(worker, steps),
+        devices=ALL_GPUS,
+        use_distributed_sampler=False,
+    )
+    return found["digest"]
+
+
+def with_options(worker: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return trained(worker, *arguments, **options)
+
+
+def in_all(*arguments: Any, **options: Any) -> list[str]:
+    return run_in_processes(with_options, ALL_GPUS, arguments, options, timeout=500)  # type: ignore[no-any-return]
+
+
+def test_identity_is_ddp() -> None:
+    assert in_all(Identity(), 50) == in_all(None, 50)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [TopK(0.1), QSGD(4), PowerSGD(1), RandomK(0.1), HardThreshold(1e6)],
+    ids=cases.label,
+)
+def test_replicas_are_equal(compressor: Any) -> None:
+    """Of `HardThreshold` nobody sends anything: ragged messages without elements."""
+    assert len(set(in_all(PerParameter(compressor), 50))) == 1
+
+
+class Normed(Plain):
+    """Has statistics that workers share, in the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(8, 40), nn.SyncBatchNorm(40), nn.Tanh(), nn.Linear(40, 40)
+        )
+
+
+def connected(worker: int, connections: str, model: str, steps: int) -> str:
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+    options = {"find_unused_parameters": True} if model == "branches" else {}
+    chosen = Branches if model == "branches" else Normed
+    return str(trained(worker, PerParameter(TopK(0.1)), steps, chosen, **options))
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+@pytest.mark.parametrize("model", ["branches", "normed"])
+def test_two_communicators(connections: str, model: str) -> None:
+    if DEVICE == "cpu" and model == "normed":
+        pytest.skip("SyncBatchNorm needs GPUs")
+    steps = 3000 if DEVICE == "cuda" else 30
+    found = run_in_processes(connected, ALL_GPUS, connections, model, steps, timeout=500)
+    assert len(set(found)) == 1
+
+
+class Fails(Plain):
+    """Worker 1 ends in the fourth step, in one of several ways."""
+
+    how = ""
+
+    def loss(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3 and self.global_rank == 1:
+            if self.how == "raises":
+                raise ArithmeticError("worker 1 has had enough")
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(batch, batch_idx)
+
+
+def failing(worker: int, how: str) -> tuple[str, float]:
+    """Return what a worker was told, and the seconds until then."""
+    from datetime import timedelta
+
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # an exception in place of the process's end
+    Fails.how = how
+    started = time.monotonic()
+    batches = 8 - (how == "ends early" and worker == 1)
+    try:
+        fit(
+            ddp(PerParameter(TopK(0.1)), timeout=timedelta(seconds=20)),
+            Fails,
+            own_batches(worker, batches),
+            devices=ALL_GPUS,
+            use_distributed_sampler=False,
+        )
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "nothing", time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["raises", "killed", "ends early"])
+def test_a_failing_worker_is_named(how: str) -> None:
+    (found,) = run_in_processes(failing, ALL_GPUS, how, wait_for=1)
+    assert "PeerError" in found[0], found
+    assert found[1] < 60, found
+
+
+class Validated(Plain):
+    """Logs a mean over workers."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch, batch_idx), sync_dist=True)
+
+
+def twice(worker: int) -> str:
+    torch.manual_seed(0)
+    module = Validated()
+    for _ in range(2):
+        trainer = quiet_trainer(
+            ddp(PerParameter(HardThreshold(0.01))), devices=ALL_GPUS, use_distributed_sampler=False
+        )
+        trainer.fit(module, own_batches(worker, 5), own_batches(worker, 2))
+    return digest(module)
+
+
+def test_two_fits_and_a_validation() -> None:
+    assert len(set(run_in_processes(twice, ALL_GPUS))) == 1
