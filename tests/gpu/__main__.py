@@ -112,11 +112,14 @@ def run(check: Check, gpus: int) -> Outcome:
     if check.tool and sanitizer is None:
         return Outcome("skipped", "compute-sanitizer is not on the PATH")
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "-m", "nightly or not nightly"]
-    command += ["-p", "no:cacheprovider", "-n", str(check.at_once), *check.tests]
+    # Only these plugins, and warnings are none of ours, in whatever environment this is.
+    command += ["-p", "xdist", "-p", "pytest_timeout", "-p", "no:cacheprovider", "-W", "default"]
+    command += ["-n", str(check.at_once), *check.tests]
     if check.tool:
         command = [str(sanitizer), "--tool", check.tool, "--error-exitcode", "9", *command]
     device = "cuda" if gpus else "cpu"
     environment = {**os.environ, "TESTS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     started = time.monotonic()
     process = subprocess.Popen(
         command,
