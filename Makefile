@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test check docs docs-tables tests faults soak \
+.PHONY: help demo vision tune-demo test check docs docs-tables tests faults soak gpu-check \
 	catalogue bench-bytes bench-controllers bench-network bench-scaling clean
 
 help: ## what can be made
@@ -53,6 +53,9 @@ faults: $(VENV)/.test ## plant deliberate faults, see which test finds each (hal
 
 soak: $(VENV)/.test ## random runs, random faults, restarts (a round takes about 5 s): ARGS="--rounds 1000 --out soak.jsonl"
 	$(BIN)/python -m tests.soak $(ARGS)
+
+gpu-check: $(VENV)/.test ## everything that needs a GPU, skipped without one; writes gpu-check.txt: ARGS="--only 1 7"
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 catalogue: $(VENV)/.tune ## every compressor on the demo's model at two learning rates (20 minutes): ARGS="--methods topk"
 	$(BIN)/python benchmarks/catalogue.py $(ARGS)
