@@ -73,7 +73,7 @@ def attach(
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
-            differ, a memory that needs more than a hook.
+            differ, as for ``CompressedDDPStrategy``, a memory that needs more than a hook.
         RuntimeError: the module already has a communication hook; in a forward pass, a parameter
             that was unfrozen, added or replaced since.
 

@@ -30,6 +30,15 @@ def fused(tensor: Tensor) -> bool:
     return interpreted and tensor.device.type == "cpu" and _found()
 
 
+def in_words(device: torch.device) -> str:
+    """Return which implementation float32 tensors of ``device`` get; tries the kernels on CUDA."""
+    if not fused(torch.ones(1, device=device)):
+        return "torch"
+    import triton
+
+    return f"Triton {triton.__version__}"
+
+
 @functools.cache
 def _found() -> bool:
     return find_spec("triton") is not None

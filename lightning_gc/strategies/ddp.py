@@ -71,7 +71,8 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
         ValueError: a combination that cannot work, an unknown name, a communication hook of your
             own, an unknown argument or ``verify``, a controller that cannot set the compressor's
             knob, a strategy object that already belongs to a Trainer; at fit start, sparse
-            embedding gradients, or workers whose configurations differ.
+            embedding gradients, or workers that differ: in configuration, in versions of torch or
+            Triton, or, with a low-rank method, in the model of their devices.
         RuntimeError: in a backward pass, a parameter that was unfrozen, added or replaced after the
             fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient.
 

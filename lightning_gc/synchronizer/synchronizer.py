@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.flow import Flow
+from lightning_gc.synchronizer.arithmetic import arithmetic
 from lightning_gc.synchronizer.bucket_regrouping import Shapes
 from lightning_gc.synchronizer.validation import check_agreement, digest_of
 from lightning_gc.synchronizer.verification import Verify, verification
@@ -37,7 +38,8 @@ class Synchronizer:
         interleaves with DDP's collectives.
 
     Raises:
-        ValueError: workers whose configurations or models differ, on all workers.
+        ValueError: on all workers, if their configurations or models differ, or what decides the
+            last bits of what they decode: torch, the kernels, for some methods the device.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Synchronizer:
         transport = Distributed(self._group)
         same = workers.configuration.in_words() | {"verify": repr(verify)} | dict(agreed or {})
         same["names and shapes of parameters"] = digest_of(workers.shapes)
+        same |= arithmetic(device, workers.configuration.compressor)
         check_agreement(same, transport, device)
         self._verification = verification(verify, type(self).__name__)
         recording = Recording(self._verification.transport(transport))
