@@ -259,14 +259,14 @@ class Attached:
                     f"Worker {worker} has a state of {save}, but worker 0 of {saves[0]}; give all "
                     f"workers states that were saved together."
                 )
-        there = each_tensor(state["engine"], lambda tensor: tensor.to(self._device))
-        self._workers.first.load_state_dict(copy.deepcopy(there))
+        there = each_tensor(dict(state), lambda tensor: tensor.to(self._device))
+        self._workers.first.load_state_dict(copy.deepcopy(there["engine"]))
         if state["levels"] is not None:
             self._workers.set_levels(*state["levels"])
         self._workers.regroup(state["layout"])
         if self._control is not None and state["control"] is not None:
             self._control.load_state_dict(state["control"]["loop"])
-            self._control.statistics[0].load_own_state(state["control"]["worker"])
+            self._control.statistics[0].load_own_state(there["control"]["worker"])
 
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow.

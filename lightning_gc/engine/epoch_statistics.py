@@ -53,6 +53,7 @@ class EpochStatistics:
         self._store = ErrorBuffers(("sum",))
         self._first: int | None = None
         self._squares: list[Tensor] = []
+        self._squares_before = 0.0  # of the epoch's part before a checkpoint
         self._errors: Tensor | float = 0.0
         self._update_errors: Tensor | float = 0.0
         self._recent: Tensor | float = 0.0  # Σ‖g_t‖² since the last decision
@@ -118,13 +119,15 @@ class EpochStatistics:
 
     def squares(self) -> float:
         """Return ``Σ‖g_t‖²`` over the epoch."""
-        return float(torch.stack(self._squares).sum()) if self._squares else 0.0
+        since = float(torch.stack(self._squares).sum()) if self._squares else 0.0
+        return self._squares_before + since
 
     def end_epoch(self) -> None:
         """Reset the epoch's sums, but not the total error."""
         for kept in self._store.named.values():
             kept["sum"].zero_()
         self._squares.clear()
+        self._squares_before = 0.0
         self._first = None
 
     def own_state(self) -> dict[str, Any]:
@@ -142,7 +145,7 @@ class EpochStatistics:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Resume from ``own_state()``."""
         self._store.load({name: {"sum": tensor} for name, tensor in state["sums"].items()})
-        self._squares = [torch.tensor(state["squares"], dtype=torch.float64)]
+        self._squares, self._squares_before = [], float(state["squares"])
         self._first = round(state["first"]) if "first" in state else None
         self._errors = float(state["total_error"])
         if self.errors and "total_error_update" not in state:
