@@ -218,8 +218,13 @@ class Attached:
         return total / workers
 
     def account(self) -> Account:
-        """Return and reset the bytes and seconds of this worker."""
-        return self._workers.accounts[0].take()
+        """Return and reset the bytes and seconds of this worker.
+
+        On CUDA seconds are measured from the first call on, and each call waits for the device.
+        """
+        account = self._workers.accounts[0].take()
+        self._workers.accounts[0].timing = True
+        return account
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's state, between steps; every worker must save its own.
