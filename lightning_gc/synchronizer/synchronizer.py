@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_gc.flow import Flow
 from lightning_gc.synchronizer.arithmetic import arithmetic
 from lightning_gc.synchronizer.bucket_regrouping import Shapes
+from lightning_gc.synchronizer.leaving_group import abandon, leave
 from lightning_gc.synchronizer.validation import check_agreement, digest_of
 from lightning_gc.synchronizer.verification import Verify, verification
 from lightning_gc.synchronizer.workers import Workers
@@ -134,7 +135,9 @@ class Synchronizer:
         self._background.check()
 
     def close(self) -> None:
-        """Finish queued buckets, stop the thread and leave the group."""
+        """Finish queued buckets, stop the thread and leave the group; after a failure, at once."""
         stopped = self._background.close()
-        if stopped and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if self._background.error is not None:
+            abandon(self._group)
+        elif stopped:
+            leave(self._group)
