@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.engine.error_buffers import ErrorBuffers
+from lightning_gc.engine.error_buffers import ErrorBuffers, to_host
 from lightning_gc.engine.state_structure import FINITE, FLOATS, NUMBER, Each, Record
 
 
@@ -132,7 +132,7 @@ class EpochStatistics:
 
     def own_state(self) -> dict[str, Any]:
         """Return this worker's sums: tensors and numbers that may be averaged over workers."""
-        sums = {name: kept["sum"].clone() for name, kept in self._store.named.items()}
+        sums = {name: to_host(kept["sum"]) for name, kept in self._store.named.items()}
         state = {
             "sums": sums,
             "squares": self.squares(),

@@ -38,8 +38,8 @@ class Hears(logging.Handler):
 
 
 def broken(*_: Any) -> Flow:
-    raise ValueError("a codec has a fault")
     yield from ()
+    raise ValueError("a codec has a fault")
 
 
 class Fails(Books):

@@ -4,6 +4,7 @@ A checkpoint is read into the host's memory. Pretended CUDA tensors, of which to
 the values, raise where they are mixed with those of the host.
 """
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +84,7 @@ class Resumed:
         with pytest.MonkeyPatch.context() as patch:  # the comparison of what workers have
             patch.setattr(torch_ddp, "Distributed", lambda *_: SimpleNamespace(worker=0, workers=1))
             patch.setattr(torch_ddp, "all_or_raise", lambda *_: {0: "step 3"})
-            patch.setattr(torch_ddp.copy, "deepcopy", lambda state: state)  # reads addresses
+            patch.setattr(copy, "deepcopy", lambda state: state)  # reads addresses
             handle.load_state_dict(state | {"control": control})
 
 
