@@ -13,7 +13,7 @@ from lightning_gc.flow import Flow
 from lightning_gc.synchronizer.arithmetic import arithmetic
 from lightning_gc.synchronizer.bucket_regrouping import Shapes
 from lightning_gc.synchronizer.leaving_group import abandon, leave
-from lightning_gc.synchronizer.validation import check_agreement, digest_of
+from lightning_gc.synchronizer.validation import check_agreement, digest_of, refuse_unknown_device
 from lightning_gc.synchronizer.verification import Verify, verification
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.accounting import Recording
@@ -39,8 +39,9 @@ class Synchronizer:
         interleaves with DDP's collectives.
 
     Raises:
-        ValueError: on all workers, if their configurations or models differ, or what decides the
-            last bits of what they decode: torch, the kernels, for some methods the device.
+        ValueError: a device that is neither ``cpu`` nor ``cuda``; on all workers, if their
+            configurations or models differ, or what decides the last bits of what they decode:
+            torch, the kernels, for some methods the device.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Synchronizer:
         agreed: Mapping[str, str] | None = None,
         verify: Verify = 0,
     ) -> None:
+        refuse_unknown_device(device)
         self.workers = workers
         self._before_round = before_round
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)

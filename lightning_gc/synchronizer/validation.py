@@ -54,6 +54,17 @@ def decision_of(
     )
 
 
+def refuse_unknown_device(device: torch.device) -> None:
+    """Raise ValueError for a device that is neither the host nor CUDA, which includes ROCm."""
+    if device.type not in ("cpu", "cuda"):
+        why = "has no float64" if device.type == "mps" else "has never been tried"
+        raise ValueError(
+            f"Gradients are on {str(device)!r}, which {why}; lightning_gc works on 'cpu' and on "
+            f"'cuda', NVIDIA's or AMD's. On this machine use Trainer(accelerator='cpu'), or in "
+            f"plain torch move the module to the CPU."
+        )
+
+
 def refuse_sparse_gradients(module: nn.Module) -> None:
     """Raise ValueError if an embedding has sparse gradients, which are not flat."""
     for name, child in module.named_modules():
