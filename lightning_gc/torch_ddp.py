@@ -22,6 +22,7 @@ from lightning_gc.synchronizer.attached_state import attached_state, check_attac
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
 from lightning_gc.synchronizer.joint_errors import all_or_raise
 from lightning_gc.synchronizer.pytree import each_tensor
+from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
 from lightning_gc.synchronizer.validation import (
     check_controller,
     refuse_sparse_gradients,
@@ -129,6 +130,7 @@ class Attached:
         if controller is not None:
             check_controller(controller, configuration.compressor, memory, "attach")
         refuse_sparse_gradients(ddp.module)
+        warn_of_one_queue(ddp)
         self._workers = Workers(configuration)
         self._workers.name(ddp.module)
         self._device = next(iter(self._workers.names)).device
