@@ -124,13 +124,17 @@ class Bucket:
     def generator(self, *, shared: bool) -> torch.Generator:
         """Return a new random generator on the gradient's device; the global one is never used.
 
-        It is seeded from (seed, names, step), equally on all workers if ``shared``, else also from
-        worker and phase.
+        On GPUs of different models generators of one seed give different numbers, so with
+        ``shared`` the numbers are equal on like devices only; ``generator_seed`` is so on all.
         """
+        generator = torch.Generator(device=self.grad.device)
+        generator.manual_seed(self.generator_seed(shared=shared))
+        return generator
+
+    def generator_seed(self, *, shared: bool) -> int:
+        """Return a seed from (seed, names, step); if not ``shared``, also worker and phase."""
         key: tuple[Any, ...] = (self.seed, self.step, *self.shapes)
         if not shared:
             key = (self.worker, self.phase, *key)
         digest = hashlib.blake2b(repr((shared, *key)).encode(), digest_size=8).digest()
-        generator = torch.Generator(device=self.grad.device)
-        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        return generator
+        return int.from_bytes(digest, "little") >> 1

@@ -22,6 +22,7 @@ from lightning_gc.synchronizer.attached_state import attached_state, check_attac
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
 from lightning_gc.synchronizer.joint_errors import all_or_raise
 from lightning_gc.synchronizer.pytree import each_tensor
+from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
 from lightning_gc.synchronizer.validation import (
     check_controller,
     refuse_sparse_gradients,
@@ -73,7 +74,7 @@ def attach(
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
-            differ, a memory that needs more than a hook.
+            differ, as for ``CompressedDDPStrategy``, a memory that needs more than a hook.
         RuntimeError: the module already has a communication hook; in a forward pass, a parameter
             that was unfrozen, added or replaced since.
 
@@ -129,6 +130,7 @@ class Attached:
         if controller is not None:
             check_controller(controller, configuration.compressor, memory, "attach")
         refuse_sparse_gradients(ddp.module)
+        warn_of_one_queue(ddp)
         self._workers = Workers(configuration)
         self._workers.name(ddp.module)
         self._device = next(iter(self._workers.names)).device
@@ -218,8 +220,13 @@ class Attached:
         return total / workers
 
     def account(self) -> Account:
-        """Return and reset the bytes and seconds of this worker."""
-        return self._workers.accounts[0].take()
+        """Return and reset the bytes and seconds of this worker.
+
+        On CUDA seconds are measured from the first call on, and each call waits for the device.
+        """
+        account = self._workers.accounts[0].take()
+        self._workers.accounts[0].timing = True
+        return account
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's state, between steps; every worker must save its own.
@@ -259,14 +266,14 @@ class Attached:
                     f"Worker {worker} has a state of {save}, but worker 0 of {saves[0]}; give all "
                     f"workers states that were saved together."
                 )
-        there = each_tensor(state["engine"], lambda tensor: tensor.to(self._device))
-        self._workers.first.load_state_dict(copy.deepcopy(there))
+        there = each_tensor(dict(state), lambda tensor: tensor.to(self._device))
+        self._workers.first.load_state_dict(copy.deepcopy(there["engine"]))
         if state["levels"] is not None:
             self._workers.set_levels(*state["levels"])
         self._workers.regroup(state["layout"])
         if self._control is not None and state["control"] is not None:
             self._control.load_state_dict(state["control"]["loop"])
-            self._control.statistics[0].load_own_state(state["control"]["worker"])
+            self._control.statistics[0].load_own_state(there["control"]["worker"])
 
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow.

@@ -124,7 +124,7 @@ class Codec(Compressor):
     3. It is what it declares: ``traits`` and ``bound`` are true of it.
     4. It has one knob, and ``at(level)`` moves the payload's size in the knob's direction.
     5. Its payloads are those of ``wire(numel)``.
-    6. Its randomness is private: from ``bucket.generator`` only.
+    6. Its randomness is private: from ``bucket.generator`` or ``generator_seed`` only.
     7. It trusts no bytes: whatever numbers a payload of the right lengths holds, ``decode`` raises
        ValueError or writes to ``out`` alone, and all workers get the same bits of the same payload.
        Where raising would mean waiting for a device, what cannot be right makes ``out`` non-finite.
@@ -201,7 +201,7 @@ class Collective(Compressor):
     3. It is what it declares: ``traits`` and ``bound`` are true of it.
     4. It has one knob, and ``at(level)`` moves the bytes in the knob's direction.
     5. Its requests have the same shapes on all workers but for tensors with a limit.
-    6. Its randomness is private: from ``bucket.generator`` only.
+    6. Its randomness is private: from ``bucket.generator`` or ``generator_seed`` only.
     7. It trusts no bytes: whatever arrives, it raises ValueError or writes to ``out`` and its own
        error and state alone.
     8. It recovers: after gradients of any finite size, and whatever has arrived, state is finite,

@@ -48,6 +48,9 @@ class Traits:
         exact: what is sent is the gradient itself: the error is always zero.
         conserves: the result is the mean of what workers sent, not a vote: with error feedback
             nothing is lost.
+        portable: devices of different models get the same bits of the same payloads: what workers
+            compute alike treats elements one by one, without matrix products, sums of many
+            elements or a generator's numbers.
         default_memory: name of the memory if none is chosen; None means ``"none"`` for unbiased
             compressors, else ``"residual"``.
         knob: the one field that a controller turns, or None.
@@ -60,6 +63,7 @@ class Traits:
     elementwise: bool = False
     exact: bool = False
     conserves: bool = True
+    portable: bool = True
     default_memory: str | None = None
     knob: Knob | None = None
     space: tuple[Range | Choice, ...] = ()

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import Compressor
 from lightning_gc.engine.compatibility import combine
-from lightning_gc.engine.error_buffers import ErrorBuffers
+from lightning_gc.engine.error_buffers import ErrorBuffers, to_host
 from lightning_gc.engine.exchange import BucketExchange
 from lightning_gc.engine.guard import Guard
 from lightning_gc.engine.learning_rates import LearningRates
@@ -171,8 +171,6 @@ class Engine:
             buffer.nan_to_num_(0.0, 0.0, 0.0)
         if guard is not None:
             guard.release(held)
-            if self.loss_scaling.revocable and guard.verdict is not None:
-                self.loss_scaling.verdicts.append(guard.verdict)
         for live, copy in resting:
             live.copy_(copy)
 
@@ -184,6 +182,8 @@ class Engine:
             grad.copy_(exchange.mean)
         if scale is not None:
             grad.mul_(scale)
+        if self.loss_scaling.revocable and bucket.wanted:
+            self.loss_scaling.verdicts.append(grad.isfinite().all())
         self.rounds.ended += 1
 
     def _open_round(self, step: int) -> None:
@@ -230,11 +230,14 @@ class Engine:
         return {name: kept[self.memory.buffers[0]] for name, kept in self.buffers.named.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all state: tensors, numbers and strings only."""
+        """Return copies of all state: tensors, numbers and strings only.
+
+        Errors are copied to the host one by one, so that a GPU needs no memory for a second copy.
+        """
         self.loss_scaling.settle()
         named = self.buffers.named
         return {
-            "memory": {n: {b: t.clone() for b, t in kept.items()} for n, kept in named.items()},
+            "memory": {n: {b: to_host(t) for b, t in kept.items()} for n, kept in named.items()},
             "compressor": {n: dict(s) for n, s in self.compressor_state.items() if s},
             "learning_rates": dict(self.learning_rates.of_errors),
             "step": self.step,

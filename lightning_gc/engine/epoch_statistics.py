@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.engine.error_buffers import ErrorBuffers
+from lightning_gc.engine.error_buffers import ErrorBuffers, to_host
 from lightning_gc.engine.state_structure import FINITE, FLOATS, NUMBER, Each, Record
 
 
@@ -53,6 +53,7 @@ class EpochStatistics:
         self._store = ErrorBuffers(("sum",))
         self._first: int | None = None
         self._squares: list[Tensor] = []
+        self._squares_before = 0.0  # of the epoch's part before a checkpoint
         self._errors: Tensor | float = 0.0
         self._update_errors: Tensor | float = 0.0
         self._recent: Tensor | float = 0.0  # Σ‖g_t‖² since the last decision
@@ -118,18 +119,20 @@ class EpochStatistics:
 
     def squares(self) -> float:
         """Return ``Σ‖g_t‖²`` over the epoch."""
-        return float(torch.stack(self._squares).sum()) if self._squares else 0.0
+        since = float(torch.stack(self._squares).sum()) if self._squares else 0.0
+        return self._squares_before + since
 
     def end_epoch(self) -> None:
         """Reset the epoch's sums, but not the total error."""
         for kept in self._store.named.values():
             kept["sum"].zero_()
         self._squares.clear()
+        self._squares_before = 0.0
         self._first = None
 
     def own_state(self) -> dict[str, Any]:
         """Return this worker's sums: tensors and numbers that may be averaged over workers."""
-        sums = {name: kept["sum"].clone() for name, kept in self._store.named.items()}
+        sums = {name: to_host(kept["sum"]) for name, kept in self._store.named.items()}
         state = {
             "sums": sums,
             "squares": self.squares(),
@@ -142,7 +145,7 @@ class EpochStatistics:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Resume from ``own_state()``."""
         self._store.load({name: {"sum": tensor} for name, tensor in state["sums"].items()})
-        self._squares = [torch.tensor(state["squares"], dtype=torch.float64)]
+        self._squares, self._squares_before = [], float(state["squares"])
         self._first = round(state["first"]) if "first" in state else None
         self._errors = float(state["total_error"])
         if self.errors and "total_error_update" not in state:

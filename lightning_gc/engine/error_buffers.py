@@ -54,6 +54,11 @@ class ErrorBuffers:
         self._flat = {**valid, bucket.names: layout}
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy in the host's memory."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 def _wide(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in float32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -45,7 +45,7 @@ class Guard:
         if self._on_host and not self.idle.any():
             return None
         mask = self._mask(buffer)
-        aside = buffer * mask
+        aside = buffer.masked_fill(~mask, 0)  # not a product: infinity times zero is NaN
         buffer.masked_fill_(mask, 0)
         return aside
 

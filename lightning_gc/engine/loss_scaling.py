@@ -17,7 +17,8 @@ class LossScaling:
     Attributes:
         scale: factor of the gradients, a 0-dim tensor, or None.
         revocable: steps may be skipped. Costs a copy of the memory's buffers.
-        verdicts: ``(1,)`` per bucket of the last round: 0 if its result is finite, else NaN.
+        verdicts: per bucket of the last round, a bool tensor: whether its result is finite, as the
+            scaler sees it. That is more than finite gradients: a sum may overflow.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class LossScaling:
     def settle(self) -> None:
         """Roll the last round back if its result was not finite, since its step was skipped."""
         if self.verdicts:
-            skipped = ~torch.stack(self.verdicts).isfinite().all()
+            skipped = ~torch.stack(self.verdicts).all()
             for live, copy in self._before:
                 if live.device.type != "cpu":
                     torch.where(skipped, copy, live, out=live)

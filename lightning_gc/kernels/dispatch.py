@@ -17,9 +17,9 @@ def fused(tensor: Tensor) -> bool:
     """Return whether the Triton kernels are used for ``tensor``, ``(numel,)``.
 
     They are for float32 on CUDA, if triton can be imported (torch's CUDA wheels for Linux bring it)
-    and a first small kernel gives the right result; if that fails, a warning is given and torch is
-    used. On CPU they run in Triton's interpreter only, for tests: set ``TRITON_INTERPRET=1`` before
-    triton is imported.
+    and all kernels give the right results in a first trial; if one fails, a warning is given and
+    torch is used. On CPU they run in Triton's interpreter only, for tests: set
+    ``TRITON_INTERPRET=1`` before triton is imported.
     """
     suitable = tensor.dtype == torch.float32 and tensor.is_contiguous()
     if not suitable or not 0 < tensor.numel() < MAX_NUMEL:
@@ -30,6 +30,15 @@ def fused(tensor: Tensor) -> bool:
     return interpreted and tensor.device.type == "cpu" and _found()
 
 
+def in_words(device: torch.device) -> str:
+    """Return which implementation float32 tensors of ``device`` get; tries the kernels on CUDA."""
+    if not fused(torch.ones(1, device=device)):
+        return "torch"
+    import triton
+
+    return f"Triton {triton.__version__}"
+
+
 @functools.cache
 def _found() -> bool:
     return find_spec("triton") is not None
@@ -37,16 +46,13 @@ def _found() -> bool:
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Try a kernel, once per device: there may be no C compiler, or too old a GPU."""
+    """Try all kernels, once per device: there may be no C compiler, or too old a GPU."""
     if not _found():
         return False
     try:
-        from lightning_gc.kernels.triton_kernels.accumulate import accumulate
+        from lightning_gc.kernels import trial
 
-        out = torch.ones(3, device=device)
-        accumulate(out, torch.tensor([0, 2], device=device), torch.ones(2, device=device), 0.5)
-        if out.tolist() != [1.5, 1.0, 1.5]:
-            raise ArithmeticError(f"a first kernel returned {out.tolist()}")
+        trial.run(device)
     except Exception as error:  # any exception of a compiler or driver
         warnings.warn(
             f"Triton's kernels do not run on {device} ({type(error).__name__}: {error}); torch's "

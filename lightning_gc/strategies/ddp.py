@@ -20,6 +20,7 @@ from lightning_gc.strategies.base import CompressedStrategy
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.peer_naming import PeerNaming
 from lightning_gc.synchronizer import Synchronizer
+from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.synchronizer.verification import Verify, verification
 
@@ -65,13 +66,17 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
         The hook queues each bucket for one background thread and returns a future at once; the
         thread has its own process group, so it never interleaves with DDP's collectives. All of its
         collectives have the strategy's ``timeout``; before the first, workers have at least a
-        minute to join.
+        minute to join. With NCCL that is a second communicator beside DDP's, which is idle in a
+        backward pass but for ``SyncBatchNorm`` and ``find_unused_parameters``; with these
+        ``CUDA_DEVICE_MAX_CONNECTIONS=1`` is warned of. A dead or late peer is a ``PeerError`` over
+        Gloo; NCCL ends the process unless ``TORCH_NCCL_BLOCKING_WAIT=1``, see ``Distributed``.
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, a communication hook of your
             own, an unknown argument or ``verify``, a controller that cannot set the compressor's
             knob, a strategy object that already belongs to a Trainer; at fit start, sparse
-            embedding gradients, or workers whose configurations differ.
+            embedding gradients, or workers that differ: in configuration, in versions of torch or
+            Triton, or, with a low-rank method, in the model of their devices.
         RuntimeError: in a backward pass, a parameter that was unfrozen, added or replaced after the
             fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient.
 
@@ -139,6 +144,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
         self._refuse_static_manual(ddp)
         self.local_workers.name(ddp.module)
         self._close()
+        warn_of_one_queue(ddp)
         self._synchronizer = Synchronizer(
             self.local_workers,
             self.root_device,  # type: ignore[attr-defined]

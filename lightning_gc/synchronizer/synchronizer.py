@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.flow import Flow
+from lightning_gc.synchronizer.arithmetic import arithmetic
 from lightning_gc.synchronizer.bucket_regrouping import Shapes
-from lightning_gc.synchronizer.validation import check_agreement, digest_of
+from lightning_gc.synchronizer.leaving_group import abandon, leave
+from lightning_gc.synchronizer.validation import check_agreement, digest_of, refuse_unknown_device
 from lightning_gc.synchronizer.verification import Verify, verification
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.accounting import Recording
@@ -37,7 +39,9 @@ class Synchronizer:
         interleaves with DDP's collectives.
 
     Raises:
-        ValueError: workers whose configurations or models differ, on all workers.
+        ValueError: a device that is neither ``cpu`` nor ``cuda``; on all workers, if their
+            configurations or models differ, or what decides the last bits of what they decode:
+            torch, the kernels, for some methods the device.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Synchronizer:
         agreed: Mapping[str, str] | None = None,
         verify: Verify = 0,
     ) -> None:
+        refuse_unknown_device(device)
         self.workers = workers
         self._before_round = before_round
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
@@ -64,6 +69,7 @@ class Synchronizer:
         transport = Distributed(self._group)
         same = workers.configuration.in_words() | {"verify": repr(verify)} | dict(agreed or {})
         same["names and shapes of parameters"] = digest_of(workers.shapes)
+        same |= arithmetic(device, workers.configuration.compressor)
         check_agreement(same, transport, device)
         self._verification = verification(verify, type(self).__name__)
         recording = Recording(self._verification.transport(transport))
@@ -131,7 +137,9 @@ class Synchronizer:
         self._background.check()
 
     def close(self) -> None:
-        """Finish queued buckets, stop the thread and leave the group."""
+        """Finish queued buckets, stop the thread and leave the group; after a failure, at once."""
         stopped = self._background.close()
-        if stopped and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if self._background.error is not None:
+            abandon(self._group)
+        elif stopped:
+            leave(self._group)

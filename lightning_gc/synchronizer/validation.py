@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.memories import Memory
+from lightning_gc.synchronizer.arithmetic import FIXES
 from lightning_gc.transports.distributed import Distributed, gather_text
+
+_SAME_ARGUMENTS = "All workers need the same configuration; give them the same arguments."
 
 
 def check_controller(controller: Any, compressor: Compressor, memory: Memory, whose: str) -> None:
@@ -49,6 +52,17 @@ def decision_of(
         f"{type(controller).__name__}.decide returned {answer!r}; it returns a pair, the decision "
         f"and its new state: `return Decision({level!r}), state`."
     )
+
+
+def refuse_unknown_device(device: torch.device) -> None:
+    """Raise ValueError for a device that is neither the host nor CUDA, which includes ROCm."""
+    if device.type not in ("cpu", "cuda"):
+        why = "has no float64" if device.type == "mps" else "has never been tried"
+        raise ValueError(
+            f"Gradients are on {str(device)!r}, which {why}; lightning_gc works on 'cpu' and on "
+            f"'cuda', NVIDIA's or AMD's. On this machine use Trainer(accelerator='cpu'), or in "
+            f"plain torch move the module to the CPU."
+        )
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
@@ -91,16 +105,17 @@ def refuse_unsynchronised(
 def check_agreement(
     configuration: Mapping[str, str], transport: Distributed, device: torch.device
 ) -> None:
-    """Raise ValueError on all workers if one's configuration or model differs from worker 0's."""
+    """Raise ValueError on all workers if one's configuration or model differs from worker 0's.
+
+    Of what ``arithmetic`` returns, the sentence says why it must be equal.
+    """
     ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
     texts = [text.splitlines() for text in gather_text(ours, transport, device)]
     for worker, text in enumerate(texts):
         for expected, found in itertools.zip_longest(texts[0], text, fillvalue="nothing more"):
             if found != expected:
-                raise ValueError(
-                    f"Worker {worker} has {found}, but worker 0 has {expected}. All workers "
-                    f"need the same configuration; give them the same arguments."
-                )
+                fix = FIXES.get(expected.partition("=")[0], _SAME_ARGUMENTS)
+                raise ValueError(f"Worker {worker} has {found}, but worker 0 has {expected}. {fix}")
 
 
 def digest_of(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -113,6 +113,9 @@ class Workers:
         self.layout = [tuple(names) for names in layout]
         for engine in self.engines:
             engine.advance()
+        for engine in self.engines[1:]:
+            # Of simulated workers the first may be the only one that has decoded the mean.
+            engine.loss_scaling.verdicts = list(self.first.loss_scaling.verdicts)
 
     def compressed(self) -> dict[Tensor, str]:
         """Return parameter -> name of those that the compressor takes; others are sent whole."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -96,18 +98,23 @@ class Stopwatch:
     """Adds up the seconds of consecutive phases.
 
     Attributes:
-        timing: whether CUDA streams are timed, by events.
+        timing: whether CUDA streams are timed, by events; off at first. As many events are kept as
+            the device is behind, whether or not anybody takes the seconds.
     """
 
     def __init__(self) -> None:
-        self.timing = True
+        self.timing = False
+        self._adding = threading.Lock()  # rounds run in one thread, ``take`` in another
         self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._mark: float | torch.cuda.Event | None = None
         self._device = torch.device("cpu")
 
     def start(self, device: torch.device) -> None:
         self._device = device
+        with self._adding:
+            while self._events and self._events[0][2].query():
+                self._add_first()
         self._mark = self._now()
 
     def lap(self, phase: str) -> None:
@@ -121,12 +128,16 @@ class Stopwatch:
 
     def take(self) -> dict[str, float]:
         """Return and reset the seconds by phase. Waits for CUDA where it is timed."""
+        with self._adding:
+            while self._events:
+                self._events[0][2].synchronize()
+                self._add_first()
         seconds, self._seconds = self._seconds, {}
-        for phase, start, stop in self._events:
-            stop.synchronize()
-            seconds[phase] = seconds.get(phase, 0.0) + start.elapsed_time(stop) / 1e3
-        self._events.clear()
         return seconds
+
+    def _add_first(self) -> None:
+        phase, start, stop = self._events.popleft()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + start.elapsed_time(stop) / 1e3
 
     def _now(self) -> float | torch.cuda.Event | None:
         if self._device.type != "cuda":

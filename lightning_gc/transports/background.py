@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_gc.flow import Flow
 from lightning_gc.transports.accounting import Recording
+
+_log = logging.getLogger(__name__)
 
 
 class Background:
@@ -20,8 +24,9 @@ class Background:
     blocks the device, not the host. Callbacks chained on Gloo's own futures would dead-lock with
     several buckets and two requests each; a single thread cannot.
 
-    After a flow has failed, ``check`` raises its exception and later flows are not run: the group's
-    workers no longer agree on the next collective.
+    After a flow has failed, its exception is logged at once, ``check`` raises it and later flows
+    are not run: the group's workers no longer agree on the next collective. Whatever fails, every
+    future ends, since DDP waits for it where no interrupt reaches.
 
     Args:
         transport: used by the thread only, from the first ``submit`` on.
@@ -33,6 +38,7 @@ class Background:
         self.device = device
         self.error: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # A daemon: a process that exits while a peer hangs must not wait for the timeout.
         self._thread = threading.Thread(target=self._work, name="lightning_gc", daemon=True)
@@ -48,23 +54,20 @@ class Background:
         """Queue a flow; return a future that is completed with ``result`` when the flow ends.
 
         It is completed even if the flow fails: DDP's reducer finishes, and ``check`` raises the
-        original exception.
+        original exception. Where a failed device allows no result it is completed with an
+        exception.
+
+        Raises:
+            RuntimeError: after ``close``.
         """
+        if self._closed:
+            raise RuntimeError(
+                "A gradient was to be exchanged after the exchange had been closed; close it after "
+                "the last backward pass, and attach anew for further ones."
+            )
         promised = self.promise() if future is None else future
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream else None
-
-        def job() -> None:
-            if self._stream is not None and ready is not None:
-                self._stream.wait_event(ready)
-            try:
-                if self.error is None:
-                    self.transport.run(flow, self.device)
-            except BaseException as error:  # raised in the training thread by check()
-                self.error = error
-            finally:
-                promised.set_result(result)
-
-        self._jobs.put(job)
+        self._jobs.put(partial(self._run, flow, ready, promised, result))
         return promised
 
     def check(self) -> None:
@@ -76,6 +79,7 @@ class Background:
 
         With a hanging peer it stops at the group's timeout only, or with the process.
         """
+        self._closed = True
         self._jobs.put(None)
         self._thread.join(timeout=1.0 if self.error else 30.0)
         return not self._thread.is_alive()
@@ -84,11 +88,52 @@ class Background:
         with torch.no_grad():
             if self._stream is None:
                 self._drain()
-            else:
+                return
+            try:
                 torch.cuda.set_device(self.device)
                 with torch.cuda.stream(self._stream):
                     self._drain()
+            except Exception as error:  # of a device that has failed
+                self._fail(error)
+                self._drain()
 
     def _drain(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+
+    def _run(
+        self,
+        flow: Flow,
+        ready: torch.cuda.Event | None,
+        promised: torch.futures.Future[Tensor],
+        result: Tensor,
+    ) -> None:
+        """Run a flow unless one has failed; end its future, whatever raises."""
+        try:
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            if self.error is None:
+                self.transport.run(flow, self.device)
+        except BaseException as error:  # raised in the training thread by check()
+            self._fail(error)
+        try:
+            if self._stream is not None:
+                # The future records an event once it counts as completed. If that raised, nobody
+                # would ever be told, so it is seen beforehand whether the device can.
+                self._stream.record_event()
+            promised.set_result(result)
+        except Exception as error:
+            self._fail(error)
+            if not promised.done():
+                failure = RuntimeError(f"{type(error).__name__}: {error}")
+                promised.set_exception(failure)  # type: ignore[arg-type]
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first error and log it: it may be long until ``check`` can raise it."""
+        if self.error is None:
+            self.error = error
+            _log.error(
+                "Worker %d of %d stops, for its exchange of gradients has failed: %s: %s",
+                *(self.transport.worker, self.transport.workers, type(error).__name__, error),
+                exc_info=error,
+            )

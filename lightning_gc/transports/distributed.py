@@ -35,6 +35,11 @@ class Distributed(Transport):
     Calls block the calling thread (on CUDA: the current stream), for the group's timeout at most.
     Only one thread may use the group.
 
+    A dead or late peer raises over Gloo. NCCL's calls return once they are enqueued: its watchdog
+    finds the timeout in a thread of its own and ends the process (SIGABRT), and no exception
+    reaches Python. With the environment variable ``TORCH_NCCL_BLOCKING_WAIT=1`` there is no
+    watchdog; every call waits on the host until it is done or has timed out, and raises.
+
     Args:
         group: the process group; None is the default group.
         purpose: what is communicated, for error messages.
@@ -60,8 +65,8 @@ class Distributed(Transport):
         """Carry out one request.
 
         Raises:
-            PeerError: a peer has died, hangs, makes other requests, or has sent something else than
-                it announced.
+            PeerError: a peer has died, hangs or makes other requests (with NCCL only as the class
+                says), or has sent something else than it announced.
         """
         started = time.monotonic()
         try:

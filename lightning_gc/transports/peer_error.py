@@ -12,7 +12,10 @@ _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL
 
 
 class PeerError(RuntimeError):
-    """A collective failed because of another worker."""
+    """A collective failed because of another worker.
+
+    NCCL raises none for a peer that is dead or late, unless ``TORCH_NCCL_BLOCKING_WAIT=1``.
+    """
 
 
 class MessageError(PeerError, ValueError):

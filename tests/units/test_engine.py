@@ -4,6 +4,8 @@ import io
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gc import (
     COMPRESSORS,
@@ -19,11 +21,14 @@ from lightning_gc import (
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
-from lightning_gc.flow import Exchange, Gather, Mean, join, split, together
+from lightning_gc.engine.epoch_statistics import EpochStatistics
+from lightning_gc.flow import Exchange, Flow, Gather, Mean, join, split, together
+from lightning_gc.synchronizer import Workers, configure
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import run
 from lightning_gc.transports import Simulated
+from lightning_gc.transports.simulated_accounting import Ledger
 from tests.support.engines import step_alone
 
 
@@ -153,6 +158,48 @@ def test_a_skipped_step_gives_back_what_it_had_sent() -> None:
     engine.advance()
     assert engine.errors()["a"].tolist() == [0.0]
     assert engine.state_dict()["memory"]["a"]["error"].tolist() == [1.5]
+
+
+def overflows(engine: Engine, gradient: float) -> Flow:
+    """A gradient that is finite, and with the error, times the loss scale, is not."""
+    engine.loss_scaling.scale, engine.loss_scaling.revocable = torch.tensor(1024.0), True
+    return engine.flow(torch.tensor([gradient, 0.0]), {"a": (2,)}, wanted=engine.worker == 0)
+
+
+def test_a_result_that_overflows_is_a_skipped_step_too() -> None:
+    """As the scaler sees it, on whom gradients have no bearing."""
+    workers = Workers(configure("test", layerwise(TopK(0.5)), None, None, 0))
+    workers.start(Ledger(2).pages, revocable=True)
+    for engine in workers.engines:
+        engine.buffers.load({"a": {"error": torch.tensor([2e35, 1.0])}})
+    Simulated(2).run([overflows(engine, 2e38) for engine in workers.engines])
+    workers.end_round([["a"]])
+    for engine in workers.engines:
+        assert engine.errors()["a"].tolist() == [0.0, 1.0], "it has been sent"
+        engine.loss_scaling.settle()
+        assert engine.errors()["a"].tolist() == [pytest.approx(2e35), 1.0]
+
+
+def test_a_saved_error_takes_no_memory_of_the_device() -> None:
+    """Each goes straight to the host, seen by what is made of pretended CUDA tensors."""
+    made: list[torch.device] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and func is not torch.ops.aten.detach.default:
+                made.append(result.device)
+            return result
+
+    with FakeTensorMode():
+        engine = Engine(layerwise(TopK(0.5)))
+        engine.buffers.load({"a": {"error": torch.zeros(3, device="cuda")}})
+        sums = EpochStatistics("epoch sum")
+        sums._store.load({"a": {"sum": torch.zeros(3, device="cuda")}})
+        with Sees():
+            saved = [engine.state_dict()["memory"]["a"]["error"], sums.own_state()["sums"]["a"]]
+    assert [tensor.device.type for tensor in saved] == ["cpu", "cpu"]
+    assert {device.type for device in made} == {"cpu"}
 
 
 def test_no_memory_costs_no_buffer_and_no_copy() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_gc.bucket import Bucket
 from lightning_gc.engine.guard import Guard
 from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request
 from lightning_gc.testing.contracts import cases
@@ -87,3 +88,16 @@ def test_nothing_asked_nothing_sent() -> None:
 def test_a_small_gradient_is_not_an_absent_one(small: float) -> None:
     assert guarded(0.0, small).idle.tolist() == [False]
     assert guarded(0.0, 0.0).idle.tolist() == [True]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_only_what_is_idle_is_set_aside(on_host: bool) -> None:
+    """What is not finite elsewhere is sent, and must not come back as NaN."""
+    grad = torch.tensor([1.0, 1.0, 0.0])
+    guard = Guard(Bucket(grad, {"used": (2,), "idle": (1,)}))
+    guard._on_host = on_host
+    buffer = torch.tensor([float("inf"), 2.0, 3.0])
+    aside = guard.set_aside(buffer)
+    assert aside is not None
+    assert aside.tolist() == [0.0, 0.0, 3.0]
+    assert buffer.tolist() == [float("inf"), 2.0, 0.0]

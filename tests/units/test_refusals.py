@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -21,6 +22,7 @@ from lightning_gc import (
     PerParameter,
     RandomK,
     Residual,
+    SimulatedDDPStrategy,
     SizeSwitch,
     TopK,
 )
@@ -29,6 +31,7 @@ from lightning_gc.coding.bit_packing import pack, unpack
 from lightning_gc.coding.elias_fano import encode
 from lightning_gc.flow import Flow
 from lightning_gc.memories.base import GradientExchange
+from lightning_gc.synchronizer import Synchronizer, Workers, configure
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -112,7 +115,6 @@ def test_unknown_strategy_name() -> None:
 
 
 def test_monitor_without_compression() -> None:
-    from pytorch_lightning.demos.boring_classes import BoringModel
 
     trainer = quiet_trainer("auto", devices=1, callbacks=[CompressionMonitor()])
     with pytest.raises(ValueError, match=r"SingleDeviceStrategy.*CompressedDDPStrategy"):
@@ -164,3 +166,17 @@ def test_changed_model_is_named() -> None:
     lockstep.step([{"w": torch.randn(10, 10), "b": torch.randn(3)}])
     with pytest.raises(ValueError, match=r"stored error of w has shape \(10, 10\)"):
         lockstep.step([{"w": torch.randn(100)}])
+
+
+@pytest.mark.parametrize(
+    ("device", "why"), [("mps:0", "has no float64"), ("xpu:0", "has never been tried")]
+)
+def test_devices_that_are_neither_the_host_nor_cuda(device: str, why: str) -> None:
+    """As ``accelerator="auto"`` finds them, on a Mac say, before anything is done there."""
+    words = f"on '{device}', which {why}.*accelerator='cpu'"
+    strategy = SimulatedDDPStrategy(TopK(0.1), workers=2, device=torch.device(device))
+    with pytest.raises(ValueError, match=words):
+        quiet_trainer(strategy=strategy, max_epochs=1).fit(BoringModel())
+    workers = Workers(configure("attach", TopK(0.1), None, None, 0))
+    with pytest.raises(ValueError, match=words):
+        Synchronizer(workers, torch.device(device))

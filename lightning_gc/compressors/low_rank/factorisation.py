@@ -21,6 +21,7 @@ from lightning_gc.search_space import Range
 
 RANK = Traits(
     kind="low rank",
+    portable=False,
     knob=Knob("rank", low=1, high=256, integer=True),
     space=(Range("rank", 1, 8, integer=True),),
 )

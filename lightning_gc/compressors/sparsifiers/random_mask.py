@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier, positions
+from lightning_gc.compressors.sparsifiers.position_draws import positions
+from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class RandomMask(RandomSparsifier):
         Tensors of equal size have masks of their own with the same c.
         """
         c = how_many(self.density, numel, bucket)
-        return positions(numel, c, bucket.generator(shared=True))
+        return positions(numel, c, bucket.generator_seed(shared=True), bucket.grad.device)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = density, in expectation over the draw."""
@@ -66,7 +67,7 @@ def how_many(density: float, numel: int, bucket: Bucket) -> int:
     It depends on seed, step and size alone, so payloads of a two-shot scheme's shards are equally
     long.
     """
-    draw = replace(bucket, shapes={f"{numel} elements": (numel,)}).generator(shared=True)
-    host = torch.Generator().manual_seed(draw.initial_seed())
+    alike = replace(bucket, shapes={f"{numel} elements": (numel,)})
+    host = torch.Generator().manual_seed(alike.generator_seed(shared=True))
     trials = torch.tensor(numel, dtype=torch.float64)
     return int(torch.binomial(trials, torch.full_like(trials, density), generator=host))

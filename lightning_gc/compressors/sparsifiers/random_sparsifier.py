@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +12,9 @@ from lightning_gc.coding import payload_validation
 from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.sparsifiers.position_draws import positions
 from lightning_gc.flow import Payload
 from lightning_gc.search_space import Range
-
-_SPARSE = 0.2  # of all elements: above that a permutation takes less time
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,8 @@ class RandomSparsifier(DensitySparsifier, Codec):
 
     def drawn(self, numel: int, bucket: Bucket) -> Tensor:
         """Return the positions that all workers draw for this tensor in this step, ``(k,)``."""
-        return positions(numel, self.count(numel), bucket.generator(shared=True))
+        seed = bucket.generator_seed(shared=True)
+        return positions(numel, self.count(numel), seed, bucket.grad.device)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         chosen = self.drawn(buffer.numel(), bucket)
@@ -48,23 +46,3 @@ class RandomSparsifier(DensitySparsifier, Codec):
 
     def sent(self, payload: Payload, numel: int) -> int:
         return payload[0].numel()
-
-
-def positions(numel: int, k: int, generator: torch.Generator) -> Tensor:
-    """Return k different positions below ``numel``, ``(k,)`` int64; all sets are equally likely.
-
-    A permutation of all positions is slow. If few are wanted, the host draws somewhat more, with
-    replacement, and keeps k of those that differ, without preferring any position.
-    """
-    device = generator.device
-    if not k:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    if device.type != "cpu" or k > _SPARSE * numel:
-        return torch.randperm(numel, generator=generator, device=device)[:k]
-    expected = -numel * math.log1p(-k / numel)  # draws until k differ, on average
-    draws = int(expected + 6 * math.sqrt(expected)) + 8
-    while True:
-        drawn = torch.randint(numel, (draws,), generator=generator)
-        found = torch.from_numpy(np.unique(drawn.numpy()))
-        if found.numel() >= k:
-            return found[torch.randperm(found.numel(), generator=generator)[:k]]

@@ -97,6 +97,7 @@ class Quantised(Codec):
         return Traits(
             kind="sparsifier",
             conserves=inner.conserves,
+            portable=inner.portable and self.quantiser.traits.portable,
             default_memory=inner.default_memory,
             knob=inner.knob,
         )

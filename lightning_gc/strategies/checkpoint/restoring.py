@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from lightning_gc.engine.state_structure import Structure
 from lightning_gc.strategies.checkpoint import side_files
 from lightning_gc.strategies.checkpoint.changes import changes
@@ -164,7 +166,8 @@ class Restoring:
         for engine, kept in zip(workers.engines, changed, strict=True):
             compressor = each_tensor(kept.compressor, lambda t: t.clone())
             common = {"learning_rates": main["learning_rates"], "step": main["step"]}
-            engine.load_state_dict({"memory": kept.memory, "compressor": compressor, **common})
+            state = {"memory": kept.memory, "compressor": compressor, **common}
+            engine.load_state_dict(each_tensor(state, self._there))
         same_controller = changed[0].same_controller
         if control is not None and main["turn"] is not None and same_controller:
             control.load_state_dict(main["turn"])
@@ -172,8 +175,12 @@ class Restoring:
         for name, parts in workers.kept.items():
             for part, own in zip(parts, found, strict=True):
                 if name in own["averaged"] and (name != "turn" or same_controller):
-                    part.load_own_state(own["averaged"][name])
+                    part.load_own_state(each_tensor(own["averaged"][name], self._there))
         return ""
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        """Return what a file held on the device on which training uses it, from its start on."""
+        return tensor.to(self.host.root_device)
 
     def _log_rank0(self, sentence: str) -> None:
         if self.host.global_rank == 0:

@@ -20,7 +20,7 @@ from lightning_gc.strategies.simulation.micro_batches import (
 from lightning_gc.strategies.simulation.module_buffers import Buffers
 from lightning_gc.strategies.simulation.sharded_loader import deal
 from lightning_gc.strategies.simulation.worker_gradients import Gradients
-from lightning_gc.synchronizer.validation import refuse_sparse_gradients
+from lightning_gc.synchronizer.validation import refuse_sparse_gradients, refuse_unknown_device
 from lightning_gc.transports.accounting import COMPUTE
 from lightning_gc.transports.simulated_accounting import Ledger
 
@@ -58,8 +58,9 @@ class SimulatedDDP(CompressedStrategy):
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, fewer than one worker; at fit
-            start, manual optimization, several devices, ``accumulate_grad_batches`` that W does not
-            divide, a ``GradientAccumulationScheduler``, sparse embedding gradients.
+            start, manual optimization, several devices, one that is neither ``cpu`` nor ``cuda``,
+            ``accumulate_grad_batches`` that W does not divide, a ``GradientAccumulationScheduler``,
+            sparse embedding gradients.
 
     Example:
         >>> from lightning_gc import NetworkModel, SimulatedDDPStrategy, TopK
@@ -131,6 +132,8 @@ class SimulatedDDP(CompressedStrategy):
                     f"share one. Use Trainer(devices=1); workers={self.workers} is their number."
                 )
             self._root_device = torch.device(devices[0])
+        if trainer.state.fn == "fit":
+            refuse_unknown_device(self.root_device)  # type: ignore[attr-defined]
         super().setup_environment()  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:

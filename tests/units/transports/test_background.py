@@ -87,3 +87,11 @@ def test_recording_tells_phases_and_bytes_apart(monkeypatch: pytest.MonkeyPatch)
     assert account.seconds == {"compress": 0.5, "communicate": 0.0, "decode": 2.0}
     assert account.wire_bytes == 10
     assert recording.take().wire_bytes == 0
+
+
+def test_nothing_is_promised_after_the_end() -> None:
+    """Nobody would keep it: DDP would wait for ever."""
+    background = Background(Recording(Gate()), CPU)
+    assert background.close()
+    with pytest.raises(RuntimeError, match="after the exchange had been closed"):
+        background.submit(asking([], "late"), torch.zeros(1))

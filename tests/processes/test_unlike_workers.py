@@ -1,0 +1,63 @@
+"""Workers whose arithmetic differs are refused at the start, where it would part their weights."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_gc import AtomoSVD, PowerSGD, RandomK, TopK
+from lightning_gc.compressors import Compressor
+from lightning_gc.kernels import dispatch
+from lightning_gc.synchronizer import Synchronizer, Workers, arithmetic, configure
+from tests.support.processes import run_in_processes
+
+pytestmark = pytest.mark.processes
+CPU = torch.device("cpu")
+CASES: tuple[tuple[Compressor, str], ...] = (
+    (TopK(0.1), "torch"),
+    (TopK(0.1), "kernels"),
+    (TopK(0.1), "device"),
+    (RandomK(0.1), "device"),
+    (PowerSGD(1), "device"),
+    (AtomoSVD(1), "device"),
+)
+
+
+def start(worker: int) -> list[str]:
+    """Return what each start says, of workers of which the second has something else."""
+    dist.init_process_group("gloo")
+    return [said(compressor, differs, worker) for compressor, differs in CASES]
+
+
+def said(compressor: Compressor, differs: str, worker: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if worker == 1 and differs == "torch":
+            patch.setattr(torch, "__version__", "2.6.0")
+        if worker == 1 and differs == "kernels":
+            patch.setattr(dispatch, "in_words", lambda device: "Triton 3.2.0")
+        if worker == 1 and differs == "device":
+            patch.setattr(arithmetic, "device_in_words", lambda device: "a T4 with 40")
+        workers = Workers(configure("test", compressor, None, None, 0))
+        workers.name(nn.Linear(40, 40))
+        try:
+            synchronizer: Any = Synchronizer(workers, CPU)
+        except ValueError as error:
+            return str(error)
+        synchronizer.close()
+        return ""
+
+
+def test_a_difference_is_harmless_or_refused() -> None:
+    """On all workers alike, with what to do; who treats elements one by one may differ."""
+    both = run_in_processes(start, 2)
+    assert both[0] == both[1]
+    torches, kernels, topk, randomk, powersgd, atomo = both[0]
+    assert "Worker 1 has torch=2.6.0, but worker 0 has torch=" in torches
+    assert "install the same version" in torches
+    assert "Worker 1 has kernels=Triton 3.2.0, but worker 0 has kernels=torch." in kernels
+    assert (topk, randomk) == ("", "")
+    for low_rank in (powersgd, atomo):
+        assert "Worker 1 has device=a T4 with 40, but worker 0 has device=cpu with" in low_rank
+        assert "such as TopK or QSGD" in low_rank

@@ -1,0 +1,141 @@
+"""After a resume nothing that training uses is left in the host's memory, shown without a GPU.
+
+A checkpoint is read into the host's memory. Pretended CUDA tensors, of which torch knows all but
+the values, raise where they are mixed with those of the host.
+"""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_gc import PowerSGD, StepAhead, TopK, torch_ddp
+from lightning_gc.bucket import Bucket
+from lightning_gc.controllers import EstimatedThreshold
+from lightning_gc.engine.error_buffers import ErrorBuffers
+from lightning_gc.strategies.checkpoint.restoring import Restoring
+from lightning_gc.strategies.lookahead import Lookahead
+from lightning_gc.synchronizer import Workers
+from lightning_gc.synchronizer.configuration import configure
+from lightning_gc.synchronizer.control_loop import ControlLoop, Peers
+from lightning_gc.transports.simulated_accounting import Ledger
+
+CUDA = torch.device("cuda", 0)
+SHAPE = (40, 30)
+
+
+class Reached(Exception):
+    """A collective has got its tensor."""
+
+
+class Resumed:
+    """A worker, and what a checkpoint holds of it, in the host's memory."""
+
+    def __init__(self, compressor: Any, memory: Any = None) -> None:
+        self.workers = Workers(configure("test", compressor, memory, None, 0))
+        self.workers.names = {torch.nn.Parameter(torch.zeros(SHAPE, device=CUDA)): "w"}
+        self.workers.start(Ledger(1).pages, revocable=False)
+        self.controller = EstimatedThreshold(0.01)
+        self.control = ControlLoop(self.controller, self.workers)
+        self.control.attach()
+        self.workers.kept["turn"] = self.control.statistics
+        self.epoch = self.control.statistics[0].epoch
+        statistics = self.control.statistics[0].own_state()
+        statistics["observer"] |= {"sums": {"w": torch.ones(SHAPE)}, "squares": 2.0, "first": 0}
+        self.engine_state = {
+            "memory": {"w": {"error": torch.ones(SHAPE)}}
+            if self.workers.first.memory.buffers
+            else {},
+            "compressor": {"w": {"q": torch.ones(30, 1)}},
+            "learning_rates": {},
+            "step": 3,
+        }
+        self.own = {"memory": self.engine_state["memory"], "turn": statistics}
+
+    def by_strategy(self) -> None:
+        names = ("compressor", "memory")
+        configuration = {name: repr(getattr(self.workers.configuration, name)) for name in names}
+        host: Any = SimpleNamespace(
+            local_workers=self.workers,
+            controller=self.controller,
+            control_loop=self.control,
+            root_device=CUDA,
+            global_rank=0,
+        )
+        main = {
+            "configuration": configuration | {"controller": repr(self.controller)},
+            "learning_rates": {},
+            "step": 3,
+            "turn": None,
+            "layout": [["w"]],
+        }
+        own = {"averaged": self.own, "compressor": self.engine_state["compressor"]}
+        Restoring(host, off=False)._apply(main | {"turn": self.control.state_dict({})}, [own])
+
+    def by_attach(self) -> None:
+        handle = object.__new__(torch_ddp.Attached)
+        handle._workers, handle._control, handle._device = self.workers, self.control, CUDA
+        handle._group = None  # type: ignore[assignment]
+        control = {"loop": self.control.state_dict({}), "worker": self.own["turn"]}
+        state = {"engine": self.engine_state, "levels": None, "layout": [["w"]]}
+        with pytest.MonkeyPatch.context() as patch:  # the comparison of what workers have
+            patch.setattr(torch_ddp, "Distributed", lambda *_: SimpleNamespace(worker=0, workers=1))
+            patch.setattr(torch_ddp, "all_or_raise", lambda *_: {0: "step 3"})
+            patch.setattr(copy, "deepcopy", lambda state: state)  # reads addresses
+            handle.load_state_dict(state | {"control": control})
+
+
+WAYS = pytest.mark.parametrize("way", [Resumed.by_strategy, Resumed.by_attach])
+
+
+def see(resumed: Resumed) -> None:
+    """One step's gradient. To lay buffers out anew, alone of all, needs real CUDA."""
+    bucket = Bucket(torch.ones(1200, device=CUDA), {"w": SHAPE}, step=4)
+    with pytest.MonkeyPatch.context() as patch:
+        old = {"sum": resumed.epoch._store.named["w"]["sum"].view(-1)}
+        patch.setattr(ErrorBuffers, "flat", lambda self, bucket: old)
+        resumed.epoch.see_gradient(bucket)
+
+
+@WAYS
+def test_errors_and_state_of_compressors(way: Any) -> None:
+    with FakeTensorMode():
+        resumed = Resumed(PowerSGD(1))
+        way(resumed)
+        engine = resumed.workers.first
+        assert engine.errors()["w"].device == CUDA
+        assert engine.compressor_state["w"]["q"].device == CUDA
+
+
+@WAYS
+def test_weights_move_ahead_in_the_first_step(way: Any) -> None:
+    with FakeTensorMode():
+        resumed = Resumed(TopK(0.1), StepAhead())
+        way(resumed)
+        Lookahead(1.0, resumed.workers.names).move(resumed.workers.first.errors(), {"w": 0.1})
+
+
+@WAYS
+@pytest.mark.parametrize("steps", [0, 1], ids=["at an epoch's end", "within an epoch"])
+def test_the_first_decision(way: Any, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has no all-reduce for the host's tensors."""
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda tensor: 1.0)  # there are no values
+    devices: list[torch.device] = []
+
+    def mean(tensor: torch.Tensor) -> torch.Tensor:
+        devices.append(tensor.device)
+        raise Reached
+
+    with FakeTensorMode():
+        resumed = Resumed(TopK(0.1))
+        way(resumed)
+        for _ in range(steps):
+            see(resumed)
+            # Stacked; the pretended tensors would let the host's numbers pass.
+            assert {square.device for square in resumed.epoch._squares} == {CUDA}
+        with pytest.raises(Reached):
+            resumed.control._moments(Peers(True, CUDA, mean), 3)
+    assert devices == [CUDA]
