@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc.engine.guard import Guard
+from lightning_gc.engine.guard import Guard, Layouts
 from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
@@ -13,7 +13,7 @@ NAN = float("nan")
 
 
 def guarded(*values: float) -> Guard:
-    return Guard(cases.bucket_of(torch.tensor(values)))
+    return Guard(cases.bucket_of(torch.tensor(values)), Layouts())
 
 
 def asks(*requests: Request) -> Flow:

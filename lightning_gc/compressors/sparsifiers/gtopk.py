@@ -68,7 +68,7 @@ class GTopK(DensitySparsifier, Collective):
         me, workers = bucket.worker, bucket.workers
         chosen = topk_selection.largest(buffer, k)
         own = (chosen, buffer[chosen])
-        buffer[chosen] = 0
+        buffer.index_fill_(0, chosen, 0)
         bucket.tally.count(buffer.numel(), k, _packed(own, buffer))
         # One level at least: a single worker asks too, or its bad gradient would go unnoticed.
         spans = [1 << level for level in range(max(1, (workers - 1).bit_length()))]
@@ -130,7 +130,7 @@ def merged(one: Sparse, other: Sparse, k: int) -> tuple[Sparse, Sparse]:
     sums = one[1].new_zeros(union.numel())
     sums.index_add_(0, at, torch.cat([one[1], other[1].to(one[1].dtype)]))
     keep = torch.zeros_like(union, dtype=torch.bool)
-    keep[topk_selection.largest(sums, min(k, sums.numel()))] = True
+    keep.index_fill_(0, topk_selection.largest(sums, min(k, sums.numel())), True)
     return (union[keep], sums[keep]), (union[~keep], sums[~keep])
 
 

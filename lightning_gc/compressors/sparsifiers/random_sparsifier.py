@@ -35,7 +35,7 @@ class RandomSparsifier(DensitySparsifier, Codec):
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         chosen = self.drawn(buffer.numel(), bucket)
         values = buffer[chosen]  # (k,) buffer.dtype
-        buffer[chosen] = 0
+        buffer.index_fill_(0, chosen, 0)
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:

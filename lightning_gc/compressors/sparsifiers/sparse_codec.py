@@ -87,7 +87,7 @@ def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> P
     """
     values = buffer[indices]  # (k,) buffer.dtype
     if dtype is None or dtype == buffer.dtype:
-        buffer[indices] = 0
+        buffer.index_fill_(0, indices, 0)
     else:
         whole, most = values, torch.finfo(dtype).max
         # What is finite must not become infinite by rounding up, step after step.

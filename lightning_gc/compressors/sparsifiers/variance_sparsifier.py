@@ -73,7 +73,7 @@ class VarianceSparsifier(Codec):
         noise = torch.rand(buffer.shape, generator=draw, device=buffer.device, dtype=torch.float64)
         by_chance = noise.mul_(m) < buffer.abs()
         large = topk_selection.reaching(buffer, m)
-        by_chance[large] = False
+        by_chance.index_fill_(0, large, False)
         chosen = by_chance.nonzero().view(-1)
         drawn = sparse_sign_payload.take(buffer, chosen, sparse_sign_payload.both(m))
         return *sparse_codec.take(buffer, large), m.view(1), *drawn
