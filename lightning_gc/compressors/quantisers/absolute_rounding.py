@@ -117,8 +117,8 @@ class AbsoluteRounding(Codec):
         """Return the log2 of the median level's magnitude that is to be expected, rounded."""
         sample = buffer[:: (buffer.numel() >> _SAMPLE) | 1].abs().double()
         sample = sample.div_(self._unit).nan_to_num_(0.0)
-        sure = int((sample >= 1).sum())
-        by_chance = float(sample.where(sample < 1, 0.0).sum())
+        counts = [(sample >= 1).sum(), sample.where(sample < 1, 0.0).sum()]
+        sure, by_chance = torch.stack(counts).tolist()  # float64, as the sample
         if sure <= by_chance:
             return 0
         median = float(topk_selection.kth_largest(sample, max(1, int((sure + by_chance) / 2))))

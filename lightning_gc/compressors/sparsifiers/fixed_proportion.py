@@ -50,16 +50,16 @@ class FixedProportion(DensitySparsifier, Codec):
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take its side's mean out of what is chosen. On CUDA the host waits for their number."""
         # NaN counts as positive, so that it is on exactly one side.
-        below = self._greatest(torch.where(buffer < 0, buffer, 0))
-        above = self._greatest(torch.where(buffer < 0, 0, buffer))
+        sides = [torch.where(buffer < 0, buffer, 0), torch.where(buffer < 0, 0, buffer)]
+        numbers = torch.stack([side.count_nonzero() for side in sides]).tolist()
+        below, above = map(self._greatest, sides, numbers)
         means = torch.stack([sign_payload.mean(buffer[i], i.numel()) for i in (below, above)])
         chosen = torch.cat([below, above]).sort().values
         return means, *sparse_sign_payload.take(buffer, chosen, means)
 
-    def _greatest(self, side: Tensor) -> Tensor:
-        """Return the ascending positions of the share to send of what is not zero."""
-        k = self.count(int(side.count_nonzero()))
-        return topk_selection.largest(side, k)
+    def _greatest(self, side: Tensor, number: int) -> Tensor:
+        """Return the ascending positions of the share to send of ``number`` that are not zero."""
+        return topk_selection.largest(side, self.count(number))
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         sparse_sign_payload.add(payload[1:], payload[0], out, scale)

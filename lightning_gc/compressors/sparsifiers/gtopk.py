@@ -89,9 +89,9 @@ class GTopK(DensitySparsifier, Collective):
 
         yield from _agreed(partial, bucket)
         applied, values = partial
-        _give_back(buffer, own, ~torch.isin(own[0], applied))
+        _give_back(buffer, own, ~sparse_codec.among(own[0], applied))
         for dropped in lost:
-            _give_back(buffer, dropped, torch.isin(dropped[0], applied))
+            _give_back(buffer, dropped, sparse_codec.among(dropped[0], applied))
         if bucket.wanted:
             out.zero_()
             out[applied] = (values / workers).to(out.dtype)
@@ -124,14 +124,21 @@ def _packed(selected: Sparse, buffer: Tensor) -> Payload:
 
 
 def merged(one: Sparse, other: Sparse, k: int) -> tuple[Sparse, Sparse]:
-    """Return the k elements of greatest magnitude of the sum of two, and the others of it."""
-    union, at = torch.unique(torch.cat([one[0], other[0]]), return_inverse=True)
-    # At most two values for a position: a sum that does not depend on their order.
-    sums = one[1].new_zeros(union.numel())
-    sums.index_add_(0, at, torch.cat([one[1], other[1].to(one[1].dtype)]))
-    keep = torch.zeros_like(union, dtype=torch.bool)
-    keep.index_fill_(0, topk_selection.largest(sums, min(k, sums.numel())), True)
-    return (union[keep], sums[keep]), (union[~keep], sums[~keep])
+    """Return the k elements of greatest magnitude of the sum of two, and the others of it.
+
+    A position that both have is among the others once more, with a value of 0, so that no length
+    depends on values. ``one`` has k elements, or as many as the result.
+    """
+    where, order = torch.cat([one[0], other[0]]).sort(stable=True)
+    sums = torch.cat([one[1], other[1].to(one[1].dtype)])[order]
+    twice = where[1:] == where[:-1]  # as the one before
+    sums[:-1] += sums[1:].where(twice, 0.0)
+    sums[1:].masked_fill_(twice, 0.0)
+    magnitudes = sums.abs()
+    magnitudes[1:].masked_fill_(twice, -1.0)  # behind zeros
+    ranked = magnitudes.sort(descending=True, stable=True).indices
+    kept, others = ranked[:k].sort().values, ranked[k:].sort().values
+    return (where[kept], sums[kept]), (where[others], sums[others])
 
 
 def _agreed(selected: Sparse, bucket: Bucket) -> Flow:
@@ -143,6 +150,6 @@ def _agreed(selected: Sparse, bucket: Bucket) -> Flow:
 
 
 def _give_back(error: Tensor, selected: Sparse, which: Tensor) -> None:
-    where, values = selected[0][which], selected[1][which]
+    where, values = selected
     # NaN and overflow that another worker sent; no error must keep them.
-    error[where] += values.to(error.dtype).nan_to_num(0.0, 0.0, 0.0)
+    error.index_add_(0, where, values.to(error.dtype).nan_to_num(0.0, 0.0, 0.0).where(which, 0.0))

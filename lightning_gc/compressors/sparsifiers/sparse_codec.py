@@ -109,6 +109,14 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
     return payload_validation.positions(found, values, numel)
 
 
+def among(positions: Tensor, others: Tensor) -> Tensor:
+    """Return which of ``positions`` are among ``others``, which ascend: ``isin`` without waits."""
+    if not others.numel():
+        return torch.zeros_like(positions, dtype=torch.bool)
+    at = torch.searchsorted(others, positions).clamp_(max=others.numel() - 1)
+    return others[at] == positions
+
+
 def add(payload: Payload, out: Tensor, scale: float) -> None:
     """Add ``scale`` times what ``take`` has made to ``out``; O(k), no dense intermediate.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.coding import payload_validation
 from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Variance
@@ -16,6 +17,9 @@ from lightning_gc.compressors.traits import Knob, Traits
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
 from lightning_gc.search_space import Range
+
+
+_PASSES = 4  # beside the host, before it waits to see whether they were enough
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,15 @@ class VarianceSparsifier(Codec):
         magnitudes.div_(largest.clamp_min(least))
         total = magnitudes.sum(dtype=torch.float64).clamp_min(least)
         squares = (1 + self.epsilon) * magnitudes.square().sum(dtype=torch.float64)
-        m = squares / total
-        above = 0
+        m: Tensor = squares / total
+        before: int | Tensor = -1
+        above: int | Tensor = 0
         # m falls, since every element that leaves is m or more; so ever more elements reach it.
-        while (large := topk_selection.reaching(magnitudes, m.to(buffer.dtype))).numel() > above:
-            above = large.numel()
-            taken = magnitudes[large].double()
-            m = (squares - taken.square().sum()) / (total - taken.sum())
+        while above > before:
+            for _ in range(1 if payload_validation.on_host(buffer) else _PASSES):
+                before = above
+                above, taken, taken_squares = _reaching(magnitudes, m.to(buffer.dtype))
+                m = (squares - taken_squares) / (total - taken)
         return (m * largest).clamp(least, numbers.max).float()
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
@@ -124,3 +130,14 @@ class VarianceSparsifier(Codec):
     @classmethod
     def examples(cls) -> tuple[VarianceSparsifier, ...]:
         return (cls(0.01), cls(1.0), cls(0.2))
+
+
+def _reaching(magnitudes: Tensor, m: Tensor) -> tuple[int | Tensor, Tensor, Tensor]:
+    """Return how many magnitudes are not below m, their sum and their squares' sum, in float64."""
+    if payload_validation.on_host(magnitudes):
+        found = magnitudes[topk_selection.reaching(magnitudes, m)].double()
+        return found.numel(), found.sum(), found.square().sum()
+    below = magnitudes < m
+    others = magnitudes.masked_fill(below, 0.0)  # all, or the host would wait for their number
+    length = torch.linalg.vector_norm(others, dtype=torch.float64)
+    return (~below).count_nonzero(), others.sum(dtype=torch.float64), length.square()
