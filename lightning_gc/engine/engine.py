@@ -153,7 +153,9 @@ class Engine:
             self._open_round(bucket.step)
         self.statistics.tally.grad_elements += bucket.numel
         self.statistics.tally.grad_bytes += bucket.numel * grad.element_size()
-        guard = None if self.levels.traits.exact or not bucket.numel else Guard(bucket, self._layouts)
+        guard = (
+            None if self.levels.traits.exact or not bucket.numel else Guard(bucket, self._layouts)
+        )
         if guard is not None:
             guard.silence(grad)
         if scale is not None:

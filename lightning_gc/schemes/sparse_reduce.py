@@ -61,6 +61,8 @@ class SparseReduce(Scheme):
         PPoPP 2022. There thresholds and ranges are kept for many steps; here both are recomputed.
     """
 
+    waits = 2  # for cuts, and for the number of survivors
+
     def check(self, compressor: Compressor) -> None:
         super().check(compressor)
         if not isinstance(compressor.method, SparseCodec):

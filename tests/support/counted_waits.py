@@ -7,6 +7,7 @@ size depends on values, and copies from or to the host that are not asynchronous
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_gc.bucket import Bucket
 
 DEVICE = torch.device("meta")  # the one besides the host that every build of torch has
 _aten = torch.ops.aten
@@ -44,11 +47,10 @@ class Elsewhere(Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
-    def __repr__(self) -> str:
-        return f"Elsewhere({self.held!r})"
-
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError(f"{func} outside of Accelerator")
 
 
@@ -167,6 +169,12 @@ class _Calls(TorchFunctionMode):
 class Generator(torch.Generator):
     """A generator of the host that says it is on ``DEVICE``."""
 
-    @property
-    def device(self) -> torch.device:
-        return DEVICE
+    device = DEVICE
+
+
+def generator(bucket: Bucket, *, shared: bool) -> torch.Generator:
+    """Take the place of ``Bucket.generator``: torch has none for ``DEVICE``."""
+    key = (bucket.step, *bucket.shapes, *(() if shared else (bucket.worker, bucket.phase)))
+    made = Generator()
+    made.manual_seed(zlib.crc32(repr(key).encode()))
+    return made

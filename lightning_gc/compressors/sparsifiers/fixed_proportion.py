@@ -14,6 +14,7 @@ from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload, topk_selection
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.traits import Waits
 from lightning_gc.flow import Payload
 
 _LEAST = 2 / 3  # of the wanted share of a side, that rounding leaves: one element of 1.5
@@ -46,6 +47,8 @@ class FixedProportion(DensitySparsifier, Codec):
         Dryden, Moon, Jacobs and Van Essen, "Communication Quantization for Data-Parallel Training
         of Deep Neural Networks", MLHPC 2016.
     """
+
+    waits = Waits(1)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take its side's mean out of what is chosen. On CUDA the host waits for their number."""

@@ -15,6 +15,7 @@ from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.traits import Waits
 from lightning_gc.flow import Exchange, Flow, Gather, Payload
 
 Sparse = tuple[Tensor, Tensor]  # ascending positions, values
@@ -62,6 +63,8 @@ class GTopK(DensitySparsifier, Collective):
         Shi, Wang, Zhao, Tang, Wang, Huang and Chu, "A Distributed Synchronous SGD Algorithm with
         Global Top-k Sparsification for Low Bandwidth Networks", ICDCS 2019.
     """
+
+    waits = Waits(1)  # for digests
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         k = self.count(buffer.numel())

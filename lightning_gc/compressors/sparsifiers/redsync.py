@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from lightning_gc.coding import payload_validation
 from lightning_gc.compressors.sparsifiers import threshold_estimator
 from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator
+from lightning_gc.compressors.traits import Waits
+
+_AT_ONCE = 3  # halvings beside the host, for one wait
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,11 @@ class RedSync(ThresholdEstimator):
                 f"0..1 and must be above 0; use 0.001."
             )
 
+    @property
+    def waits(self) -> Waits:
+        halvings = math.floor(math.log2(1 / self.tolerance)) + 1
+        return Waits(1, 1 - (-halvings // _AT_ONCE))
+
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
         mean = magnitudes.mean()
         low, high = 0.0, 1.0
@@ -61,11 +70,9 @@ class RedSync(ThresholdEstimator):
                 return _at(r, mean)
             low, high = (low, r) if counted[r] < k else (r, high)
 
-    def _count(
-        self, magnitudes: Tensor, mean: Tensor, low: float, high: float
-    ) -> dict[float, int]:
-        """Return r -> number for the middle; beside the host, which waits, for two more halvings."""
-        parts = 2 if payload_validation.on_host(magnitudes) else 8
+    def _count(self, magnitudes: Tensor, mean: Tensor, low: float, high: float) -> dict[float, int]:
+        """Return r -> number for the middle; beside the host, which waits, for later ones too."""
+        parts = 2 if payload_validation.on_host(magnitudes) else 2**_AT_ONCE
         middles = [low + (high - low) * i / parts for i in range(1, parts)]
         numbers = [threshold_estimator.reached(magnitudes, _at(r, mean)) for r in middles]
         return dict(zip(middles, torch.stack(numbers).tolist(), strict=True))

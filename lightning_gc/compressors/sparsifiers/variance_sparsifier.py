@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,11 +14,10 @@ from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.sparsifiers import sparse_codec, sparse_sign_payload, topk_selection
-from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.compressors.traits import Knob, Traits, Waits
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
 from lightning_gc.search_space import Range
-
 
 _PASSES = 4  # beside the host, before it waits to see whether they were enough
 
@@ -61,6 +61,7 @@ class VarianceSparsifier(Codec):
         knob=Knob("epsilon", low=0.01, high=1000.0, more="compression"),
         space=(Range("epsilon", 0.1, 100.0, scale="log"),),
     )
+    waits = Waits(3, math.inf)  # mostly 3 or 4
 
     def __post_init__(self) -> None:
         if not 1e-4 <= self.epsilon <= 1e9:
