@@ -22,6 +22,7 @@ needs_kernels = pytest.mark.skipif(
 )
 marks = [
     needs_kernels,
+    pytest.mark.usefixtures("poisoned"),
     # The interpreter computes with numpy, which warns of what floats do.
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
