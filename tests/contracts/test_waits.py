@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import HardThreshold, TopK
+from lightning_gc import AllGather, GTopK, HardThreshold, SparseReduce, TopK, TwoShot
 from lightning_gc.bucket import Bucket
+from lightning_gc.catalogue.rows import waits_of_step
 from lightning_gc.compressors import Compressor, PerParameter, Waits
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import combine
@@ -56,9 +58,14 @@ class Run:
         for engine in self.engines:
             engine.reset(1)  # the first one may be dense
 
-    def step(self) -> list[Tensor]:
+    def step(self, last: float | None = None) -> list[Any]:
+        """Take a step; the last gradient, or worker 0's if not finite, may be one number."""
         draw = cases.generator(self.engines[0].step)
-        flats = [self.put(torch.randn(NUMEL, generator=draw)) for _ in self.engines]
+        made = [torch.randn(NUMEL, generator=draw) for _ in self.engines]
+        if last is not None:
+            for flat in made[: 1 if last != last else None]:
+                flat[-30:] = last
+        flats = [self.put(flat) for flat in made]
         flows = [
             engine.flow(flat, SHAPES) for engine, flat in zip(self.engines, flats, strict=True)
         ]
@@ -71,13 +78,10 @@ class Run:
 
 def declared(pair: Pair, workers: int) -> Waits:
     """What compressor and scheme declare for a step of all workers."""
-    compressor, scheme = pair
-    encodings, own = (1, 0) if scheme is None else (scheme.encodings(workers), scheme.waits)
+    compressor, _ = pair
     tensors = workers * sum(compressor.compresses(shape) for shape in SHAPES.values())
-    waits = compressor.waits
-    return Waits(
-        tensors * (encodings * waits.least + own), tensors * (encodings * waits.limit + own)
-    )
+    each = waits_of_step(*pair, workers)
+    return Waits(tensors * each.least, tensors * each.limit)
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -125,3 +129,18 @@ def test_no_memory_waits(memory: Memory) -> None:
     run = Run(on_meta, by_default(TopK(0.1)), 1, memory)
     for _ in range(3):
         run.step()
+
+
+@pytest.mark.parametrize("scheme", [AllGather(), SparseReduce(), TwoShot(), None], ids=repr)
+def test_the_same_as_on_the_host(scheme: Scheme | None) -> None:
+    """Also where a parameter rests, and where a gradient is not finite."""
+    compressor: Compressor = GTopK(0.1) if scheme is None else TopK(0.1)
+    here, there = (Run(put, (compressor, scheme), 2) for put in (torch.clone, on_device))
+    for change in (None, 0.0, float("nan"), None):
+        wanted = here.step(change)
+        with Accelerator():
+            found = there.step(change)
+        for one, other in zip(wanted, found, strict=True):
+            assert change != change or bool(one.isfinite().all())
+            assert torch.equal(one.isnan(), other.held.isnan())
+            assert torch.equal(one.nan_to_num(0.0), other.held.nan_to_num(0.0))
