@@ -7,7 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.compressors.sparsifiers.random_sparsifier import positions
+from lightning_gc import (
+    AllGather,
+    AllReduce,
+    RandomK,
+    RandomMask,
+    TwoShot,
+    UnbiasedRandomK,
+)
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier, positions
+from lightning_gc.schemes import Scheme
+from lightning_gc.testing import Lockstep
 
 
 def draw(numel: int, k: int, seed: int) -> list[int]:
@@ -42,3 +53,24 @@ def test_a_set_is_in_no_order_of_preference() -> None:
     """Whichever are dropped of too many, the first positions are as likely as the last."""
     found = torch.tensor([sum(draw(1000, 100, seed)) / 100 for seed in range(400)])
     assert abs(found.mean() - 499.5) < 4 * found.std() / 20
+
+
+@pytest.mark.parametrize("cls", [RandomK, RandomMask, UnbiasedRandomK])
+@pytest.mark.parametrize(
+    ("scheme", "draws"), [(AllReduce(), 3), (AllGather(), 3), (TwoShot(), 9)], ids=repr
+)
+def test_a_round_draws_once(
+    cls: type[RandomSparsifier], scheme: Scheme, draws: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three workers for each tensor or shard; decoding takes what encoding has drawn."""
+    drawn, seen = cls.drawn, []
+
+    def counted(self: RandomSparsifier, numel: int, bucket: Bucket) -> torch.Tensor:
+        seen.append(bucket.names)
+        return drawn(self, numel, bucket)
+
+    monkeypatch.setattr(cls, "drawn", counted)
+    lockstep = Lockstep(3, cls(0.3), scheme=scheme)
+    for step in range(2):
+        lockstep.step([{"w": torch.ones(30), "v": torch.ones(12)}] * 3)
+        assert len(seen) == 2 * draws * (step + 1)
