@@ -13,7 +13,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.error_buffers import ErrorBuffers
 from lightning_gc.engine.exchange import BucketExchange
-from lightning_gc.engine.guard import Guard, Layouts
+from lightning_gc.engine.guard import Guard
 from lightning_gc.engine.learning_rates import LearningRates
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.loss_scaling import LossScaling
@@ -103,7 +103,6 @@ class Engine:
         self.loss_scaling = LossScaling()
         self.learning_rates = LearningRates()
         self.statistics = Statistics()
-        self._layouts = Layouts()
 
     @property
     def compressor(self) -> Compressor:
@@ -153,9 +152,8 @@ class Engine:
             self._open_round(bucket.step)
         self.statistics.tally.grad_elements += bucket.numel
         self.statistics.tally.grad_bytes += bucket.numel * grad.element_size()
-        guard = (
-            None if self.levels.traits.exact or not bucket.numel else Guard(bucket, self._layouts)
-        )
+        guarded = bucket.numel and not self.levels.traits.exact
+        guard = Guard(bucket, self.buffers.layouts) if guarded else None
         if guard is not None:
             guard.silence(grad)
         if scale is not None:

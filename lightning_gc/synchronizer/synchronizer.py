@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_gc.flow import Flow
 from lightning_gc.synchronizer.bucket_regrouping import Shapes
+from lightning_gc.synchronizer.kernel_compilation import compile_kernels
 from lightning_gc.synchronizer.validation import check_agreement, digest_of
 from lightning_gc.synchronizer.verification import Verify, verification
 from lightning_gc.synchronizer.workers import Workers
@@ -68,6 +69,7 @@ class Synchronizer:
         self._verification = verification(verify, type(self).__name__)
         recording = Recording(self._verification.transport(transport))
         workers.start([recording], revocable=revocable)
+        compile_kernels(workers.first, device)
         workers.run = gather_text(workers.run, transport, device)[0]
         self._background = Background(recording, device)
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round

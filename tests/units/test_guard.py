@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc.engine.guard import Guard, Layouts
+from lightning_gc.engine.guard import Guard
+from lightning_gc.engine.layouts import Layouts
 from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
