@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,8 @@ class Bucket:
         tally: to which codecs add their counts.
         wanted: False if this worker need not decode the mean: simulated workers except worker 0.
         weights: parameter name -> value, for memories that read it; else empty.
+        positions: what all workers draw alike in this round, so that decoding need not draw again.
+            Parts and shards share it.
     """
 
     grad: Tensor
@@ -77,6 +79,7 @@ class Bucket:
     tally: Tally = field(default_factory=Tally)
     wanted: bool = True
     weights: Mapping[str, Tensor] = field(default_factory=dict)
+    positions: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def numel(self) -> int:

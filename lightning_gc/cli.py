@@ -111,11 +111,11 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command(
         _list,
-        "compressors, memories, schemes, controllers, and wire formats",
+        "compressors, memories, schemes, controllers, waits for accelerators, and wire formats",
         "List the registered classes with what they declare. Bounds and bits per element are those "
         "of the default instance for a 512 x 512 matrix.",
     )
-    families = "compressors, memories, schemes, controllers, wire (default: all)"
+    families = "compressors, memories, schemes, controllers, waits, wire (default: all)"
     add("families", nargs="*", metavar="FAMILY", help=families)
     add("--wide", action="store_true", help="a column for everything, with ranges to tune")
     add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -28,3 +29,14 @@ def seeded() -> None:
 
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def poisoned() -> Iterator[None]:
+    """Memory that nothing has been written to holds NaN and the largest integers, not zeros."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(9).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -8,6 +8,9 @@ from lightning_gc import text_table
 from lightning_gc.catalogue.rows import FAMILIES
 from lightning_gc.registry import path_of
 
+_FIGURES = ("waits", "wire")
+"""Families of figures about compressors, whose own table says what each is."""
+
 _CODE = re.compile(r"(`+[^`]*`+)")
 
 
@@ -30,7 +33,7 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
             cells.pop("tuned", None)
             if "scheme" in cells:
                 cells["memory\nscheme"] = f"{cells.pop('memory')}\n{cells.pop('scheme')}"
-            elif family != "wire":
+            elif family not in _FIGURES:
                 cells["what"] = row.what
         table.append({heading: text.replace("``", "") for heading, text in cells.items()})
     lines = text_table.plain(list(table[0]), [list(cells.values()) for cells in table], width)
@@ -41,7 +44,7 @@ def markdown(family: str) -> str:
     """Return one family as a Markdown table. mkdocs-autorefs resolves its links on any page."""
     table = []
     for row in FAMILIES[family]():
-        what = {} if family == "wire" else {"what": row.what}
+        what = {} if family in _FIGURES else {"what": row.what}
         cells = {heading: _on_page(text) for heading, text in {**what, **row.cells}.items()}
         cells.pop("tuned", None)
         link = f"[`{row.cls.__name__}`][{path_of(row.cls)}]"

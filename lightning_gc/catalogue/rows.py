@@ -16,7 +16,7 @@ from lightning_gc.catalogue.declared_space import declared
 from lightning_gc.coding.wire import Field
 from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor, bounds
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Knob
+from lightning_gc.compressors.traits import Knob, Waits
 from lightning_gc.controllers import Controller
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES, Memory
@@ -29,6 +29,8 @@ SIDE = 512
 """Rows and columns of the matrix that bounds and bits per element are about."""
 NUMEL = 1_000_000
 """Elements of the tensor that wire formats are about."""
+WORKERS = 8
+"""Workers of a step whose waits are counted."""
 SPREAD = 0.004
 """Standard deviation of measured elements, normal: 1.2 % of them reach a threshold of 0.01."""
 
@@ -174,6 +176,27 @@ def _tensor(field: Field) -> str:
     return f"{text} ({field.note})" if field.note else text
 
 
+def waits_row(name: str, cls: type[Compressor]) -> Row:
+    """Return how often the default instance makes the host wait for an accelerator."""
+    compressor = cls()
+    scheme = combine(compressor)[2]
+    ragged = any(field.varies == "worker" for field in compressor.wire(NUMEL))
+    cells = {
+        "encoding a tensor": str(compressor.waits),
+        "a message": "1" if ragged else "0",
+        "default scheme": "its own rounds" if scheme is None else written(scheme),
+        f"a tensor in a step of {WORKERS} workers": str(waits_of_step(compressor, scheme, WORKERS)),
+    }
+    return Row(name, cls, cells)
+
+
+def waits_of_step(compressor: Compressor, scheme: Scheme | None, workers: int) -> Waits:
+    """Return how often the exchange of one tensor makes a worker wait, without its messages."""
+    encodings, own = (1, 0) if scheme is None else (scheme.encodings(workers), scheme.waits)
+    each = compressor.waits
+    return Waits(encodings * each.least + own, encodings * each.limit + own)
+
+
 def _knob(knob: Knob) -> str:
     sends = "more" if knob.more == "bytes" else "less"
     return f"{knob.field}: {knob.low:g} to {knob.high:g},\nhigher sends {sends}"
@@ -205,6 +228,7 @@ FAMILIES: dict[str, Callable[[], list[Row]]] = {
         lambda name, cls: Row(name, cls, {"fields": _fields(cls)}),
         subclasses(vars(controllers), Controller),
     ),
+    "waits": lambda: _rows(waits_row, COMPRESSORS),
     "wire": lambda: _rows(wire_row, COMPRESSORS),
 }
 """Family -> function that returns its rows; some bits of compressors are measured, for seconds."""

@@ -83,7 +83,7 @@ def encode_heights(heights: Tensor, length: int) -> Tensor:
     """
     order = torch.arange(heights.numel(), device=heights.device)
     bitmap = torch.zeros(length, dtype=torch.uint8, device=heights.device)
-    bitmap[heights + order] = 1
+    bitmap.index_fill_(0, heights + order, 1)
     return pack(bitmap, 1)
 
 

@@ -54,6 +54,7 @@ from lightning_gc.compressors.sparsifiers.variance_sparsifier import (
 )
 from lightning_gc.compressors.traits import Knob as Knob
 from lightning_gc.compressors.traits import Traits as Traits
+from lightning_gc.compressors.traits import Waits as Waits
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter as PerParameter
 from lightning_gc.compressors.wrappers.preset import Preset as Preset
 from lightning_gc.compressors.wrappers.quantised import Quantised as Quantised

@@ -15,7 +15,7 @@ from lightning_gc.bucket import Bucket
 from lightning_gc.coding import payload_validation
 from lightning_gc.coding.wire import Wire, limits
 from lightning_gc.compressors.bounds import Bound
-from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.compressors.traits import Knob, Traits, Waits
 from lightning_gc.flow import Flow, Limits, Mean, Payload
 from lightning_gc.settings import Settings
 
@@ -55,6 +55,15 @@ class Compressor(Settings, abc.ABC):
     @abc.abstractmethod
     def wire(self, numel: int) -> Wire:
         """Return the tensors that are sent of a tensor of ``numel`` elements."""
+
+    @property
+    def waits(self) -> Waits:
+        """How often encoding a tensor makes the host wait for an accelerator.
+
+        Of a ``Collective``, a step of one tensor. Messages whose lengths vary wait once more each.
+        Decoders do not wait.
+        """
+        return Waits()
 
     @property
     def method(self) -> Compressor:

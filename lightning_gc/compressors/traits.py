@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,33 @@ class Knob:
         """Return the value of the range nearest to ``level``."""
         level = min(max(level, self.low), self.high)
         return round(level) if self.integer else level
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How often something makes the host wait for an accelerator, on which it computes.
+
+    Until the host goes on, it starts no further operations, and the backward pass no further ones
+    of the exchange. It waits where it needs a number that the accelerator computes, such as that of
+    elements that reach a threshold, and for copies from ordinary memory.
+
+    Attributes:
+        least: how often at least, for a gradient that is not zero.
+        most: how often at most; ``math.inf`` where there is no limit. None: as often as ``least``.
+    """
+
+    least: int = 0
+    most: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """How often at most."""
+        return self.least if self.most is None else self.most
+
+    def __str__(self) -> str:
+        if self.limit == self.least:
+            return str(self.least)
+        return f"{self.least} or more" if self.limit == math.inf else f"{self.least} to {self.most}"
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,8 @@ class Engine:
             self._open_round(bucket.step)
         self.statistics.tally.grad_elements += bucket.numel
         self.statistics.tally.grad_bytes += bucket.numel * grad.element_size()
-        guard = None if self.levels.traits.exact or not bucket.numel else Guard(bucket)
+        guarded = bucket.numel and not self.levels.traits.exact
+        guard = Guard(bucket, self.buffers.layouts) if guarded else None
         if guard is not None:
             guard.silence(grad)
         if scale is not None:

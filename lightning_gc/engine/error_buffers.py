@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.engine.layouts import Layouts
 
 
 class ErrorBuffers:
@@ -17,10 +18,14 @@ class ErrorBuffers:
 
     Args:
         buffers: names of the buffers of every parameter.
+
+    Attributes:
+        layouts: of the buckets, for what needs to know them on the device.
     """
 
     def __init__(self, buffers: tuple[str, ...]) -> None:
         self.buffers = buffers
+        self.layouts = Layouts()
         self.named: dict[str, dict[str, Tensor]] = {}  # parameter -> buffer -> view, own shape
         self._flat: dict[tuple[str, ...], dict[str, Tensor]] = {}  # layout -> buffer -> flat
 

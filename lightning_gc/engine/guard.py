@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
+from lightning_gc.engine.layouts import Layouts
 from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, resume
 
 
@@ -22,10 +23,12 @@ class Guard:
 
     Args:
         bucket: with the raw gradient.
+        layouts: kept from round to round.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, layouts: Layouts) -> None:
         grad = bucket.grad
+        self._bucket, self._layouts = bucket, layouts
         self._spans = [(start, stop) for _, start, stop in bucket.spans() if stop > start]
         peaks = _peaks([grad[start:stop] for start, stop in self._spans])  # (parameters,)
         self.idle = peaks == 0
@@ -51,8 +54,8 @@ class Guard:
 
     def _mask(self, like: Tensor) -> Tensor:
         """Return a mask of the elements of idle parameters."""
-        lengths = torch.tensor([stop - start for start, stop in self._spans])
-        return self.idle.repeat_interleave(lengths.to(like.device), output_size=like.numel())
+        _, lengths = self._layouts.of(self._bucket)
+        return self.idle.repeat_interleave(lengths, output_size=like.numel())
 
     def hold(self, flats: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return idle parameters' parts of ``flats`` with copies, for ``release``."""
@@ -85,7 +88,7 @@ class Guard:
         """Make every parameter's result NaN if any worker's gradient was not finite."""
         if self.verdict is None or (self._on_host and bool(self.verdict.isfinite())):
             return
-        starts = torch.tensor([start for start, _ in self._spans], device=out.device)
+        starts, _ = self._layouts.of(self._bucket)
         out.index_add_(0, starts, self.verdict.to(out.dtype).expand(len(starts)))
 
     def _with_flag(self, request: Mean | Gather) -> Mean | Gather:

@@ -54,7 +54,7 @@ def reference(buffer: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor
     """Compute the same with torch operations."""
     positions = reaching_reference(buffer, threshold)
     values = buffer[positions]
-    buffer[positions] = 0
+    buffer.index_fill_(0, positions, 0)
     return values, positions
 
 

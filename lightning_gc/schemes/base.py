@@ -24,13 +24,20 @@ class Scheme(Settings, abc.ABC):
 
     Attributes:
         averages: payloads are averaged before decoding, so the codec must be linear.
+        waits: how often the scheme itself makes the host wait for an accelerator, for each tensor;
+            besides, every message whose lengths vary does so once.
     """
 
     averages: bool = False
+    waits: int = 0
 
     @abc.abstractmethod
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Move the payload out of ``buffer``, exchange it and write the mean to ``out``."""
+
+    def encodings(self, workers: int) -> int:
+        """Return how many times a worker encodes a tensor, or a part of it, in a step."""
+        return 1
 
     def check(self, compressor: Compressor) -> None:
         """Raise ValueError if the compressor cannot be used with this scheme."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +42,7 @@ class SparseReduce(Scheme):
         One all-reduce of W numbers; one ragged all-to-all of ``(W−1)/W`` times the worker's own
         payload P; one ragged all-gather of ``(W−1)/W·P`` for equal ranges, at most 1.25 times that.
         So ``2·(W−1)/W·P`` per worker as in a ring all-reduce, and lengths: 48·(W−1) bytes. On an
-        accelerator the host waits for the cuts and the lengths.
+        accelerator the host waits for the cuts, the survivors' number and the lengths.
 
     Wire format:
         ``proposal   # (W,) float32``: W − 1 cuts, in 65,536ths of a larger tensor, and k_j
@@ -62,6 +61,8 @@ class SparseReduce(Scheme):
         PPoPP 2022. There thresholds and ranges are kept for many steps; here both are recomputed.
     """
 
+    waits = 2  # for cuts, and for the number of survivors
+
     def check(self, compressor: Compressor) -> None:
         super().check(compressor)
         if not isinstance(compressor.method, SparseCodec):
@@ -77,9 +78,11 @@ class SparseReduce(Scheme):
         assert isinstance(codec, SparseCodec)  # check() has seen to it
         chosen = codec.choose(buffer, bucket)  # (k_j,) int64, ascending
         (means,) = yield Mean((_proposed_cuts(chosen, workers, buffer),))
-        cuts, most = _common_cuts(means.tolist(), numel)
+        bounds = _common_cuts(means, numel)  # (W + 2,): W + 1 cuts, the number selected
+        read = torch.cat([bounds, torch.searchsorted(chosen, bounds[:-1])]).tolist()
+        cuts, (number, *edges) = read[: workers + 1], read[workers + 1 :]
+        most = math.ceil(SLACK * max(number, 1) / workers)
 
-        edges = torch.searchsorted(chosen, torch.tensor(cuts, device=chosen.device)).tolist()
         mine = [chosen[edges[i] : edges[i + 1]] - cuts[i] for i in range(workers)]
         ranges = [slice(cuts[i], cuts[i + 1]) for i in range(workers)]
         payloads = [codec.take(buffer[r], found) for r, found in zip(ranges, mine, strict=True)]
@@ -112,12 +115,9 @@ class SparseReduce(Scheme):
 
 def _return_to_error(error: Tensor, sent: Tensor, values: Tensor, survivors: Tensor) -> None:
     """Add to ``error`` the elements sent that have not survived; positions ascend in both."""
-    if survivors.numel():
-        at = torch.searchsorted(survivors, sent).clamp_(max=survivors.numel() - 1)
-        dropped = survivors[at] != sent
-        sent, values = sent[dropped], values[dropped]
+    dropped = ~sparse_codec.among(sent, survivors)
     # NaN and overflow are among the survivors or were cut off; no error must keep them.
-    error[sent] += values.to(error.dtype).nan_to_num(0.0, 0.0, 0.0)
+    error[sent] += values.to(error.dtype).nan_to_num(0.0, 0.0, 0.0).where(dropped, 0.0)
 
 
 def _proposed_cuts(chosen: Tensor, workers: int, like: Tensor) -> Tensor:
@@ -127,32 +127,29 @@ def _proposed_cuts(chosen: Tensor, workers: int, like: Tensor) -> Tensor:
     """
     number = chosen.numel()
     if number:
-        marks = [number * i // workers for i in range(1, workers)]
-        cuts = chosen[torch.tensor(marks, dtype=torch.int64, device=chosen.device)]
+        cuts = chosen[torch.arange(1, workers, device=chosen.device) * number // workers]
     else:
         cuts = torch.arange(1, workers, device=chosen.device) * like.numel() // workers
     units = cuts // _grid_width(like.numel())
-    return torch.cat([units, units.new_tensor([number])]).to(like.dtype)
+    return torch.cat([units, units.new_full((1,), number)]).to(like.dtype)
 
 
-def _common_cuts(means: Sequence[float], numel: int) -> tuple[list[int], int]:
-    """Return W + 1 ascending cuts, from 0 to ``numel``, and the most elements an owner sends."""
-    workers = len(means)
-    *units, number = (_rounded(mean, workers, numel) for mean in means)
-    cuts = sorted(min(unit * _grid_width(numel), numel) for unit in units)
-    return [0, *cuts, numel], math.ceil(SLACK * max(number, 1) / workers)
+def _common_cuts(means: Tensor, numel: int) -> Tensor:
+    """Return ``(W + 2,)`` int64: ascending cuts from 0 to ``numel``, and the mean selected."""
+    rounded = _rounded(means, numel)
+    cuts = (rounded[:-1] * _grid_width(numel)).clamp_(max=numel).sort().values
+    return torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), numel), rounded[-1:]])
 
 
 def _grid_width(numel: int) -> int:
     return max(1, -(-numel // GRID))
 
 
-def _rounded(mean: float, workers: int, most: int) -> int:
-    """Round a mean of W whole numbers, in 0..``most`` whatever bytes arrived.
+def _rounded(means: Tensor, most: int) -> Tensor:
+    """Round means of W whole numbers, ``(W,)``, in 0..``most`` whatever bytes arrived.
 
     Such a mean is a multiple of 1/W, hence at least 1/(4·W) away from where this rounding jumps;
     float32's own rounding, which depends on the order of addition, changes nothing.
     """
-    if mean != mean:
-        return 0
-    return math.floor(min(max(mean, 0), most) + 0.5 + 0.25 / workers)
+    within = means.double().nan_to_num(0.0, most, 0.0).clamp_(0, most)
+    return (within + 0.5 + 0.25 / means.numel()).floor_().long()

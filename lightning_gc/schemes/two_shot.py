@@ -33,6 +33,9 @@ class TwoShot(Scheme):
         its own buffer.
     """
 
+    def encodings(self, workers: int) -> int:
+        return workers + 1
+
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         workers, me = bucket.workers, bucket.worker
         size = -(-buffer.numel() // workers)  # the last shards may be shorter, or empty

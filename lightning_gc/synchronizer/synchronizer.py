@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_gc.flow import Flow
 from lightning_gc.synchronizer.arithmetic import arithmetic
 from lightning_gc.synchronizer.bucket_regrouping import Shapes
+from lightning_gc.synchronizer.kernel_compilation import compile_kernels
 from lightning_gc.synchronizer.leaving_group import abandon, leave
 from lightning_gc.synchronizer.validation import check_agreement, digest_of, refuse_unknown_device
 from lightning_gc.synchronizer.verification import Verify, verification
@@ -74,6 +75,7 @@ class Synchronizer:
         self._verification = verification(verify, type(self).__name__)
         recording = Recording(self._verification.transport(transport))
         workers.start([recording], revocable=revocable)
+        compile_kernels(workers.first, device)
         workers.run = gather_text(workers.run, transport, device)[0]
         self._background = Background(recording, device)
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round

@@ -181,7 +181,10 @@ class Distributed(Transport):
 
 
 def _as_tensor(lengths: Sequence[int] | Sequence[Sequence[int]], like: Payload) -> Tensor:
-    return torch.tensor(lengths, dtype=torch.int64, device=like[0].device)
+    device = like[0].device
+    # From pinned memory, or the host would wait for a GPU here as well as where it reads lengths.
+    numbers = torch.tensor(lengths, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return numbers.to(device, non_blocking=True)
 
 
 def _unpacked(layouts: Sequence[Message], rows: Sequence[Tensor]) -> Reply:

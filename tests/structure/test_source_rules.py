@@ -29,7 +29,7 @@ CompressedDDPStrategy CompressionMonitor Compressor Contraction ErrorReset Estim
 GlobalMomentum HardThreshold Identity Knob LocalMomentum LowRank Memory MomentumCorrection Multiple
 NetworkModel NoMemory PerParameter Preset QSGD RandomK Range Residual Scheme SimulatedDDPStrategy
 SizeSwitch SparseCodec SparseReduce StepAhead ThresholdEstimator TopK Traits TwoShot Unbounded
-Variance WeightedError Wrapper attach
+Variance Waits WeightedError Wrapper attach
 """.split()  # noqa: SIM905 - a list of thirty lines says no more
 
 

@@ -22,12 +22,13 @@ needs_kernels = pytest.mark.skipif(
 )
 marks = [
     needs_kernels,
+    pytest.mark.usefixtures("poisoned"),
     # The interpreter computes with numpy, which warns of what floats do.
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
 
 
-def some(numbers: Iterable[int], by_day: Collection[int]) -> list[Any]:
+def some(numbers: Iterable[Any], by_day: Collection[Any]) -> list[Any]:
     """Return parameters of which the interpreter, which is slow, takes the others at night."""
     late = [] if DEVICE == "cuda" else [pytest.mark.nightly]
     return [pytest.param(n, marks=[] if n in by_day else late) for n in numbers]

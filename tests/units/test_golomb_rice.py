@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_gc.coding.golomb_rice import decode, encode, low_bytes
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 lists = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 5000)), min_size=1, max_size=60)
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.engine.guard import Guard
+from lightning_gc.engine.layouts import Layouts
 from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
@@ -14,7 +15,7 @@ NAN = float("nan")
 
 
 def guarded(*values: float) -> Guard:
-    return Guard(cases.bucket_of(torch.tensor(values)))
+    return Guard(cases.bucket_of(torch.tensor(values)), Layouts())
 
 
 def asks(*requests: Request) -> Flow:
@@ -94,7 +95,7 @@ def test_a_small_gradient_is_not_an_absent_one(small: float) -> None:
 def test_only_what_is_idle_is_set_aside(on_host: bool) -> None:
     """What is not finite elsewhere is sent, and must not come back as NaN."""
     grad = torch.tensor([1.0, 1.0, 0.0])
-    guard = Guard(Bucket(grad, {"used": (2,), "idle": (1,)}))
+    guard = Guard(Bucket(grad, {"used": (2,), "idle": (1,)}), Layouts())
     guard._on_host = on_host
     buffer = torch.tensor([float("inf"), 2.0, 3.0])
     aside = guard.set_aside(buffer)

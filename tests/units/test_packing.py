@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 
 def planes_by_hand(codes: list[int], bits: int) -> bytes:
     """The format as its docstring has it: byte planes, then a plane of the remaining bits."""

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from lightning_gc.coding.elias_fano import coded_bytes, decode, encode, most_bytes
 from lightning_gc.compressors.sparsifiers import sparse_codec
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 
 @st.composite
 def chosen(draw: st.DrawFn) -> tuple[list[int], int]:

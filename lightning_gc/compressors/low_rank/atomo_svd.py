@@ -16,6 +16,7 @@ from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank, sides
 from lightning_gc.compressors.sparsifiers import topk_selection
+from lightning_gc.compressors.traits import Waits
 from lightning_gc.flow import Payload
 
 _EPS = 2.0**-23  # of float32: what is that much smaller than the greatest is its rounding
@@ -60,6 +61,7 @@ class AtomoSVD(Codec):
     rank: int = 2
 
     traits = replace(RANK, unbiased=True)
+    waits = Waits(2)
 
     def __post_init__(self) -> None:
         check_rank("AtomoSVD", self.rank)

@@ -17,7 +17,7 @@ from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import AbsoluteError
 from lightning_gc.compressors.sparsifiers import sparse_codec, sparse_sign_payload, topk_selection
-from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.compressors.traits import Knob, Traits, Waits
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
 from lightning_gc.search_space import Range
@@ -84,6 +84,7 @@ class AbsoluteRounding(Codec):
         knob=Knob("step", low=1e-9, high=1e3, more="compression"),
         space=(Range("step", 1e-5, 0.1, scale="log"),),
     )
+    waits = Waits(3, 6)
 
     def __post_init__(self) -> None:
         if not 1e-37 <= self.step <= 1e38:
@@ -117,8 +118,8 @@ class AbsoluteRounding(Codec):
         """Return the log2 of the median level's magnitude that is to be expected, rounded."""
         sample = buffer[:: (buffer.numel() >> _SAMPLE) | 1].abs().double()
         sample = sample.div_(self._unit).nan_to_num_(0.0)
-        sure = int((sample >= 1).sum())
-        by_chance = float(sample.where(sample < 1, 0.0).sum())
+        counts = [(sample >= 1).sum(), sample.where(sample < 1, 0.0).sum()]
+        sure, by_chance = torch.stack(counts).tolist()  # float64, as the sample
         if sure <= by_chance:
             return 0
         median = float(topk_selection.kth_largest(sample, max(1, int((sure + by_chance) / 2))))

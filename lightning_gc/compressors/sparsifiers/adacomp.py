@@ -14,7 +14,7 @@ from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Multiple
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload
-from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.compressors.traits import Knob, Traits, Waits
 from lightning_gc.flow import Payload
 from lightning_gc.search_space import Range
 
@@ -60,6 +60,7 @@ class AdaComp(Codec):
         knob=Knob("bin_size", low=8, high=1 << 14, more="compression", integer=True),
         space=(Range("bin_size", 50, 5000, scale="log", integer=True),),
     )
+    waits = Waits(1)
 
     def __post_init__(self) -> None:
         if not 1 <= self.bin_size < float("inf") or self.bin_size != int(self.bin_size):

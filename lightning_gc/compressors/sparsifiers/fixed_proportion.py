@@ -14,6 +14,7 @@ from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload, topk_selection
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.traits import Waits
 from lightning_gc.flow import Payload
 
 _LEAST = 2 / 3  # of the wanted share of a side, that rounding leaves: one element of 1.5
@@ -47,19 +48,21 @@ class FixedProportion(DensitySparsifier, Codec):
         of Deep Neural Networks", MLHPC 2016.
     """
 
+    waits = Waits(1)
+
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take its side's mean out of what is chosen. On CUDA the host waits for their number."""
         # NaN counts as positive, so that it is on exactly one side.
-        below = self._greatest(torch.where(buffer < 0, buffer, 0))
-        above = self._greatest(torch.where(buffer < 0, 0, buffer))
+        sides = [torch.where(buffer < 0, buffer, 0), torch.where(buffer < 0, 0, buffer)]
+        numbers = torch.stack([side.count_nonzero() for side in sides]).tolist()
+        below, above = map(self._greatest, sides, numbers)
         means = torch.stack([sign_payload.mean(buffer[i], i.numel()) for i in (below, above)])
         chosen = torch.cat([below, above]).sort().values
         return means, *sparse_sign_payload.take(buffer, chosen, means)
 
-    def _greatest(self, side: Tensor) -> Tensor:
-        """Return the ascending positions of the share to send of what is not zero."""
-        k = self.count(int(side.count_nonzero()))
-        return topk_selection.largest(side, k)
+    def _greatest(self, side: Tensor, number: int) -> Tensor:
+        """Return the ascending positions of the share to send of ``number`` that are not zero."""
+        return topk_selection.largest(side, self.count(number))
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         sparse_sign_payload.add(payload[1:], payload[0], out, scale)

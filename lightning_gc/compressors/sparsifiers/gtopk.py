@@ -15,6 +15,7 @@ from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.traits import Waits
 from lightning_gc.flow import Exchange, Flow, Gather, Payload
 
 Sparse = tuple[Tensor, Tensor]  # ascending positions, values
@@ -63,12 +64,14 @@ class GTopK(DensitySparsifier, Collective):
         Global Top-k Sparsification for Low Bandwidth Networks", ICDCS 2019.
     """
 
+    waits = Waits(1)  # for digests
+
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         k = self.count(buffer.numel())
         me, workers = bucket.worker, bucket.workers
         chosen = topk_selection.largest(buffer, k)
         own = (chosen, buffer[chosen])
-        buffer[chosen] = 0
+        buffer.index_fill_(0, chosen, 0)
         bucket.tally.count(buffer.numel(), k, _packed(own, buffer))
         # One level at least: a single worker asks too, or its bad gradient would go unnoticed.
         spans = [1 << level for level in range(max(1, (workers - 1).bit_length()))]
@@ -89,9 +92,9 @@ class GTopK(DensitySparsifier, Collective):
 
         yield from _agreed(partial, bucket)
         applied, values = partial
-        _give_back(buffer, own, ~torch.isin(own[0], applied))
+        _give_back(buffer, own, ~sparse_codec.among(own[0], applied))
         for dropped in lost:
-            _give_back(buffer, dropped, torch.isin(dropped[0], applied))
+            _give_back(buffer, dropped, sparse_codec.among(dropped[0], applied))
         if bucket.wanted:
             out.zero_()
             out[applied] = (values / workers).to(out.dtype)
@@ -124,14 +127,21 @@ def _packed(selected: Sparse, buffer: Tensor) -> Payload:
 
 
 def merged(one: Sparse, other: Sparse, k: int) -> tuple[Sparse, Sparse]:
-    """Return the k elements of greatest magnitude of the sum of two, and the others of it."""
-    union, at = torch.unique(torch.cat([one[0], other[0]]), return_inverse=True)
-    # At most two values for a position: a sum that does not depend on their order.
-    sums = one[1].new_zeros(union.numel())
-    sums.index_add_(0, at, torch.cat([one[1], other[1].to(one[1].dtype)]))
-    keep = torch.zeros_like(union, dtype=torch.bool)
-    keep[topk_selection.largest(sums, min(k, sums.numel()))] = True
-    return (union[keep], sums[keep]), (union[~keep], sums[~keep])
+    """Return the k elements of greatest magnitude of the sum of two, and the others of it.
+
+    A position that both have is among the others once more, with a value of 0, so that no length
+    depends on values. ``one`` has k elements, or as many as the result.
+    """
+    where, order = torch.cat([one[0], other[0]]).sort(stable=True)
+    sums = torch.cat([one[1], other[1].to(one[1].dtype)])[order]
+    twice = where[1:] == where[:-1]  # as the one before
+    sums[:-1] += sums[1:].where(twice, 0.0)
+    sums[1:].masked_fill_(twice, 0.0)
+    magnitudes = sums.abs()
+    magnitudes[1:].masked_fill_(twice, -1.0)  # behind zeros
+    ranked = magnitudes.sort(descending=True, stable=True).indices
+    kept, others = ranked[:k].sort().values, ranked[k:].sort().values
+    return (where[kept], sums[kept]), (where[others], sums[others])
 
 
 def _agreed(selected: Sparse, bucket: Bucket) -> Flow:
@@ -143,6 +153,6 @@ def _agreed(selected: Sparse, bucket: Bucket) -> Flow:
 
 
 def _give_back(error: Tensor, selected: Sparse, which: Tensor) -> None:
-    where, values = selected[0][which], selected[1][which]
+    where, values = selected
     # NaN and overflow that another worker sent; no error must keep them.
-    error[where] += values.to(error.dtype).nan_to_num(0.0, 0.0, 0.0)
+    error.index_add_(0, where, values.to(error.dtype).nan_to_num(0.0, 0.0, 0.0).where(which, 0.0))

@@ -12,7 +12,7 @@ from lightning_gc.coding import elias_fano
 from lightning_gc.compressors.bounds import AbsoluteError
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.compressors.traits import Knob, Traits, Waits
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.dispatch import fused
 from lightning_gc.kernels.select import select
@@ -56,6 +56,7 @@ class HardThreshold(SparseCodec):
         knob=Knob("threshold", low=1e-9, high=1e3, more="compression"),
         space=(Range("threshold", 1e-5, 0.1, scale="log"),),
     )
+    waits = Waits(1)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.threshold) and self.threshold >= 0):

@@ -30,14 +30,21 @@ class RandomSparsifier(DensitySparsifier, Codec):
         seed = bucket.generator_seed(shared=True)
         return positions(numel, self.count(numel), seed, bucket.grad.device)
 
+    def drawn_once(self, numel: int, bucket: Bucket) -> Tensor:
+        """Return the same; a round draws them once, to encode, and keeps them to decode."""
+        key = (self, numel, bucket.names)
+        if key not in bucket.positions:
+            bucket.positions[key] = self.drawn(numel, bucket)
+        return bucket.positions[key]
+
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        chosen = self.drawn(buffer.numel(), bucket)
+        chosen = self.drawn_once(buffer.numel(), bucket)
         values = buffer[chosen]  # (k,) buffer.dtype
-        buffer[chosen] = 0
+        buffer.index_fill_(0, chosen, 0)
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        chosen = self.drawn(out.numel(), bucket)
+        chosen = self.drawn_once(out.numel(), bucket)
         payload_validation.lengths(payload, chosen.numel())
         out.index_add_(0, chosen, payload[0].to(out.dtype), alpha=scale)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from lightning_gc.coding import payload_validation
 from lightning_gc.compressors.sparsifiers import threshold_estimator
 from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator
+from lightning_gc.compressors.traits import Waits
+
+_AT_ONCE = 3  # halvings beside the host, for one wait
 
 
 @dataclass(frozen=True)
@@ -46,14 +52,32 @@ class RedSync(ThresholdEstimator):
                 f"0..1 and must be above 0; use 0.001."
             )
 
+    @property
+    def waits(self) -> Waits:
+        halvings = math.floor(math.log2(1 / self.tolerance)) + 1
+        return Waits(1, 1 - (-halvings // _AT_ONCE))
+
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
         mean = magnitudes.mean()
         low, high = 0.0, 1.0
+        counted: dict[float, int] = {}  # how many reach the threshold of r
         while True:
             r = (low + high) / 2
-            threshold = mean + r * (1 - mean)  # the greatest magnitude is 1
-            number = int(threshold_estimator.reached(magnitudes, threshold))
-            enough = k <= number <= threshold_estimator.MOST * k
+            if r not in counted:
+                counted |= self._count(magnitudes, mean, low, high)
+            enough = k <= counted[r] <= threshold_estimator.MOST * k
             if enough or (high - low) / 2 < self.tolerance:
-                return threshold
-            low, high = (low, r) if number < k else (r, high)
+                return _at(r, mean)
+            low, high = (low, r) if counted[r] < k else (r, high)
+
+    def _count(self, magnitudes: Tensor, mean: Tensor, low: float, high: float) -> dict[float, int]:
+        """Return r -> number for the middle; beside the host, which waits, for later ones too."""
+        parts = 2 if payload_validation.on_host(magnitudes) else 2**_AT_ONCE
+        middles = [low + (high - low) * i / parts for i in range(1, parts)]
+        numbers = [threshold_estimator.reached(magnitudes, _at(r, mean)) for r in middles]
+        return dict(zip(middles, torch.stack(numbers).tolist(), strict=True))
+
+
+def _at(r: float, mean: Tensor) -> Tensor:
+    """Return the threshold at r from the mean to the greatest magnitude, which is 1."""
+    return mean + r * (1 - mean)

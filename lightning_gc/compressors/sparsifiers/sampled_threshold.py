@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_gc.coding import payload_validation
 from lightning_gc.compressors.sparsifiers import topk_selection
 
 HITS = 256  # elements of the sample that are expected to be among the k largest
@@ -26,8 +27,9 @@ def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:
     """Return the ascending positions of the c largest magnitudes, zeros excluded, for some c ≤ k.
 
     c is at least ``rank(k, numel)``, but for zeros; and at least 0.8·k if the sample is like the
-    tensor. On an accelerator the host waits for c. Every ``stride(k, numel)``-th element is in the
-    sample, of which the first one moves on by one with every ``step``.
+    tensor. For an accelerator the host waits once, or three times if too few reach the threshold.
+    Every ``stride(k, numel)``-th element is in the sample, of which the first one moves on by one
+    with every ``step``.
     """
     if not k:
         return torch.empty(0, dtype=torch.int64, device=buffer.device)
@@ -37,12 +39,25 @@ def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:
     reached = topk_selection.kth_largest(sample, rank(k, buffer.numel()))
     threshold = reached.clamp_min(lowest)  # NaN stays NaN, which all elements reach
     found = topk_selection.reaching(buffer, threshold)
-    for _ in range(CORRECTIONS):
-        if found.numel() >= FACTOR * k or threshold <= lowest:
+    free = payload_validation.on_host(buffer)  # to look: for an accelerator the host waits
+    for _ in range(CORRECTIONS if free else 1):
+        if found.numel() >= FACTOR * k or (free and threshold <= lowest):
             break
-        threshold = threshold.mul(FACTOR).clamp_min(lowest)
+        threshold = _lowered(buffer, threshold, lowest, k, 1 if free else CORRECTIONS)
         found = topk_selection.reaching(buffer, threshold)
     return topk_selection.best(buffer, found, k)
+
+
+def _lowered(buffer: Tensor, threshold: Tensor, lowest: float, k: int, times: int) -> Tensor:
+    """Return the threshold lowered up to so many times, until enough elements reach it."""
+    lowered = [threshold.mul(FACTOR**i).clamp_min(lowest) for i in range(1, times + 1)]
+    if times > 1:
+        magnitudes = buffer.abs()
+        numbers = torch.stack([(magnitudes >= each).sum() for each in lowered]).tolist()
+        for each, number in zip(lowered, numbers, strict=True):
+            if number >= FACTOR * k:
+                return each
+    return lowered[-1]
 
 
 def stride(k: int, numel: int) -> int:

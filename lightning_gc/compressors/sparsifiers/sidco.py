@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_gc.coding import payload_validation
 from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator
 
 _FIRST = 0.25  # the share that every stage but the last lets through
@@ -65,11 +66,10 @@ class SIDCo(ThresholdEstimator):
         later = _exponential if self.fit == "exponential" else _pareto
         threshold = magnitudes.new_zeros(())
         for stage, share in enumerate(shares):
-            beyond = magnitudes[magnitudes > threshold]
-            if beyond.numel() < 2:
-                break
+            excess = _Excess(magnitudes, threshold)
             quantile = _gamma if self.fit == "gamma" and not stage else later
-            threshold = threshold + quantile(beyond - threshold, share)
+            raised = threshold + quantile(excess, share)
+            threshold = raised.where(excess.number >= 2, threshold)
         return threshold
 
     @classmethod
@@ -77,25 +77,48 @@ class SIDCo(ThresholdEstimator):
         return (cls(0.1), cls(0.1, "pareto", 2), cls(0.1, "gamma", 1))
 
 
-Quantile = Callable[[Tensor, float], Tensor]
+class _Excess:
+    """By how much magnitudes exceed a threshold, of those that do; their number is not read.
+
+    On the host the others are left out, which saves time; elsewhere the host would have to wait for
+    their number, so they stay as zeros.
+    """
+
+    def __init__(self, magnitudes: Tensor, threshold: Tensor) -> None:
+        beyond = magnitudes > threshold
+        self.number = beyond.count_nonzero()
+        self._others = None if payload_validation.on_host(beyond) else ~beyond
+        found = magnitudes[beyond] if self._others is None else magnitudes
+        self.values = self._only(found - threshold)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of numbers, one for each of ``values``."""
+        return self._only(values).sum() / self.number.clamp_min(1)
+
+    def _only(self, values: Tensor) -> Tensor:
+        return values if self._others is None else values.masked_fill(self._others, 0.0)
 
 
-def _exponential(excess: Tensor, share: float) -> Tensor:
-    return -excess.mean() * math.log(share)
+Quantile = Callable[[_Excess, float], Tensor]
 
 
-def _pareto(excess: Tensor, share: float) -> Tensor:
-    mean = excess.mean()
-    ratio = mean.square() / excess.var(correction=0)  # infinite where all are equal
+def _exponential(excess: _Excess, share: float) -> Tensor:
+    return -excess.mean(excess.values) * math.log(share)
+
+
+def _pareto(excess: _Excess, share: float) -> Tensor:
+    mean = excess.mean(excess.values)
+    variance = excess.mean((excess.values - mean).square())
+    ratio = mean.square() / variance  # infinite where all are equal
     scale, shape = mean * (ratio + 1) / 2, (ratio - 1) / 2
     quantile = -scale * torch.expm1(shape * math.log(share)) / shape
     plain = _exponential(excess, share)  # its limit for shape 0
     return torch.where(quantile.isfinite() & (shape.abs() > 1e-6), quantile, plain)
 
 
-def _gamma(values: Tensor, share: float) -> Tensor:
-    mean = values.mean()
-    s = (mean.log() - values.log().mean()).clamp_min(1e-6)
+def _gamma(excess: _Excess, share: float) -> Tensor:
+    mean = excess.mean(excess.values)
+    s = (mean.log() - excess.mean(excess.values.log())).clamp_min(1e-6)
     alpha = (3 - s + ((s - 3).square() + 24 * s).sqrt()) / (12 * s)
     quantile = -mean / alpha * (math.log(share) + torch.lgamma(alpha))
     return quantile.clamp_min(0)

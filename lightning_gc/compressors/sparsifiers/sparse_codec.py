@@ -87,7 +87,7 @@ def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> P
     """
     values = buffer[indices]  # (k,) buffer.dtype
     if dtype is None or dtype == buffer.dtype:
-        buffer[indices] = 0
+        buffer.index_fill_(0, indices, 0)
     else:
         whole, most = values, torch.finfo(dtype).max
         # What is finite must not become infinite by rounding up, step after step.
@@ -107,6 +107,14 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
     payload_validation.lengths(payload, chosen, elias_fano.coded_bytes(chosen, numel))
     found = elias_fano.decode(coded, chosen, numel, payload_validation.on_host(coded))
     return payload_validation.positions(found, values, numel)
+
+
+def among(positions: Tensor, others: Tensor) -> Tensor:
+    """Return which of ``positions`` are among ``others``, which ascend: ``isin`` without waits."""
+    if not others.numel():
+        return torch.zeros_like(positions, dtype=torch.bool)
+    at = torch.searchsorted(others, positions).clamp_(max=others.numel() - 1)
+    return others[at] == positions
 
 
 def add(payload: Payload, out: Tensor, scale: float) -> None:

@@ -12,7 +12,7 @@ from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload, topk_selection
-from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.compressors.traits import Knob, Traits, Waits
 from lightning_gc.flow import Payload
 from lightning_gc.search_space import Range
 
@@ -51,6 +51,7 @@ class StromThreshold(Codec):
         knob=Knob("threshold", low=1e-7, high=1e3, more="compression"),
         space=(Range("threshold", 1e-5, 0.1, scale="log"),),
     )
+    waits = Waits(1)
 
     def __post_init__(self) -> None:
         if not 1e-37 <= self.threshold <= 1e38:

@@ -12,6 +12,7 @@ from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.traits import Waits
 
 MOST = 2  # times the wanted number of elements are sent at most
 
@@ -23,6 +24,10 @@ class ThresholdEstimator(DensitySparsifier, SparseCodec):
     If the estimate is too low, the 2·k largest are sent; if it is too high, fewer than k, perhaps
     none. Zeros are never sent. On CUDA the host waits for their number.
     """
+
+    @property
+    def waits(self) -> Waits:
+        return Waits(1)
 
     @abc.abstractmethod
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:

@@ -13,6 +13,7 @@ from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sampled_threshold, topk_selection
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.traits import Waits
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROUNDING = 2.0**-8  # of bfloat16, relative
@@ -67,6 +68,10 @@ class TopK(DensitySparsifier, SparseCodec):
                 f"TopK(selection={self.selection!r}): use 'exact' for the k largest elements, or "
                 f"'sampled' for about as many in less time."
             )
+
+    @property
+    def waits(self) -> Waits:
+        return Waits(1, 3) if self.selection == "sampled" else Waits()
 
     @property
     def ragged(self) -> bool:

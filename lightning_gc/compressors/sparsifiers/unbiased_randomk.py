@@ -45,7 +45,7 @@ class UnbiasedRandomK(RandomSparsifier):
     )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        chosen = self.drawn(buffer.numel(), bucket)
+        chosen = self.drawn_once(buffer.numel(), bucket)
         values = buffer[chosen] * (buffer.numel() / max(1, chosen.numel()))  # (k,)
         buffer[chosen] -= values
         return (values,)

@@ -12,7 +12,7 @@ from lightning_gc.bucket import Bucket
 from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import CodecScheme, Compressor
 from lightning_gc.compressors.bounds import Bound
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Traits, Waits
 from lightning_gc.flow import Flow
 
 
@@ -33,6 +33,10 @@ class Preset(Compressor):
     @functools.cached_property
     def traits(self) -> Traits:
         return dataclasses.replace(self.inner.traits, default_memory=self.memory_name)
+
+    @property
+    def waits(self) -> Waits:
+        return self.inner.waits
 
     @property
     def method(self) -> Compressor:

@@ -23,7 +23,7 @@ from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.compressors.sparsifiers.hard_threshold import HardThreshold
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk import TopK
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Traits, Waits
 from lightning_gc.flow import Payload
 
 _STEP = 16  # positions, that take a byte or more
@@ -101,6 +101,10 @@ class Quantised(Codec):
             default_memory=inner.default_memory,
             knob=inner.knob,
         )
+
+    @property
+    def waits(self) -> Waits:
+        return self.sparsifier.waits
 
     @property
     def level(self) -> float | None:

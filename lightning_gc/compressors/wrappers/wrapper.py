@@ -9,7 +9,7 @@ from typing import Self
 from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.compressors.bounds import Bound
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Traits, Waits
 
 
 class Wrapper(Compressor):
@@ -40,6 +40,10 @@ class Wrapper(Compressor):
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         return self.inner.compresses(shape)
+
+    @property
+    def waits(self) -> Waits:
+        return self.inner.waits
 
     @property
     def level(self) -> float | None:

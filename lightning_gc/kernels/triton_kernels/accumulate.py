@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.kernels.triton_kernels import EXACT
+from lightning_gc.kernels.triton_kernels import EXACT, kernel
 
 BLOCK = 512
 
 
-@triton.jit
+@kernel()
 def scatter_add(out, positions, values, scale, chosen, numel, BLOCK: tl.constexpr):
     """Add BLOCK elements of the payload. Positions outside ``out`` are skipped: not trusted."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

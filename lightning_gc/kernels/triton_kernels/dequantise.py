@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.kernels.triton_kernels import EXACT
+from lightning_gc.kernels.triton_kernels import EXACT, kernel
 
 GROUPS = 128
 
 
-@triton.jit
+@kernel("out", "numel")
 def unpack_and_add(
     packed,
     norms,
@@ -37,7 +37,8 @@ def unpack_and_add(
         code |= byte.to(tl.int32) << (8 * i)
     if REST > 0:
         plane = packed + WHOLE * numel
-        length = (numel * REST + 7) // 8
+        # Not numel * REST: of hundreds of millions of elements that is more than int32 holds.
+        length = numel // 8 * REST + (numel % 8 * REST + 7) // 8
         word = tl.zeros([GROUPS], tl.int64)
         for i in tl.static_range(REST):
             index = groups * REST + i

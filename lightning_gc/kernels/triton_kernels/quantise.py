@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gc.coding.bit_packing import packed_bytes
-from lightning_gc.kernels.triton_kernels import EXACT
+from lightning_gc.kernels.triton_kernels import EXACT, kernel
 
 GROUPS = 128
 
@@ -21,7 +21,7 @@ def uniforms(seed, groups, GROUPS: tl.constexpr):
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (GROUPS, 8))  # a b c d, twice
 
 
-@triton.jit(do_not_specialize=["seed"])
+@kernel("buffer", "numel")
 def round_and_pack(
     buffer,
     norms,
@@ -67,7 +67,8 @@ def round_and_pack(
     if REST > 0:
         plane = packed + WHOLE * numel
         word = tl.sum((code >> (8 * WHOLE)).to(tl.int64) << (REST * lane), axis=1)
-        length = (numel * REST + 7) // 8
+        # Not numel * REST: of hundreds of millions of elements that is more than int32 holds.
+        length = numel // 8 * REST + (numel % 8 * REST + 7) // 8
         for i in tl.static_range(REST):
             byte = groups * REST + i
             tl.store(plane + byte, ((word >> (8 * i)) & 255).to(tl.uint8), mask=byte < length)

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.kernels.triton_kernels import EXACT
+from lightning_gc.kernels.triton_kernels import EXACT, kernel
 
 BLOCK = 2048  # elements; 16 to a thread
 
 
-@triton.jit
+@kernel("buffer", "numel")
 def mark(buffer, threshold, bitmap, counts, numel, GROUPS: tl.constexpr):
     """Write one bit per element to ``bitmap`` and the set bits per block to ``counts``."""
     block = tl.program_id(0)
@@ -28,7 +28,7 @@ def mark(buffer, threshold, bitmap, counts, numel, GROUPS: tl.constexpr):
     tl.store(counts + block, tl.sum(tl.sum(hits, axis=1), axis=0))
 
 
-@triton.jit
+@kernel()
 def compact(
     buffer, bitmap, ends, values, positions, numel, MOVE: tl.constexpr, BLOCK: tl.constexpr
 ):

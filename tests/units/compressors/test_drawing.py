@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_gc import RandomK, UnbiasedRandomK
+from lightning_gc import AllGather, AllReduce, RandomK, RandomMask, TwoShot, UnbiasedRandomK
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.sparsifiers.position_draws import by_hash, positions
+from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
+from lightning_gc.schemes import Scheme
+from lightning_gc.testing import Lockstep
 
 CPU = torch.device("cpu")
 WAYS = [positions, by_hash]  # of the host, and of every other device
@@ -84,3 +87,24 @@ def test_a_set_is_in_no_order_of_preference(way: Way) -> None:
     """Whichever are dropped of too many, the first positions are as likely as the last."""
     found = torch.tensor([sum(draw(way, 1000, 100, seed)) / 100 for seed in range(400)])
     assert abs(found.mean() - 499.5) < 4 * found.std() / 20
+
+
+@pytest.mark.parametrize("cls", [RandomK, RandomMask, UnbiasedRandomK])
+@pytest.mark.parametrize(
+    ("scheme", "draws"), [(AllReduce(), 3), (AllGather(), 3), (TwoShot(), 9)], ids=repr
+)
+def test_a_round_draws_once(
+    cls: type[RandomSparsifier], scheme: Scheme, draws: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three workers for each tensor or shard; decoding takes what encoding has drawn."""
+    drawn, seen = cls.drawn, []
+
+    def counted(self: RandomSparsifier, numel: int, bucket: Bucket) -> torch.Tensor:
+        seen.append(bucket.names)
+        return drawn(self, numel, bucket)
+
+    monkeypatch.setattr(cls, "drawn", counted)
+    lockstep = Lockstep(3, cls(0.3), scheme=scheme)
+    for step in range(2):
+        lockstep.step([{"w": torch.ones(30), "v": torch.ones(12)}] * 3)
+        assert len(seen) == 2 * draws * (step + 1)

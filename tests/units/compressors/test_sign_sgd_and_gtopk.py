@@ -174,8 +174,8 @@ def test_merging_does_not_depend_on_the_order() -> None:
     (kept, values), (dropped, lost) = merged(one, other, 2)
     assert kept.tolist() == [0, 7]
     assert values.tolist() == [5.0, 3.0]
-    assert dropped.tolist() == [1, 4]
-    assert lost.tolist() == [1.0, -0.5]
+    assert dropped.tolist() == [1, 4, 4]  # once more what both have
+    assert lost.tolist() == [1.0, -0.5, 0.0]
 
 
 @pytest.mark.parametrize("density", [0.0, 1.5, -1.0])

@@ -2,6 +2,7 @@
 
 import math
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from lightning_gc import QSGD
 from lightning_gc.coding import payload_validation
 from lightning_gc.coding.bit_packing import packed_bytes, unpack
 from lightning_gc.kernels import dequantise, quantise
-from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.dispatch import MAX_NUMEL, fused
 from tests.support.kernel_device import DEVICE, INTERPRETED, here, marks, same, some, tensors
 
 pytestmark = marks
@@ -63,6 +64,30 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
         )
         dequantise.reference(wanted, norms, size, bits, theirs, scale, payload_validation.codes)
         assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 7])
+def test_the_first_tile_of_the_largest_tensor(bits: int) -> None:
+    """Which need not be there: a tile that is told of as many elements as there may be."""
+    from lightning_gc.kernels.triton_kernels import EXACT
+    from lightning_gc.kernels.triton_kernels.dequantise import unpack_and_add
+    from lightning_gc.kernels.triton_kernels.quantise import GROUPS, round_and_pack
+
+    x, s, numel = tensors(TILE)["normal"], 2 ** (bits - 1) - 1, MAX_NUMEL - 1
+    norms, left, out = here(norms_of(x, TILE)), x.clone(), torch.zeros(TILE)
+    wanted = quantise.reference(left, norms.cpu(), TILE, bits, torch.full((TILE,), 0.5))
+    dequantise.reference(wanted, norms.cpu(), TILE, bits, out, 1.0, payload_validation.codes)
+    ours, packed, sums = here(x), here(torch.zeros_like(wanted)), here(torch.zeros(TILE))
+    sizes: dict[str, Any] = {"BITS": bits, "GROUPS": GROUPS, **EXACT}
+    # One norm for all: the block is as large as the tensor.
+    round_and_pack[(1,)](
+        *(ours, norms, ours, packed, 0, numel, numel),
+        **{"DRAW": False, "NEAREST": True, "STEPS": float(s), **sizes},
+    )
+    unpack_and_add[(1,)](packed, norms, sums, 1.0, numel, numel, STEPS=s, **sizes)
+    assert same(packed, wanted)
+    assert same(ours, left)
+    assert same(sums, out)
 
 
 @pytest.mark.parametrize("bits", [2, 5, 8, 16])

@@ -16,6 +16,7 @@ from lightning_gc.transports import Simulated, Transport
 from lightning_gc.transports.base import Message, as_bytes, check_lengths, laid_out, lengths_of
 from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 CPU = torch.device("cpu")
 DTYPES = [torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.int32, torch.float64]
 ANY = st.integers(-(2**63), 2**63 - 1)

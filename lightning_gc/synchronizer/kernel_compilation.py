@@ -1,0 +1,31 @@
+"""Compile the Triton kernels of a method before the first step, in which all workers would wait."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from lightning_gc.engine import Engine
+from lightning_gc.kernels import dispatch
+from lightning_gc.transports.simulated import Simulated
+
+SHAPES = {"even": (64, 64), "odd": (65, 63), "even elsewhere": (64, 64), "odd elsewhere": (65, 63)}
+"""Numbers of elements that are multiples of 16 and not, each at an aligned place and at another."""
+
+
+def compile_kernels(engine: Engine, device: torch.device) -> None:
+    """Exchange made-up gradients with a like engine, if kernels are used on ``device``.
+
+    Kernels are compiled once for each set of constants and alignment; see ``triton_kernels``. What
+    a controller changes later, such as the number of bits, is compiled then.
+    """
+    if not dispatch.fused(torch.ones(1, device=device)):
+        return
+    grad = torch.linspace(-1, 1, sum(a * b for a, b in SHAPES.values()), device=device)
+    grad[::100] = 1e30  # reaches any threshold
+    weights = {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
+    # A method may know its own parameters only; then it is compiled in the first step.
+    with contextlib.suppress(Exception), torch.no_grad():
+        alone = Engine(engine.compressor, engine.memory, engine.scheme)
+        Simulated(1).run([alone.flow(grad, SHAPES, weights=weights)])

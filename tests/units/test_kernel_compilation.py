@@ -1,0 +1,71 @@
+"""Kernels are compiled when a synchronizer is made, whatever the method makes of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc import TopK, attach
+from lightning_gc.bucket import Bucket
+from lightning_gc.engine import Engine
+from lightning_gc.flow import Payload
+from lightning_gc.kernels import dispatch
+from lightning_gc.synchronizer import synchronizer
+from lightning_gc.synchronizer.kernel_compilation import compile_kernels
+from tests.support.instances import ALL_MEMORIES
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class OwnModelOnly(TopK):
+    """A plug-in that knows the parameters of a certain model."""
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        asked.append(bucket.names)
+        return {"weight": super().encode}[bucket.names[0]](buffer, bucket)
+
+
+asked: list[tuple[str, ...]] = []
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(synchronizer, "compile_kernels", lambda *given: seen.append(given))
+    handle = attach(DistributedDataParallel(torch.nn.Linear(40, 40)), TopK(0.1))
+    ((engine, device),) = seen
+    assert engine.compressor.method == TopK(0.1)
+    assert device == HOST
+    handle.close()
+
+
+def test_a_method_that_knows_its_own_parameters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "fused", lambda tensor: True)
+    compile_kernels(Engine(OwnModelOnly(0.1)), HOST)
+    assert asked
+    asked.clear()
+    monkeypatch.setattr(dispatch, "fused", lambda tensor: False)
+    compile_kernels(Engine(OwnModelOnly(0.1)), HOST)
+    assert not asked
+
+
+def test_with_every_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may ask for weights; if one failed, nothing would be compiled."""
+    monkeypatch.setattr(dispatch, "fused", lambda tensor: True)
+    monkeypatch.setattr("contextlib.suppress", lambda *kinds: torch.no_grad())
+    for memory in ALL_MEMORIES:
+        compile_kernels(Engine(TopK(0.1), memory), HOST)
