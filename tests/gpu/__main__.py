@@ -73,7 +73,7 @@ CHECKS: dict[int, Check] = {
     6: Check("kernels: races", SANITIZED, 1, tool="racecheck"),
     7: Check("delays and reuse of memory change no bit", STREAMS, 1, at_once=3),
     8: Check("nothing piles up; resuming elsewhere", ("tests/gpu/test_long_run.py",), 1, at_once=3),
-    9: Check("training and resuming over NCCL, precisions, ways of DDP", TRAINING, 1, at_once=4),
+    9: Check("training and resuming over NCCL, precisions, ways of DDP", TRAINING, 1, at_once=8),
     10: Check("simulated workers, monitor", SIMULATED, 0),
     11: Check("torch.compile, CUDA graphs, deterministic", ("tests/gpu/test_compiled.py",), 1),
     12: Check("a device assert ends in a message", ("tests/gpu/test_device_assert.py",), 1),
