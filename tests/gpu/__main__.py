@@ -1,6 +1,6 @@
 """Run what needs a GPU, each check with a time limit: `make gpu-check`.
 
-    python -m tests.gpu                     # all, about ten minutes on one GPU
+    python -m tests.gpu                     # all, about twenty minutes on one GPU
     python -m tests.gpu --only 1 5          # some
     python -m tests.gpu --report gpu.txt    # another name for the file
 
@@ -73,7 +73,13 @@ CHECKS: dict[int, Check] = {
     6: Check("kernels: races", SANITIZED, 1, tool="racecheck"),
     7: Check("delays and reuse of memory change no bit", STREAMS, 1, at_once=3),
     8: Check("nothing piles up; resuming elsewhere", ("tests/gpu/test_long_run.py",), 1, at_once=3),
-    9: Check("training and resuming over NCCL, precisions, ways of DDP", TRAINING, 1, at_once=8),
+    9: Check(
+        "training and resuming over NCCL, precisions, ways of DDP",
+        TRAINING,
+        1,
+        at_once=8,
+        seconds=1800,
+    ),
     10: Check("simulated workers, monitor", SIMULATED, 0),
     11: Check("torch.compile, CUDA graphs, deterministic", ("tests/gpu/test_compiled.py",), 1),
     12: Check("a device assert ends in a message", ("tests/gpu/test_device_assert.py",), 1),
