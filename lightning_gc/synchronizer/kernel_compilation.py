@@ -10,7 +10,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.kernels import dispatch
 from lightning_gc.transports.simulated import Simulated
 
-SHAPES = {"even": (64, 64), "odd": (65, 63), "even elsewhere": (64, 64), "odd elsewhere": (65, 63)}
+SHAPES = {"even": (32, 32), "odd": (33, 34), "even elsewhere": (32, 32), "odd elsewhere": (33, 34)}
 """Numbers of elements that are multiples of 16 and not, each at an aligned place and at another."""
 
 

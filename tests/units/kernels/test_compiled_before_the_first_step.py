@@ -26,7 +26,7 @@ ALIGNED = {
 }
 """Kernels, and of which arguments it matters to Triton whether they are aligned."""
 
-SHAPES = {"weight": (50, 61), "bias": (61,), "even": (64, 80), "last": (32, 48)}
+SHAPES = {"weight": (30, 41), "bias": (41,), "even": (32, 48), "last": (32, 32)}
 
 
 class Recorded:
