@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -278,9 +279,11 @@ class Attached:
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow.
 
+        While an exception is handled, as in a ``finally``, this does not wait for the others.
+
         Raises:
             PeerError: the last exchange failed; and other errors of the last step.
         """
         self._watching.remove()
-        self._synchronizer.close()
+        self._synchronizer.close(failed=sys.exception() is not None)
         self._synchronizer.check()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.engine.layouts import Layouts
+from lightning_gc.kernels.streams import used_here
 
 
 class ErrorBuffers:
@@ -55,6 +56,7 @@ class ErrorBuffers:
                         f"parameter now has {tuple(view.shape)}; the model has changed."
                     )
                 kept[buffer] = view.copy_(old)
+                used_here(old)
         valid = {n: f for n, f in self._flat.items() if bucket.shapes.keys().isdisjoint(n)}
         self._flat = {**valid, bucket.names: layout}
 

@@ -19,13 +19,11 @@ from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.base import CompressedStrategy
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.peer_naming import PeerNaming
-from lightning_gc.synchronizer import Synchronizer
+from lightning_gc.synchronizer import JOINING, Synchronizer
 from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.synchronizer.verification import Verify, verification
 
-# Startup takes workers differently long, often longer than the user's timeout for a silent peer.
-JOINING = timedelta(minutes=1)
 _HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
@@ -121,10 +119,12 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
         verification(verify, "CompressedDDPStrategy")
         self.verify = verify
         self._synchronizer: Synchronizer | None = None
+        self._failed = False
         super().__init__(**ddp_kwargs)
 
     def setup_distributed(self) -> None:
         """Join the other workers with a timeout of at least a minute, then set the user's."""
+        # Startup takes workers differently long, often longer than a timeout for a silent peer.
         timeout = self._timeout
         if timeout is None or timeout >= JOINING:
             super().setup_distributed()  # type: ignore[misc]
@@ -144,6 +144,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
         self._refuse_static_manual(ddp)
         self.local_workers.name(ddp.module)
         self._close()
+        self._failed = False
         warn_of_one_queue(ddp)
         self._synchronizer = Synchronizer(
             self.local_workers,
@@ -175,6 +176,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._failed = True
         process_shutdown.end_children(self._launcher)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
@@ -183,7 +185,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
 
     def _close(self) -> None:
         if self._synchronizer is not None:
-            self._synchronizer.close()
+            self._synchronizer.close(self._failed)
         self._synchronizer = None
 
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:

@@ -2,5 +2,6 @@
 
 from lightning_gc.synchronizer.configuration import Configuration as Configuration
 from lightning_gc.synchronizer.configuration import configure as configure
+from lightning_gc.synchronizer.synchronizer import JOINING as JOINING
 from lightning_gc.synchronizer.synchronizer import Synchronizer as Synchronizer
 from lightning_gc.synchronizer.workers import Workers as Workers

@@ -18,7 +18,12 @@ FIXES = {
     ),
     "kernels": (
         "They may differ in the last bit, and workers' weights would part unnoticed; a worker "
-        "without Triton's kernels has warned why. Mend that, or uninstall triton on all."
+        "without Triton's kernels has no triton, or has warned why. Install triton on all, or on "
+        "none."
+    ),
+    "vector instructions": (
+        "With and without fused multiply-add results differ in the last bit, and workers' weights "
+        "would part unnoticed; unset ATEN_CPU_CAPABILITY, or use machines of one kind."
     ),
     "device": (
         "This method decodes by matrix products, whose last bits differ between devices, so "
@@ -34,13 +39,24 @@ def arithmetic(device: torch.device, compressor: Compressor) -> dict[str, str]:
 
     On CUDA this tries all Triton kernels, if that has not been done yet.
     """
-    same = {"torch": torch.__version__, "kernels": dispatch.in_words(device)}
+    release = torch.__version__
+    same = {"torch": release, "kernels": dispatch.in_words(device)}
+    if device.type == "cpu":
+        # Builds for one GPU or another have the same code for the host; so do, for what decodes
+        # elements one by one, AVX2 and AVX-512.
+        same["torch"] = release.partition("+")[0]
+        same["vector instructions"] = _vectors().replace("AVX512", "AVX2")
     return same if compressor.traits.portable else same | {"device": device_in_words(device)}
 
 
 def device_in_words(device: torch.device) -> str:
-    """Return the device's model; on the host the instructions that torch has chosen."""
+    """Return the device's architecture and size; on the host torch's choice of instructions."""
     if device.type == "cuda":
-        cores = torch.cuda.get_device_properties(device).multi_processor_count
-        return f"{torch.cuda.get_device_name(device)} with {cores} multiprocessors"
-    return f"{device.type} with {torch.backends.cpu.get_cpu_capability()}"
+        gpu = torch.cuda.get_device_properties(device)
+        kind = f"compute capability {gpu.major}.{gpu.minor}"
+        return f"{kind} with {gpu.multi_processor_count} multiprocessors"
+    return f"{device.type} with {_vectors()}"
+
+
+def _vectors() -> str:
+    return torch.backends.cpu.get_cpu_capability()

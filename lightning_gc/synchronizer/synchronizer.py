@@ -8,18 +8,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.flow import Flow
 from lightning_gc.synchronizer.arithmetic import arithmetic
 from lightning_gc.synchronizer.bucket_regrouping import Shapes
 from lightning_gc.synchronizer.kernel_compilation import compile_kernels
-from lightning_gc.synchronizer.leaving_group import abandon, leave
+from lightning_gc.synchronizer.leaving_group import leave
 from lightning_gc.synchronizer.validation import check_agreement, digest_of, refuse_unknown_device
 from lightning_gc.synchronizer.verification import Verify, verification
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.distributed import Distributed, gather_text
+
+JOINING = timedelta(minutes=1)
+"""Least timeout until the first step: workers start and compile kernels at unlike times."""
 
 
 class Synchronizer:
@@ -29,7 +33,7 @@ class Synchronizer:
         workers: this worker's engine, made by ``start`` if there is none, and parameter names.
         device: of the gradients.
         process_group: the group whose members exchange; None is the default group.
-        timeout: of every collective.
+        timeout: of every collective; ``JOINING`` at least until all have joined.
         before_round: called before the first bucket of each round.
         revocable: optimizer steps may be skipped, as by a gradient scaler.
         agreed: name -> text of other settings that must be equal on all workers.
@@ -63,7 +67,7 @@ class Synchronizer:
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._group = dist.new_group(
             members,
-            timeout=timeout,
+            timeout=timeout and max(timeout, JOINING),
             backend=dist.get_backend(process_group),
             use_local_synchronization=len(members) < dist.get_world_size(),
         )
@@ -77,6 +81,8 @@ class Synchronizer:
         workers.start([recording], revocable=revocable)
         compile_kernels(workers.first, device)
         workers.run = gather_text(workers.run, transport, device)[0]
+        if timeout is not None and timeout < JOINING:
+            _set_pg_timeout(timeout, self._group)
         self._background = Background(recording, device)
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
         self._compared: torch.futures.Future[Tensor] | None = None  # of the last verified round
@@ -138,10 +144,13 @@ class Synchronizer:
             self._compared = None
         self._background.check()
 
-    def close(self) -> None:
-        """Finish queued buckets, stop the thread and leave the group; after a failure, at once."""
+    def close(self, failed: bool = False) -> None:
+        """Finish queued buckets, stop the thread and leave the group; after a failure, at once.
+
+        Args:
+            failed: whether this worker stops by an error of its own, elsewhere.
+        """
         stopped = self._background.close()
-        if self._background.error is not None:
-            abandon(self._group)
-        elif stopped:
-            leave(self._group)
+        failed = failed or self._background.error is not None or bool(self._round)
+        if stopped:
+            leave(self._group, failed)

@@ -132,7 +132,7 @@ class Stopwatch:
             while self._events:
                 self._events[0][2].synchronize()
                 self._add_first()
-        seconds, self._seconds = self._seconds, {}
+            seconds, self._seconds = self._seconds, {}
         return seconds
 
     def _add_first(self) -> None:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import TopK
 from lightning_gc.flow import Flow
+from lightning_gc.synchronizer import leaving_group
 from lightning_gc.transports.peer_error import PeerError
 from tests.support.fitting import ddp, fit
 from tests.support.models import Books, own_batches
@@ -42,7 +43,7 @@ def broken(*_: Any) -> Flow:
     raise ValueError("a codec has a fault")
 
 
-class Fails(Books):
+class ExchangeFails(Books):
     """Worker 1's exchange fails in its fourth step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -51,29 +52,45 @@ class Fails(Books):
         return super().training_step(batch, batch_idx)
 
 
-def train(worker: int) -> tuple[str, str, list[str]]:
+class ModuleFails(Books):
+    """Worker 1's module fails in its fourth step, as it does without memory."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and batch_idx == 3:
+            raise ValueError("out of memory")
+        return super().training_step(batch, batch_idx)
+
+
+def train(worker: int, module: type[Books]) -> tuple[str, str, list[str]]:
     """Return the kind of the error with which a fit ends, the error, and what was heard."""
     hears = Hears()
+    leaving_group.waits_for_others = lambda group: True  # as with NCCL
+    leaving_group._abort = lambda group: hears.events.append("abort")
     try:
         # Longer than the test may take: nothing here is shown by a timeout.
         strategy = ddp(TopK(0.1), timeout=timedelta(minutes=5))
         batches = own_batches(worker, 10)
-        fit(strategy, Fails, batches, devices=2, use_distributed_sampler=False)
+        fit(strategy, module, batches, devices=2, use_distributed_sampler=False)
     except (ValueError, PeerError) as error:
         return type(error).__name__, str(error), list(hears.events)
     raise AssertionError("the fit ended as if nothing had happened")
 
 
 def test_the_error_is_logged_and_raised_before_any_group_is_destroyed() -> None:
-    there, here = run_in_processes(train, 2)
+    there, here = run_in_processes(train, 2, ExchangeFails)
     kind, error, (said, *ends) = here
-    assert (kind, error, ends) == ("ValueError", "a codec has a fault", [])
+    assert (kind, error, ends) == ("ValueError", "a codec has a fault", ["abort"])
     assert said.startswith("Worker 1 of 2 stops")
     assert "ValueError: a codec has a fault" in said
     kind, error, (said, *ends) = there
-    assert (kind, ends) == ("PeerError", [])
+    assert (kind, ends) == ("PeerError", ["abort"])
     assert said.startswith("Worker 0 of 2 stops")
     assert "with worker 1 failed" in error
+
+
+def test_the_group_is_not_destroyed_after_an_error_of_the_module() -> None:
+    _, (kind, error, events) = run_in_processes(train, 2, ModuleFails)
+    assert (kind, error, events) == ("ValueError", "out of memory", ["abort"])
 
 
 def backward_with_a_failed_future(worker: int) -> str:

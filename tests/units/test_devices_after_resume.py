@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_gc import PowerSGD, StepAhead, TopK, torch_ddp
 from lightning_gc.bucket import Bucket
 from lightning_gc.controllers import EstimatedThreshold
+from lightning_gc.engine import error_buffers
 from lightning_gc.engine.error_buffers import ErrorBuffers
 from lightning_gc.strategies.checkpoint.restoring import Restoring
 from lightning_gc.strategies.lookahead import Lookahead
@@ -139,3 +140,16 @@ def test_the_first_decision(way: Any, steps: int, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(Reached):
             resumed.control._moments(Peers(True, CUDA, mean), 3)
     assert devices == [CUDA]
+
+
+def test_restored_errors_are_kept_until_the_stream_that_lays_them_out_has_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They belong to the training thread's stream, which would get their memory back at once."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(error_buffers, "used_here", kept.append)
+    buffers = ErrorBuffers(("error",))
+    buffers.load({"w": {"error": torch.ones(SHAPE)}})
+    restored = buffers.named["w"]["error"]
+    buffers.flat(Bucket(torch.zeros(SHAPE).view(-1), {"w": SHAPE}))
+    assert any(each is restored for each in kept)

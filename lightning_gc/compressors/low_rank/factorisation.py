@@ -17,6 +17,7 @@ from lightning_gc.compressors.base import Collective, dense
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.traits import Knob, Traits
 from lightning_gc.flow import Flow, Mean
+from lightning_gc.kernels.streams import used_here
 from lightning_gc.search_space import Range
 
 RANK = Traits(
@@ -98,6 +99,7 @@ class LowRank(Collective):
         rank, rows = min(self.rank, *matrix.shape), matrix.shape[1]
         if kept is None or kept.shape[0] != rows:  # another shape, loaded without strictness
             kept = matrix.new_empty(rows, 0)
+        used_here(kept)
         kept = kept[:, :rank].to(matrix)
         if kept.shape[1] == rank:
             return kept

@@ -35,8 +35,8 @@ def by_hash(numel: int, k: int, seed: int, device: torch.device) -> Tensor:
     """
     words = torch.arange(numel, device=device).mul_(_STEP).add_(seed)  # modulo 2^64
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        words.bitwise_xor_(words >> shift & _LOW[shift]).mul_(factor)
-    words.bitwise_xor_(words >> 31 & _LOW[31])
+        words.bitwise_xor_((words >> shift).bitwise_and_(_LOW[shift])).mul_(factor)
+    words.bitwise_xor_((words >> 31).bitwise_and_(_LOW[31]))
     return words.topk(k).indices
 
 
