@@ -26,7 +26,8 @@ class EstimatedThreshold(ThresholdController):
     4,000 steps, a quarter as often as by Top-k, and hardly any in the first few hundred; any ζ > 0
     is multiplied by ``2/k_min`` and raises λ further. So it suits runs of many times ``4/k_min``
     steps only; in others use ``TotalErrorBudget``. If nothing at all is sent in the epoch after the
-    estimate, a warning says so.
+    estimate, a warning says so; and if the estimates give no threshold, because they are 0 or not
+    finite: then that of the first epochs is kept.
 
     The paper does not say how to estimate M, σ² and ζ². Ours, from moments of each epoch:
 
@@ -78,8 +79,16 @@ class EstimatedThreshold(ThresholdController):
             moments = [*moments, (squared, noise, observation.gradient_dissimilarity)]
             if observation.epoch == self.epochs - 1:
                 m, sigma2, zeta2 = estimates(moments)
-                level = estimated_threshold(self.k_min, observation.num_elements, m, zeta2, sigma2)
-                reason = f"Estimated: M = {m:.3g}, ζ² = {zeta2:.3g}, σ² = {sigma2:.3g}."
+                found = estimated_threshold(self.k_min, observation.num_elements, m, zeta2, sigma2)
+                shown = f"M = {m:.3g}, ζ² = {zeta2:.3g}, σ² = {sigma2:.3g}"
+                if 0 < found < math.inf:
+                    level, reason = found, f"Estimated: {shown}."
+                else:
+                    warning = (
+                        f"{self!r}: the threshold {level:.3g} is kept, since the noise measured in "
+                        f"the first epochs, {shown}, gives none. Too few steps were measured, or "
+                        f"gradients are not finite; measure more epochs, or use TotalErrorBudget."
+                    )
         elif observation.epoch == self.epochs and nothing_sent(observation):
             warning = (
                 f"{self!r}: no element has reached the threshold {level:.3g} in the "
@@ -109,6 +118,7 @@ def estimates(moments: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """
     count = len(moments)
     squared, noise, dissimilarity = (sum(column) / count for column in zip(*moments, strict=True))
+    noise = max(noise, 0.0)
     spread = sum((row[0] - squared) ** 2 for row in moments)
     slope = 0.0
     if spread > 0:

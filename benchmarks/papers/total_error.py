@@ -81,8 +81,8 @@ class Seen(Controller):
         return self.inner.needs | Needs(errors=True, scale=True)
 
     def turns(self, epoch: int) -> int:
-        """Return the other's turns, or some."""
-        return self.inner.turns(epoch) or PARTS
+        """Return the other's turns, or some; none where it measures moments, one row an epoch."""
+        return self.inner.turns(epoch) or (0 if self.inner.needs.moments else PARTS)
 
     def init(self) -> Any:
         """Return the other's."""

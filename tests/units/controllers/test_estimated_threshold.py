@@ -1,5 +1,6 @@
 """EstimatedThreshold's formula matches calculations by hand, its estimates NumPy and the truth."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -82,6 +83,31 @@ def test_it_makes_the_papers_two_bounds_equal(delta: float) -> None:
 def test_noise_told_apart(rows: Rows, m: float, sigma2: float) -> None:
     got = levels(EstimatedThreshold(k_min=0.01, epochs=len(rows)), measured(rows))
     assert got[-1] == pytest.approx(formula(100, 10_000, m, 2.0, sigma2), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (4.0, -60.0, -3.0),  # unbiased, of a few steps: all below 0
+        (-4.0, -60.0, 0.0),
+        (0.0, 0.0, 0.0),
+        (4.0, math.nan, 1.0),
+        (4.0, 60.0, math.nan),
+        (math.inf, math.inf, 1.0),
+    ],
+)
+def test_estimates_that_give_no_threshold_keep_it_and_warn(row: tuple[float, float, float]) -> None:
+    *_, measuring, last, after = replay(
+        EstimatedThreshold(k_min=0.01, epochs=1), measured([row, (4.0, 60.0, 1.0)])
+    )[-3:]
+    assert measuring.level == last.level == after.level == 1 / (2 * 10)
+    assert "the threshold 0.05 is kept" in last.warning
+    assert last.reason == "The threshold is kept."
+
+
+def test_noise_below_zero_counts_as_none() -> None:
+    got = levels(EstimatedThreshold(k_min=0.01, epochs=1), measured([(4.0, -60.0, 2.0)]))
+    assert got[-1] == pytest.approx(formula(100, 10_000, 0.0, 2.0, 0.0), rel=1e-12)
 
 
 def test_no_dissimilarity_below_zero() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from lightning_gc import HardThreshold
 from lightning_gc.controllers import Observation, TotalErrorBudget
-from lightning_gc.controllers.budget import NOTHING
+from lightning_gc.controllers.budget import NOTHING, Stretch, constant
 from lightning_gc.testing import Lockstep
 from tests.support.error_feedback import (
     RATES,
@@ -75,6 +75,31 @@ def test_the_total_error_is_near_the_best_in_hindsight(scale: str, rate: str) ->
     assert run.total_error < 1.3 * in_hindsight(make, partial(best, s, r), run.density)
     assert run.total_error < 1.2 * in_hindsight(make, lambda t: 1.0, run.density)
     assert run.total_error < 0.9 * of_top_k(make(), BUDGET)
+
+
+def test_single_large_gradients_in_the_first_steps_do_not_hold_the_threshold_up() -> None:
+    """As in a language model: their squares would outweigh 20 others, while errors grow."""
+    spikes, steps = {5: 13.0, 16: 8.0, 24: 5.0}, 180
+
+    def scale(t: float) -> float:
+        return spikes.get(round(t * steps), 1.0)
+
+    def rate(t: float) -> float:
+        return 1 - t
+
+    make = partial(Feedback, scale, rate, 0.15, steps, 3000)
+    run = make()
+    controlled(TotalErrorBudget(BUDGET), run, 3)
+    assert run.total_error < 1.15 * in_hindsight(
+        make, partial(best, lambda t: 1.0, rate), run.density
+    )
+    assert run.density <= 1.02 * BUDGET
+
+
+def test_a_step_whose_gradients_are_ten_thresholds_large_sends_each_element_once() -> None:
+    """All were sent, so c is still 1: that it was not 100 times as many says nothing of it."""
+    past = [Stretch(threshold=1.0, density=1.0, share=0.5, scale=10.0, steps=10)]
+    assert constant(past, 0.5, BUDGET) == pytest.approx(1, abs=0.02)
 
 
 def test_densities_follow_gradient_scale_times_learning_rate() -> None:
