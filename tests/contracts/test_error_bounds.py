@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import COMPRESSORS, NoMemory
+from lightning_gc import NoMemory
 from lightning_gc.compressors import Codec, Compressor
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
+from tests.support.instances import each_instance
 
-INSTANCES = [c for cls in COMPRESSORS.values() for c in cls.examples()]
 RANDOM, DRAWS = 1000, 32
 SIZES = (1, 2, 3, 7, 16, 33, 64, 100, 257)
 
@@ -111,7 +111,7 @@ at_length = pytest.param(1.0, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("share", [0.25, at_length])
-@pytest.mark.parametrize("compressor", INSTANCES, ids=cases.label)
+@each_instance
 def test_random_tensors(compressor: Compressor, share: float) -> None:
     """A draw of each: what exceeds a bound must be made up for by others, up to 4 sigma.
 
@@ -131,7 +131,7 @@ def test_random_tensors(compressor: Compressor, share: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, at_length])
-@pytest.mark.parametrize("compressor", INSTANCES, ids=cases.label)
+@each_instance
 def test_adversarial_tensors(compressor: Compressor, share: float) -> None:
     """The mean of 32 draws of each, up to 4 sigma; what is not drawn must keep it outright."""
     error = errors_of(compressor)

@@ -10,7 +10,7 @@ from lightning_gc.testing.contracts import (
     MemoryContract,
     SchemeContract,
 )
-from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH
+from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH, ONE_MEMORY_EACH
 
 
 class TestCompressors(CompressorContract):
@@ -40,7 +40,12 @@ class TestWrappers(CompressorContract):
 
 
 class TestMemories(MemoryContract):
-    instances = ALL_MEMORIES
+    instances = ONE_MEMORY_EACH
+
+
+@pytest.mark.nightly
+class TestAllMemories(MemoryContract):
+    instances = tuple(m for m in ALL_MEMORIES if m not in ONE_MEMORY_EACH)
 
 
 class TestSchemes(SchemeContract):

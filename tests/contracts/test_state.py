@@ -8,13 +8,12 @@ import dataclasses
 import io
 from typing import Any
 
-import pytest
 import torch
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from tests.support.instances import ALL
+from tests.support.instances import each_instance
 
 WORKERS = 2
 STEPS = 2  # before, and as many after
@@ -33,7 +32,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("compressor", ALL, ids=cases.label)
+@each_instance
 def test_a_compressor_goes_on_from_its_state(compressor: Compressor) -> None:
     straight = Lockstep(WORKERS, compressor)
     for step in range(STEPS):

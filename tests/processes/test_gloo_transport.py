@@ -75,7 +75,7 @@ def real(
     return results
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_gloo_equals_the_simulator(workers: int) -> None:
     """Bit for bit where payloads are gathered; to rounding where three or more are all-reduced."""
     assert_equal(workers, FEW, steps=3, timeout=90)

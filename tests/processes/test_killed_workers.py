@@ -32,6 +32,7 @@ def undisturbed() -> list[str]:
         return finish_quickly(Path(folder))
 
 
+@pytest.mark.nightly
 def test_a_killed_parent_costs_nothing(tmp_path: Path) -> None:
     """SIGKILL to worker 0, which has started worker 1: nobody is left to end that one."""
     one_round(2, undisturbed(), tmp_path, finish_quickly)

@@ -39,6 +39,7 @@ def launch(*command: str) -> float:
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.nightly  # by day in tests/examples
 def test_a_script_that_starts_the_other_workers() -> None:
     """Lightning's default, with a strategy object, in one flavour."""
     assert launch(SCRIPT, "pytorch_lightning", "popen", "topk") > 10

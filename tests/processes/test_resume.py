@@ -132,9 +132,13 @@ CONTROLLED = {
     "budget": (PerParameter(HardThreshold(0.1)), TotalErrorBudget(0.1)),
     "chain": (EVERYWHERE, Chain(Schedule((0.5, None)), Fixed(0.1), at_epoch=3)),
 }
+BY_DAY = ("accordion", "bit width", "estimates")  # and "budget" within an epoch, below
 
 
-@pytest.mark.parametrize("name", CONTROLLED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in BY_DAY else pytest.mark.nightly) for n in CONTROLLED],
+)
 def test_controllers_go_on(tmp_path: Path, name: str) -> None:
     """The checkpoint comes before the turn, so what it looks at must be saved, not only its state.
 
@@ -146,7 +150,13 @@ def test_controllers_go_on(tmp_path: Path, name: str) -> None:
     assert resumed[0]["controller"] == resumed[-1]["controller"]
 
 
-@pytest.mark.parametrize("when", [{"monitor": "val_loss"}, {"save_on_train_epoch_end": False}])
+@pytest.mark.parametrize(
+    "when",
+    [
+        {"monitor": "val_loss"},
+        pytest.param({"save_on_train_epoch_end": False}, marks=pytest.mark.nightly),
+    ],
+)
 def test_saved_when_validation_ends(tmp_path: Path, when: dict[str, Any]) -> None:
     compressor, controller = CONTROLLED["bit width"]
     saving = {"save_top_k": -1, **when}
@@ -187,7 +197,9 @@ def test_within_an_epoch(tmp_path: Path, name: str) -> None:
     assert differences(whole, resumed) == []
 
 
-@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.nightly), 7, 8])
+@pytest.mark.parametrize(
+    "step", [*(pytest.param(at, marks=pytest.mark.nightly) for at in (0, 7)), 8]
+)
 def test_fp16_with_an_overflow_on_one_worker(tmp_path: Path, step: int) -> None:
     """Saved after 8 steps: the overflow is long past, was just before, or comes just after."""
     whole, resumed = interrupted(

@@ -49,11 +49,17 @@ def written(page: Path, folder: Path) -> dict[str, str]:
     return found
 
 
-each_page = pytest.mark.parametrize("page", [p for p in PAGES if scripts(p)], ids=lambda p: p.name)
+WITH_CODE = [p for p in PAGES if scripts(p)]
+LONG = ("write-a-compressor.md",)  # all contracts; test_new_compressor.py has such a method by day
+each_page = pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.name)
 
 
 @pytest.mark.processes
-@each_page
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.nightly if p.name in LONG else ()) for p in WITH_CODE],
+    ids=lambda p: p.name,
+)
 def test_code_on_pages_runs(page: Path, tmp_path: Path) -> None:
     """In processes that have imported torch before; those of two workers are started together."""
     for name, code in written(page, tmp_path).items():

@@ -194,7 +194,7 @@ def test_rounded_values_leave_the_rest_in_errors(dtype: str) -> None:
     assert cases.lost(lockstep, 20) < cases.TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("fresh", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_ranges_stay_equally_busy(fresh: bool) -> None:
     """Over many steps with error feedback, no owner is sent more than twice what another is."""
     workers, numel = 8, 30_000
