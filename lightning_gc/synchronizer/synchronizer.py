@@ -23,7 +23,7 @@ from lightning_gc.transports.background import Background
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 JOINING = timedelta(minutes=1)
-"""Least timeout until the first step: workers start and compile kernels at unlike times."""
+"""Least timeout until the first step: workers start, and on CUDA compile, at unlike times."""
 
 
 class Synchronizer:
@@ -33,7 +33,7 @@ class Synchronizer:
         workers: this worker's engine, made by ``start`` if there is none, and parameter names.
         device: of the gradients.
         process_group: the group whose members exchange; None is the default group.
-        timeout: of every collective; ``JOINING`` at least until all have joined.
+        timeout: of every collective; on CUDA ``JOINING`` at least until all have joined.
         before_round: called before the first bucket of each round.
         revocable: optimizer steps may be skipped, as by a gradient scaler.
         agreed: name -> text of other settings that must be equal on all workers.
@@ -65,9 +65,11 @@ class Synchronizer:
         self.workers = workers
         self._before_round = before_round
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        # Gloo's messages keep the timeout with which the group was made, and nothing is compiled.
+        hurried = device.type == "cuda" and timeout is not None and timeout < JOINING
         self._group = dist.new_group(
             members,
-            timeout=timeout and max(timeout, JOINING),
+            timeout=JOINING if hurried else timeout,
             backend=dist.get_backend(process_group),
             use_local_synchronization=len(members) < dist.get_world_size(),
         )
@@ -81,7 +83,7 @@ class Synchronizer:
         workers.start([recording], revocable=revocable)
         compile_kernels(workers.first, device)
         workers.run = gather_text(workers.run, transport, device)[0]
-        if timeout is not None and timeout < JOINING:
+        if hurried and timeout is not None:
             _set_pg_timeout(timeout, self._group)
         self._background = Background(recording, device)
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
