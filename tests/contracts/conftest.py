@@ -51,11 +51,14 @@ def is_late(law: str, case: Case) -> bool:
 
     One worker, and three, whose shards differ in length, show what goes wrong with two or four as
     well. In schemes, which share the work out, two and three do, and all four numbers get the same
-    bits. Means are rounded to bfloat16 whatever the memory, and not for a worker alone.
+    bits. Means are rounded to bfloat16 whatever the memory, and not for a worker alone. What one
+    worker loses shows in ``test_combinations.py``.
     """
     workers, rounded = case.get("workers"), case.get("dtype") == torch.bfloat16
     if "scheme" in case:
         return law.startswith("test_1") and workers in (1, 4)
+    if law == "test_nothing_is_lost":
+        return workers != 3
     return workers in (2, 4) or (rounded and (workers == 1 or "memory" in case))
 
 

@@ -130,6 +130,7 @@ def test_damaged_messages_are_named_with_their_sender() -> None:
         assert all(error.startswith("PeerError") for error in (errors[0], errors[2])), compressor
 
 
+@pytest.mark.nightly
 def test_verified_or_not_the_weights_are_the_same() -> None:
     """Bit for bit; a sum of two does not depend on their order."""
     cases = [(compressor, v, False) for compressor in METHODS for v in (0, 1, 2, "payload")]

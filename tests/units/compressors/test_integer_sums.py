@@ -265,7 +265,7 @@ def test_codes_that_no_worker_makes(kind: type, bits: int) -> None:
 
 @pytest.mark.parametrize("compressor", [IntegerQSGD(4), IntegerQSGD(9), TernGrad()], ids=str)
 @pytest.mark.parametrize("look", [True, False])
-@pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [15, pytest.param(300, marks=pytest.mark.nightly)])
 def test_replicas_get_the_same_bits_of_a_liar(
     compressor: Compressor, look: bool, examples: int
 ) -> None:

@@ -184,7 +184,9 @@ def test_the_bound_of_levels_holds(kind: str) -> None:
 @pytest.mark.parametrize(
     "quantiser", [QSGD(4), EFSignSGD(), OneBitSGD(), NaturalCompression(), Cast("float16")]
 )
-@pytest.mark.parametrize("scheme", [AllGather(), TwoShot()], ids=repr)
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(AllGather(), marks=pytest.mark.nightly), TwoShot()], ids=repr
+)
 def test_nothing_is_lost_in_any_pair(
     sparsifier: SparseCodec, quantiser: Codec, scheme: Any
 ) -> None:

@@ -120,7 +120,11 @@ def test_law_1_it_is_pure(controller: Controller, examples: int) -> None:
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
-@pytest.mark.parametrize("way", [through_json, through_a_checkpoint], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(through_json, marks=pytest.mark.nightly), through_a_checkpoint],
+    ids=lambda f: f.__name__,
+)
 @often
 def test_law_2_its_state_travels(controller: Controller, way: Any, examples: int) -> None:
     """Sent or saved after every epoch, nothing is decided otherwise."""
