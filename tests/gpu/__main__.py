@@ -30,7 +30,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 SANITIZED = ("tests/units/kernels/test_on_gpu.py",)
-AS_ON_CPU, STREAMS = ("tests/gpu/test_same_as_on_cpu.py",), ("tests/gpu/test_streams.py",)
+STREAMS = ("tests/gpu/test_streams.py",)
 TRAINING = ("tests/processes/test_training.py", "tests/processes/test_resume.py")
 SIMULATED = ("tests/units/strategies", "tests/units/test_monitor.py")
 LAST_LINE = r"^=*\s*(.*(?:passed|failed|skipped|error).* in [\d.]+s.*?)\s*=*$"  # of pytest
@@ -47,7 +47,7 @@ class Check:
         gpus: it needs; 0 runs on the CPU too.
         environment: variables beside ``TESTS_ACCELERATOR``.
         tool: of ``compute-sanitizer``, under which the tests run.
-        at_once: processes of pytest.
+        at_once: processes of pytest; 0: its own, as a tool wants it.
         seconds: after which it is ended.
     """
 
@@ -55,7 +55,7 @@ class Check:
     tests: tuple[str, ...]
     gpus: int = 0
     environment: dict[str, str] = field(default_factory=dict)
-    at_once: int = 1
+    at_once: int = 0
     tool: str = ""
     seconds: int = 600
 
