@@ -41,7 +41,7 @@ def regression(cell: Cell, method: tasks.Method, folder: Path) -> Row:
     loader = DataLoader(TensorDataset(samples, labels), cell["batch"], shuffle=True, drop_last=True)
     steps = len(loader) // cell["workers"]
     extra = {"limit_train_batches": steps}
-    trainer, watch = tasks.fit(model, loader, method, cell, extra)  # type: ignore[arg-type]
+    trainer, watch = tasks.fit(model, loader, method, cell, extra)
     with torch.no_grad():
         loss = float(model.training_step((samples, labels), 0))
     return tasks.figures(trainer, watch, {"loss": loss})

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import frame
@@ -67,20 +68,21 @@ def train(cell: Cell, data: Path | None) -> Row:
     engines = {name: Engine(PerParameter(make())) for name, make in ARMS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ("model", *ARMS, "sort", "topk")}
     for words in text:
-        seconds["model"].append(measure(lambda words=words: step(model, words)))  # type: ignore[misc]
+        seconds["model"].append(measure(partial(step, model, words)))
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         flat = torch.cat([grad.flatten() for grad in grads.values()])
         shapes = {name: tuple(grad.shape) for name, grad in grads.items()}
         for name, engine in engines.items():
             flow = engine.flow(flat.clone(), shapes)
             engine.advance()
-            seconds[name].append(measure(lambda flow=flow: Simulated(1).run([flow])))  # type: ignore[misc]
+            seconds[name].append(measure(partial(Simulated(1).run, [flow])))
         pieces = [grad.flatten() for grad in grads.values()]
-        seconds["sort"].append(measure(lambda pieces=pieces: sort(pieces)))  # type: ignore[misc]
-        seconds["topk"].append(measure(lambda pieces=pieces: topk(pieces)))  # type: ignore[misc]
+        seconds["sort"].append(measure(partial(sort, pieces)))
+        seconds["topk"].append(measure(partial(topk, pieces)))
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.sub_(parameter.grad, alpha=0.5)  # type: ignore[arg-type]
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.5)
     return {name: statistics.median(each[1:]) for name, each in seconds.items()}
 
 

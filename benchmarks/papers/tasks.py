@@ -205,7 +205,7 @@ def photos(cell: dict[str, Any], method: Method, path: Path | None = None) -> Fi
 
 def fit(
     model: pl.LightningModule,
-    data: pl.LightningDataModule,
+    data: pl.LightningDataModule | DataLoader[Any],
     method: Method,
     cell: dict[str, Any],
     extra: dict[str, Any],

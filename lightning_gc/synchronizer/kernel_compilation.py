@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 
 import torch
 
 from lightning_gc.engine import Engine
 from lightning_gc.kernels import dispatch
 from lightning_gc.transports.simulated import Simulated
+
+_log = logging.getLogger(__name__)
 
 SHAPES = {"even": (32, 32), "odd": (33, 34), "even elsewhere": (32, 32), "odd elsewhere": (33, 34)}
 """Numbers of elements that are multiples of 16 and not, each at an aligned place and at another."""
@@ -25,7 +27,13 @@ def compile_kernels(engine: Engine, device: torch.device) -> None:
     grad = torch.linspace(-1, 1, sum(a * b for a, b in SHAPES.values()), device=device)
     grad[::100] = 1e30  # reaches any threshold
     weights = {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
-    # A method may know its own parameters only; then it is compiled in the first step.
-    with contextlib.suppress(Exception), torch.no_grad():
-        alone = Engine(engine.compressor, engine.memory, engine.scheme)
-        Simulated(1).run([alone.flow(grad, SHAPES, weights=weights)])
+    alone = Engine(engine.compressor, engine.memory, engine.scheme)
+    try:
+        with torch.no_grad():
+            Simulated(1).run([alone.flow(grad, SHAPES, weights=weights)])
+    except Exception as error:  # of a method that knows its own parameters only
+        _log.warning(
+            "The kernels of %r are compiled in the first step, for which all workers wait: it "
+            "cannot do with made-up gradients. %s: %s",
+            *(engine.compressor, type(error).__name__, error),
+        )

@@ -2,7 +2,7 @@
 
 import os
 import signal
-import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -94,13 +94,10 @@ class Fails(Plain):
         return super().loss(batch, batch_idx)
 
 
-def failing(worker: int, how: str) -> tuple[str, float]:
-    """Return what a worker was told, and the seconds until then."""
-    from datetime import timedelta
-
+def failing(worker: int, how: str) -> str:
+    """Return what a worker was told."""
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # an exception in place of the process's end
     Fails.how = how
-    started = time.monotonic()
     batches = 8 - (how == "ends early" and worker == 1)
     try:
         fit(
@@ -110,16 +107,18 @@ def failing(worker: int, how: str) -> tuple[str, float]:
             devices=ALL_GPUS,
             use_distributed_sampler=False,
         )
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - started
-    return "nothing", time.monotonic() - started
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 @pytest.mark.parametrize("how", ["raises", "killed", "ends early"])
 def test_a_failing_worker_is_named(how: str) -> None:
-    (found,) = run_in_processes(failing, ALL_GPUS, how, wait_for=1)
-    assert "PeerError" in found[0], found
-    assert found[1] < 60, found
+    # That one ends too, and does not wait for the others; but for the one that is dead.
+    ends = run_in_processes(failing, ALL_GPUS, how, wait_for=1 if how == "killed" else None)
+    assert "PeerError" in ends[0], ends
+    if how == "raises":
+        assert "has had enough" in ends[1], ends
 
 
 class Validated(Plain):
