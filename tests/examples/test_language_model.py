@@ -30,7 +30,6 @@ def text(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @each_way
 def test_the_example_trains_and_reports(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -122,7 +122,6 @@ def test_the_number_of_workers_changes_nothing_without_compression(
     assert curves[2] == pytest.approx(curves[0], rel=1e-4)
 
 
-@pytest.mark.timeout(120)
 def test_the_script_tunes_and_reports(
     example: ModuleType,
     tmp_path: Path,

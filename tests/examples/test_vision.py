@@ -35,7 +35,6 @@ def plain(path: Path, train: int = 64, valid: int = 9, **more: Any) -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @each_way
 def test_accordion_moves_levels_and_the_summary_tells(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -244,7 +244,6 @@ def started(folder: Path, words: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("tune", [forked, pytest.param(started, marks=pytest.mark.nightly)])
 def test_ctrl_c_leaves_a_study_that_goes_on(folder: Path, tune: Any) -> None:
     change("trials: 2", "trials: 400")
