@@ -85,11 +85,11 @@ $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
-	$(PIP) install -q -c constraints.txt -e '.[examples]'
+	$(PIP) install -q -c constraints.txt -e '.[examples,fast]'
 	@touch $@
 
 $(VENV)/.tune: pyproject.toml constraints.txt $(VENV)/.torch
-	$(PIP) install -q -c constraints.txt -e '.[examples,tune]'
+	$(PIP) install -q -c constraints.txt -e '.[examples,fast,tune]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.torch

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -22,6 +22,10 @@ from lightning_gc.settings import Settings
 
 class CodecScheme(Protocol):
     """What a codec needs of a scheme; see ``lightning_gc.schemes``."""
+
+    @property
+    def joint(self) -> bool:
+        """Whether the result is the same if parts of a tensor are encoded together."""
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Exchange what ``codec`` takes out of ``buffer`` and leave the mean in ``out``."""
@@ -78,6 +82,18 @@ class Compressor(Settings, abc.ABC):
         """Return the compressor to run on a tensor of this shape; None sends it dense."""
         return self
 
+    def joined(self, parts: tuple[Part, ...]) -> Codec | None:
+        """Return a codec of the bucket of ``parts`` that makes one payload of theirs.
+
+        Args:
+            parts: ascending, with compressors of this class; other elements of the bucket are to be
+                left alone.
+
+        Returns:
+            None if each part has a payload of its own.
+        """
+        return None
+
     @property
     def knob(self) -> Knob | None:
         """The one field that a controller turns, or None."""
@@ -121,6 +137,15 @@ class Compressor(Settings, abc.ABC):
     def examples(cls) -> tuple[Self, ...]:
         """Return the instances for the contract tests."""
         return (cls(),)
+
+
+class Part(NamedTuple):
+    """A parameter of a bucket, and what compresses it."""
+
+    codec: Compressor
+    name: str
+    start: int  # in the bucket's flat gradient
+    stop: int
 
 
 class Codec(Compressor):
@@ -168,13 +193,17 @@ class Codec(Compressor):
         """Return how many of ``numel`` elements the payload carries."""
         return numel
 
+    def taken(self, numel: int) -> int:
+        """Return how many of ``numel`` elements are compressed at all."""
+        return numel
+
     def send(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Encode, and count what the payload carries. For schemes."""
         payload = self.encode(buffer, bucket)
         if bucket.phase == 0:
             # A shard's buffer may be padded beyond its bucket.
             sent = min(self.sent(payload, buffer.numel()), bucket.numel)
-            bucket.tally.count(bucket.numel, sent, payload)
+            bucket.tally.count(self.taken(bucket.numel), sent, payload)
         return payload
 
     def receive(

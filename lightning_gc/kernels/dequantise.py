@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.coding.bit_packing import packed_bytes, unpack
-from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.dispatch import compiled, fused
 from lightning_gc.kernels.quantise import in_blocks, pieces
 
 Check = Callable[[Tensor, int, Tensor], Tensor]
@@ -34,7 +34,8 @@ def dequantise(
         scale: 1/W for a mean over W workers.
         check: called with the codes, 2s and the norms; raises or returns the norms to use where a
             code is above 2s, which no encoder makes (``payload_validation.codes``). The Triton
-            kernel does not call it: such an element becomes NaN.
+            kernel does not call it: such an element becomes NaN. Where numba is, it is called
+            with the highest code, after all have been added unless that is above 2s.
 
     On CUDA one kernel reads ``4 + bits/8`` bytes and writes 4 per element. Triton 3.2's interpreter
     rounds the product before the sum; torch and the kernel do not.
@@ -58,6 +59,12 @@ def dequantise(
     expected = packed_bytes(out.numel(), bits)
     if packed.shape != (expected,):
         raise ValueError(f"The codes take {expected} bytes, but {tuple(packed.shape)} have come.")
+    if compiled(out) and compiled(norms) and packed.is_contiguous() and bits <= 8:
+        from lightning_gc.kernels.numba_kernels.dequantise import dequantise as host_program
+
+        highest = host_program(packed, norms, block_size, bits, out, scale)
+        check(torch.tensor([highest]), 2**bits - 2, norms)
+        return
     for piece, blocks in pieces(out, block_size, bits):
         whole = piece.start is None
         coded = packed if whole else packed[piece.start * bits // 8 : piece.stop * bits // 8]

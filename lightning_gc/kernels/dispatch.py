@@ -1,4 +1,4 @@
-"""Dispatch: choose between a Triton kernel and its torch reference, for all kernels."""
+"""Dispatch: choose between a compiled kernel and its torch reference, for all kernels."""
 
 from __future__ import annotations
 
@@ -30,13 +30,52 @@ def fused(tensor: Tensor) -> bool:
     return interpreted and tensor.device.type == "cpu" and _found()
 
 
+def compiled(tensor: Tensor) -> bool:
+    """Return whether numba's kernels are used for ``tensor``, ``(numel,)``.
+
+    They are for float32 on the host, if numba can be imported (the extra ``fast`` installs it) and
+    all kernels give torch's results, bit for bit, in a first trial; else a warning is given and
+    torch is used.
+    """
+    suitable = tensor.dtype == torch.float32 and tensor.is_contiguous()
+    return suitable and tensor.device.type == "cpu" and tensor.numel() > 0 and _numba_works()
+
+
+def may_compile(device: torch.device) -> bool:
+    """Return whether kernels are compiled when they are first used for tensors of ``device``."""
+    return find_spec("numba") is not None if device.type == "cpu" else fused(_one(device))
+
+
 def in_words(device: torch.device) -> str:
     """Return which implementation float32 tensors of ``device`` get; tries the kernels on CUDA."""
-    if not fused(torch.ones(1, device=device)):
+    if not fused(_one(device)):
         return "torch"
     import triton
 
     return f"Triton {triton.__version__}"
+
+
+def _one(device: torch.device) -> Tensor:
+    return torch.ones(1, device=device)
+
+
+@functools.cache
+def _numba_works() -> bool:
+    """Try all kernels, once."""
+    if find_spec("numba") is None:
+        return False
+    try:
+        from lightning_gc.kernels.numba_kernels import trial
+
+        trial.run()
+    except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
+        warnings.warn(
+            f"numba's kernels do not run here ({type(error).__name__}: {error}); torch's "
+            f"operations are used instead, with the same results in more time.",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.coding.bit_packing import pack
-from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.dispatch import compiled, fused
 
 _PIECE = 1 << 16  # elements, about
 Noise = Tensor | torch.Generator | np.random.SFC64 | None
@@ -44,7 +44,8 @@ def quantise(
     Returns:
         ``(packed_bytes(numel, bits),)`` uint8, as by ``bit_packing.pack``.
 
-    On CUDA one kernel reads 4 bytes and writes ``4 + bits/8`` per element.
+    On CUDA, and on the host where numba is and codes have at most 8 bits, one kernel reads 4 bytes
+    and writes ``4 + bits/8`` per element.
 
     Example:
         >>> x = torch.tensor([1.0, -0.25])
@@ -56,12 +57,40 @@ def quantise(
         from lightning_gc.kernels.triton_kernels.quantise import quantise as program
 
         return program(buffer, norms, block_size, bits, noise)
+    if _in_one_pass(buffer, norms, bits) and not isinstance(noise, Tensor):
+        from lightning_gc.kernels.numba_kernels.quantise import quantise as host_program
+
+        return host_program(buffer, norms, block_size, bits, noise)
     drawn = _stream(noise)
     packed = [
         reference(buffer[piece], norms[blocks], block_size, bits, _part(drawn, blocks, block_size))
         for piece, blocks in pieces(buffer, block_size, bits)
     ]
     return packed[0] if len(packed) == 1 else torch.cat(packed)
+
+
+def largest(buffer: Tensor, block_size: int) -> Tensor:
+    """Return the largest magnitude of each block, ``(ceil(numel / block_size),)``."""
+    if compiled(buffer):
+        from lightning_gc.kernels.numba_kernels.quantise import largest as program
+
+        return program(buffer, block_size)
+    # Norms can be cut whatever the codes' width: 1 stands for "narrower than a byte".
+    parts = pieces(buffer, block_size, 1)
+    return torch.cat([_rows_largest(in_blocks(buffer[i], block_size)) for i, _ in parts])
+
+
+def _rows_largest(blocks: Tensor) -> Tensor:
+    if not blocks.numel():
+        return blocks.new_zeros(blocks.shape[0])
+    if blocks.device.type == "cpu":  # magnitudes stay in the cache, where this is vectorised
+        return blocks.abs().amax(dim=1)
+    low, high = blocks.aminmax(dim=1)  # no tensor of magnitudes
+    return torch.maximum(low.neg_(), high)
+
+
+def _in_one_pass(buffer: Tensor, norms: Tensor, bits: int) -> bool:
+    return compiled(buffer) and compiled(norms) and bits <= 8
 
 
 def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, slice]]:

@@ -26,6 +26,8 @@ class AllGather(Scheme):
         AllGather()
     """
 
+    joint = True
+
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         payload = codec.send(buffer, bucket)
         payloads = yield Gather(payload, limits_of(codec, buffer.numel()))

@@ -24,11 +24,13 @@ class Scheme(Settings, abc.ABC):
 
     Attributes:
         averages: payloads are averaged before decoding, so the codec must be linear.
+        joint: the result is the same if parts of a tensor are encoded together.
         waits: how often the scheme itself makes the host wait for an accelerator, for each tensor;
             besides, every message whose lengths vary does so once.
     """
 
     averages: bool = False
+    joint: bool = False
     waits: int = 0
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of a method before the first step, in which all workers would wait."""
+"""Compile the kernels of a method before the first step, in which all workers would wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compile_kernels(engine: Engine, device: torch.device) -> None:
     Kernels are compiled once for each set of constants and alignment; see ``triton_kernels``. What
     a controller changes later, such as the number of bits, is compiled then.
     """
-    if not dispatch.fused(torch.ones(1, device=device)):
+    if not dispatch.may_compile(device):
         return
     grad = torch.linspace(-1, 1, sum(a * b for a, b in SHAPES.values()), device=device)
     grad[::100] = 1e30  # reaches any threshold

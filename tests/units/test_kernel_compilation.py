@@ -56,13 +56,13 @@ def test_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_method_that_knows_its_own_parameters_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dispatch, "fused", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "may_compile", lambda device: True)
     compile_kernels(Engine(OwnModelOnly(0.1)), HOST)
     assert asked
     assert "OwnModelOnly(density=0.1" in caplog.text
     assert "compiled in the first step" in caplog.text
     asked.clear()
-    monkeypatch.setattr(dispatch, "fused", lambda tensor: False)
+    monkeypatch.setattr(dispatch, "may_compile", lambda device: False)
     compile_kernels(Engine(OwnModelOnly(0.1)), HOST)
     assert not asked
 
@@ -71,7 +71,7 @@ def test_with_every_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Which may ask for weights; if one failed, nothing would be compiled."""
-    monkeypatch.setattr(dispatch, "fused", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "may_compile", lambda device: True)
     for memory in ALL_MEMORIES:
         compile_kernels(Engine(TopK(0.1), memory), HOST)
     assert not caplog.records

@@ -73,16 +73,19 @@ class LowRank(Collective):
         matrix = buffer.view(bucket.shape[0], -1)  # (n, m)
         (state,) = bucket.state.values()
         before = orthonormal(self._columns(state.get("q"), matrix, bucket))  # (m, r)
-        (p,) = yield Mean((matrix @ before,))
+        # Thin factors whose columns lie together: on the host products take a fifth of the time.
+        (p,) = yield Mean((matrix @ before.t().contiguous().t(),))
         p = self.basis(p)  # (n, r)
-        own = matrix.t() @ p  # (m, r)
+        own = p.t().contiguous() @ matrix  # (r, m)
         bucket.tally.count(buffer.numel(), buffer.numel(), (p, own))
-        (q,) = yield Mean((own,))
-        q = self.fit(q, p)
+        (rows,) = yield Mean((own,))
+        q = self.fit(rows.t().contiguous(), p)  # (m, r)
         # A Q of zeros, or one that is not finite, would stay so for ever.
         good = q.isfinite().all() & q.any()
         state["q"] = torch.where(good, q, before)
-        product = (p @ q.t()).view(-1)
+        aliased = out.data_ptr() == buffer.data_ptr()
+        product = torch.empty_like(out) if aliased else out
+        torch.mm(p, q.t(), out=product.view_as(matrix))
         # The factors, which are small, show whether the product can have overflowed.
         largest = p.abs().amax() * q.abs().amax() * p.shape[1]
         if payload_validation.on_host(p) and largest.isfinite():
@@ -92,7 +95,8 @@ class LowRank(Collective):
             # large that it overflows would do so again in every step.
             most = torch.finfo(buffer.dtype).max * _SENDABLE
             buffer.sub_(product.nan_to_num(0.0, 0.0, 0.0)).clamp_(-most, most)
-        out.copy_(product)
+        if aliased:
+            out.copy_(product)
 
     def _columns(self, kept: Tensor | None, matrix: Tensor, bucket: Bucket) -> Tensor:
         """Return ``(m, r)``: columns of the step before, and new ones where there are too few."""
@@ -119,7 +123,7 @@ class LowRank(Collective):
         rank = min(self.rank, n, m)
         return (
             Field("p", torch.float32, n * rank, note="(n, rank) of an n x m matrix"),
-            Field("q", torch.float32, m * rank, note="(m, rank)"),
+            Field("q", torch.float32, m * rank, note="(rank, m)"),
         )
 
     @classmethod

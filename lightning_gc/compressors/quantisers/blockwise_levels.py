@@ -16,7 +16,7 @@ from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.quantisers.blockwise_8bit import check_block_size
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.dequantise import dequantise
-from lightning_gc.kernels.quantise import in_blocks, pieces, quantise
+from lightning_gc.kernels.quantise import in_blocks, largest, pieces, quantise
 
 
 class BlockwiseLevels(Codec):
@@ -57,20 +57,11 @@ class BlockwiseLevels(Codec):
         return min(self.block_size, max(1, numel))
 
     def _norms(self, buffer: Tensor, size: int) -> Tensor:
-        # Norms can be cut whatever the codes' width: 1 stands for "narrower than a byte".
-        parts = [self._lengths(in_blocks(buffer[i], size)) for i, _ in pieces(buffer, size, 1)]
-        return torch.cat(parts).float()
-
-    def _lengths(self, blocks: Tensor) -> Tensor:
-        if not blocks.numel():
-            return blocks.new_zeros(blocks.shape[0])
-        largest = _largest(blocks)
+        most = largest(buffer, size)
         if self.norm == "max":
-            return largest
-        # Squares of 1e-30 and 1e30 leave float32's range; those of x / max do not.
-        unit = blocks / largest.where(largest > 0, 1.0).view(-1, 1)
-        lengths: Tensor = torch.linalg.vector_norm(unit, dim=1)
-        return largest * lengths
+            return most.float()
+        ends = pieces(buffer, size, 1)
+        return torch.cat([_lengths(in_blocks(buffer[i], size), most[b]) for i, b in ends]).float()
 
     def wire(self, numel: int) -> Wire:
         codes, blocks = packed_bytes(numel, self.bits), -(-numel // self._block_size(numel))
@@ -89,9 +80,9 @@ def check_bits(name: str, bits: float) -> None:
         )
 
 
-def _largest(blocks: Tensor) -> Tensor:
-    """Return the largest magnitude of each row."""
-    if blocks.device.type == "cpu":  # magnitudes stay in the cache, where this is vectorised
-        return blocks.abs().amax(dim=1)
-    low, high = blocks.aminmax(dim=1)  # no tensor of magnitudes
-    return torch.maximum(low.neg_(), high)
+def _lengths(blocks: Tensor, most: Tensor) -> Tensor:
+    """Return the L2 norm of each row, of which ``most`` is the largest magnitude."""
+    # Squares of 1e-30 and 1e30 leave float32's range; those of x / max do not.
+    unit = blocks / most.where(most > 0, 1.0).view(-1, 1)
+    lengths: Tensor = torch.linalg.vector_norm(unit, dim=1)
+    return most * lengths

@@ -14,6 +14,7 @@ from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.flow import Payload
+from lightning_gc.kernels import bfloat16
 from lightning_gc.search_space import Choice
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,16 +57,15 @@ class Cast(Codec):
         object.__setattr__(self, "dtype", name)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        if self.dtype == "float16":
-            largest = torch.finfo(torch.float16).max
-            values = buffer.clamp(-largest, largest).to(torch.float16)
-        else:
-            values = buffer.to(torch.bfloat16)
+        if self.dtype == "bfloat16":
+            return (bfloat16.round_off(buffer),)
+        largest = torch.finfo(torch.float16).max
+        values = buffer.clamp(-largest, largest).to(torch.float16)
         buffer.sub_(values)
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        out.add_(payload[0], alpha=scale)
+        bfloat16.add(out, payload[0], scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1 − 2⁻¹⁶ for bfloat16; 0 for float16, which may round all to zero."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding import elias_fano, payload_validation
 from lightning_gc.coding.wire import Field, Wire
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Part
+from lightning_gc.compressors.bounds import Contraction
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
 
@@ -65,6 +68,62 @@ class SparseCodec(Codec):
 
     def sent(self, payload: Payload, numel: int) -> int:
         return payload[0].numel()
+
+    def joined(self, parts: tuple[Part, ...]) -> Codec | None:
+        return _JointSelection(parts)
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
+class _JointSelection(SparseCodec):
+    """Chooses in each part of a bucket by the part's own codec, and sends one payload for all.
+
+    What is chosen, and the mean, are those of the codecs on their parts; coding, checking and
+    adding cost once a bucket, not once a parameter. Made by ``PerParameter``; no registered method.
+
+    Args:
+        parts: ascending; other elements of the bucket are left alone.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def traits(self) -> Traits:
+        return self._codecs[0].traits
+
+    @property
+    def _codecs(self) -> list[SparseCodec]:
+        return [part.codec for part in self.parts if isinstance(part.codec, SparseCodec)]
+
+    @property
+    def ragged(self) -> bool:
+        return any(codec.ragged for codec in self._codecs)
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        return self._codecs[0].sent_dtype
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        found = []
+        for codec, (_, name, start, stop) in zip(self._codecs, self.parts, strict=True):
+            part = bucket.part(name, start, stop)
+            found.append(codec.choose(buffer[start:stop], part).add_(start))
+        return torch.cat(found)
+
+    def most(self, numel: int) -> int:
+        return sum(
+            codec.most(part.stop - part.start)
+            for codec, part in zip(self._codecs, self.parts, strict=True)
+        )
+
+    def taken(self, numel: int) -> int:
+        return sum(part.stop - part.start for part in self.parts)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 0; each part keeps its codec's bound."""
+        return Contraction(0.0)
+
+    def __repr__(self) -> str:
+        return f"PerParameter({self.parts[0].codec!r})"
 
 
 def wire(most: int, numel: int, varies: Varies, dtype: torch.dtype = torch.float32) -> Wire:

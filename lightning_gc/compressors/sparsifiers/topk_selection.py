@@ -6,6 +6,8 @@ million elements.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +16,12 @@ from lightning_gc.kernels import select
 from lightning_gc.kernels.dispatch import fused
 
 _PIECE = 1 << 16  # elements: 256 KB, so that a piece and what is made of it stay in the cache
-_KNOWN = (torch.float32, torch.float64, torch.float16)  # to NumPy
+_HITS = 256  # elements of a sample that are expected to be among the k largest
+_INTEGERS: dict[torch.dtype, Any] = {  # as wide as numbers that NumPy knows
+    torch.float32: np.int32,
+    torch.float64: np.int64,
+    torch.float16: np.int16,
+}
 
 
 def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
@@ -24,17 +31,20 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     """
     if not _on_host(buffer) or fused(buffer):
         return select.reaching(buffer, threshold)
-    elements, limit = buffer.numpy(), buffer.new_tensor(float(threshold)).numpy()
-    magnitudes = np.empty(min(_PIECE, len(elements)), elements.dtype)
-    below = np.empty(len(magnitudes), bool)
+    # Magnitudes are ordered like their bits, and NaN is above infinity.
+    kind = _INTEGERS[buffer.dtype]
+    bits, limit = buffer.numpy().view(kind), buffer.new_tensor(float(threshold)).numpy().view(kind)
+    most = np.iinfo(kind).max
+    limit = limit if not np.isnan(float(threshold)) else kind(0)  # which all reach
+    magnitudes = np.empty(min(_PIECE, len(bits)), kind)
+    reached = np.empty(len(magnitudes), bool)
     found = []
-    for start in range(0, len(elements), _PIECE):
-        piece = elements[start : start + _PIECE]
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE]
         size = len(piece)
-        np.abs(piece, out=magnitudes[:size])
-        np.less(magnitudes[:size], limit, out=below[:size])
-        np.logical_not(below[:size], out=below[:size])
-        positions = np.flatnonzero(below[:size])
+        np.bitwise_and(piece, most, out=magnitudes[:size])
+        np.greater_equal(magnitudes[:size], limit, out=reached[:size])
+        positions = np.flatnonzero(reached[:size])
         positions += start
         found.append(positions)
     return torch.from_numpy(np.concatenate(found)) if found else buffer.new_empty(0).long()
@@ -47,7 +57,8 @@ def largest(buffer: Tensor, k: int) -> Tensor:
     largest are sought among those. Of equal ones the first are taken, unless ``topk`` is used.
     """
     # An odd distance, or in a matrix with an even row length the sample is from half the columns.
-    sample = buffer[:: (buffer.numel() >> 17) | 1].abs()
+    wanted = min(_HITS * buffer.numel() // max(k, 1), 1 << 17)
+    sample = buffer[:: (buffer.numel() // max(wanted, 1)) | 1].abs()
     expected = sample.numel() * k / max(buffer.numel(), 1)
     rank = int(1.05 * expected + 4 * expected**0.5) + 1
     if _on_host(buffer) and rank < sample.numel() // 4:
@@ -87,4 +98,4 @@ def smallest(buffer: Tensor) -> float:
 
 
 def _on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype in _KNOWN
+    return tensor.device.type == "cpu" and tensor.dtype in _INTEGERS

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import CodecScheme, Compressor, dense
+from lightning_gc.compressors.base import Codec, CodecScheme, Compressor, Part
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
-from lightning_gc.flow import Flow, together
+from lightning_gc.flow import Flow, Mean, together
 
 
 @dataclass(frozen=True)
 class PerParameter(Wrapper):
     """Run the inner compressor on each parameter of a bucket by itself.
 
-    A bucket still costs one message a round. A controller may set a level for each parameter.
+    A bucket still costs one message a round, and one payload where compressors can join theirs. A
+    controller may set a level for each parameter.
 
     Args:
         inner: what compresses one parameter.
@@ -29,7 +32,8 @@ class PerParameter(Wrapper):
         others_dense: send parameters that are not in ``levels`` uncompressed.
 
     Communication pattern:
-        As the inner one's, with the payloads of all parameters in one message.
+        As the inner one's, with the payloads of all parameters in one message. Under ``AllGather``
+        sparsifiers' payloads are one: values, and positions in the bucket.
 
     Example:
         >>> from lightning_gc import PerParameter, TopK
@@ -41,40 +45,65 @@ class PerParameter(Wrapper):
     levels: tuple[tuple[str, float | None], ...] = field(default=(), repr=False)
     others_dense: bool = field(default=False, repr=False)
 
-    @functools.cached_property
-    def _level_by_name(self) -> dict[str, float | None]:
-        return dict(self.levels)
-
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        others = None if self.others_dense else self.inner
-        flows = []
-        for name, start, stop in bucket.spans():
-            if stop == start:
-                continue
-            inner = others
-            if name in self._level_by_name:
-                inner = _at(self.inner, self._level_by_name[name])
-            if inner is not None:
-                inner = _for_shape(inner, bucket.shapes[name])
-            part, own, mean = bucket.part(name, start, stop), buffer[start:stop], out[start:stop]
-            flows.append(dense(own, mean) if inner is None else inner.flow(part, own, mean, scheme))
+        joint = scheme is not None and scheme.joint
+        plan = _plan(self, tuple(bucket.shapes.items()), joint)
+        flows, means = [], list[Tensor]()
+        for part in plan.alone:
+            span = slice(part.start, part.stop)
+            inner = bucket.part(part.name, part.start, part.stop)
+            flows.append(part.codec.flow(inner, buffer[span], out[span], scheme))
+        if plan.joint is not None:
+            flows.append(plan.joint.flow(bucket, buffer, out, scheme))
+        if plan.dense:
+            flows.append(_average([buffer[span] for span in plan.dense], means))
         yield from together(flows)
+        for span, mean in zip(plan.dense, means, strict=True):
+            buffer[span].zero_()
+            out[span].copy_(mean)
 
     def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
         return dataclasses.replace(self, levels=tuple(levels.items()), others_dense=dense)
 
 
+class _Plan(NamedTuple):
+    """What is done with the parameters of a bucket."""
+
+    alone: list[Part]  # each has a payload of its own
+    joint: Codec | None  # has one payload for all others that are compressed
+    dense: list[slice]
+
+
 # Levels change per epoch and shapes never; flows are made in every step.
 @functools.lru_cache(maxsize=4096)
+def _plan(
+    compressor: PerParameter, shapes: tuple[tuple[str, tuple[int, ...]], ...], joint: bool
+) -> _Plan:
+    levels = dict(compressor.levels)
+    others = None if compressor.others_dense else compressor.inner
+    parts, dense, stop = list[Part](), list[slice](), 0
+    for name, shape in shapes:
+        start, stop = stop, stop + math.prod(shape)
+        inner = _at(compressor.inner, levels[name]) if name in levels else others
+        inner = None if inner is None else inner.for_shape(shape)
+        if inner is None:
+            dense.append(slice(start, stop))
+        elif start < stop:
+            parts.append(Part(inner, name, start, stop))
+    codec = parts[0].codec.joined(tuple(parts)) if joint and len(parts) > 1 else None
+    return _Plan([] if codec is not None else parts, codec, dense)
+
+
 def _at(compressor: Compressor, level: float | None) -> Compressor | None:
     if level is None:
         return None
     return compressor if level == compressor.level else compressor.at(level)
 
 
-@functools.lru_cache(maxsize=4096)
-def _for_shape(compressor: Compressor, shape: tuple[int, ...]) -> Compressor | None:
-    return compressor.for_shape(shape)
+def _average(tensors: list[Tensor], means: list[Tensor]) -> Flow:
+    """Append the tensors' means to ``means``; the tensors are left alone."""
+    (mean,) = yield Mean((torch.cat(tensors),))
+    means.extend(mean.split([tensor.numel() for tensor in tensors]))
 
 
 def layerwise(compressor: Compressor) -> Compressor:

@@ -1,0 +1,113 @@
+"""One payload for a bucket's parameters: the means and errors of one payload for each."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gc import (
+    AllGather,
+    Compressor,
+    HardThreshold,
+    NoMemory,
+    PerParameter,
+    Residual,
+    SizeSwitch,
+    TopK,
+)
+from lightning_gc.coding import elias_fano
+from lightning_gc.compressors import SIDCo
+from lightning_gc.engine import Engine
+from lightning_gc.flow import Gather, Mean, resume
+from lightning_gc.memories import Memory
+from lightning_gc.transports import Simulated
+
+SHAPES = {
+    "first": (40, 30),
+    "bias": (30,),
+    "empty": (0, 5),
+    "second": (64, 20),
+    "norm": (64,),
+    "third": (33, 34),
+}
+NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+
+
+@dataclass(frozen=True)
+class Apart(AllGather):
+    """Encodes parameter by parameter."""
+
+    joint = False
+
+
+def train(compressor: Compressor, memory: Memory, apart: bool, steps: int = 4) -> list[Tensor]:
+    """Return the means and errors of three workers, of gradients that differ in scale."""
+    scheme = Apart() if apart else AllGather()
+    engines = [
+        Engine(compressor, memory, scheme, worker=worker, workers=3, seed=7) for worker in range(3)
+    ]
+    draw, found = torch.Generator().manual_seed(0), list[Tensor]()
+    sizes = [torch.Size(shape).numel() for shape in SHAPES.values()]
+    scales = torch.repeat_interleave(torch.logspace(-3, 3, len(sizes)), torch.tensor(sizes))
+    for _ in range(steps):
+        grads = [torch.randn(NUMEL, generator=draw) * scales for _ in engines]
+        Simulated(3).run([e.flow(g, SHAPES) for e, g in zip(engines, grads, strict=True)])
+        for engine, grad in zip(engines, grads, strict=True):
+            engine.advance()
+            found += [grad, *(error.flatten() for error in engine.errors().values())]
+    tallies = [replace(engine.statistics.tally, payload_bytes=0) for engine in engines]
+    return [*found, torch.tensor([t.elements for t in tallies] + [t.sent for t in tallies])]
+
+
+@pytest.mark.parametrize("memory", [Residual(), NoMemory()], ids=repr)
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        PerParameter(TopK(0.05)),
+        PerParameter(SizeSwitch(TopK(0.05))),
+        PerParameter(SizeSwitch(TopK(0.05, "bfloat16", "sampled"))),
+        PerParameter(SizeSwitch(SIDCo(0.05))),
+        PerParameter(HardThreshold(0.5)),
+        PerParameter(TopK(0.05), levels=(("second", 0.3), ("third", None))),
+        PerParameter(TopK(0.05), levels=(("second", 0.3),), others_dense=True),
+        PerParameter(SizeSwitch(TopK(0.05)), levels=(("bias", 0.5), ("first", 1.0))),
+    ],
+    ids=repr,
+)
+def test_results_are_those_of_parameters_by_themselves(
+    compressor: Compressor, memory: Memory
+) -> None:
+    ours, slow = (train(compressor, memory, apart) for apart in (False, True))
+    assert len(ours) == len(slow)
+    assert all(torch.equal(a, b) for a, b in zip(ours, slow, strict=True))
+
+
+def test_a_bucket_has_one_payload_and_one_dense_tensor() -> None:
+    engine = Engine(PerParameter(SizeSwitch(TopK(0.05))), scheme=AllGather(), workers=2)
+    flow = engine.flow(torch.randn(NUMEL), SHAPES)
+    mean = next(flow)
+    assert isinstance(mean, Mean)
+    assert [tensor.numel() for tensor in mean.tensors] == [30 + 64, 1]  # and the guard's flag
+    gather = resume(flow, list(mean.tensors))
+    assert isinstance(gather, Gather)
+    values, positions = gather.tensors
+    assert values.numel() == sum(round(0.05 * n) for n in (40 * 30, 64 * 20, 33 * 34))
+    assert positions.dtype == torch.uint8
+
+
+def test_what_is_sent_dense_stays_so_whatever_positions_arrive() -> None:
+    engine = Engine(PerParameter(SizeSwitch(TopK(0.05))), scheme=AllGather(), workers=1)
+    grad = torch.randn(NUMEL)
+    dense = grad[1200:1230].clone()
+    flow = engine.flow(grad, SHAPES)
+    mean = next(flow)
+    assert isinstance(mean, Mean)
+    gather = resume(flow, list(mean.tensors))
+    assert isinstance(gather, Gather)
+    values = torch.full_like(gather.tensors[0], 9.0)
+    positions = elias_fano.encode(torch.arange(1100, 1100 + len(values)), NUMEL)
+    flag = gather.tensors[2:]
+    assert resume(flow, [[values, positions, *flag]]) is None
+    assert (grad[1100:1200] == 9).all()
+    assert torch.equal(grad[1200:1230], dense)

@@ -1,0 +1,117 @@
+"""numba's kernels match torch bit for bit; one that does not is not used."""
+
+import warnings
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gc import QSGD, Cast
+from lightning_gc.coding import payload_validation
+from lightning_gc.coding.bit_packing import packed_bytes
+from lightning_gc.kernels import bfloat16, dequantise, dispatch, quantise
+from tests.support.kernel_device import same, tensors
+
+pytestmark = pytest.mark.skipif(find_spec("numba") is None, reason="needs the extra fast: numba")
+SIZES = [1, 7, 8, 2047, 2048, 2 * 2048 + 13, 70_000]
+
+
+@pytest.fixture(autouse=True)
+def there() -> None:
+    assert dispatch.compiled(torch.ones(1))
+
+
+def without_numba(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(dispatch, "_numba_works", lambda: False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_bfloat16(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for x in tensors(numel).values():
+        results = []
+        for numba in (True, False):
+            with monkeypatch.context() as patched:
+                if not numba:
+                    without_numba(patched)
+                left, out = x.clone(), x.flip(0)
+                values = bfloat16.round_off(left)
+                bfloat16.add(out, values, 1 / 3)
+                results.append((values.float(), left, out))
+        assert all(same(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8, 9, 16])
+def test_quantise_and_back(numel: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, (name, x) in enumerate(tensors(numel).items()):
+        size = min(numel, (1, 7, 64, 512, 5000)[(i + bits) % 5])
+        results = []
+        for numba in (True, False):
+            with monkeypatch.context() as patched:
+                if not numba:
+                    without_numba(patched)
+                left, out = x.clone(), x.flip(0)
+                norms = quantise.largest(x, size)
+                noise = None if i % 3 == 0 else torch.Generator().manual_seed(i)
+                packed = quantise.quantise(left, norms, size, bits, noise)
+                dequantise.dequantise(packed, norms, size, bits, out, 1 / 3, unchecked)
+                results.append((norms, left, packed, out))
+        for ours, theirs in zip(*results, strict=True):
+            assert same(ours, theirs), (name, size)
+
+
+def unchecked(codes: Tensor, highest: int, norms: Tensor) -> Tensor:
+    return norms
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_a_code_that_no_encoder_makes_is_refused(bits: int) -> None:
+    numel = 5000
+    packed = torch.zeros(packed_bytes(numel, bits), dtype=torch.uint8)
+    packed[-bits:] = 255  # the last eight codes, none of which exists
+    norms = torch.ones(-(-numel // 64))
+    with pytest.raises(ValueError, match="code"):
+        dequantise.dequantise(
+            packed, norms, 64, bits, torch.zeros(numel), 1.0, payload_validation.codes
+        )
+
+
+@pytest.mark.parametrize("codec", [QSGD(4), QSGD(8, norm="l2"), Cast()], ids=repr)
+def test_what_a_codec_sends_does_not_depend_on_numba(
+    codec: QSGD | Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_gc.bucket import Bucket
+
+    results = []
+    for numba in (True, False):
+        with monkeypatch.context() as patched:
+            if not numba:
+                without_numba(patched)
+            buffer = torch.randn(10_001, generator=torch.Generator().manual_seed(0))
+            bucket = Bucket(buffer.clone(), {"weight": (10_001,)}, seed=3)
+            payload, out = codec.encode(buffer, bucket), torch.zeros(10_001)
+            codec.decode(payload, out, 1 / 3, bucket)
+            results.append((*payload, buffer, out))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_gc.kernels.numba_kernels import bfloat16 as kernels
+
+    def less(out: Tensor, values: Tensor, scale: float) -> None:
+        out.add_(values.float(), alpha=scale * 0.999)
+
+    monkeypatch.setattr(kernels, "add", less)
+    dispatch._numba_works.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="bfloat16 is not that of torch"):
+            assert not dispatch.compiled(torch.ones(1))
+        with warnings.catch_warnings():  # said once
+            warnings.simplefilter("error")
+            assert not dispatch.compiled(torch.ones(1))
+    finally:
+        monkeypatch.undo()
+        dispatch._numba_works.cache_clear()
