@@ -52,10 +52,10 @@ there); the threshold is the paper's rule for 0.1 %. So small a model has tensor
 less than one element: Top-k sends one.
 
 `budget` is `TotalErrorBudget` at the density that the hard threshold had in the run of the same
-seed. The paper's rule for the threshold does not send the 0.1 % that it is for, so neither Top-k arm
-sends as much; at its own density the two differ in when elements are sent, and in nothing else.
-Both have messages of any length, so their bytes are comparable too, where Top-k's, of fixed
-length, are fewer for as many elements.
+seed. The paper's rule for the threshold does not send the 0.1 % that it is for, so neither Top-k
+arm sends as much; at the threshold's own density the two differ in when elements are sent. Both
+have messages of any length, so their bytes are comparable too; Top-k's, of fixed length, are fewer
+for as many elements.
 """
 
 
@@ -75,7 +75,9 @@ def train(cell: Cell, data: Path | None) -> Row:
     """Run one cell."""
     if cell["arm"] == BUDGET:
         controller = TotalErrorBudget(cell["before"]["density"])
-        return tasks.photos(cell, tasks.Method(PerParameter(HardThreshold()), None, controller), data)
+        return tasks.photos(
+            cell, tasks.Method(PerParameter(HardThreshold()), None, controller), data
+        )
     return tasks.photos(cell, ARMS[cell["arm"]], data)
 
 

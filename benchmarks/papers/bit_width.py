@@ -77,9 +77,9 @@ Scaled down: the ResNet of examples/vision.py on scikit-learn's digits (width 16
 a fifth of CIFAR-10 (10,000 images, width 8, 19,954 parameters, 20 epochs, all 10,000 test images; a
 JPEG copy); two simulated workers, every tensor compressed with one scale each, no error feedback
 unless it is named, messages gathered. `reverse` is 16, 8 and 4 bits in thirds of the run, `constant
-9` their mean. `constant, dynamic's mean` has, in every epoch, the mean bits of the dynamic run of the
-same seed, to the next whole number (an epoch without compression counts as 32, and no more than 16
-are possible).
+9` their mean. `constant, dynamic's mean` has in every epoch the mean bits of the dynamic run of the
+same seed, to the nearest whole number (an epoch without compression counts as 32; more than 16 are
+not possible).
 """
 
 

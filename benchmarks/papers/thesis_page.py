@@ -65,10 +65,7 @@ def winners(rows: list[Row], method: str, place: Place, figure: str = "test") ->
 
 def top(rows: list[Row], method: str, place: Place, figure: str) -> list[float]:
     """Return a figure's mean over the best of every repetition: 8 of 60, as in the thesis."""
-    return [
-        statistics.fmean(values(_best(runs), figure))
-        for runs in searches(rows, method, place)
-    ]
+    return [statistics.fmean(values(_best(runs), figure)) for runs in searches(rows, method, place)]
 
 
 def excess(rows: list[Row], method: str, place: Place) -> list[float]:
@@ -93,7 +90,9 @@ def page(rows: list[Row]) -> str:
     rows = complete(rows)
     some = places(rows)
     counts = [len(where(rows, method=DENSE, hidden=h, workers=w)) for h, w in some]
-    text = "## Test perplexity, all cells (Figures 5.2 to 5.4, B.1 to B.3)\n\nDraws of each method: "
+    text = (
+        "## Test perplexity, all cells (Figures 5.2 to 5.4, B.1 to B.3)\n\nDraws of each method: "
+    )
     text += ", ".join(f"{h} units, W = {w}: {n}" for (h, w), n in zip(some, counts, strict=True))
     text += ". Compared are the draws that all cells have. Of dense the perplexity, of the others "
     text += "how far it is above dense's, in percent.\n\n"
@@ -166,9 +165,7 @@ def _quality(rows: list[Row]) -> list[Claim]:
 def early(rows: list[Row], method: str) -> list[float]:
     """Return the winners' training loss in the second epoch, a fifth of the run."""
     courses = [runs[0]["train_course"] for runs in searches(rows, method, MEDIUM)]
-    return [
-        math.inf if len(course) < 2 or course[1] is None else course[1] for course in courses
-    ]
+    return [math.inf if len(course) < 2 or course[1] is None else course[1] for course in courses]
 
 
 def _settings(rows: list[Row]) -> list[Claim]:
@@ -253,7 +250,11 @@ def draw(rows: list[Row], figure: Figure) -> None:
     boxes = {"best_epoch": stops, "rate": rates, "dropout": dropouts}
     for name, ax in boxes.items():
         best = [
-            [value for runs in searches(rows, method, MEDIUM) for value in values(_best(runs), name)]
+            [
+                value
+                for runs in searches(rows, method, MEDIUM)
+                for value in values(_best(runs), name)
+            ]
             for method in methods
         ]
         ax.boxplot(best, orientation="horizontal")
