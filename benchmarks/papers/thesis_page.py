@@ -135,20 +135,20 @@ def _quality(rows: list[Row]) -> list[Claim]:
     above = {m: excess(rows, m, MEDIUM) for family in FAMILIES.values() for m in family}
     even = [0.0] * len(above["topk_50x"])
     found = []
-    for name, theirs in (("Top-k", ("−2.8 %", "+17 %")), ("DGC", ("−4.0 %", "+35 %"))):
+    for name, gain, loss in (("Top-k", "−2.8 %", "+17 %"), ("DGC", "−4.0 %", "+35 %")):
         mild, _, harsh = FAMILIES[name]
         ours = f"{percent(above[mild])} %", f"{percent(above[harsh])} %"
         text = f"5.2: {name} at 50x is better than dense"
-        found.append(Claim(text, theirs[0], ours[0], verdict(above[mild], even)))
+        found.append(Claim(text, gain, ours[0], verdict(above[mild], even)))
         text = f"5.2: {name} at 5000x is worse than dense"
-        found.append(Claim(text, theirs[1], ours[1], verdict(even, above[harsh])))
+        found.append(Claim(text, loss, ours[1], verdict(even, above[harsh])))
     for text, low, high in (
         ("5.3: DGC is better than Top-k at 50x", "dgc_50x", "topk_50x"),
         ("5.3: Top-k is better than DGC at 5000x", "topk_5000x", "dgc_5000x"),
         ("Random-k is worse than Top-k, 50x", "topk_50x", "randomk_50x"),
     ):
-        ours = f"{percent(above[low])} against {percent(above[high])} % above dense"
-        found.append(Claim(text, "", ours, verdict(above[low], above[high])))
+        said = f"{percent(above[low])} against {percent(above[high])} % above dense"
+        found.append(Claim(text, "", said, verdict(above[low], above[high])))
     for method in FAMILIES["QSGD"]:
         inside = [math.log(0.988) < x < math.log(1.033) for x in above[method]]
         said = "agrees (all)" if all(inside) else "cannot be told" if any(inside) else "disagrees"
