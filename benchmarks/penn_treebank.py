@@ -137,7 +137,7 @@ def tabulate(size: str) -> str:
         f"# Penn Treebank, the {size} model, {datetime.date.today():%Y-%m-%d}",
         "",
         f"`configs/thesis.yaml`, {UNITS[size]} units, one worker, seed 42, one run of each method",
-        f"by `python benchmarks/penn_treebank.py --data ptb/ --size {size} --method NAME`. Rates are",
+        f"by `benchmarks/penn_treebank.py --data ptb/ --size {size} --method NAME`. Rates are",
         "those that were read off the thesis's figures; nothing was tuned here.",
         f"{versions}, {os.cpu_count()} CPUs, precision {first['precision']}.",
         "",
