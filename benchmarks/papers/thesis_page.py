@@ -137,11 +137,10 @@ def _quality(rows: list[Row]) -> list[Claim]:
     found = []
     for name, gain, loss in (("Top-k", "−2.8 %", "+17 %"), ("DGC", "−4.0 %", "+35 %")):
         mild, _, harsh = FAMILIES[name]
-        ours = f"{percent(above[mild])} %", f"{percent(above[harsh])} %"
         text = f"5.2: {name} at 50x is better than dense"
-        found.append(Claim(text, gain, ours[0], verdict(above[mild], even)))
+        found.append(Claim(text, gain, f"{percent(above[mild])} %", verdict(above[mild], even)))
         text = f"5.2: {name} at 5000x is worse than dense"
-        found.append(Claim(text, loss, ours[1], verdict(even, above[harsh])))
+        found.append(Claim(text, loss, f"{percent(above[harsh])} %", verdict(even, above[harsh])))
     for text, low, high in (
         ("5.3: DGC is better than Top-k at 50x", "dgc_50x", "topk_50x"),
         ("5.3: Top-k is better than DGC at 5000x", "topk_5000x", "dgc_5000x"),
