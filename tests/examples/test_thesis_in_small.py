@@ -1,4 +1,4 @@
-"""The thesis's protocol in small: what is drawn, what is compared, and what is said of it."""
+"""The thesis's protocol: what is drawn, what is compared, and what is said of it."""
 
 import sys
 from pathlib import Path
@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.extend([str(BENCHMARKS), str(BENCHMARKS / "papers")])
 
 import thesis
+import thesis_cells
 import thesis_page
 
 
@@ -65,3 +67,21 @@ def test_nothing_is_said_before_all_methods_have_run() -> None:
     assert thesis_page.claims(some) == []
     thesis_page.draw(some, figure := Figure())
     assert figure.axes == []
+
+
+def test_reports_of_several_cells_make_one_table(monkeypatch, tmp_path, capsys) -> None:
+    for name, topk in (("h100_w1", "90.0"), ("h300_w2", "diverged")):
+        (folder := tmp_path / name / "tables").mkdir(parents=True)
+        results = f"method,test\ndense,100.0\ntopk_50x,{topk}\n"
+        (folder / "results.csv").write_text(results)
+        (folder / "cpu_seconds.csv").write_text("method,trial,cpu_seconds\ndense,0,2\ndense,1,4\n")
+    folders = [str(tmp_path / name) for name in ("h100_w1", "h300_w2")]
+    monkeypatch.setattr(sys, "argv", ["thesis_cells.py", *folders])
+    thesis_cells.main()
+    text = capsys.readouterr().out
+    assert "| | h100_w1 | h300_w2 |" in text
+    assert "| topk_50x | -10.0 % | diverged |" in text
+    assert "| dense | 3.00 | 3.00 |" in text
+    monkeypatch.setattr(sys, "argv", ["thesis_cells.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="give folders of reports"):
+        thesis_cells.main()
