@@ -7,7 +7,8 @@ import pytest
 from matplotlib.figure import Figure
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.extend([str(BENCHMARKS), str(BENCHMARKS / "papers")])
+sys.path.append(str(BENCHMARKS))
+sys.path.append(str(BENCHMARKS / "papers"))
 
 import thesis
 import thesis_cells
