@@ -151,6 +151,7 @@ def _quality(rows: list[Row]) -> list[Claim]:
     for method in FAMILIES["QSGD"]:
         inside = [math.log(0.988) < x < math.log(1.033) for x in above[method]]
         said = "agrees (all)" if all(inside) else "cannot be told" if any(inside) else "disagrees"
+        said = said if len(inside) > 1 else "cannot be told"
         text = f"5.2: {method} is in line with dense: within what theirs differ by"
         found.append(Claim(text, "−1.2 to +3.3 %", f"{percent(above[method])} %", said))
     for method in (FAMILIES[name][0] for name in SPARSE):
@@ -217,7 +218,8 @@ def _workers(rows: list[Row]) -> list[Claim]:
         pairs = zip(winners(rows, method, four), winners(rows, method, MEDIUM), strict=True)
         change = [math.log(b / a) for b, a in pairs]
         said = verdict([0.0] * len(change), change)
-        said = "agrees: none found" if said == "cannot be told" else "disagrees"
+        if len(change) > 1:
+            said = "agrees: none found" if said == "cannot be told" else "disagrees"
         text = f"5.2: no trend over workers, {method}"
         found.append(Claim(text, "no strong trend", f"{percent(change)} % with four", said))
     return found

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-sys.path.append(str(BENCHMARKS / "papers"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 
 import thesis
 import thesis_cells
@@ -61,6 +60,11 @@ def test_verdicts_follow_the_winners(share, said) -> None:
     figure = Figure()
     thesis_page.draw(some, figure)
     assert len(figure.axes) == 6
+
+
+def test_one_repetition_tells_nothing() -> None:
+    some = rows({"topk_50x": 0.5}, [cell for cell in thesis.cells(1) if cell["draw"] < 2])
+    assert {claim.verdict for claim in thesis_page.claims(some)} == {"cannot be told"}
 
 
 def test_nothing_is_said_before_all_methods_have_run() -> None:
