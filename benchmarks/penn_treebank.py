@@ -1,11 +1,13 @@
-"""The thesis's medium LSTM on the Penn Treebank: dense against Top-k 50x, at the thesis's rates.
+"""The thesis's LSTM on the Penn Treebank, at its own rates: cells of its Table B.1, full size.
 
-50x is the thesis's own count of density 1 %, in which a value and its index take 64 bits; the table
-has the ratio of bytes beside it.
+Of the medium model dense against Top-k 50x, of the small one dense and each method at its highest
+ratio. 50x is the thesis's own count of density 1 %, in which a value and its index take 64 bits;
+the table has the ratio of bytes beside it.
 
     python benchmarks/penn_treebank.py --data ptb/ --method dense --epochs 50
     python benchmarks/penn_treebank.py --data ptb/ --method topk_50x --epochs 50
-    python benchmarks/penn_treebank.py --table
+    python benchmarks/penn_treebank.py --data ptb/ --size small --method dgc_5000x --epochs 50
+    python benchmarks/penn_treebank.py --table --size small
 
 Each run writes a line per epoch as it goes, so that one that is cut short says how far it came, and
 tests the weights of its best epoch; a file ``runs/penn_treebank/stop`` ends it after the epoch.
@@ -37,30 +39,48 @@ from lightning_gc.tuning.early_stopping import EarlyStopping  # noqa: E402
 from lightning_gc.tuning.terminal_progress import quiet_libraries  # noqa: E402
 from lightning_gc.tuning.training_run import fit  # noqa: E402
 
-# Medians of the thesis's eight best runs, read off its figures 5.9 and 5.10.
-RATES = {"dense": (28.0, 0.31), "topk_50x": (25.0, 0.31)}
-# Table B.1, medium, one worker: test perplexity of the best of 60 runs, chosen on the test text.
-PUBLISHED = {"dense": 92.213, "topk_50x": 89.597}
-# Elements of the medium model's tensors: the embedding, and two layers of the LSTM.
-SIZES = (10_000 * 300, *(1200 * 300, 1200 * 300, 1200, 1200) * 2)
+UNITS = {"small": 100, "medium": 300}
+# Size, method -> rate and dropout: medians of the thesis's eight best runs, read off its figures
+# 5.9, 5.10 and B.6. It shows no dropout of the small model, and no rate of its QSGD: the medium
+# model's dropout and dense's rate stand for them, and 0.5 for DGC's momentum, shown of none.
+RATES = {
+    ("medium", "dense"): (28.0, 0.31),
+    ("medium", "topk_50x"): (25.0, 0.31),
+    ("small", "dense"): (18.0, 0.31),
+    ("small", "topk_5000x"): (22.0, 0.29),
+    ("small", "dgc_5000x"): (22.0, 0.14),
+    ("small", "qsgd_3_bits"): (18.0, 0.44),
+}
+MOMENTUM = 0.5
+# Table B.1, one worker: test perplexity of the best of 60 runs, chosen on the test text.
+PUBLISHED = {
+    ("medium", "dense"): 92.213,
+    ("medium", "topk_50x"): 89.597,
+    ("small", "dense"): 116.398,
+    ("small", "topk_5000x"): 169.623,
+    ("small", "dgc_5000x"): 166.213,
+    ("small", "qsgd_3_bits"): 115.717,
+}
 RUNS = ROOT / "runs" / "penn_treebank"
 
 
 def train(options: argparse.Namespace) -> None:
     """Train with one method and write its curve."""
     sections = yaml_config.read(ROOT / "configs" / "thesis.yaml")
+    sections["model"]["init_args"]["hidden"] = UNITS[options.size]
     sections["data"]["init_args"]["folder"] = str(options.data.resolve())
     sections["trainer"] |= {"max_epochs": options.epochs, "precision": options.precision}
     experiment, methods = yaml_config.load(sections)
     method = next(method for method in methods if method.name == options.method)
-    rate, dropout = RATES[options.method]
-    trial = optuna.trial.FixedTrial({"model.learning_rate": rate, "model.dropout": dropout})
+    rate, dropout = RATES[options.size, options.method]
+    settings = {"model.learning_rate": rate, "model.dropout": dropout, "memory.momentum": MOMENTUM}
+    trial = optuna.trial.FixedTrial(settings)
     stopping = EarlyStopping(experiment, method)
-    RUNS.mkdir(parents=True, exist_ok=True)
-    path = RUNS / f"{options.method}.json"
+    path = runs_of(options.size) / f"{options.method}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
-        "command": f"--method {options.method} --epochs {options.epochs}",
-        "ratios": ratios(method.make_compressor({})),
+        "command": f"--size {options.size} --method {options.method} --epochs {options.epochs}",
+        "ratios": ratios(method.make_compressor({}), UNITS[options.size]),
         "precision": options.precision,
         "threads": torch.get_num_threads(),
         "learning_rate": rate,
@@ -85,46 +105,57 @@ def train(options: argparse.Namespace) -> None:
     print(f"test {record['test']:.3f}")  # noqa: T201
 
 
-def ratios(compressor: Compressor) -> dict[str, float]:
-    """Return the density, the thesis's count of the ratio, and gradient over payload bytes."""
-    density = 1.0 if compressor.level is None else compressor.level
-    payload = sum(field.nbytes for size in SIZES for field in compressor.wire(size))
-    counted = 1.0 if compressor.traits.exact else 32 / (64 * density)
-    return {"density": density, "counted": counted, "bytes": 4 * sum(SIZES) / payload}
+def runs_of(size: str) -> Path:
+    """Return the folder of a model's runs."""
+    return RUNS if size == "medium" else RUNS / size
 
 
-def tabulate() -> str:
+def ratios(compressor: Compressor, units: int) -> dict[str, float]:
+    """Return density or bits, the thesis's count of the ratio, and gradient over payload bytes."""
+    level = 1.0 if compressor.level is None else compressor.level
+    # Elements of the model's tensors: the embedding, and two layers of the LSTM.
+    sizes = (10_000 * units, *(4 * units**2, 4 * units**2, 4 * units, 4 * units) * 2)
+    payload = sum(field.nbytes for size in sizes for field in compressor.wire(size))
+    counted = 32 / (level if level > 1 else 64 * level)
+    counted = 1.0 if compressor.traits.exact else counted
+    return {"level": level, "counted": counted, "bytes": 4 * sum(sizes) / payload}
+
+
+def tabulate(size: str) -> str:
     """Return what has been run, beside what the thesis says."""
-    runs = {path.stem: json.loads(path.read_text()) for path in sorted(RUNS.glob("*.json"))}
-    runs = {name: runs[name] for name in RATES if name in runs}
+    folder = runs_of(size)
+    runs = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    runs = {name: runs[name] for of, name in RATES if of == size and name in runs}
+    if not runs:
+        sys.exit(f"{folder}: no run of the {size} model yet; give --data and --method first.")
     old = [name for name, run in runs.items() if "ratios" not in run]
     if old:
-        sys.exit(f"{RUNS}: {', '.join(old)} is from when densities were too high; run it again.")
+        sys.exit(f"{folder}: {', '.join(old)} is from when densities were too high; run it again.")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "pytorch-lightning"))
     first = next(iter(runs.values()))
     lines = [
-        f"# Penn Treebank, {datetime.date.today():%Y-%m-%d}",
+        f"# Penn Treebank, the {size} model, {datetime.date.today():%Y-%m-%d}",
         "",
-        "`configs/thesis.yaml` at 300 units and one worker, seed 42, one run of each method by",
-        "`python benchmarks/penn_treebank.py --data ptb/ --method NAME`. Rates are those that were",
-        "read off the thesis's figures; nothing was tuned here.",
+        f"`configs/thesis.yaml`, {UNITS[size]} units, one worker, seed 42, one run of each method",
+        f"by `benchmarks/penn_treebank.py --data ptb/ --size {size} --method NAME`. Rates are",
+        "those that were read off the thesis's figures; nothing was tuned here.",
         f"{versions}, {os.cpu_count()} CPUs, precision {first['precision']}.",
         "",
         "| | " + " | ".join(runs) + " |",
         "|---|" + "---:|" * len(runs),
     ]
     rows: dict[str, list[str]] = {
-        "density": [f"{r['ratios']['density']:g}" for r in runs.values()],
+        "density, or bits": [f"{r['ratios'].get('level', 1.0):g}" for r in runs.values()],
         "ratio, the thesis's count": [f"{r['ratios']['counted']:g}" for r in runs.values()],
         "ratio, gradient to payload bytes": [f"{r['ratios']['bytes']:.1f}" for r in runs.values()],
         "learning rate": [f"{r['learning_rate']:g}" for r in runs.values()],
         "dropout": [f"{r['dropout']:g}" for r in runs.values()],
         "epochs run (of 50 at most)": [str(len(r["validation"])) for r in runs.values()],
-        "seconds per epoch, both at once": [f"{_mean(r['seconds']):.0f}" for r in runs.values()],
+        "seconds per epoch": [f"{_mean(r['seconds']):.0f}" for r in runs.values()],
         "best validation perplexity": [f"{min(r['validation']):.2f}" for r in runs.values()],
         "in epoch": [str(1 + _least(r["validation"])) for r in runs.values()],
         "**test perplexity**": [_or_none(r["test"]) for r in runs.values()],
-        "thesis, test perplexity": [f"{PUBLISHED[name]:.2f}" for name in runs],
+        "thesis, test perplexity": [f"{PUBLISHED[size, name]:.2f}" for name in runs],
     }
     lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
     lines += ["", "Validation perplexity:", "", "| epoch | " + " | ".join(runs) + " |"]
@@ -163,19 +194,24 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--data", type=Path, help="folder with train.txt, valid.txt, test.txt")
-    add("--method", choices=list(RATES), help="what to train with")
+    add("--method", choices=list(dict.fromkeys(n for _, n in RATES)), help="what to train with")
+    add("--size", choices=list(UNITS), default="medium", help="of the model (default: %(default)s)")
     add("--epochs", type=int, default=50, help="at most (default: %(default)s)")
     add("--precision", default="32-true", help="as for the Trainer (default: %(default)s)")
-    add("--table", action="store_true", help="write benchmarks/results/penn_treebank_<date>.md")
+    add("--table", action="store_true", help="write a dated page in benchmarks/results")
     options = parser.parse_args()
     if options.table:
-        text = tabulate()
-        name = f"penn_treebank_{datetime.date.today():%Y%m%d}.md"
+        text = tabulate(options.size)
+        size = "" if options.size == "medium" else f"_{options.size}"
+        name = f"penn_treebank{size}_{datetime.date.today():%Y%m%d}.md"
         (ROOT / "benchmarks" / "results" / name).write_text(text)
         print(text)  # noqa: T201
         return
     if options.data is None or options.method is None:
         parser.error("give --data and --method, or --table")
+    if (options.size, options.method) not in RATES:
+        known = ", ".join(name for size, name in RATES if size == options.size)
+        parser.error(f"--method {options.method}: rates of the {options.size} model are of {known}")
     quiet_libraries()
     train(options)
 

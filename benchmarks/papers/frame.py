@@ -69,6 +69,8 @@ class Experiment:
         draw: draws the plot.
         seeds: how many, unless the command line says so.
         data: what ``--data`` must be; empty: there is none.
+        before: returns the cell that a cell's settings depend on, or None. It is run first, if it
+            has no row; the cell is given to ``train`` with that row as ``cell["before"]``.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Experiment:
     draw: Callable[[list[Row], Figure], None]
     seeds: int = 3
     data: str = ""
+    before: Callable[[Cell], Cell | None] = lambda cell: None
 
 
 def read(path: Path, cells: Sequence[Cell]) -> list[Row]:
@@ -92,6 +95,7 @@ def read(path: Path, cells: Sequence[Cell]) -> list[Row]:
 
 def run(experiment: Experiment, cells: Sequence[Cell], path: Path, data: Path | None) -> None:
     """Run the cells that have no row, or a failed one, one after the other."""
+    cells = in_order(experiment, cells)
     done = [row for row in read(path, cells) if "failed" not in row]
     kept = {_key({name: row[name] for name in cell}) for cell in cells[:1] for row in done}
     todo = [cell for cell in cells if _key(cell) not in kept]
@@ -104,7 +108,7 @@ def run(experiment: Experiment, cells: Sequence[Cell], path: Path, data: Path | 
         for index, cell in enumerate(todo, start=1):
             started = time.process_time()
             try:
-                figures = experiment.train(cell, data)
+                figures = experiment.train(cell | _found(experiment, cell, path), data)
             except Exception as error:  # one cell's failure does not take the others away
                 figures = {"failed": f"{type(error).__name__}: {error}"}
             cpu = round(time.process_time() - started, 2)
@@ -118,6 +122,12 @@ def run(experiment: Experiment, cells: Sequence[Cell], path: Path, data: Path | 
                 f"{index}/{len(todo)}  {shown}: {what}, {cpu:.0f} s, {left / 60:.0f} min left"
             )
             progress.advance(task)
+
+
+def in_order(experiment: Experiment, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells, each after the one that it depends on."""
+    pairs = [(experiment.before(cell), cell) for cell in cells]
+    return list({_key(cell): cell for pair in pairs for cell in pair if cell is not None}.values())
 
 
 def write(experiment: Experiment, cells: Sequence[Cell], out: Path) -> str:
@@ -234,6 +244,17 @@ def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
 
 def _key(cell: Cell) -> str:
     return json.dumps(cell, sort_keys=True)
+
+
+def _found(experiment: Experiment, cell: Cell, path: Path) -> Cell:
+    """Return the row that a cell depends on, named as ``train`` reads it."""
+    first = experiment.before(cell)
+    if first is None:
+        return {}
+    row = read(path, [first])[0]  # run by now
+    if "failed" in row:
+        raise ValueError(f"{_key(first)}, on which this cell depends, has failed; run it again.")
+    return {"before": row}
 
 
 def _plain(figures: Row) -> Row:

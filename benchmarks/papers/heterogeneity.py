@@ -67,8 +67,10 @@ of payload per element and step; equal volume is reached by interpolation betwee
 rounding is entropy-coded and the nearest level is not, which is part of their difference.
 
 †: these lines, and how near to 2 counts as near, were settled after two of three seeds had been
-seen. The conjecture as the paper words it is the line above each: where data differ, absolute ones
-are better.
+seen. The rule by D too was made after data were seen: as madelon's D is the same both ways, nothing
+is said of how it is dealt. Without the rule its line on how fast ‖e‖² of Top-k grows would read
+"disagrees", the four others "cannot be told". The conjecture as the paper words it is the line
+above each: where data differ, absolute ones are better.
 """
 
 

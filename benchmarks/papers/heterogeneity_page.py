@@ -151,7 +151,9 @@ def claims(rows: list[Row]) -> list[Claim]:
                 found.append(Claim(text, "δ^−2", said, answer))
             else:
                 text = f"{task}, {batch} samples: ‖e‖² of Top-k grows faster where data differ"
-                answer = verdict(together, apart) if task == "a9a" else "cannot be told: D is equal"
+                answer = (
+                    verdict(together, apart) if task == "a9a" else "cannot be told: D is equal †"
+                )
                 found.append(Claim(text, "δ^−2 against δ^−1", said, answer))
             apart, together = (
                 slopes(rows, HARD, "error", split=split, **what) for split in ("sorted", "shuffled")
@@ -173,7 +175,7 @@ def claims(rows: list[Row]) -> list[Claim]:
                 )
                 text = f"{task}, {batch}: {absolute} gains on {relative} where data differ †"
                 answer = verdict(logs["sorted"], logs["shuffled"])
-                answer = answer if task == "a9a" else "cannot be told: D is equal"
+                answer = answer if task == "a9a" else "cannot be told: D is equal †"
                 found.append(Claim(text, "", said, answer))
     return found
 

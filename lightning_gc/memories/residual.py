@@ -27,6 +27,7 @@ class Residual(Memory):
             at the learning rate of the step at which they arose, as in the total-error paper's
             algorithm and wherever a paper feeds back ``γ·g + e``; if off, at the new one, as in
             most code, including that paper's. With a constant learning rate both are the same.
+            Meant for SGD: Adam and others divide a step by the scale of what they are given.
 
     Raises:
         ValueError: ``decay`` outside (0, 1], a ``gain`` that is not positive.

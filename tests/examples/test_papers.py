@@ -1,5 +1,6 @@
 """The frame of the experiments on the papers: what is run again, what is a row, what is said."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -111,3 +112,40 @@ def test_workers_as_tensors_of_one_engine_are_workers(compressor) -> None:
         together.advance()
         Simulated(1).run([flow])
         torch.testing.assert_close(flat.view(workers, d).mean(0), mean)
+
+
+def test_a_cell_that_depends_on_another_is_run_after_it_and_given_its_row(
+    monkeypatch, tmp_path
+) -> None:
+    ran = []
+
+    def train(cell, data):
+        ran.append((cell["arm"], cell["before"]["loss"] if "before" in cell else None))
+        return {"loss": 1.0 + len(ran)}
+
+    tried = experiment(train, [{"arm": arm} for arm in ("constant", "dynamic", "none")])
+    depends = {"constant": "dynamic"}
+    tried = dataclasses.replace(
+        tried,
+        before=lambda cell: (
+            {**cell, "arm": depends[cell["arm"]]} if cell["arm"] in depends else None
+        ),
+    )
+    assert start(tried, monkeypatch, tmp_path, "--only", "arm=constant") == 0
+    assert ran == [("dynamic", None), ("constant", 2.0)]
+    assert start(tried, monkeypatch, tmp_path) == 0
+    assert ran[2:] == [("none", None)]
+
+
+def test_a_cell_whose_other_one_has_failed_says_so(monkeypatch, tmp_path) -> None:
+    def train(cell, data):
+        raise ValueError("not today")
+
+    tried = experiment(train, [{"arm": "dynamic"}, {"arm": "constant"}])
+    first = {"arm": "dynamic", "seed": 0}
+    tried = dataclasses.replace(
+        tried, before=lambda cell: first if cell["arm"] == "constant" else None
+    )
+    assert start(tried, monkeypatch, tmp_path) == 1
+    rows = [json.loads(line) for line in (tmp_path / "tried.jsonl").read_text().splitlines()]
+    assert "on which this cell depends, has failed" in rows[1]["figures"]["failed"]
