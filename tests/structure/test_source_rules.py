@@ -25,7 +25,8 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 AbsoluteError AllGather AllReduce Blockwise8Bit ByteCodes Cast Choice Codec Collective
-CompressedDDPStrategy CompressionMonitor Compressor Contraction ErrorReset Estimating
+CompressedDDPStrategy CompressedFabricStrategy CompressionMonitor Compressor Contraction ErrorReset
+Estimating
 GlobalMomentum HardThreshold Identity Knob LocalMomentum LowRank Memory MomentumCorrection Multiple
 NetworkModel NoMemory PerParameter Preset QSGD RandomK Range Residual Scheme SimulatedDDPStrategy
 SizeSwitch SparseCodec SparseReduce StepAhead ThresholdEstimator TopK Traits TwoShot Unbounded
