@@ -156,6 +156,8 @@ def test_controllers_are_imported_under_one_name() -> None:
 def modules() -> list[str]:
     walk = pkgutil.walk_packages(lightning_gc.__path__, "lightning_gc.")
     names = [m.name for m in walk if not m.name.endswith("for_lightning")]
+    if not importlib.util.find_spec("ray"):
+        names = [name for name in names if not name.endswith("for_ray")]
     if importlib.util.find_spec("triton"):
         return names
     return [name for name in names if ".kernels.triton_kernels." not in name]
