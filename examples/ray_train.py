@@ -24,7 +24,7 @@ class Model(DemoModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the loss, and log it."""
-        result = super().training_step(batch, batch_idx)
+        result: Any = super().training_step(batch, batch_idx)
         self.log("loss", result["loss"] if isinstance(result, dict) else result)
         return result
 

@@ -182,17 +182,17 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
             handle.check()
 
     def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any = None, **kwargs: Any
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Save ``state``, and the errors of each worker beside it."""
         handles = self._handles_in(state) if self.state == "full" else {}
         if not handles:
-            super().save_checkpoint(path, state, storage_options, **kwargs)  # type: ignore[misc]
+            super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
             return
 
         def write(there: Any, content: dict[str, Any]) -> None:
             super(CompressedFabric, self).save_checkpoint(  # type: ignore[misc]
-                there, content, storage_options, **kwargs
+                there, content, storage_options, filter
             )
 
         self._checkpoint(handles).save(path, state, write, storage_options)

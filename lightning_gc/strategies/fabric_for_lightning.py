@@ -1,6 +1,7 @@
 """CompressedFabricStrategy for ``lightning.fabric``, which ``lightning`` brings."""
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
 
 from lightning_gc.strategies.fabric import CompressedFabric
 from lightning_gc.strategies.names import register

@@ -109,6 +109,47 @@ def test_ray(tmp_path: Path) -> None:
     assert float(ratio) > 10
 
 
+FAILS_ONCE = """
+import pathlib, sys
+sys.path.insert(0, {examples!r})
+import ray_train
+
+def train(settings):
+    import ray_train
+    original = ray_train.train
+
+    class Fails(ray_train.Model):
+        def on_train_epoch_start(self):
+            mark = pathlib.Path({folder!r}) / "failed"
+            errors = self.trainer.strategy.engine.errors()
+            if self.current_epoch == 1 and self.global_rank == 1 and not mark.exists():
+                mark.touch()
+                raise RuntimeError("as planned")
+            if self.current_epoch == 1 and self.global_rank == 0 and mark.exists():
+                norm = sum(float(error.norm()) for error in errors.values())
+                (pathlib.Path({folder!r}) / "resumed").write_text(str(norm))
+
+    ray_train.Model = Fails
+    original(settings)
+
+ray_train.train = train
+print(ray_train.main(2, 2, pathlib.Path({folder!r})).metrics)
+"""
+
+
+def test_ray_goes_on_after_a_failure(tmp_path: Path) -> None:
+    """A worker fails once in the second epoch: the first is not trained again, errors are kept."""
+    if not importlib.util.find_spec("ray"):
+        pytest.skip("Ray is not installed: pip install 'ray[train]'")
+    code = FAILS_ONCE.format(examples=str(EXAMPLES), folder=str(tmp_path))
+    file = tmp_path / "fails_once.py"
+    file.write_text(code)
+    paths = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    machines(((str(file),), {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": paths}))
+    assert (tmp_path / "failed").exists()
+    assert float((tmp_path / "resumed").read_text()) > 0
+
+
 def test_the_scripts_are_what_their_shells_read() -> None:
     subprocess.run(["bash", "-n", str(EXAMPLES / "slurm.sh")], check=True)
     manifest = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())

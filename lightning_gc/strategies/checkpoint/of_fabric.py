@@ -66,7 +66,10 @@ class FabricCheckpoint:
         own = partial(self._put, target, put)
         self._together(f"could not write its errors to {target}, so {path} is not written", own)
         main = {"fabric": FORMAT, "stem": stem, "workers": self.workers, "modules": [*states]}
-        whole = partial(write, content={**state, KEY: main})
+
+        def whole(there: Any) -> None:
+            write(there, {**state, KEY: main})
+
         rank0 = partial(self._put if self.worker == 0 else _call, path, whole)
         self._together(f"could not write {path}; if there was one of that name, it is kept", rank0)
         if self.worker == 0 and not wraps(self.checkpoint_io):
