@@ -16,7 +16,7 @@ from tests.support.processes import hold_port
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = str(EXAMPLES / "cluster.py")
 TORCHRUN = ("-m", "torch.distributed.run")
-pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 Variables = dict[str, str]
 
@@ -36,7 +36,7 @@ def machines(*commands: tuple[tuple[str, ...], Variables]) -> list[str]:
             )
         )
     try:
-        printed = [process.communicate(timeout=280)[0] for process in running]
+        printed = [process.communicate(timeout=500)[0] for process in running]
     finally:
         for process in running:
             process.kill()
