@@ -17,6 +17,9 @@ if _TYPE_CHECKING:
     from lightning_gc.memories import *
     from lightning_gc.network_model import NetworkModel as NetworkModel
     from lightning_gc.schemes import *
+    from lightning_gc.strategies.fabric_for_pytorch_lightning import (
+        CompressedFabricStrategy as CompressedFabricStrategy,
+    )
     from lightning_gc.strategies.for_pytorch_lightning import (
         CompressedDDPStrategy as CompressedDDPStrategy,
     )
@@ -33,6 +36,7 @@ __version__ = "0.1.0"
 _PACKAGES = ("compressors", "memories", "schemes")
 _SINGLE = {"NetworkModel": "network_model", "attach": "torch_ddp"}
 _ADAPTED = ("CompressedDDPStrategy", "CompressionMonitor", "SimulatedDDPStrategy")
+_FABRIC = ("CompressedFabricStrategy",)
 
 
 if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
@@ -44,6 +48,8 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
         """
         if name in _ADAPTED:
             return getattr(_flavours.adaptor(), name)
+        if name in _FABRIC:
+            return getattr(_flavours.adaptor(_flavours.FABRICS), name)
         if name in _SINGLE:
             return getattr(_importlib.import_module(f"{__name__}.{_SINGLE[name]}"), name)
         if name == "__all__" or not name.startswith("_"):
@@ -63,7 +69,7 @@ def _import_all() -> None:
     """Import the packages of compressors, memories and schemes, and list all public names."""
     packages = [_importlib.import_module(f"{__name__}.{package}") for package in _PACKAGES]
     names = {name: getattr(package, name) for package in packages for name in package.__all__}
-    globals().update(names, __all__=sorted([*names, *_SINGLE, *_ADAPTED]))
+    globals().update(names, __all__=sorted([*names, *_SINGLE, *_ADAPTED, *_FABRIC]))
 
 
 _flavours.register_names()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -20,22 +21,30 @@ ADAPTORS = {
 }
 """Lightning package -> module that registers our strategies for it."""
 
+FABRICS = {
+    "lightning_fabric": "lightning_gc.strategies.fabric_for_pytorch_lightning",
+    "lightning.fabric": "lightning_gc.strategies.fabric_for_lightning",
+}
+"""Package of Fabric -> the same for that."""
 
-def lightning() -> str:
+_ALL = ADAPTORS | FABRICS
+
+
+def lightning(among: Mapping[str, str] = ADAPTORS) -> str:
     """Return the Lightning package that the program has imported, else one that is installed."""
-    imported = [name for name in ADAPTORS if sys.modules.get(name)]
-    installed = (name for name in ADAPTORS if find_spec(name.partition(".")[0]))
-    return imported[0] if imported else next(installed, "pytorch_lightning")
+    imported = [name for name in among if sys.modules.get(name)]
+    installed = (name for name in among if find_spec(name.partition(".")[0]))
+    return imported[0] if imported else next(installed, next(iter(among)))
 
 
-def adaptor() -> ModuleType:
+def adaptor(among: Mapping[str, str] = ADAPTORS) -> ModuleType:
     """Return the module with our strategies for ``lightning()``."""
-    return importlib.import_module(ADAPTORS[lightning()])
+    return importlib.import_module(among[lightning(among)])
 
 
 def register_names() -> None:
     """Register our strategies in each Lightning package, now or as soon as it is imported."""
-    for name, module in ADAPTORS.items():
+    for name, module in _ALL.items():
         if sys.modules.get(name):
             importlib.import_module(module)
     sys.meta_path.insert(0, _RegisterAfterImport())
@@ -46,7 +55,7 @@ class _RegisterAfterImport(MetaPathFinder):
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return what the other finders find, with a loader that imports the adaptor as well."""
-        if name not in ADAPTORS:
+        if name not in _ALL:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
@@ -56,7 +65,7 @@ class _RegisterAfterImport(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                importlib.import_module(ADAPTORS[name])
+                importlib.import_module(_ALL[name])
 
             # Of this instance: another loader in its place would hide the sources of the package.
             loader.exec_module = exec_module

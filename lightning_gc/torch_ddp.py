@@ -112,6 +112,7 @@ class Attached:
         scaler: torch.amp.GradScaler | None,
         timeout: timedelta | None,
         verify: Verify,
+        exchanged: dict[Tensor, str] | None = None,
     ) -> None:
         self._optimizers = optimizers
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -134,6 +135,9 @@ class Attached:
         warn_of_one_queue(ddp)
         self._workers = Workers(configuration)
         self._workers.name(ddp.module)
+        # Of all modules that may share an optimizer.
+        self._exchanged = self._workers.names if exchanged is None else exchanged
+        self._exchanged.update(self._workers.names)
         self._device = next(iter(self._workers.names)).device
         self._group = ddp.process_group
         self._synchronizer = Synchronizer(
@@ -158,6 +162,33 @@ class Attached:
     def levels(self) -> dict[str, float | None]:
         """The level of every parameter that is compressed; None: uncompressed for now."""
         return self._workers.levels()
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take an optimizer of the module's parameters that was made after ``attach``.
+
+        Raises:
+            ValueError: the memory refuses its settings.
+        """
+        if any(optimizer is known for known in self._optimizers):
+            return
+        for group in optimizer.param_groups:
+            self._workers.configuration.memory.check_optimizer(group)
+        self._optimizers.append(optimizer)
+
+    def check(self) -> None:
+        """Raise what has gone wrong in the background, between backward pass and optimizer step.
+
+        Else the next backward pass raises it, or ``close``.
+
+        Raises:
+            PeerError: an exchange has failed.
+            ReplicaError: workers have found that they differ.
+        """
+        self._synchronizer.check()
+
+    def reset(self) -> None:
+        """Set errors and the compressor's state to zero, as for weights from elsewhere."""
+        self._workers.first.reset(0)
 
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None
@@ -210,7 +241,7 @@ class Attached:
         self._control.decide(epoch, self._optimizers, moment, peers)
 
     def _refuse_unsynchronised(self, ddp: DistributedDataParallel, *passed: Any) -> None:
-        refuse_unsynchronised(ddp.module, self._workers.names, self._optimizers)
+        refuse_unsynchronised(ddp.module, self._exchanged, self._optimizers)
 
     def _mean(self, tensor: Tensor) -> Tensor:
         total, workers = tensor.clone(), dist.get_world_size(self._group)

@@ -68,7 +68,8 @@ class CompressedStrategy(Resuming, SingleTrainer):
         words = f" with {self.compressor!r}" if hasattr(self, "compressor") else ""
         if ours:
             words += (
-                f" for the Trainer of {ours[0]}; the one for the other package is in {others[0]}"
+                f" for the Trainer of {ours[0]}; the one for the other package is in {others[0]}, "
+                f"and Fabric takes CompressedFabricStrategy"
             )
         return f"<{type(self).__name__}{words}>"
 

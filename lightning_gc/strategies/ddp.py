@@ -4,11 +4,9 @@ Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`
 ``for_lightning.py``.
 """
 
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import Compressor
@@ -17,17 +15,17 @@ from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.base import CompressedStrategy
+from lightning_gc.strategies.hook_arguments import refuse_other_hooks
+from lightning_gc.strategies.joining import Joining
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.peer_naming import PeerNaming
-from lightning_gc.synchronizer import JOINING, Synchronizer
+from lightning_gc.synchronizer import Synchronizer
 from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.synchronizer.verification import Verify, verification
 
-_HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
-
-class CompressedDDP(CompressedStrategy, PeerNaming):
+class CompressedDDP(CompressedStrategy, PeerNaming, Joining):
     """DDP whose workers exchange compressed gradients.
 
     Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; the LightningModule
@@ -89,8 +87,6 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
         recording: the byte and time account of this worker, while fitting.
     """
 
-    _timeout: timedelta | None  # of DDPStrategy
-
     def __init__(
         self,
         compressor: Compressor | str,
@@ -104,17 +100,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
         **ddp_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), ddp_kwargs, DistributedDataParallel.__init__)
-        taken = [name for name in _HOOK_ARGUMENTS if ddp_kwargs.get(name) is not None]
-        if taken:
-            raise ValueError(
-                f"CompressedDDPStrategy got {taken[0]}={ddp_kwargs[taken[0]]!r}, but the gradient "
-                f"exchange is DDP's only hook. Remove {taken[0]}, or use Lightning's DDPStrategy."
-            )
-        if ddp_kwargs.get("mixed_precision") is not None:
-            raise ValueError(
-                "CompressedDDPStrategy got mixed_precision=..., which takes up DDP's only "
-                "communication hook. Use Trainer(precision='bf16-mixed') instead."
-            )
+        refuse_other_hooks("CompressedDDPStrategy", ddp_kwargs, "Trainer(precision='bf16-mixed')")
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         verification(verify, "CompressedDDPStrategy")
         self.verify = verify
@@ -124,17 +110,8 @@ class CompressedDDP(CompressedStrategy, PeerNaming):
 
     def setup_distributed(self) -> None:
         """Join the other workers with a timeout of at least a minute, then set the user's."""
-        # Startup takes workers differently long, often longer than a timeout for a silent peer.
-        timeout = self._timeout
-        if timeout is None or timeout >= JOINING:
+        with self._patiently():
             super().setup_distributed()  # type: ignore[misc]
-            return
-        try:
-            self._timeout = JOINING
-            super().setup_distributed()  # type: ignore[misc]
-        finally:
-            self._timeout = timeout
-        _set_pg_timeout(timeout)
 
     def _register_ddp_hooks(self) -> None:
         """Start the synchronizer and register its hook; Lightning registers hooks on CUDA only."""

@@ -12,7 +12,8 @@ _STEP = "a collective of DDP's, of Lightning's or of the module's own"
 class PeerNaming:
     """Mixin, before a strategy of Lightning's, that names the peers in the backend's errors.
 
-    Lightning's own collectives all go through four methods of the strategy. DDP's, such as the
+    Lightning's own collectives all go through four methods of the strategy; Fabric's ``reduce`` is
+    called ``all_reduce``. DDP's, such as the
     broadcast of module buffers, and a module's own fail within a step of the module.
     """
 
@@ -27,6 +28,9 @@ class PeerNaming:
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         return self._named("all-reduce", _LIGHTNING, super().reduce, *args, **kwargs)  # type: ignore[misc]
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named("all-reduce", _LIGHTNING, super().all_reduce, *args, **kwargs)  # type: ignore[misc]
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         return self._named("all-gather", _LIGHTNING, super().all_gather, *args, **kwargs)  # type: ignore[misc]

@@ -7,13 +7,14 @@ class SingleTrainer:
     """Mixin that refuses a second Trainer, at its first access: it reads ``_accelerator``."""
 
     _taken = False
+    _owner = "Trainer"
 
     @property
     def _accelerator(self) -> Any:
         if self._taken:
             raise ValueError(
-                f"This {type(self).__name__} already belongs to a Trainer, and holds its error "
-                f"state. Make a new one for every Trainer."
+                f"This {type(self).__name__} already belongs to a {self._owner}, and holds its "
+                f"error state. Make a new one for every {self._owner}."
             )
         return self.__dict__.get("_accelerator_in_use")
 

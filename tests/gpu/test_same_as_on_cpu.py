@@ -46,4 +46,4 @@ def test_nothing_is_lost(compressor: Compressor) -> None:
 @pytest.mark.parametrize("compressor", ALL, ids=cases.label)
 def test_damaged_payloads_end_in_a_sentence(compressor: Compressor) -> None:
     """A device assert would end the process."""
-    with_liar(lambda: OnDevice(3, compressor), 10)
+    with_liar(compressor, lambda: OnDevice(3, compressor), 10)

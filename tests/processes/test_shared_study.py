@@ -85,7 +85,8 @@ def postgres(tmp_path: Path) -> Iterator[str]:
     if given:
         yield given
         return
-    initdb, server = shutil.which("initdb"), shutil.which("postgres")
+    places = [os.environ["PATH"], *map(str, Path("/usr/lib/postgresql").glob("*/bin"))]  # Debian's
+    initdb, server = (shutil.which(n, path=os.pathsep.join(places)) for n in ("initdb", "postgres"))
     if initdb is None or server is None:
         pytest.skip("no PostgreSQL: set LIGHTNING_GC_POSTGRES to a database's URL")
     folder = tmp_path / "pg"
@@ -118,6 +119,7 @@ def postgres(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.processes
 @pytest.mark.postgres
+@pytest.mark.nightly
 def test_two_processes_share_a_study_in_postgresql(postgres: str, tmp_path: Path) -> None:
     shares = run_in_processes(work, 2, postgres, 8, tmp_path, 1, False)
     check_shares(dense(postgres), shares, 8)

@@ -25,7 +25,8 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 AbsoluteError AllGather AllReduce Blockwise8Bit ByteCodes Cast Choice Codec Collective
-CompressedDDPStrategy CompressionMonitor Compressor Contraction ErrorReset Estimating
+CompressedDDPStrategy CompressedFabricStrategy CompressionMonitor Compressor Contraction ErrorReset
+Estimating
 GlobalMomentum HardThreshold Identity Knob LocalMomentum LowRank Memory MomentumCorrection Multiple
 NetworkModel NoMemory PerParameter Preset QSGD RandomK Range Residual Scheme SimulatedDDPStrategy
 SizeSwitch SparseCodec SparseReduce StepAhead ThresholdEstimator TopK Traits TwoShot Unbounded
@@ -155,6 +156,8 @@ def test_controllers_are_imported_under_one_name() -> None:
 def modules() -> list[str]:
     walk = pkgutil.walk_packages(lightning_gc.__path__, "lightning_gc.")
     names = [m.name for m in walk if not m.name.endswith("for_lightning")]
+    if not importlib.util.find_spec("ray"):
+        names = [name for name in names if not name.endswith("for_ray")]
     if importlib.util.find_spec("triton"):
         return names
     return [name for name in names if ".kernels.triton_kernels." not in name]

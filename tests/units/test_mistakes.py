@@ -125,7 +125,8 @@ MISTAKES = [
     (
         "Trainer(strategy=the_others.CompressedDDPStrategy(TopK()), accelerator='cpu')",
         "...<CompressedDDPStrategy with PerParameter(...) for the Trainer of lightning.pytorch; "
-        "the one for the other package is in lightning_gc.strategies.for_pytorch_lightning>...",
+        "the one for the other package is in lightning_gc.strategies.for_pytorch_lightning, and "
+        "Fabric takes CompressedFabricStrategy>...",
     ),
 ]
 

@@ -29,7 +29,7 @@ FORMAT = 2
 """Format 1 has no checksums, and nothing of what is called ``_SINCE_2`` here."""
 
 _MODE = Leaf("'full' or 'mean'", lambda v: v in ("full", "mean"))
-_FILE_NAME = Leaf(
+FILE_NAME = Leaf(
     "the beginning of a file's name", lambda v: isinstance(v, str) and v == os.path.basename(v)
 )
 _MAIN: dict[str, Structure] = {
@@ -37,7 +37,7 @@ _MAIN: dict[str, Structure] = {
     "mode": _MODE,
     "workers": COUNT,
     "step": WHOLE,
-    "stem": _FILE_NAME,
+    "stem": FILE_NAME,
     "torn": FLAG,
     "layout": Listed(Listed(TEXT)),
     "configuration": Record(dict.fromkeys(("compressor", "memory", "controller"), TEXT)),

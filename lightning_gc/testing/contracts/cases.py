@@ -1,4 +1,4 @@
-"""Test cases of the contracts: shapes, gradients, conservation gap, parametrisation."""
+"""Test cases of the contracts: shapes, gradients, conservation gap, knobs, parametrisation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import Compressor
+from lightning_gc.testing.contracts.sentences import broken, unequal
 from lightning_gc.testing.lockstep import Lockstep, Round
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -118,11 +119,18 @@ def _leaves(state: Any) -> Iterator[Tensor]:
             yield from _leaves(each)
 
 
-def within(errors: Sequence[Tensor], allowed: float, rounding: float) -> bool:
-    """Return whether the mean of squared errors is at most ``allowed``, up to 4 sigma."""
+def excess(errors: Sequence[Tensor], allowed: float, rounding: float) -> str | None:
+    """Return in words that the mean of squared errors is above ``allowed``, by over 4 sigma.
+
+    None if it is not.
+    """
     measured = torch.stack(list(errors))
     slack = 4 * float(measured.std(correction=0)) / math.sqrt(len(errors))
-    return float(measured.mean()) <= allowed * (1 + rounding) + slack
+    mean = float(measured.mean())
+    if mean <= allowed * (1 + rounding) + slack:
+        return None
+    draws = f", the mean of {len(errors)} draws" if len(errors) > 1 else ""
+    return f"the squared error is {mean:.6g}{draws}, where bound() allows {allowed:.6g}"
 
 
 def unbiased(draw: Callable[[int], Tensor], wanted: Tensor, draws: int) -> bool:
@@ -138,19 +146,29 @@ def turns(compressor: Compressor, size: Callable[[Any], int], most: float = math
     """Assert that the knob, up to ``most``, moves ``size`` as it declares, and is clamped."""
     knob = compressor.knob
     if knob is None:
-        assert compressor.level is None
+        given = f"it has no knob, but its level is {compressor.level!r}, not None"
+        assert compressor.level is None, broken(compressor, "law 4", given)
         return
     high = min(knob.high, most)
     levels = [knob.low, (knob.low * high) ** 0.5, high]
     turned = [compressor.at(level) for level in levels]
-    assert [t.level for t in turned] == [knob.clamp(level) for level in levels]
+    for level, at in zip(levels, turned, strict=True):
+        given = f"at({level:g}) has the level {at.level!r}, where {knob.clamp(level)!r} was asked"
+        assert at.level == knob.clamp(level), broken(compressor, "law 4", given)
     sizes = [size(t) for t in turned]
-    assert sizes == sorted(sizes, reverse=knob.more == "compression")
-    assert sizes[0] != sizes[-1]
-    assert compressor.at(knob.high * 10).level == knob.clamp(knob.high)
+    given = (
+        f"Knob({knob.field!r}, more={knob.more!r}) at {', '.join(f'{t.level:g}' for t in turned)} "
+        f"makes payloads of {', '.join(map(str, sizes))} bytes"
+    )
+    ordered = sorted(sizes, reverse=knob.more == "compression")
+    assert sizes == ordered, broken(compressor, "law 4", f"{given}: the other direction")
+    assert sizes[0] != sizes[-1], broken(compressor, "law 4", f"{given}: it moves nothing")
+    given = f"at({knob.high * 10:g}) is not clamped to {knob.clamp(knob.high)!r}"
+    clamped = compressor.at(knob.high * 10).level == knob.clamp(knob.high)
+    assert clamped, broken(compressor, "law 4", given)
 
 
-def private(run: Callable[[int], Sequence[Tensor]]) -> None:
+def private(compressor: Compressor, run: Callable[[int], Sequence[Tensor]]) -> None:
     """Assert that equal seeds or steps give equal tensors, without the global generator."""
     state = torch.get_rng_state()
     first = run(7)
@@ -158,8 +176,12 @@ def private(run: Callable[[int], Sequence[Tensor]]) -> None:
     again = run(7)
     torch.set_rng_state(state)
     run(8)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    drew = "it drew from torch's global generator; draw from bucket.generator(shared=...)"
+    assert torch.equal(torch.get_rng_state(), state), broken(compressor, "law 6", drew)
+    for a, b in zip(first, again, strict=True):
+        difference = unequal(a, b) if a.shape == b.shape else "their lengths differ"
+        given = f"the same step with the same seed gave other tensors: {difference}"
+        assert difference is None, broken(compressor, "law 6", given)
 
 
 def parametrize(metafunc: Any, **choices: Iterable[Any]) -> None:

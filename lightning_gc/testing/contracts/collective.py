@@ -12,6 +12,7 @@ from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.memories import NoMemory
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.damaged_payloads import with_liar
+from lightning_gc.testing.contracts.sentences import apart, broken, named
 from lightning_gc.testing.lockstep import Lockstep
 
 SHAPE = (17, 13)
@@ -45,16 +46,23 @@ class CollectiveContract:
             left = torch.stack(errors).double().mean(0)
             scale = 1e-5 * float(torch.stack(given_).abs().max())
             total = mean.double() + left
-            torch.testing.assert_close(total, wanted, rtol=1e-4, atol=scale, msg=kind)
+            gap = apart(total, wanted, rtol=1e-4, atol=scale)
+            what = f"the result and the mean error do not sum to the mean gradient: {gap}"
+            if gap is not None and not any(error.any() for error in errors):
+                what += "; no worker's buffer holds what it did not send"
+            on = f"{named(kind, 221)} and {several} workers"
+            assert gap is None, broken(collective, "law 1", what, on)
 
     def test_collective_3_keeps_its_bound(self, collective: Compressor) -> None:
         for kind, flat in cases.tensors(221).items():
-            allowed = collective.bound(221).allowed(float(flat.double().square().sum()))
+            bound = collective.bound(221)
+            allowed = bound.allowed(float(flat.double().square().sum()))
             errors = [
                 exchanged(collective, [flat.view(SHAPE)], seed)[1][0].double().square().sum()
                 for seed in range(24)
             ]
-            assert cases.within(errors, allowed, 1e-4), kind
+            excess, on = cases.excess(errors, allowed, 1e-4), named(kind, 221)
+            assert excess is None, broken(collective, "law 3", f"{excess} by {bound!r}", on)
 
     def test_collective_3_unbiased_if_declared(self, collective: Compressor) -> None:
         if not collective.traits.unbiased:
@@ -62,7 +70,9 @@ class CollectiveContract:
         flat = cases.tensors(221)["normal"]
         given_ = [flat.view(SHAPE), flat.flip(0).view(SHAPE)]
         wanted = torch.stack(given_).double().mean(0)
-        assert cases.unbiased(lambda seed: exchanged(collective, given_, seed)[0], wanted, 200)
+        mean = cases.unbiased(lambda seed: exchanged(collective, given_, seed)[0], wanted, 200)
+        what = "traits say unbiased, but the mean of 200 results is not the mean gradient"
+        assert mean, broken(collective, "law 3", what, f"{named('normal', 221)} and 2 workers")
 
     def test_collective_4_knob_moves_bytes_in_its_direction(self, collective: Compressor) -> None:
         gradient = torch.randn(64, 64, generator=cases.generator(4))
@@ -82,10 +92,10 @@ class CollectiveContract:
             mean, errors = exchanged(collective, [gradient, -2 * gradient], seed)
             return [mean, *errors]
 
-        cases.private(run)
+        cases.private(collective, run)
 
     def test_collective_7_trusts_no_bytes(self, collective: Compressor) -> None:
-        with_liar(lambda: Lockstep(3, collective), self.conversations)
+        with_liar(collective, lambda: Lockstep(3, collective), self.conversations)
 
 
 def exchanged(

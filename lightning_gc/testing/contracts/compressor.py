@@ -18,6 +18,14 @@ from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.collective import CollectiveContract
 from lightning_gc.testing.contracts.decoder import DecoderContract, codecs
 from lightning_gc.testing.contracts.recovery import RecoveryContract
+from lightning_gc.testing.contracts.sentences import (
+    EXCHANGE,
+    apart,
+    broken,
+    named,
+    telling,
+    unequal,
+)
 from lightning_gc.testing.lockstep import Lockstep
 
 
@@ -56,13 +64,20 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
     def test_1_takes_and_leaves_the_rest(self, codec: Codec, numel: int) -> None:
         """``decode(encode(x)) + x_after == x_before``."""
         for kind, x in cases.tensors(numel).items():
-            buffer = x.clone()
-            payload = codec.encode(buffer, cases.bucket_of(x))
-            sent = decoded(codec, payload, x)
+            on, buffer = named(kind, numel), x.clone()
+            with telling(codec, "law 1", on):
+                payload = codec.encode(buffer, cases.bucket_of(x))
+                sent = decoded(codec, payload, x)
             rounding = 1e-6 * float(sent.abs().max())  # of x − C(x) + C(x), whatever x is
-            torch.testing.assert_close(sent + buffer, x, rtol=1e-5, atol=rounding, msg=kind)
+            gap = apart(sent + buffer, x, rtol=1e-5, atol=rounding)
+            what = f"what decode adds and what encode left in the buffer do not sum to x: {gap}"
+            if torch.equal(buffer, x):
+                what = "encode left in the buffer what it sent; subtract that from it, in place"
+            assert gap is None, broken(codec, "law 1", what, on)
             storages = {t.untyped_storage().data_ptr() for t in payload if t.numel()}
-            assert buffer.untyped_storage().data_ptr() not in storages
+            what = "the payload shares memory with the buffer, which is overwritten; send a copy"
+            apart_from_it = buffer.untyped_storage().data_ptr() not in storages
+            assert apart_from_it, broken(codec, "law 1", what, on)
 
     def test_2_adds(self, codec: Codec, numel: int) -> None:
         x = cases.tensors(numel)["normal"]
@@ -72,14 +87,19 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         out = torch.full_like(x, 5.0)
         codec.decode(payload, out, 2.0, bucket)
         codec.decode(payload, out, 1.0, bucket)
-        torch.testing.assert_close(out, 5.0 + 3.0 * once)
+        gap = apart(out, 5.0 + 3.0 * once, rtol=1.3e-6, atol=1e-5)
+        what = f"decode does not add scale times the payload to what out holds: {gap}"
+        assert gap is None, broken(codec, "law 2", what, named("normal", numel))
 
     def test_3_keeps_its_bound(self, codec: Codec, numel: int) -> None:
         draws = 64 if draws_at_all(codec) else 1
         for kind, x in cases.tensors(numel).items():
-            allowed = codec.bound(numel).allowed(float(x.double().square().sum()))
-            errors = [left(codec, x, step).double().square().sum() for step in range(draws)]
-            assert cases.within(errors, allowed, 1e-5), kind
+            on, bound = named(kind, numel), codec.bound(numel)
+            allowed = bound.allowed(float(x.double().square().sum()))
+            with telling(codec, "law 3", on):
+                errors = [left(codec, x, step).double().square().sum() for step in range(draws)]
+            excess = cases.excess(errors, allowed, 1e-5)
+            assert excess is None, broken(codec, "law 3", f"{excess} by {bound!r}", on)
 
     def test_3_unbiased_if_declared(self, unbiased: Codec) -> None:
         x = cases.tensors(221)["normal"]
@@ -88,32 +108,42 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
             payload = unbiased.encode(x.clone(), cases.bucket_of(x, step=step))
             return decoded(unbiased, payload, x, step)
 
-        assert cases.unbiased(draw, x, 400)
+        what = "traits say unbiased, but the mean of 400 draws is not the tensor"
+        mean = cases.unbiased(draw, x, 400)
+        assert mean, broken(unbiased, "law 3", what, named("normal", 221))
 
     def test_3_linear_if_declared(self, linear: Codec) -> None:
         xs = [cases.tensors(221)[kind] for kind in ("normal", "heavy tails", "constant")]
         payloads = [linear.encode(x.clone(), cases.bucket_of(x)) for x in xs]
         averaged = tuple(torch.stack(parts).mean(0) for parts in zip(*payloads, strict=True))
-        apart = torch.stack([decoded(linear, p, xs[0]) for p in payloads]).mean(0)
-        torch.testing.assert_close(decoded(linear, averaged, xs[0]), apart)
+        separately = torch.stack([decoded(linear, p, xs[0]) for p in payloads]).mean(0)
+        gap = apart(decoded(linear, averaged, xs[0]), separately, rtol=1.3e-6, atol=1e-5)
+        what = f"traits say linear, but the mean of payloads decodes to something else: {gap}"
+        assert gap is None, broken(linear, "law 3", what)
 
     def test_3_sends_what_it_chooses(self, sparse: SparseCodec, numel: int) -> None:
         """``encode`` sends the elements that ``choose`` names; ``take`` by parts sends the same."""
         for kind, x in cases.tensors(numel).items():
             bucket, before = cases.bucket_of(x), x.clone()
             chosen = sparse.choose(x, bucket)
-            assert torch.equal(x, before), kind
-            assert (chosen[1:] > chosen[:-1]).all(), kind
+            on, law = named(kind, numel), "law 3"
+            what = f"choose changed the buffer: {unequal(x, before)}"
+            assert torch.equal(x, before), broken(sparse, law, what, on)
+            what = f"choose returned positions that do not ascend: {chosen.tolist()[:20]}"
+            assert (chosen[1:] > chosen[:-1]).all(), broken(sparse, law, what, on)
             whole = x.clone()
             sent = decoded(sparse, sparse.encode(whole, bucket), x)
             parts, out = x.clone(), torch.zeros_like(x)
             for start, stop in ((0, numel // 3), (numel // 3, numel)):
                 mine = chosen[(chosen >= start) & (chosen < stop)] - start
                 payload = sparse.take(parts[start:stop], mine)
-                assert payload[0].numel() == mine.numel()
+                what = f"take sent {payload[0].numel()} elements of the {mine.numel()} it was given"
+                assert payload[0].numel() == mine.numel(), broken(sparse, law, what, on)
                 sparse_codec.add(payload, out[start:stop], 1.0)
-            assert torch.equal(out, sent), kind
-            assert torch.equal(parts, whole), kind
+            what = f"take, part by part, sends other values than encode: {unequal(out, sent)}"
+            assert torch.equal(out, sent), broken(sparse, law, what, on)
+            what = f"take, part by part, leaves another error than encode: {unequal(parts, whole)}"
+            assert torch.equal(parts, whole), broken(sparse, law, what, on)
 
     def test_4_knob_moves_bytes_in_its_direction(self, codec: Codec) -> None:
         x = cases.tensors(4096)["normal"]
@@ -127,15 +157,18 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
     def test_5_payloads_are_as_declared(self, codec: Codec, numel: int) -> None:
         """Number, dtypes and lengths of tensors are those of ``wire``, whatever the values."""
         declared = codec.wire(numel)
-        assert (wire.limits(declared) is None) == all(f.varies != "worker" for f in declared)
         for kind, x in cases.tensors(numel).items():
-            payload = codec.encode(x.clone(), cases.bucket_of(x))
-            assert len(payload) == len(declared), kind
+            on = named(kind, numel)
+            with telling(codec, "law 5", on):
+                payload = codec.encode(x.clone(), cases.bucket_of(x))
+            what = f"encode returned {len(payload)} tensors, wire declares {len(declared)}"
+            assert len(payload) == len(declared), broken(codec, "law 5", what, on)
             for tensor, field in zip(payload, declared, strict=True):
-                assert tensor.dim() == 1, field
-                assert tensor.dtype == field.dtype, field
-                assert tensor.numel() <= field.length, (kind, field)
-                assert field.varies != "no" or tensor.numel() == field.length, (kind, field)
+                sent = tensor.numel()
+                is_so = tensor.dim() == 1 and tensor.dtype == field.dtype and sent <= field.length
+                is_so = is_so and (field.varies != "no" or sent == field.length)
+                what = f"{field.name!r} is {tuple(tensor.shape)} {tensor.dtype}, not {field!r}"
+                assert is_so, broken(codec, "law 5", what, on)
 
     def test_5_lengths_vary_with_the_step_alone(self, codec: Codec, numel: int) -> None:
         """Unless a field varies with the worker, all workers send the same lengths in a step."""
@@ -147,11 +180,12 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
                 for worker, x in enumerate(cases.tensors(numel).values())
                 for bucket in [cases.bucket_of(x, step=step, worker=worker, workers=9)]
             }
-            assert len(seen) == 1
+            what = f"in step {step} workers send lengths {sorted(seen)}; say varies='worker'"
+            assert len(seen) == 1, broken(codec, "law 5", what, f"{numel} elements")
 
     def test_6_randomness_is_private(self, codec: Codec) -> None:
         x = cases.tensors(221)["normal"]
-        cases.private(lambda step: codec.encode(x.clone(), cases.bucket_of(x, step=step)))
+        cases.private(codec, lambda step: codec.encode(x.clone(), cases.bucket_of(x, step=step)))
 
     # Laws of the whole synchronisation.
 
@@ -168,13 +202,20 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         if memory.buffers and not memory.conserves:
             memory = NoMemory() if compressor.traits.unbiased else Residual()
         lockstep = Lockstep(workers, compressor, memory)
-        assert cases.lost(lockstep, 20, dtype) < cases.TOLERANCE[dtype]
+        lost = cases.lost(lockstep, 20, dtype)
+        what = f"after 20 steps {lost:.2g} of the gradient is neither applied nor in {memory!r}"
+        kept = lost < cases.TOLERANCE[dtype]
+        assert kept, broken(compressor, EXCHANGE, what, f"{workers} workers in {dtype}")
 
     def test_zeros_stay_zeros(self, compressor: Compressor, workers: int) -> None:
         zeros = [{n: torch.zeros(s) for n, s in cases.SHAPES.items()} for _ in range(workers)]
         result = Lockstep(workers, compressor).step(zeros)
-        assert not cases.flat(result.mean).any()
-        assert not cases.mean(result.errors).any()
+        for flat, said in (
+            (cases.flat(result.mean), "the mean of zeros is not zero"),
+            (cases.mean(result.errors), "zeros leave an error"),
+        ):
+            what = f"{said}: up to {float(flat.abs().max()):.2g}"
+            assert not flat.any(), broken(compressor, EXCHANGE, what, f"{workers} workers")
 
     def test_absent_gradient_leaves_its_error_alone(
         self, compressor: Compressor, workers: int
@@ -185,12 +226,16 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         lockstep.step(cases.gradients(workers, 0))
         before = [engine.errors()["matrix"].clone() for engine in lockstep.engines]
         following = cases.gradients(workers, 1)
-        for named in following:
-            named["matrix"] = torch.zeros(cases.SHAPES["matrix"])
+        for gradient in following:
+            gradient["matrix"] = torch.zeros(cases.SHAPES["matrix"])
         result = lockstep.step(following)
-        assert not result.mean["matrix"].any()
+        on = f"a parameter without a gradient and {workers} workers"
+        what = "it sends something of it, which DDP may throw away"
+        assert not result.mean["matrix"].any(), broken(compressor, EXCHANGE, what, on)
         for engine, kept in zip(lockstep.engines, before, strict=True):
-            assert torch.equal(engine.errors()["matrix"], kept)
+            gap = unequal(engine.errors()["matrix"], kept)
+            what = f"its error is not what it was: {gap}"
+            assert gap is None, broken(compressor, EXCHANGE, what, on)
 
     def test_non_finite_is_seen_by_all_and_remembered_by_none(
         self, compressor: Compressor, workers: int
@@ -202,17 +247,27 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
             spoiled = cases.gradients(workers, 1)
             spoiled[-1]["prime"][50] = bad
             result = lockstep.step(spoiled)
-            assert not all(mean.isfinite().all() for mean in result.mean.values())
+            on, what = f"{bad} on one of {workers} workers", "all means are finite: nobody sees it"
+            seen = not all(mean.isfinite().all() for mean in result.mean.values())
+            assert seen, broken(compressor, EXCHANGE, what, on)
             for engine in lockstep.engines:
-                assert all(error.isfinite().all() for error in engine.errors().values())
+                for name, error in engine.errors().items():
+                    what = f"the error of {name} is no longer finite"
+                    assert error.isfinite().all(), broken(compressor, EXCHANGE, what, on)
             after = lockstep.step(cases.gradients(workers, 2))
-            assert cases.flat(after.mean).isfinite().all()
+            what = "the mean of the step after it is not finite"
+            assert cases.flat(after.mean).isfinite().all(), broken(compressor, EXCHANGE, what, on)
 
     def test_configuration_is_a_value(self, compressor: Compressor) -> None:
         copy = pickle.loads(pickle.dumps(compressor))  # noqa: S301 - our own bytes
-        assert copy == compressor
-        assert hash(copy) == hash(compressor)
-        assert type(compressor).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        kind = type(compressor).__name__
+        what = f"a pickled copy, {copy!r}, is not equal to it; {kind} must be a dataclass"
+        assert copy == compressor, broken(compressor, "what configurations keep", what)
+        what = "a pickled copy has another hash"
+        assert hash(copy) == hash(compressor), broken(compressor, "what configurations keep", what)
+        frozen = type(compressor).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        what = f"{kind} can be changed; decorate it with @dataclass(frozen=True)"
+        assert frozen, broken(compressor, "what configurations keep", what)
 
 
 def left(codec: Codec, x: Tensor, step: int) -> Tensor:

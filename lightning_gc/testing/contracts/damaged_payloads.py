@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_gc.coding.digest import ReplicaError
 from lightning_gc.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.sentences import broken
 from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.base import as_bytes
 from lightning_gc.transports.simulated import Simulated
@@ -58,7 +59,7 @@ class Lying(Simulated):
         return Exchange(lies, request.limits)
 
 
-def with_liar(made: Callable[[], Lockstep], conversations: int) -> None:
+def with_liar(who: object, made: Callable[[], Lockstep], conversations: int) -> None:
     """Assert that a worker that sends damaged payloads is named, or that all get the same bits.
 
     Or that all raise a ReplicaError. State stays finite, and so does the result of the next round.
@@ -70,21 +71,43 @@ def with_liar(made: Callable[[], Lockstep], conversations: int) -> None:
         lockstep = made()
         liar = data.draw(st.integers(0, 2), label="liar")
         honest, lying = lockstep.transport, Lying(3, liar, data)
+        law, on = "law 7", f"damaged payloads of worker {liar} of 3"
+        unclean = broken(who, law, "an error or another kept tensor is no longer finite", on)
         try:
             for step in range(2):
                 lockstep.transport = honest if step else lying
                 given_ = [{n: g[n] for n in ("bias", "matrix")} for g in cases.gradients(3, step)]
                 result = lockstep.step(given_)
-                assert cases.finite_state(lockstep)
+                assert cases.finite_state(lockstep), unclean
         except ReplicaError:
             pass  # all have seen it, and nobody has applied anything
         except ValueError as error:
-            assert f"orker {liar} " in str(error)  # noqa: PT017
-            assert cases.finite_state(lockstep)
+            what = f"the refusal does not name worker {liar}: {str(error)!r}"
+            assert f"orker {liar} " in str(error), broken(who, law, what, on)  # noqa: PT017
+            assert cases.finite_state(lockstep), unclean
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise AssertionError(broken(who, law, not_refused(error), on)) from error
         else:
-            assert all(mean.isfinite().all() for mean in result.mean.values())
+            what = "the result of the next, honest round is not finite"
+            finite = all(mean.isfinite().all() for mean in result.mean.values())
+            assert finite, broken(who, law, what, on)
 
     hold()
+
+
+def not_refused(error: Exception) -> str:
+    """Return in words that something else than ValueError was raised, and where."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code if last is not None else None
+    where = f" in {code.co_name}" if code is not None else ""
+    return (
+        f"{type(error).__name__}{where}: {error}; check what arrives and raise ValueError with a "
+        f"sentence, see lightning_gc.coding.payload_validation"
+    )
 
 
 def _resized(tensor: Tensor, length: int) -> Tensor:

@@ -15,7 +15,8 @@ from lightning_gc.coding import payload_validation, wire
 from lightning_gc.compressors import Codec, Compressor, Preset
 from lightning_gc.flow import Payload
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.damaged_payloads import damaged
+from lightning_gc.testing.contracts.damaged_payloads import damaged, not_refused
+from lightning_gc.testing.contracts.sentences import broken, named
 from lightning_gc.transports.base import as_bytes
 
 FENCE = 64
@@ -55,13 +56,18 @@ class DecoderContract:
             payload = codec.encode(x.clone(), cases.bucket_of(x))
             payload = damaged(data, payload, wire.limits(codec.wire(numel)))
             first = decoded(codec, payload, x, cases.bucket_of(x, workers=2))
-            assert same(first, decoded(codec, payload, x, cases.bucket_of(x, worker=1, workers=2)))
+            other = decoded(codec, payload, x, cases.bucket_of(x, worker=1, workers=2))
+            on = f"a damaged payload of {named(kind, numel)}"
+            what = f"worker 0 gets {shown(first)} of it, worker 1 {shown(other)}"
+            assert same(first, other), broken(codec, "law 7", what, on)
             with mock.patch.object(payload_validation, "on_host", return_value=False):
                 unread = decoded(codec, payload, x, cases.bucket_of(x))
             if isinstance(first, Tensor):
-                assert same(first, unread)
+                what = f"where values cannot be read, it gets {shown(unread)}, not {shown(first)}"
+                assert same(first, unread), broken(codec, "law 7", what, on)
             elif isinstance(unread, Tensor):
-                assert not unread.isfinite().all(), f"a step would be made, although {first}"
+                what = f"where values cannot be read, a finite result hides this: {first}"
+                assert not unread.isfinite().all(), broken(codec, "law 7", what, on)
 
         hold()
 
@@ -75,19 +81,32 @@ def decoded(codec: Codec, payload: Payload, x: Tensor, bucket: Bucket) -> Tensor
     out = memory[FENCE:-FENCE]
     out.copy_(x)
     before = [tensor.clone() for tensor in payload]
+    on = f"a damaged payload of a tensor of {x.numel()}"
     result: Tensor | str = out
     try:
         payload_validation.fields(payload, codec.wire(out.numel()))  # as schemes do
         codec.decode(payload, out, 0.5, bucket)
     except ValueError as error:
         result = str(error)
-        assert len(result.split()) >= 5, f"{result!r} does not say what is wrong"
-    assert (memory[:FENCE] == 7.0).all()
-    assert (memory[-FENCE:] == 7.0).all()
-    assert out.shape == x.shape
+        what = f"its refusal, {result!r}, does not say what is wrong"
+        assert len(result.split()) >= 5, broken(codec, "law 7", what, on)
+    except Exception as error:
+        raise AssertionError(broken(codec, "law 7", not_refused(error), on)) from error
+    fenced = bool((memory[:FENCE] == 7.0).all() and (memory[-FENCE:] == 7.0).all())
+    assert fenced, broken(codec, "law 7", "decode wrote outside the tensor", on)
+    what = f"decode changed the shape of out to {tuple(out.shape)}"
+    assert out.shape == x.shape, broken(codec, "law 7", what, on)
     for tensor, copy in zip(payload, before, strict=True):
-        assert torch.equal(as_bytes(tensor), as_bytes(copy)), "decode changed the payload"
+        unchanged = torch.equal(as_bytes(tensor), as_bytes(copy))
+        assert unchanged, broken(codec, "law 7", "decode changed the payload", on)
     return result
+
+
+def shown(result: Tensor | str) -> str:
+    """Return a decoder's result in a few words."""
+    if isinstance(result, str):
+        return f"the refusal {result!r}"
+    return f"{[float(f'{number:.4g}') for number in result[:4].tolist()]} and so on"
 
 
 def same(first: Tensor | str, second: Tensor | str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lightning_gc.engine.compatibility import combine
 from lightning_gc.flow import Reply, Request
 from lightning_gc.memories import Memory
 from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.sentences import broken, unequal
 from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.simulated import Simulated
 
@@ -51,7 +52,9 @@ class MemoryContract:
         if not (memory.conserves or not memory.buffers) or refused(memory, compressor):
             return
         lost = cases.lost(Lockstep(workers, compressor, memory), 20, dtype)
-        assert lost < cases.TOLERANCE[dtype]
+        what = f"after 20 steps {lost:.2g} of the gradient is neither applied nor in the error"
+        on = f"{compressor!r} and {workers} workers in {dtype}"
+        assert lost < cases.TOLERANCE[dtype], broken(memory, "law 1", what, on)
 
     def test_2_gradient_is_left_alone(self, memory: Memory) -> None:
         """``flow`` does not change the gradient, except by the exchange."""
@@ -59,12 +62,18 @@ class MemoryContract:
         before = grad.clone()
         state = {name: torch.ones(19) for name in memory.buffers}
         exchanged = run(memory, cases.bucket_of(grad), state)
-        assert torch.equal(grad, before)
-        assert exchanged is (state[memory.buffers[0]] if memory.buffers else grad)
+        what = f"flow changed the gradient: {unequal(grad, before)}"
+        assert torch.equal(grad, before), broken(memory, "law 2", what)
+        first = repr(memory.buffers[0]) if memory.buffers else "the gradient"
+        what = f"what it exchanges is not {first}, as its buffers {memory.buffers!r} say"
+        is_first = exchanged is (state[memory.buffers[0]] if memory.buffers else grad)
+        assert is_first, broken(memory, "law 2", what)
 
     def test_3_zeros_stay_zeros(self, memory: Memory) -> None:
         state = {name: torch.zeros(19) for name in memory.buffers}
-        assert not run(memory, cases.bucket_of(torch.zeros(19)), state).any()
+        sent = run(memory, cases.bucket_of(torch.zeros(19)), state)
+        what = f"it exchanges up to {float(sent.abs().max()):.2g}"
+        assert not sent.any(), broken(memory, "law 3", what, "zero gradients and a zero state")
 
     def test_state_survives_a_round_trip(self, memory: Memory, compressor: Compressor) -> None:
         if refused(memory, compressor):
@@ -75,9 +84,14 @@ class MemoryContract:
         for old, new in zip(straight.engines, resumed.engines, strict=True):
             new.load_state_dict(old.state_dict())
         results = [run.step(cases.gradients(2, 3)) for run in (straight, resumed)]
-        assert torch.equal(cases.flat(results[0].mean), cases.flat(results[1].mean))
+        states = "what states keep"
+        gap = unequal(cases.flat(results[1].mean), cases.flat(results[0].mean))
+        what = f"the step after loading a state has another mean: {gap}"
+        assert gap is None, broken(memory, states, what, repr(compressor))
         for one, other in zip(results[0].errors, results[1].errors, strict=True):
-            assert torch.equal(cases.flat(one), cases.flat(other))
+            gap = unequal(cases.flat(other), cases.flat(one))
+            what = f"the step after loading a state leaves another error: {gap}"
+            assert gap is None, broken(memory, states, what, repr(compressor))
 
 
 def refused(memory: Memory, compressor: Compressor) -> bool:
@@ -93,7 +107,8 @@ def run(memory: Memory, bucket: Bucket, state: dict[str, Tensor]) -> Tensor:
     """Run a memory's flow for a worker alone, with a fake exchange; return what it exchanged."""
 
     class Exchanged:
-        buffers: ClassVar[list[Tensor]] = []
+        def __init__(self) -> None:
+            self.buffers: list[Tensor] = []
 
         def __call__(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
             self.buffers.append(buffer)
@@ -104,5 +119,6 @@ def run(memory: Memory, bucket: Bucket, state: dict[str, Tensor]) -> Tensor:
 
     exchange = Exchanged()
     Simulated(1).run([memory.flow(bucket, state, exchange)])
-    (buffer,) = exchange.buffers
-    return buffer
+    what = f"flow calls exchange {len(exchange.buffers)} times, where once is asked"
+    assert len(exchange.buffers) == 1, broken(memory, "law 2", what)
+    return exchange.buffers[0]

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_gc.compressors import Compressor
 from lightning_gc.flow import Exchange, Gather, Mean, Payload, Reply, Request
 from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.sentences import broken
 from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.simulated import Simulated
 
@@ -34,8 +35,10 @@ class RecoveryContract:
     def test_8_recovers_from_finite_spikes(self, compressor: Compressor) -> None:
         """On one worker, and on both twice in a row."""
         for kind, spike in SPIKES.items():
-            recovers(Lockstep(2, compressor), spikes(spike, rounds=1, workers=1), kind)
-            recovers(Lockstep(2, compressor), spikes(spike, rounds=2, workers=2), kind)
+            for rounds, workers in ((1, 1), (2, 2)):
+                given = spikes(spike, rounds=rounds, workers=workers)
+                on = f"{kind} on {workers} of 2 workers, {rounds} times in a row"
+                recovers(compressor, Lockstep(2, compressor), given, on)
 
     def test_8_recovers_from_a_liar(self, compressor: Compressor) -> None:
         """Worker 1 of three floods one message with one number, or is named."""
@@ -43,11 +46,14 @@ class RecoveryContract:
             for message in range(3):
                 lockstep = Lockstep(3, compressor)
                 lockstep.transport = Flooding(3, 1, message, value)
+                on = f"{value} in all of message {message} of worker 1 of 3"
                 try:
                     rounds = [ordinary(3, step) for step in range(3)]
-                    recovers(lockstep, rounds, f"{value} in message {message}")
+                    recovers(compressor, lockstep, rounds, on)
                 except ValueError as error:
-                    assert "orker 1 " in str(error)  # noqa: PT017
+                    what = f"the refusal does not name worker 1: {str(error)!r}"
+                    is_named = "orker 1 " in str(error)
+                    assert is_named, broken(compressor, "law 8", what, on)
 
 
 class Flooding(Simulated):
@@ -87,7 +93,9 @@ class Flooding(Simulated):
         )
 
 
-def recovers(lockstep: Lockstep, rounds: Sequence[list[cases.Named]], what: str) -> None:
+def recovers(
+    who: Compressor, lockstep: Lockstep, rounds: Sequence[list[cases.Named]], on: str
+) -> None:
     """Assert that state stays finite in these rounds, and that results become so.
 
     They may take two ordinary rounds for it, and a dozen where momentum adds up a spike.
@@ -96,8 +104,11 @@ def recovers(lockstep: Lockstep, rounds: Sequence[list[cases.Named]], what: str)
     calm = 12 if first.memory.corrects_momentum else 2
     for given in (*rounds, *(ordinary(first.workers, step) for step in range(calm))):
         result = lockstep.step(given)
-        assert cases.finite_state(lockstep), what
-    assert all(mean.isfinite().all() for mean in result.mean.values()), what
+        what = "an error or another kept tensor is not finite"
+        assert cases.finite_state(lockstep), broken(who, "law 8", what, on)
+    what = f"results are not finite {calm} ordinary rounds later"
+    finite = all(mean.isfinite().all() for mean in result.mean.values())
+    assert finite, broken(who, "law 8", what, on)
 
 
 def ordinary(workers: int, step: int) -> list[cases.Named]:

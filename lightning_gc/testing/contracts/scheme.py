@@ -12,6 +12,7 @@ from lightning_gc.memories import Residual
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.damaged_payloads import with_liar
+from lightning_gc.testing.contracts.sentences import apart, broken
 from lightning_gc.testing.lockstep import Lockstep
 
 
@@ -48,7 +49,10 @@ class SchemeContract:
         """Conservation over 20 steps with error feedback."""
         if fits(scheme, compressor):
             lockstep = Lockstep(workers, compressor, Residual(), scheme)
-            assert cases.lost(lockstep, 20) < cases.TOLERANCE[torch.float32]
+            lost = cases.lost(lockstep, 20)
+            what = f"after 20 steps {lost:.2g} of the gradient is neither applied nor in errors"
+            on = f"{compressor!r} and {workers} workers"
+            assert lost < cases.TOLERANCE[torch.float32], broken(scheme, "law 1", what, on)
 
     def test_2_replicas_get_the_same_bits(
         self, scheme: Scheme, compressor: Compressor, workers: int
@@ -59,31 +63,42 @@ class SchemeContract:
         lockstep = Lockstep(workers, compressor, None, scheme)
         for step in range(3):
             result = lockstep.step(cases.gradients(workers, step))
-            assert cases.flat(result.mean).isfinite().all()
+            what, on = (
+                f"the mean of step {step} is not finite",
+                f"{compressor!r}, {workers} workers",
+            )
+            assert cases.flat(result.mean).isfinite().all(), broken(scheme, "law 2", what, on)
 
     def test_2_replicas_get_the_same_bits_of_a_liar(
         self, scheme: Scheme, compressor: Compressor
     ) -> None:
         if fits(scheme, compressor):
-            with_liar(lambda: Lockstep(3, compressor, Residual(), scheme), self.examples)
+            who = (scheme, compressor)
+            with_liar(who, lambda: Lockstep(3, compressor, Residual(), scheme), self.examples)
 
     def test_2_without_compression_it_is_the_mean(self, scheme: Scheme, workers: int) -> None:
         """With ``Identity``, or ``TopK`` of all elements, any scheme returns the mean."""
         made = cases.gradients(workers, 0)
         all_of_it = Identity() if fits(scheme, Identity()) else TopK(1.0)
         result = Lockstep(workers, all_of_it, None, scheme).step(made)
-        torch.testing.assert_close(cases.flat(result.mean), cases.mean(made), rtol=1e-6, atol=1e-6)
+        gap = apart(cases.flat(result.mean), cases.mean(made), rtol=1e-6, atol=1e-6)
+        on = f"{all_of_it!r} and {workers} workers"
+        assert gap is None, broken(scheme, "law 2", f"the result is not the mean: {gap}", on)
 
     def test_3_refuses_what_cannot_work(self, scheme: Scheme, compressor: Compressor) -> None:
         message = refusal(scheme, compressor)
         if message is not None:
-            assert repr(compressor) in message
-            assert "use " in message.lower()
+            says = repr(compressor) in message and "use " in message.lower()
+            what = f"its refusal names no compressor, or nothing to use instead: {message!r}"
+            assert says, broken(scheme, "law 3", what, repr(compressor))
 
     def test_3_refuses_what_no_scheme_can(self, scheme: Scheme) -> None:
         """Collectives take no scheme; payloads that are not linear cannot be averaged."""
-        assert "no scheme" in (refusal(scheme, PowerSGD(2)) or "")
-        assert not (scheme.averages and fits(scheme, TopK(0.1)))
+        said = refusal(scheme, PowerSGD(2)) or ""
+        what = f"PowerSGD(2), which takes no scheme, is not refused as such, but with {said!r}"
+        assert "no scheme" in said, broken(scheme, "law 3", what)
+        what = "it averages payloads, but takes TopK(0.1), whose payloads have no mean"
+        assert not (scheme.averages and fits(scheme, TopK(0.1))), broken(scheme, "law 3", what)
 
 
 def refusal(scheme: Scheme, compressor: Compressor) -> str | None:

@@ -1,0 +1,29 @@
+"""Hook arguments: refuse those that would take DDP's only communication hook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+def refuse_other_hooks(owner: str, ddp_kwargs: Mapping[str, Any], instead: str) -> None:
+    """Raise ValueError if an argument registers another hook than the gradient exchange.
+
+    Args:
+        owner: the strategy's name.
+        ddp_kwargs: arguments of DDPStrategy and DistributedDataParallel.
+        instead: what to write for DDP's mixed precision.
+    """
+    taken = [name for name in _HOOK_ARGUMENTS if ddp_kwargs.get(name) is not None]
+    if taken:
+        raise ValueError(
+            f"{owner} got {taken[0]}={ddp_kwargs[taken[0]]!r}, but the gradient "
+            f"exchange is DDP's only hook. Remove {taken[0]}, or use Lightning's DDPStrategy."
+        )
+    if ddp_kwargs.get("mixed_precision") is not None:
+        raise ValueError(
+            f"{owner} got mixed_precision=..., which takes up DDP's only "
+            f"communication hook. Use {instead} instead."
+        )

@@ -1,0 +1,246 @@
+"""What a contract says of a plug-in that breaks a law: who, which law, for what, what happened."""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+from torch import Tensor
+
+import lightning_gc.testing.contracts as contracts
+from lightning_gc import AllGather, Codec, Contraction, Knob, Residual, TopK, Traits
+from lightning_gc.bucket import Bucket
+from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.flow import Flow, Payload
+from lightning_gc.memories.base import GradientExchange
+from lightning_gc.testing.contracts import CompressorContract, MemoryContract, SchemeContract
+from tests.contracts.test_plugins import BlockMeans
+
+
+@dataclass(frozen=True)
+class Largest(Codec):
+    """Send the greatest element and its position; keeps all laws."""
+
+    spare: int = 1
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("sparsifier", knob=Knob("spare", 1, 8, more="bytes", integer=True))
+
+    def wire(self, numel: int) -> Wire:
+        position = Field("position", torch.int64, self.spare, note="and spare ones")
+        return position, Field("value", torch.float32, 1)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        at = buffer.abs().argmax().view(1)
+        value = buffer[at].float()
+        buffer[at] -= value
+        return at.repeat(self.spare), value
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        at, value = payload
+        if not 0 <= int(at[0]) < out.numel():
+            raise ValueError(f"The payload names position {int(at[0])}, which is not there.")
+        out[at[0]] += scale * value[0]
+
+    def bound(self, numel: int) -> Contraction:
+        return Contraction(1 / numel)
+
+
+class LeavesAll(Largest):
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        return super().encode(buffer.clone(), bucket)
+
+
+class LeavesHalf(Largest):
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        at, value = super().encode(buffer, bucket)
+        buffer[at[0]] += value[0] / 2
+        return at, value
+
+
+class FailsAlone(Largest):
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        assert torch.is_tensor(buffer)
+        buffer[1:2].topk(1)  # nothing there where there is one element
+        return super().encode(buffer, bucket)
+
+
+class Overwrites(Largest):
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        out.zero_()
+        super().decode(payload, out, scale, bucket)
+
+
+class Boasts(Largest):
+    def bound(self, numel: int) -> Contraction:
+        return Contraction(1.0)
+
+
+class TurnsBackwards(Largest):
+    @property
+    def traits(self) -> Traits:
+        return Traits("sparsifier", knob=Knob("spare", 1, 8, more="compression", integer=True))
+
+
+class Undeclared(Largest):
+    def wire(self, numel: int) -> Wire:
+        position, value = super().wire(numel)
+        return position, Field("value", torch.float64, value.length)
+
+
+class Draws(Largest):
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        at, value = super().encode(buffer, bucket)
+        torch.rand(1)
+        return at, value
+
+
+class Trusts(Largest):
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        at, value = payload
+        out[at[0]] += scale * value[0]
+
+
+class Mumbles(Largest):
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        if not 0 <= int(payload[0][0]) < out.numel():
+            raise ValueError("bad")
+        super().decode(payload, out, scale, bucket)
+
+
+class KeepsNaN(BlockMeans):
+    kept: ClassVar[Tensor] = torch.zeros(())
+
+    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        yield from super().rounds(bucket, buffer, out)
+        self.kept.add_(out.sum() * 0)
+        out.add_(self.kept)
+
+
+class LosesErrors(BlockMeans):
+    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        yield from super().rounds(bucket, buffer, out)
+        buffer.zero_()
+
+
+class Forgets(Residual):
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        yield from exchange(state["error"].copy_(bucket.grad))
+
+
+class Adds(Residual):
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        bucket.grad.add_(state["error"])
+        yield from exchange(state["error"].copy_(bucket.grad))
+
+
+class Pushes(Residual):
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        yield from exchange(state["error"].add_(bucket.grad).add_(0.5))
+
+
+class Twice(Residual):
+    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
+        yield from exchange(state["error"].add_(bucket.grad))
+        yield from exchange(state["error"])
+
+
+class Sums(AllGather):
+    def flow(self, codec: Any, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        yield from super().flow(codec, bucket, buffer, out)
+        out.mul_(2)
+
+
+law = CompressorContract()
+memory = MemoryContract()
+TOP_K = TopK(0.1)
+
+BROKEN: dict[Callable[[], None], str] = {
+    lambda: law.test_1_takes_and_leaves_the_rest(LeavesAll(), 19): (
+        r"LeavesAll\(spare=1\) breaks law 1 for 'normal' of 19 elements: encode left in the buffer "
+        r"what it sent"
+    ),
+    lambda: law.test_1_takes_and_leaves_the_rest(LeavesHalf(), 19): (
+        r"law 1 for 'normal' of 19 .* do not sum to x: element \d+ is .* where it should be"
+    ),
+    lambda: law.test_2_adds(Overwrites(), 19): "law 2 .* decode does not add scale times",
+    lambda: law.test_3_keeps_its_bound(Boasts(), 19): (
+        r"law 3 for 'normal' of 19 elements: the squared error is .*, where bound\(\) allows 0 by "
+        r"Contraction\(delta=1.0\)"
+    ),
+    lambda: law.test_4_knob_moves_bytes_in_its_direction(TurnsBackwards()): (
+        r"law 4: Knob\('spare', more='compression'\) .* of 12, .*, 68 bytes: the other direction"
+    ),
+    lambda: law.test_5_payloads_are_as_declared(Undeclared(), 19): (
+        r"law 5 .*'value' is \(1,\) torch.float32, not Field"
+    ),
+    lambda: law.test_6_randomness_is_private(Draws()): "law 6: it drew from torch's global",
+    lambda: law.test_7_trusts_no_bytes(Trusts()): (
+        "law 7 for a damaged payload .*: IndexError in decode: .* raise ValueError with a sentence"
+    ),
+    lambda: law.test_7_trusts_no_bytes(Mumbles()): "law 7 .*'bad', does not say what is wrong",
+    lambda: law.test_nothing_is_lost(LosesErrors(), 2, torch.float32): (
+        "breaks a law of exchanges for 2 workers .*: after 20 steps .* neither applied nor in"
+    ),
+    lambda: law.test_collective_1_takes_and_leaves_the_rest(LosesErrors(), 2): (
+        "law 1 for 'normal' of 221 elements and 2 workers: .* holds what it did not send"
+    ),
+    lambda: law.test_8_recovers_from_a_liar(KeepsNaN()): "law 8 for nan in all of message 0 .*:",
+    lambda: memory.test_1_nothing_is_lost(Forgets(), TOP_K, 2, torch.float32): (
+        "law 1 for TopK.* and 2 workers .*: after 20 steps .* of the gradient is neither"
+    ),
+    lambda: memory.test_2_gradient_is_left_alone(Adds()): "law 2: flow changed the gradient",
+    lambda: memory.test_2_gradient_is_left_alone(Twice()): "law 2: flow calls exchange 2 times",
+    lambda: memory.test_3_zeros_stay_zeros(Pushes()): "law 3 .*: it exchanges up to 0.5",
+    lambda: SchemeContract().test_1_what_a_scheme_rounds_away_is_booked(Sums(), TOP_K, 2): (
+        r"Sums\(\) breaks law 1 for TopK"
+    ),
+    lambda: SchemeContract().test_2_without_compression_it_is_the_mean(Sums(), 2): (
+        "law 2 .*: the result is not the mean: element"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _first_find_will_do() -> Iterator[None]:
+    """Hypothesis looks for the smallest payload that breaks a law, for seconds."""
+    settings.register_profile("first find", phases=[Phase.generate])
+    settings.load_profile("first find")
+    yield
+    settings.load_profile("default")
+
+
+@pytest.mark.parametrize(("break_it", "sentence"), BROKEN.items(), ids=range(len(BROKEN)))
+def test_a_broken_law_is_a_sentence(break_it: Callable[[], None], sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence) as caught:
+        break_it()
+    first, *_ = str(caught.value).splitlines()
+    assert first.endswith("."), first
+
+
+def test_an_exception_of_the_plug_in_says_for_which_input() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        law.test_1_takes_and_leaves_the_rest(FailsAlone(), 1)
+    assert caught.value.__notes__ == [
+        "Raised by FailsAlone(spare=1) while law 1 was tested for 'normal' of 1 element."
+    ]
+
+
+def test_every_assertion_of_a_contract_speaks() -> None:
+    """Assertions outside of test files are not rewritten by pytest, and say nothing themselves."""
+    for file in Path(contracts.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            silent = isinstance(node, ast.Assert) and node.msg is None
+            assert not silent, f"{file.name}:{getattr(node, 'lineno', 0)} says nothing"
+
+
+@pytest.mark.nightly
+class TestLargest(CompressorContract):
+    """The unbroken one keeps them all."""
+
+    instances = (Largest(),)
