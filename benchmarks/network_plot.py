@@ -1,6 +1,7 @@
 """The picture of README: seconds per step on three links, from the rows of benchmarks/network.py.
 
-Two files are written, for light and for dark pages; both have transparent backgrounds.
+Files for light and for dark pages, with transparent backgrounds: the panels beside each other, and
+one below the other for narrow screens.
 """
 
 from __future__ import annotations
@@ -59,15 +60,19 @@ def in_words(found: dict[str, dict[str, float]]) -> str:
     return "; ".join(f"{link}: {text}" for link, text in shown.items())
 
 
-def draw(path: Path, found: dict[str, dict[str, float]], text: str) -> None:
+def draw(path: Path, found: dict[str, dict[str, float]], text: str, narrow: bool) -> None:
     """Write a panel per link, each with a scale of its own and the seconds beside the bars.
 
     Args:
         path: of the image.
         found: link -> row -> seconds per step.
         text: colour of everything that is written.
+        narrow: one panel below the other.
     """
-    figure, panels = plt.subplots(1, len(LINKS), figsize=(7.4, 2.3), sharey=True)
+    if narrow:
+        figure, panels = plt.subplots(len(LINKS), 1, figsize=(3.9, 5.4))
+    else:
+        figure, panels = plt.subplots(1, len(LINKS), figsize=(7.4, 2.3), sharey=True)
     places = range(len(METHODS))
     for axis, link in zip(panels, LINKS, strict=True):
         values = [found[link][method] for method in METHODS]
@@ -76,11 +81,11 @@ def draw(path: Path, found: dict[str, dict[str, float]], text: str) -> None:
         axis.set_title(link, color=text, fontsize=11)
         axis.set_xlim(0, 1.45 * max(values))
         axis.set_xticks([])
+        axis.set_yticks(places, [label for label, _ in METHODS.values()], color=text)
         axis.spines[:].set_visible(False)
-    panels[0].set_yticks(places, [label for label, _ in METHODS.values()], color=text)
-    panels[0].invert_yaxis()
-    for axis in panels:
         axis.tick_params(axis="y", length=0)
+        if narrow or axis is panels[0]:
+            axis.invert_yaxis()
     figure.tight_layout(pad=0.3, w_pad=1.0)
     about = {"Date": None, "Description": in_words(found)}
     figure.savefig(path, transparent=True, metadata=about)
@@ -88,13 +93,15 @@ def draw(path: Path, found: dict[str, dict[str, float]], text: str) -> None:
 
 
 def main() -> None:
-    """Draw both files."""
+    """Draw all four files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("results", type=Path, nargs="?", default=newest(), help="a JSON file")
     parser.add_argument("--out", type=Path, default=IMAGES, help="folder (default: docs/images)")
     options = parser.parse_args()
     for scheme, text in TEXT.items():
-        draw(options.out / f"network_{scheme}.svg", seconds(options.results), text)
+        for narrow, suffix in ((False, ""), (True, "_narrow")):
+            path = options.out / f"network_{scheme}{suffix}.svg"
+            draw(path, seconds(options.results), text, narrow)
 
 
 if __name__ == "__main__":
