@@ -44,7 +44,7 @@ class HouseStyle(griffe.Extension):
 
 
 def wire_formats(table: str) -> dict[str, str]:
-    """Return class -> Markdown, from a table with class and name, tensors and bytes in its columns."""
+    """Return class -> Markdown, from a table with class, tensors and bytes in its columns."""
     heading, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
     found = {}
     for link, tensors, nbytes in rows:

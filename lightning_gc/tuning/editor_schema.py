@@ -33,6 +33,6 @@ def editor_schema(modules: Sequence[str] = ()) -> dict[str, Any]:
             "pip install --upgrade 'jsonargparse[signatures]'."
         ) from error
     named = [found["properties"][strategy.__name__] for strategy in strategies]
-    strategy = {"anyOf": [{"type": "string"}, *named]}
-    trainer = {"type": "object", "properties": {"strategy": strategy}}
+    either = {"anyOf": [{"type": "string"}, *named]}
+    trainer = {"type": "object", "properties": {"strategy": either}}
     return {"type": "object", "properties": {"trainer": trainer}, "$defs": found["$defs"]}

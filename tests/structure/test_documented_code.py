@@ -101,7 +101,9 @@ def test_a_study_of_the_other_flavour(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     for name, code in scripts(ROOT / "docs" / "own-study.md").items():
         assert "pytorch_lightning" in code or name == "workers.py"
-        (tmp_path / name).write_text(code.replace("from pytorch_lightning", "from lightning.pytorch"))
+        (tmp_path / name).write_text(
+            code.replace("from pytorch_lightning", "from lightning.pytorch")
+        )
     for name in ("study.py", "workers.py"):
         run_in_processes(run_script, 1, str(tmp_path), name, 1)
 
@@ -162,4 +164,5 @@ def test_the_schema_for_editors_knows_the_file_of_the_page(
     for path, arguments in class_paths(strategy):
         unknown = arguments - known[path]
         assert unknown <= {"find_unused_parameters"}, path  # DDP's
-    assert {f"lightning_gc.{cls.__name__}" for cls in COMPRESSORS.values()} <= set(known)
+    classes = {f"lightning_gc.{cls.__name__}" for cls in COMPRESSORS.values()}
+    assert {"lightning_gc.SimulatedDDPStrategy", *classes} <= set(known)
