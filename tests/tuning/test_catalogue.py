@@ -201,7 +201,7 @@ def test_bars_do_not_break_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "own", lambda: [compressor_row("mine", Mine)])
     *_, line = rendering.markdown("own").splitlines()
     assert line.startswith(
-        "| [`Mine`][tests.tuning.test_catalogue.Mine]<br>`mine` | Send all, or &#124;nothing&#124;. *"
+        "| [`Mine`][tests.tuning.test_catalogue.Mine]<br>`mine` | Send all, or &#124;nothing&#124;."
     )
 
 
