@@ -137,5 +137,7 @@ def _label(figure: Any, axes: Any, found: Sequence[Row]) -> None:
             textcoords="offset points",
             fontsize=8,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},  # over grid and lines
-            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "0.5", "zorder": 1} if bottom > y else None,
+            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "0.5", "zorder": 1}
+            if bottom > y
+            else None,
         )

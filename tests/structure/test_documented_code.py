@@ -83,16 +83,20 @@ def test_code_on_pages_runs(page: Path, tmp_path: Path) -> None:
 @each_page
 def test_code_on_pages_runs_as_a_user_starts_it(page: Path, tmp_path: Path) -> None:
     for name in written(page, tmp_path):
-        tool = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if name.startswith("test_") else []
-        done = subprocess.run(
-            [sys.executable, *tool, name],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=110,
-            check=False,
-        )
-        assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
+        start(name, tmp_path)
+
+
+def start(name: str, folder: Path) -> None:
+    tool = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if name.startswith("test_") else []
+    done = subprocess.run(
+        [sys.executable, *tool, name],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.nightly
@@ -105,7 +109,7 @@ def test_a_study_of_the_other_flavour(tmp_path: Path) -> None:
             code.replace("from pytorch_lightning", "from lightning.pytorch")
         )
     for name in ("study.py", "workers.py"):
-        run_in_processes(run_script, 1, str(tmp_path), name, 1)
+        start(name, tmp_path)
 
 
 def fit_from_yaml(worker: int, folder: str) -> None:
