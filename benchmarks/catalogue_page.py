@@ -136,5 +136,8 @@ def _label(figure: Any, axes: Any, found: Sequence[Row]) -> None:
             xytext=(left - x, bottom - y),
             textcoords="offset points",
             fontsize=8,
-            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "0.5"} if bottom > y else None,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},  # over grid and lines
+            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "0.5", "zorder": 1}
+            if bottom > y
+            else None,
         )

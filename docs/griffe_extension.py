@@ -11,7 +11,7 @@ WIRE_TABLE = Path(__file__).parent / "tables" / "wire.md"
 """Wire formats of all compressors, read from ``wire(numel)`` by ``lightning-gc list wire``."""
 
 _BETWEEN = re.compile(r"; (?=[^;:]+: )")
-_LINK = re.compile(r"\[`(\w+)`\]\[lightning_gc\.compressors\.\1\]")
+_LINK = re.compile(r"\[`(\w+)`\]\[lightning_gc\.compressors\.\1\]<br>`\w+`")
 
 
 class HouseStyle(griffe.Extension):
@@ -44,14 +44,14 @@ class HouseStyle(griffe.Extension):
 
 
 def wire_formats(table: str) -> dict[str, str]:
-    """Return class -> Markdown, from a table with class, name, tensors and bytes in its columns."""
+    """Return class -> Markdown, from a table with class, tensors and bytes in its columns."""
     heading, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
     found = {}
-    for link, _, tensors, nbytes in rows:
+    for link, tensors, nbytes in rows:
         name = _LINK.fullmatch(link)
         if name is None:
             raise ValueError(f"{WIRE_TABLE}: {link} links to no compressor; run make docs-tables.")
         lines = [f"| {tensor} |" for tensor in _BETWEEN.split(tensors)]
         title = f"\n\n**Wire format** with default fields: {nbytes} bytes"
-        found[name[1]] = "\n".join([title, "", f"| {heading[2]} |", "| --- |", *lines])
+        found[name[1]] = "\n".join([title, "", f"| {heading[1]} |", "| --- |", *lines])
     return found

@@ -1,8 +1,9 @@
-"""The command ``lightning-gc``: tune, report, fit, bench, list."""
+"""The command ``lightning-gc``: tune, report, fit, schema, bench, list."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -93,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     add("config", type=Path, help="YAML as for LightningCLI; a section tune is ignored")
 
     add = command(
+        _schema,
+        "a JSON schema of trainer.strategy, for completion in editors",
+        "Print a JSON schema of trainer.strategy in a YAML file, for completion in editors.",
+    )
+    add("modules", nargs="*", metavar="MODULE", help="with classes of your own, to be imported")
+
+    add = command(
         _bench,
         "seconds per step on your machines and model, beside plain DDP and torch's hooks",
         "Train for some steps in turn without synchronisation, with plain DDP, with torch's fp16 "
@@ -179,6 +187,13 @@ def _fit(options: argparse.Namespace) -> int:
     except Exception:
         traceback.print_exc()  # the user's own code: all of it is of interest
         return FAILED
+    return OK
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from lightning_gc.tuning.editor_schema import editor_schema
+
+    sys.stdout.write(f"{json.dumps(editor_schema(options.modules), indent=1)}\n")
     return OK
 
 

@@ -41,17 +41,27 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
 
 
 def markdown(family: str) -> str:
-    """Return one family as a Markdown table. mkdocs-autorefs resolves its links on any page."""
+    """Return one family as a Markdown table. mkdocs-autorefs resolves its links on any page.
+
+    Few columns, so that none is off the screen: what belongs together shares a cell.
+    """
     table = []
     for row in FAMILIES[family]():
-        what = {} if family in _FIGURES else {"what": row.what}
-        cells = {heading: _on_page(text) for heading, text in {**what, **row.cells}.items()}
+        cells = {heading: _on_page(text) for heading, text in row.cells.items()}
         cells.pop("tuned", None)
-        link = f"[`{row.cls.__name__}`][{path_of(row.cls)}]"
-        table.append({"class": link, "name": f"`{row.name}`", **cells})
+        what = " ".join(filter(None, [_on_page(row.what), _cited(cells.pop("reference", ""))]))
+        if "scheme" in cells:
+            cells["memory, scheme"] = f"{cells.pop('memory')},<br>{cells.pop('scheme')}"
+        shown = {} if family in _FIGURES else {"what": what}
+        link = f"[`{row.cls.__name__}`][{path_of(row.cls)}]<br>`{row.name}`"
+        table.append({"class, name": link, **shown, **cells})
     columns = list(table[0])
     left = set(columns) - {"bits", "bytes"}
     return text_table.markdown(columns, [list(cells.values()) for cells in table], left)
+
+
+def _cited(reference: str) -> str:
+    return f"*{reference}*" if reference else ""
 
 
 def _on_page(text: str) -> str:

@@ -220,8 +220,12 @@ def _rows(row: Callable[[str, Any], Row], classes: Mapping[str, type]) -> list[R
     return [row(*item) for item in sorted(classes.items())]
 
 
+def _kind(row: Row) -> str:
+    return row.cells["kind"].partition(",")[0]
+
+
 FAMILIES: dict[str, Callable[[], list[Row]]] = {
-    "compressors": lambda: _rows(compressor_row, COMPRESSORS),
+    "compressors": lambda: sorted(_rows(compressor_row, COMPRESSORS), key=_kind),
     "memories": lambda: _rows(memory_row, MEMORIES),
     "schemes": lambda: _rows(scheme_row, SCHEMES),
     "controllers": lambda: _rows(

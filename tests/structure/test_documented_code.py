@@ -3,19 +3,26 @@
 Titled blocks are files, the other blocks of a page make one file, one after the other.
 """
 
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_gc import COMPRESSORS, cli
 from tests.support.processes import run_in_processes, without_others
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIG = re.compile(r'^```yaml title="(train.yaml)"\n(.*?)^```', re.S | re.M)
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.S | re.M)
 
 
@@ -50,7 +57,11 @@ def written(page: Path, folder: Path) -> dict[str, str]:
 
 
 WITH_CODE = [p for p in PAGES if scripts(p)]
-LONG = ("write-a-compressor.md",)  # all contracts; test_new_compressor.py has such a method by day
+LONG = (
+    "write-a-compressor.md",  # all contracts; test_new_compressor.py has such a method by day
+    "kinds-of-training.md",  # torch.compile; unused and frozen parameters are in tests/processes
+    "own-study.md",  # a dozen fits
+)
 each_page = pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.name)
 
 
@@ -72,13 +83,90 @@ def test_code_on_pages_runs(page: Path, tmp_path: Path) -> None:
 @each_page
 def test_code_on_pages_runs_as_a_user_starts_it(page: Path, tmp_path: Path) -> None:
     for name in written(page, tmp_path):
-        tool = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if name.startswith("test_") else []
-        done = subprocess.run(
-            [sys.executable, *tool, name],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=110,
-            check=False,
+        start(name, tmp_path)
+
+
+def start(name: str, folder: Path) -> None:
+    tool = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if name.startswith("test_") else []
+    done = subprocess.run(
+        [sys.executable, *tool, name],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_a_study_of_the_other_flavour(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    for name, code in scripts(ROOT / "docs" / "own-study.md").items():
+        assert "pytorch_lightning" in code or name == "workers.py"
+        (tmp_path / name).write_text(
+            code.replace("from pytorch_lightning", "from lightning.pytorch")
         )
-        assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
+    for name in ("study.py", "workers.py"):
+        start(name, tmp_path)
+
+
+def fit_from_yaml(worker: int, folder: str) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    assert cli.main(["fit", "train.yaml"]) == cli.OK
+
+
+def yaml_page(folder: Path) -> dict[str, Any]:
+    page = ROOT / "docs" / "from-yaml.md"
+    (found,) = CONFIG.findall(page.read_text())
+    (folder / found[0]).write_text(found[1])
+    written(page, folder)
+    loaded: dict[str, Any] = yaml.safe_load(found[1])
+    return loaded
+
+
+@pytest.mark.processes
+def test_the_file_of_the_page_from_yaml_trains(tmp_path: Path) -> None:
+    yaml_page(tmp_path)
+    run_in_processes(fit_from_yaml, 2, str(tmp_path))
+    (log,) = tmp_path.rglob("events.*")
+    events = EventAccumulator(str(log)).Reload()
+    first, *_, last = (event.value for event in events.Scalars("compression/ratio"))
+    assert 1 < first < 10 < last  # the controller's first level and its last
+
+
+def class_paths(part: Any) -> Iterator[tuple[str, set[str]]]:
+    """Yield each class of a file with the names of its arguments."""
+    if isinstance(part, dict):
+        if "class_path" in part:
+            yield part["class_path"], set(part.get("init_args", ()))
+        for value in part.values():
+            yield from class_paths(value)
+
+
+def schemas(part: Any) -> Iterator[tuple[str, set[str]]]:
+    """Yield each class of a schema with the names of the arguments that it takes."""
+    if isinstance(part, dict):
+        named = part.get("properties", {})
+        if "const" in named.get("class_path", {}):
+            yield named["class_path"]["const"], set(named["init_args"].get("properties", ()))
+        for value in part.values():
+            yield from schemas(value)
+    if isinstance(part, list):
+        for value in part:
+            yield from schemas(value)
+
+
+def test_the_schema_for_editors_knows_the_file_of_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = yaml_page(tmp_path)["trainer"]["strategy"]
+    assert cli.main(["schema"]) == cli.OK
+    known = dict(schemas(json.loads(capsys.readouterr().out)))
+    for path, arguments in class_paths(strategy):
+        unknown = arguments - known[path]
+        assert unknown <= {"find_unused_parameters"}, path  # DDP's
+    classes = {f"lightning_gc.{cls.__name__}" for cls in COMPRESSORS.values()}
+    assert {"lightning_gc.SimulatedDDPStrategy", *classes} <= set(known)
