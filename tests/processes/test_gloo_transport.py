@@ -82,7 +82,7 @@ def test_gloo_equals_the_simulator(workers: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_gloo_equals_the_simulator_for_all(workers: int) -> None:
     assert_equal(workers, MANY, steps=4, timeout=250)

@@ -13,7 +13,7 @@ from tests.support.processes import run_in_processes
 from tests.support.scripts.survivor import train
 from tests.support.survival import finish, one_round
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 def survive(worker: int, folder: Path) -> str:

@@ -93,7 +93,7 @@ def start(name: str, folder: Path) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
         check=False,
     )
     assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"

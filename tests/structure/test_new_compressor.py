@@ -104,7 +104,7 @@ def run(tree: Path, *command: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

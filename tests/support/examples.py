@@ -32,7 +32,7 @@ def as_script(name: str, options: tuple[Any, ...], *_: Any) -> Ended:
         [sys.executable, EXAMPLES / f"{name}.py", *map(str, options)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
         check=False,
     )
     return Ended(done.returncode, done.stdout, done.stderr)

@@ -54,7 +54,7 @@ def finish(folder: Path) -> list[str]:
     """Start a run, or go on with one, and leave it alone; return what its workers ended with."""
     with hold_port() as held:
         run = start(folder, held.getsockname()[1])
-        output, _ = run.communicate(timeout=100)
+        output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
     return sorted(line for line in output.splitlines() if " ended with " in line)
 
@@ -62,7 +62,7 @@ def finish(folder: Path) -> list[str]:
 def disturb(folder: Path, run: subprocess.Popen[str], draw: random.Random) -> str:
     """Wait until training is under way, then hit one worker; return what was done."""
     files = [folder / "pid0", folder / "pid1"]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not all(file.is_file() and file.read_text() for file in files):
         assert time.monotonic() < deadline, "training does not begin"
         assert run.poll() is None, run.communicate()[0]
