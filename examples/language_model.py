@@ -22,10 +22,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from perplexity_table import READING, plot, tabulate
 from pytorch_lightning.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Column, Table
 from shared import check_replicas, command_line, hush, option
 from text import Corpus, Text, load
 from torch import Tensor, nn
@@ -83,8 +83,7 @@ def methods(settings: Settings) -> dict[str, tuple[Compressor, Controller | None
     }
 
 
-SHORT = ("dense", "topk", "total_error", "qsgd")
-LONG_EPOCHS = 18
+LONG = 18  # epochs
 
 
 class LanguageModel(pl.LightningModule):
@@ -246,60 +245,22 @@ def train(name: str, corpus: Corpus, settings: Settings) -> dict[str, Any]:
     }
 
 
-def tabulate(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows as a table to print."""
-    shown = {
-        "test_perplexity": ".2f",
-        "wire_bytes_per_step": ",.0f",
-        "ratio": ".1f",
-        "density": ".3%",
-        "seconds_per_step": ".3f",
-    }
-    headings = [Column(name.replace("_", " "), justify="right") for name in shown]
-    method = Column("method", no_wrap=True)
-    table = Table(method, *headings, title="What one worker sends, and what was learnt")
-    for row in rows:
-        table.add_row(row["name"], *(format(row[name], how) for name, how in shown.items()))
-    return table
-
-
-READING = (
-    "perplexity: of the next word, in text held out. Lower is better; seeds differ by a point.",
-    "wire bytes: what a worker really sent in a step, with lengths and scales.",
-    "ratio: dense bytes over wire bytes, of the whole run. density: share of elements sent.",
-    "seconds: on this machine's loopback interface, where sending is all but free, so that "
-    "compression can only cost. What slow links make of it: README, and docs/will-it-help.md.",
-    "Next: CompressedDDPStrategy(QSGD(bits=4)) as the strategy of your own Trainer.",
-)
-"""What the table's columns mean, and what to do next."""
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw test perplexity against bytes; lower left is better."""
-    from matplotlib.figure import Figure  # not needed in the workers, which import this file
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for row in rows:
-        x, y = row["wire_bytes_per_step"], row["test_perplexity"]
-        axes.scatter(x, y, s=50)
-        axes.annotate(row["name"], (x, y), xytext=(0, 8), textcoords="offset points", ha="center")
-    axes.set(xscale="log", xlabel="bytes sent per step and worker", ylabel="test perplexity")
-    axes.margins(0.15)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-
-
 def arguments() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = command_line(__doc__, Settings)
     add = parser.add_argument
     add("--data", type=Path, help="folder with train.txt, valid.txt, test.txt (also .gz)")
     names = list(methods(Settings()))
-    add("--methods", nargs="+", choices=names, default=SHORT, help="(default: all but the last)")
-    add("--long", action="store_true", help=f"by default {LONG_EPOCHS} epochs, with every method")
+    add(
+        "--methods",
+        nargs="+",
+        choices=names,
+        default=names[:-1],
+        help="(default: all but the last)",
+    )
+    add("--long", action="store_true", help=f"{LONG} epochs of every method")
     if parser.parse_known_args()[0].long:
-        parser.set_defaults(epochs=LONG_EPOCHS, methods=names)
+        parser.set_defaults(epochs=LONG, methods=names)
     return parser
 
 
@@ -307,8 +268,7 @@ def main() -> None:
     """Train with every method, then write the table, the plot and the summary."""
     parser = arguments()
     options = vars(parser.parse_args())
-    data, names = options.pop("data"), options.pop("methods")
-    options.pop("long")
+    data, names, _ = (options.pop(name) for name in ("data", "methods", "long"))
     try:
         settings = Settings(**options)
         methods(settings)  # what cannot be is said before anything is read
@@ -321,8 +281,7 @@ def main() -> None:
     console.print(f"{len(corpus.train):,} words to train on, {len(corpus.words):,} different ones")
     rows = [train(name, corpus, settings) for name in names]
     console.print(tabulate(rows))
-    for line in READING:
-        console.print(line, highlight=False)
+    console.print(READING, highlight=False)
     (settings.out / "summary.json").write_text(json.dumps({"rows": rows}, indent=2) + "\n")
     plot(rows, settings.out / "perplexity_vs_bytes.png")
     console.print(f"Wrote {settings.out}/summary.json and perplexity_vs_bytes.png. Curves:")

@@ -60,7 +60,7 @@ def test_every_public_class_is_imported_by_its_package(package) -> None:
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         loaded = importlib.import_module(module.name)
         for name, value in vars(loaded).items():
-            if not inspect.isclass(value) or inspect.isabstract(value):
+            if not inspect.isclass(value) or inspect.isabstract(value) or name.startswith("_"):
                 continue
             if issubclass(value, FAMILIES):
                 home = ".".join(value.__module__.split(".")[:2])

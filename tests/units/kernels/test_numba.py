@@ -11,9 +11,12 @@ from lightning_gc import QSGD, Cast
 from lightning_gc.coding import payload_validation
 from lightning_gc.coding.bit_packing import packed_bytes
 from lightning_gc.kernels import bfloat16, dequantise, dispatch, quantise
-from tests.support.kernel_device import same, tensors
+from tests.support.kernel_device import INTERPRETED, same, tensors
 
-pytestmark = pytest.mark.skipif(find_spec("numba") is None, reason="needs the extra fast: numba")
+pytestmark = [
+    pytest.mark.skipif(find_spec("numba") is None, reason="needs the extra fast: numba"),
+    pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter comes first"),
+]
 SIZES = [1, 7, 8, 2047, 2048, 2 * 2048 + 13, 70_000]
 
 
