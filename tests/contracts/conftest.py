@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_gc import QSGD, Cast, EFSignSGD, PowerSGD, TopK
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.testing.contracts import DecoderContract, MemoryContract, SchemeContract
 from lightning_gc.testing.contracts.memory import refused
 from lightning_gc.testing.contracts.scheme import fits
 
+ROUNDED_BY_DAY = (TopK, QSGD, PowerSGD, EFSignSGD, Cast)
 CONTRACTS = (DecoderContract, MemoryContract, SchemeContract)
 Case = dict[str, Any]
 
@@ -52,13 +54,14 @@ def is_late(law: str, case: Case) -> bool:
     One worker, and three, whose shards differ in length, show what goes wrong with two or four as
     well. In schemes, which share the work out, two and three do, and all four numbers get the same
     bits. Means are rounded to bfloat16 whatever the memory, and not for a worker alone. What one
-    worker loses shows in ``test_combinations.py``.
+    worker loses shows in ``test_combinations.py``. What rounds means is one line of the engine, so
+    one compressor of each kind meets it by day.
     """
     workers, rounded = case.get("workers"), case.get("dtype") == torch.bfloat16
     if "scheme" in case:
         return law.startswith("test_1") and workers in (1, 4)
     if law == "test_nothing_is_lost":
-        return workers != 3
+        return workers != 3 or (rounded and type(case["conserving"]) not in ROUNDED_BY_DAY)
     return workers in (2, 4) or (rounded and (workers == 1 or "memory" in case))
 
 

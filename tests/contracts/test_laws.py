@@ -15,7 +15,7 @@ from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH, ONE_MEMORY_EACH
 
 class TestCompressors(CompressorContract):
     instances = ONE_EACH
-    examples = 25
+    examples = 15
 
 
 @pytest.mark.nightly
