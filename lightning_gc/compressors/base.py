@@ -86,8 +86,7 @@ class Compressor(Settings, abc.ABC):
         """Return a codec of the bucket of ``parts`` that makes one payload of theirs.
 
         Args:
-            parts: ascending, with compressors of this class; other elements of the bucket are to be
-                left alone.
+            parts: ascending; other elements of the bucket are to be left alone.
 
         Returns:
             None if each part has a payload of its own.

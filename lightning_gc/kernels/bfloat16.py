@@ -40,7 +40,8 @@ def add(out: Tensor, values: Tensor, scale: float) -> None:
         >>> out
         tensor([1.5000, 2.0000])
     """
-    if compiled(out) and values.dtype == torch.bfloat16 and values.is_contiguous():
+    same = values.dtype == torch.bfloat16 and values.shape == out.shape
+    if same and compiled(out) and values.is_contiguous():
         from lightning_gc.kernels.numba_kernels.bfloat16 import add as program
 
         program(out, values, scale)

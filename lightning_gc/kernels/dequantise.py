@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.coding.bit_packing import packed_bytes, unpack
-from lightning_gc.kernels.dispatch import compiled, fused
-from lightning_gc.kernels.quantise import in_blocks, pieces
+from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.quantise import in_blocks, in_one_pass, pieces
 
 Check = Callable[[Tensor, int, Tensor], Tensor]
 
@@ -58,7 +58,7 @@ def dequantise(
     expected = packed_bytes(out.numel(), bits)
     if packed.shape != (expected,):
         raise ValueError(f"The codes take {expected} bytes, but {tuple(packed.shape)} have come.")
-    if compiled(out) and compiled(norms) and packed.is_contiguous() and bits <= 8:
+    if in_one_pass(out, norms, block_size, bits) and packed.is_contiguous():
         from lightning_gc.kernels.numba_kernels.dequantise import dequantise as host_program
 
         if host_program(packed, norms, block_size, bits, out, scale) <= 2**bits - 2:

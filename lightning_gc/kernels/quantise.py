@@ -57,7 +57,7 @@ def quantise(
         from lightning_gc.kernels.triton_kernels.quantise import quantise as program
 
         return program(buffer, norms, block_size, bits, noise)
-    if _in_one_pass(buffer, norms, bits) and not isinstance(noise, Tensor):
+    if in_one_pass(buffer, norms, block_size, bits) and not isinstance(noise, Tensor):
         from lightning_gc.kernels.numba_kernels.quantise import quantise as host_program
 
         return host_program(buffer, norms, block_size, bits, noise)
@@ -89,8 +89,10 @@ def _rows_largest(blocks: Tensor) -> Tensor:
     return torch.maximum(low.neg_(), high)
 
 
-def _in_one_pass(buffer: Tensor, norms: Tensor, bits: int) -> bool:
-    return compiled(buffer) and compiled(norms) and bits <= 8
+def in_one_pass(flat: Tensor, norms: Tensor, block_size: int, bits: int) -> bool:
+    """Return whether numba's kernels take these, which check no index themselves."""
+    whole = norms.shape == (-(-flat.numel() // block_size),)
+    return whole and bits <= 8 and compiled(flat) and compiled(norms)
 
 
 def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, slice]]:

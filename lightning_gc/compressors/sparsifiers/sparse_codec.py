@@ -69,7 +69,17 @@ class SparseCodec(Codec):
     def sent(self, payload: Payload, numel: int) -> int:
         return payload[0].numel()
 
+    @property
+    def own_payload(self) -> bool:
+        """Whether a subclass encodes or decodes otherwise, so that payloads cannot be joined."""
+        ours, own = SparseCodec, type(self)
+        return own.encode is not ours.encode or own.decode is not ours.decode
+
     def joined(self, parts: tuple[Part, ...]) -> Codec | None:
+        codecs = [part.codec for part in parts if isinstance(part.codec, SparseCodec)]
+        alike = len(codecs) == len(parts) and len({codec.sent_dtype for codec in codecs}) == 1
+        if not alike or any(codec.own_payload for codec in codecs):
+            return None
         return _JointSelection(parts)
 
 

@@ -35,7 +35,7 @@ def _round_off(x, bits, rounded):
 
 @jit
 def _upper_half(bits, rounded):
-    """Round to the nearest, and halves to even; NaN becomes the one that torch makes."""
+    """Round to the nearest, and halves to even; NaN stays NaN."""
     for i in range(bits.size):
         x = bits[i]
         nearest = (x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)

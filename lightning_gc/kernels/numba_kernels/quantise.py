@@ -102,7 +102,7 @@ def _pack(codes, size, bits, packed):
     if bits == 8:
         packed[:] = codes[:size]
     elif bits == 4:
-        codes[size] = 0 if size < CHUNK else codes[size]
+        codes[size : size + size % 2] = 0
         _pack_pairs(codes, packed)
     else:
         codes[size : (size + 7) // 8 * 8] = 0

@@ -16,10 +16,11 @@ from lightning_gc import (
     SizeSwitch,
     TopK,
 )
+from lightning_gc.bucket import Bucket
 from lightning_gc.coding import elias_fano
 from lightning_gc.compressors import SIDCo
 from lightning_gc.engine import Engine
-from lightning_gc.flow import Gather, Mean, resume
+from lightning_gc.flow import Gather, Mean, Payload, resume
 from lightning_gc.memories import Memory
 from lightning_gc.transports import Simulated
 
@@ -111,3 +112,25 @@ def test_what_is_sent_dense_stays_so_whatever_positions_arrive() -> None:
     assert resume(flow, [[values, positions, *flag]]) is None
     assert (grad[1100:1200] == 9).all()
     assert torch.equal(grad[1200:1230], dense)
+
+
+@dataclass(frozen=True)
+class Halved(TopK):
+    """Adds half of what is sent: a plug-in with a decoder of its own."""
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        super().decode(payload, out, scale / 2, bucket)
+
+
+@dataclass(frozen=True)
+class ByShape(SizeSwitch):
+    """Sends values of large tensors in 16 bits: not all parts have payloads of one dtype."""
+
+    def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
+        return TopK(0.05, "bfloat16" if shape == (40, 30) else "float32")
+
+
+@pytest.mark.parametrize("inner", [Halved(0.05), ByShape(TopK(0.05))], ids=repr)
+def test_what_cannot_be_joined_is_not(inner: Compressor) -> None:
+    ours, slow = (train(PerParameter(inner), Residual(), apart) for apart in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(ours, slow, strict=True))

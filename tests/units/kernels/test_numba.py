@@ -118,3 +118,12 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         monkeypatch.undo()
         dispatch._numba_works.cache_clear()
+
+
+def test_lengths_that_do_not_fit_are_left_to_torch() -> None:
+    """The kernels check no index."""
+    packed, norms = torch.zeros(2500, dtype=torch.uint8), torch.ones(3)
+    with pytest.raises(RuntimeError):
+        dequantise.dequantise(packed, norms, 64, 4, torch.zeros(5000), 1.0, unchecked)
+    with pytest.raises(RuntimeError):
+        bfloat16.add(torch.zeros(5000), torch.zeros(10, dtype=torch.bfloat16), 1.0)
