@@ -59,7 +59,7 @@ def drawn(numel: int, draws: int) -> dict[str, list[Tensor]]:
 def trained(steps: int) -> Iterator[dict[str, Tensor]]:
     """Train the LSTM of the network benchmark; yield its matrices' gradients after each step."""
     torch.manual_seed(0)
-    module, loader = build("lstm8", 0, 1, steps)
+    module, loader = build("lstm8", steps, 1)
     optimizer = module.configure_optimizers()
     for batch in loader:
         optimizer.zero_grad()

@@ -20,6 +20,7 @@ hush()
 MODELS = {
     "lstm8": "LSTM, 4.45 M parameters, batch 8",
     "lstm32": "LSTM, 4.45 M parameters, batch 32",
+    "gpt": "transformer, 5.73 M parameters, batch 8",
     "resnet18": "ResNet-18, batch 16",
     "mlp": "MLP, 25 M parameters, batch 32",
 }
@@ -27,11 +28,17 @@ WORDS, HIDDEN, BPTT = 10_000, 300, 35
 
 
 class Network(LightningModule):
-    """Trains by SGD."""
+    """Trains by SGD, or by another optimizer."""
 
-    def __init__(self, net: nn.Module, rate: float, clip: float | None) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        rate: float,
+        clip: float | None,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    ) -> None:
         super().__init__()
-        self.net, self.rate, self.clip = net, rate, clip
+        self.net, self.rate, self.clip, self.optimizer = net, rate, clip, optimizer
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         """Return the mean cross-entropy."""
@@ -39,8 +46,8 @@ class Network(LightningModule):
         return nn.functional.cross_entropy(outputs.flatten(0, -2), batch[1].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
-        return torch.optim.SGD(self.parameters(), self.rate)
+        """Return it with its defaults, at the learning rate."""
+        return self.optimizer(self.parameters(), lr=self.rate)  # type: ignore[call-arg]
 
 
 class Words(nn.Module):
@@ -55,6 +62,31 @@ class Words(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         """Return logits, ``(columns, steps, words)``."""
         hidden, _ = self.lstm(self.embedding(words))
+        logits: Tensor = hidden @ self.embedding.weight.t()
+        return logits
+
+
+class Transformer(nn.Module):
+    """A small GPT: pre-norm blocks, learnt positions, the embedding tied."""
+
+    def __init__(self, width: int = 256, layers: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.positions = nn.Embedding(BPTT, width)
+        block = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(
+            block, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
+        for weight in (self.embedding.weight, self.positions.weight):
+            nn.init.normal_(weight, std=0.02)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(BPTT))
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return logits, ``(columns, steps, words)``."""
+        hidden = self.embedding(words) + self.positions.weight
+        hidden = self.blocks(hidden, self.mask, is_causal=True)
         logits: Tensor = hidden @ self.embedding.weight.t()
         return logits
 
@@ -99,18 +131,19 @@ class Pairs(Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[index], self.classes[index]
 
 
-def build(name: str, worker: int, workers: int, steps: int) -> tuple[Network, DataLoader[Any]]:
-    """Return a new model and this worker's batches for so many steps."""
+def build(name: str, steps: int, seed: int) -> tuple[Network, DataLoader[Any]]:
+    """Return a new model and batches for so many steps, drawn by a seed."""
+    if name == "gpt":
+        module = Network(Transformer(), 1e-3, 1.0, torch.optim.AdamW)
+        return module, DataLoader(Chain(8 * steps, seed), 8)
     if name.startswith("lstm"):
         batch = int(name[4:])
         module = Network(Words(), rate=30.0, clip=0.25)
-        return module, DataLoader(Chain(batch * steps, worker + 1), batch)
+        return module, DataLoader(Chain(batch * steps, seed), batch)
     if name == "resnet18":
         net = resnet(3, 10, width=64, stages=4, blocks=2)
-        return Network(net, 0.05, None), DataLoader(
-            Pairs(16 * steps, (3, 32, 32), 10, worker + 1), 16
-        )
+        return Network(net, 0.05, None), DataLoader(Pairs(16 * steps, (3, 32, 32), 10, seed), 16)
     width = 2236
     layers = [m for _ in range(5) for m in (nn.Linear(width, width), nn.ReLU())]
     net = nn.Sequential(*layers, nn.Linear(width, 10))
-    return Network(net, 0.05, None), DataLoader(Pairs(32 * steps, (width,), 10, worker + 1), 32)
+    return Network(net, 0.05, None), DataLoader(Pairs(32 * steps, (width,), 10, seed), 32)

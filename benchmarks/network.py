@@ -3,12 +3,10 @@
 Each worker is a process in a network namespace; the links are shaped. For every link and model one
 run takes all methods by turns, several times over: no synchronisation at all, which is the limit;
 plain DDP; torch's fp16 hook; torch's PowerSGD hook of rank 2 (in one bucket, for with several it
-can dead-lock over Gloo); and ours. Lightning trains in all of them, with gradients as views of
-buckets. Loopback knows no congestion, and all workers share this machine's cores: ratios within a
-run are what counts.
-
-With --quality each method also trains from the same weights, and the loss of its last steps is
-shown. Needs Linux, root and iproute2.
+can dead-lock over Gloo); with --grace DIR three of GRACE's; and ours. Lightning trains in all of
+them, with gradients as views of buckets. Loopback knows no congestion, and all workers share this
+machine's cores: ratios within a run are what counts. How far a step gets is another question, which
+time_to_loss.py asks. Needs Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,64 +25,13 @@ import torch
 import torch.distributed as dist
 from models import MODELS, build
 from namespaces import INTERFACE, Link, check_privileges, launch, network
+from network_methods import LIMIT, METHODS, check_methods, make_strategy
 from pytorch_lightning import Trainer
-from pytorch_lightning.strategies import SingleDeviceStrategy
 
-from lightning_gc import (
-    QSGD,
-    Cast,
-    CompressedDDPStrategy,
-    Compressor,
-    HardThreshold,
-    Identity,
-    PowerSGD,
-    SparseReduce,
-    TopK,
-    TwoShot,
-)
-from lightning_gc.bench.baselines import BASELINES, NONE, baseline_strategy
+from lightning_gc.bench.baselines import NONE
 from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
 from lightning_gc.bench.table import COLUMNS, cells
 from lightning_gc.text_table import markdown
-
-LIMIT = timedelta(seconds=120)
-OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
-    "Identity()": (Identity(), {}),
-    "Cast()": (Cast(), {}),
-    "QSGD(4)": (QSGD(4), {}),
-    "TopK(0.01)": (TopK(0.01), {}),
-    "TopK(0.01), bfloat16": (TopK(0.01, value_dtype="bfloat16"), {}),
-    "TopK(0.01), bfloat16, sampled": (
-        TopK(0.01, value_dtype="bfloat16", selection="sampled"),
-        {},
-    ),
-    "TopK(0.01), bfloat16, TwoShot": (
-        TopK(0.01, value_dtype="bfloat16"),
-        {"scheme": TwoShot()},
-    ),
-    "TopK(0.01), bfloat16, SparseReduce": (
-        TopK(0.01, value_dtype="bfloat16"),
-        {"scheme": SparseReduce()},
-    ),
-    "HardThreshold(0.004)": (HardThreshold(0.004), {}),
-    "PowerSGD(2)": (PowerSGD(2), {}),
-}
-METHODS = [*BASELINES, *OURS]
-
-
-def make_strategy(method: str) -> Any:
-    """Return a new strategy."""
-    settings: dict[str, Any] = {
-        "process_group_backend": "gloo",
-        "timeout": LIMIT,
-        "gradient_as_bucket_view": True,  # for all of them: no copies into buckets and back
-    }
-    if method == NONE:
-        return SingleDeviceStrategy("cpu")
-    if method in BASELINES:
-        return baseline_strategy(method, **settings)
-    compressor, more = OURS[method]
-    return CompressedDDPStrategy(compressor, **settings, **more)
 
 
 def counter(_: Any = None) -> int:
@@ -93,20 +39,38 @@ def counter(_: Any = None) -> int:
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
-def turn(method: str, model: str, steps: int) -> StepTimer:
-    """Train from the same weights with a method."""
+def turn(
+    method: str,
+    model: str,
+    steps: int,
+    grace: Path | None = None,
+    *,
+    rate: float = 1.0,
+    seed: int = 0,
+) -> StepTimer:
+    """Train with a method.
+
+    Args:
+        method: one of ``METHODS``.
+        model: one of ``MODELS``.
+        steps: how many.
+        grace: a checkout of GRACE, for its methods.
+        rate: times the model's learning rate.
+        seed: of the weights, equal on all workers, and of the data.
+    """
     worker, workers = dist.get_rank(), dist.get_world_size()
     alone = method == NONE  # Lightning clears these variables after every fit
     os.environ |= {"WORLD_SIZE": "1" if alone else str(workers), "LOCAL_RANK": "0"}
     os.environ["NODE_RANK"] = "0" if alone else str(worker)
-    torch.manual_seed(0)
-    module, loader = build(model, worker, workers, steps)
+    torch.manual_seed(seed)
+    module, loader = build(model, steps, seed * workers + worker + 1)
+    module.rate *= rate
     watch = StepTimer(counter)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         num_nodes=1 if alone else workers,
-        strategy=make_strategy(method),
+        strategy=make_strategy(method, grace),
         callbacks=[watch],
         max_steps=steps,
         use_distributed_sampler=False,
@@ -125,21 +89,20 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all methods by turns, in one worker."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=LIMIT)
-    found: dict[str, Any] = {m: {"seconds": [], "bytes": [], "loss": None} for m in options.methods}
+    found: dict[str, Any] = {m: {"seconds": [], "bytes": []} for m in options.methods}
     for _ in range(options.rounds):
         for method in options.methods:
-            watch = turn(method, options.model[0], WARMUP_STEPS + options.steps)
+            steps = WARMUP_STEPS + options.steps
+            watch = turn(method, options.model[0], steps, options.grace)
             row = found[method]
             row["seconds"] += watch.seconds[WARMUP_STEPS:]
             row["bytes"].append(watch.bytes_per_step())
-    for method in options.methods if options.quality else []:
-        found[method]["loss"] = statistics.mean(turn(method, options.model[0], 200).losses[-20:])
     dist.destroy_process_group()
     return found
 
 
 def summary(answers: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return per method the median seconds of a step, bytes and loss: means over workers."""
+    """Return per method the median seconds and bytes of a step: means over workers."""
     rows: dict[str, dict[str, float]] = {}
     for method in answers[0]:
         own = [answer[method] for answer in answers]
@@ -147,8 +110,6 @@ def summary(answers: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             "seconds": statistics.mean(statistics.median(row["seconds"]) for row in own),
             "bytes": statistics.mean(statistics.median(row["bytes"]) for row in own),
         }
-        if own[0]["loss"] is not None:
-            rows[method]["loss"] = statistics.mean(row["loss"] for row in own)
     return rows
 
 
@@ -161,16 +122,17 @@ def parse() -> argparse.Namespace:
     add("--delay-ms", type=float, default=0.0, help="added to every packet, one way")
     add("--loss", type=float, default=0.0, help="share of packets lost")
     add("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    add("--methods", nargs="+", choices=METHODS, default=METHODS)
+    add("--methods", nargs="+", choices=METHODS, help="all that can be measured, if left out")
     add("--rounds", type=int, default=3, help="turns of each method")
     add("--steps", type=int, default=15, help="measured steps of a turn")
-    add("--quality", action="store_true", help="also train 200 steps each and show the loss")
+    add("--grace", type=Path, metavar="DIR", help="a checkout of GRACE, to measure it too")
     results = Path(__file__).with_name("results")
     add("--out", type=Path, default=results, help="folder of the dated files")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 2:
         parser.error("--rounds must be at least 1 and --steps at least 2.")
+    options.methods = check_methods(parser, options.methods, options.grace)
     return options
 
 
@@ -188,7 +150,7 @@ def main() -> None:
             for model in options.model:
                 arguments = ["--worker", f"--rounds={options.rounds}", f"--steps={options.steps}"]
                 arguments += ["--model", model, "--methods", *options.methods]
-                arguments += ["--quality"] if options.quality else []
+                arguments += [f"--grace={options.grace}"] if options.grace else []
                 with network(workers, link) as spaces:
                     rows = summary(launch(__file__, arguments, spaces, timeout=3000))
                 found.append({"workers": workers, "link": str(link), "model": model, "rows": rows})

@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import network as bench
 import torch
 import torch.distributed as dist
 from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network
+from network_methods import LIMIT, METHODS, make_strategy
 from pytorch_lightning import Callback, Trainer
 
 from lightning_gc.bench.baselines import NONE, PLAIN
@@ -69,13 +69,13 @@ def turn(method: str, model: str, steps: int, trace: Path | None) -> dict[str, l
     os.environ |= {"WORLD_SIZE": "1" if alone else str(workers), "LOCAL_RANK": "0"}
     os.environ["NODE_RANK"] = "0" if alone else str(worker)
     torch.manual_seed(0)
-    module, loader = build(model, worker, workers, WARMUP_STEPS + steps)
+    module, loader = build(model, WARMUP_STEPS + steps, worker + 1)
     watch, clock = StepTimer(lambda _: 0), Clock(trace)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         num_nodes=1 if alone else workers,
-        strategy=bench.make_strategy(method),
+        strategy=make_strategy(method),
         callbacks=[watch, clock],
         max_steps=WARMUP_STEPS + steps,
         use_distributed_sampler=False,
@@ -93,7 +93,7 @@ def turn(method: str, model: str, steps: int, trace: Path | None) -> dict[str, l
 def work(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all methods by turns, in one worker."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=bench.LIMIT)
+    dist.init_process_group("gloo", timeout=LIMIT)
     found: dict[str, dict[str, list[float]]] = {}
     for number in range(options.rounds):
         for method in (NONE, *options.methods):
@@ -135,7 +135,7 @@ def main() -> None:
     add = parser.add_argument
     add("--mbit", type=float, default=1000.0, help="speed of the links (default: %(default)s)")
     default = [PLAIN, "Identity()", "QSGD(4)", "TopK(0.01)"]
-    add("--methods", nargs="+", choices=bench.METHODS, default=default)
+    add("--methods", nargs="+", choices=METHODS, default=default)
     add("--model", choices=MODELS, default="resnet18", help="(default: %(default)s)")
     add("--rounds", type=int, default=3, help="turns of each method")
     add("--steps", type=int, default=10, help="measured steps of a turn")

@@ -51,7 +51,7 @@ class Run:
 
     def __init__(self, model: str, method: str, verify: Any, steps: int) -> None:
         torch.manual_seed(0)
-        module, loader = build(model, dist.get_rank(), WORKERS, steps)
+        module, loader = build(model, steps, dist.get_rank() + 1)
         self.module, self.batches = module, iter(loader)
         self.ddp = DistributedDataParallel(module.net, gradient_as_bucket_view=True)
         self.handle = attach(self.ddp, METHODS[method], verify=verify)

@@ -1,0 +1,83 @@
+"""What the network benchmark measures: the limit, what torch and GRACE have, and ours."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from grace import HELPER, SETTINGS, GraceStrategy, has_grace
+from pytorch_lightning.strategies import SingleDeviceStrategy
+
+from lightning_gc import (
+    QSGD,
+    Cast,
+    CompressedDDPStrategy,
+    Compressor,
+    HardThreshold,
+    Identity,
+    PowerSGD,
+    SparseReduce,
+    TopK,
+    TwoShot,
+)
+from lightning_gc.bench.baselines import BASELINES, NONE, baseline_strategy
+
+LIMIT = timedelta(seconds=120)
+OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
+    "Identity()": (Identity(), {}),
+    "Cast()": (Cast(), {}),
+    "QSGD(4)": (QSGD(4), {}),
+    "TopK(0.01)": (TopK(0.01), {}),
+    "TopK(0.01), bfloat16": (TopK(0.01, value_dtype="bfloat16"), {}),
+    "TopK(0.01), bfloat16, sampled": (
+        TopK(0.01, value_dtype="bfloat16", selection="sampled"),
+        {},
+    ),
+    "TopK(0.01), bfloat16, TwoShot": (
+        TopK(0.01, value_dtype="bfloat16"),
+        {"scheme": TwoShot()},
+    ),
+    "TopK(0.01), bfloat16, SparseReduce": (
+        TopK(0.01, value_dtype="bfloat16"),
+        {"scheme": SparseReduce()},
+    ),
+    "HardThreshold(0.004)": (HardThreshold(0.004), {}),
+    "PowerSGD(2)": (PowerSGD(2), {}),
+}
+METHODS = [*BASELINES, *SETTINGS, *OURS]
+
+
+def check_methods(
+    parser: argparse.ArgumentParser, chosen: list[str] | None, grace: Path | None
+) -> list[str]:
+    """Return the methods to measure; leave with a sentence if GRACE is among them but not here."""
+    if grace is not None and not has_grace(grace):
+        parser.error(f"--grace {grace}: no {HELPER} in it; give the folder of a checkout.")
+    if grace is None and any(method in SETTINGS for method in chosen or ()):
+        parser.error("GRACE's methods need a checkout of it: --grace DIR.")
+    possible = [m for m in METHODS if grace is not None or m not in SETTINGS]
+    return chosen or possible
+
+
+def make_strategy(method: str, grace: Path | None = None) -> Any:
+    """Return a new strategy.
+
+    Args:
+        method: one of ``METHODS``.
+        grace: a checkout of GRACE, for its methods.
+    """
+    settings: dict[str, Any] = {
+        "process_group_backend": "gloo",
+        "timeout": LIMIT,
+        "gradient_as_bucket_view": True,  # for all of them: no copies into buckets and back
+    }
+    if method == NONE:
+        return SingleDeviceStrategy("cpu")
+    if method in BASELINES:
+        return baseline_strategy(method, **settings)
+    if grace is not None and method in SETTINGS:
+        return GraceStrategy(grace, method, **settings)
+    compressor, more = OURS[method]
+    return CompressedDDPStrategy(compressor, **settings, **more)
