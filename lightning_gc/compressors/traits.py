@@ -69,7 +69,7 @@ class Traits:
     """What a compressor is. Wrappers hand on the traits of the compressor inside.
 
     Attributes:
-        kind: the family; quantisers default to ``TwoShot``, sparsifiers to ``AllGather``.
+        kind: the family, which decides on the default scheme.
         linear: payloads of several workers may be averaged before they are decoded.
         unbiased: the expectation of what is sent is the gradient; error feedback is not needed.
         elementwise: elements are independent, so a bucket need not be cut into parameters.

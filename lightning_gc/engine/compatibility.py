@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from lightning_gc.compressors import Collective, Compressor, PerParameter, SizeSwitch
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.memories import MEMORIES, Memory
-from lightning_gc.schemes import AllGather, AllReduce, Scheme, TwoShot
+from lightning_gc.schemes import AllGather, AllGatherOrTwoShot, AllReduce, Scheme, TwoShot
 
 
 def combine(
@@ -15,7 +16,8 @@ def combine(
 
     Memory: the one that the compressor names, else ``Residual()`` for biased compressors and
     ``NoMemory()`` for unbiased ones. Scheme: ``AllReduce()`` for linear compressors, ``TwoShot()``
-    for quantisers, ``AllGather()`` for the rest, none for a ``Collective``.
+    for votes, ``AllGatherOrTwoShot()`` for other quantisers, ``AllGather()`` for the rest, none for
+    a ``Collective``.
 
     Raises:
         ValueError: a scheme that does not work with the compressor, a memory that corrects momentum
@@ -28,10 +30,7 @@ def combine(
     if scheme is not None:
         scheme.check(compressor)
     elif not isinstance(compressor.method, Collective):
-        if traits.linear:
-            scheme = AllReduce()
-        else:
-            scheme = TwoShot() if traits.kind == "quantiser" else AllGather()
+        scheme = _default_scheme(traits)
     if memory.corrects_momentum and traits.unbiased:
         raise ValueError(
             f"{memory!r} corrects the momentum that waits in the error, but {compressor!r} is "
@@ -43,6 +42,15 @@ def combine(
             f"of what was; use NoMemory(), or EFSignSGD() for signs with error feedback."
         )
     return compressor, memory, scheme
+
+
+def _default_scheme(traits: Traits) -> Scheme:
+    if traits.linear:
+        return AllReduce()
+    if traits.kind != "quantiser":
+        return AllGather()
+    # The second encoding of ``TwoShot`` makes a majority of votes, which a mean is not.
+    return AllGatherOrTwoShot() if traits.conserves else TwoShot()
 
 
 def by_default(compressor: Compressor) -> Compressor:

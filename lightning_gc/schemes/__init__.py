@@ -3,6 +3,7 @@
 from lightning_gc.registry import concrete as _concrete
 from lightning_gc.registry import export as _export
 from lightning_gc.schemes.all_gather import AllGather as AllGather
+from lightning_gc.schemes.all_gather_or_two_shot import AllGatherOrTwoShot as AllGatherOrTwoShot
 from lightning_gc.schemes.all_reduce import AllReduce as AllReduce
 from lightning_gc.schemes.base import Scheme as Scheme
 from lightning_gc.schemes.sparse_reduce import SparseReduce as SparseReduce

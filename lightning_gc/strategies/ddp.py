@@ -42,7 +42,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming, Joining):
         memory: the error feedback rule. Default: ``Residual()`` for biased compressors,
             ``NoMemory()`` for unbiased ones.
         scheme: how payloads become a mean. Default: ``AllReduce()`` for linear compressors,
-            ``TwoShot()`` for quantisers, ``AllGather()`` for sparsifiers.
+            ``AllGatherOrTwoShot()`` for quantisers, ``AllGather()`` for sparsifiers.
         controller: chooses levels, epoch by epoch; None keeps the compressor's own.
         seed: of the compressor's private random numbers, equal on all workers.
         state: errors in checkpoints. ``"full"``: every worker's, each in its own file in the folder

@@ -75,7 +75,7 @@ def test_names_of_ScaledSign() -> None:
     strategy = StrategyRegistry.get("compressed_ddp_scaled_sign")
     assert repr(strategy.compressor).startswith("PerParameter(inner=SizeSwitch(inner=ScaledSign()")
     assert repr(strategy.memory) == "Residual(decay=1.0, lr_aware=False, gain=1.0)"
-    assert repr(strategy.scheme) == "TwoShot()"
+    assert repr(strategy.scheme) == "AllGatherOrTwoShot()"
 """
 
 

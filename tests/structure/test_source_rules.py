@@ -24,7 +24,8 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
-AbsoluteError AllGather AllReduce Blockwise8Bit ByteCodes Cast Choice Codec Collective
+AbsoluteError AllGather AllGatherOrTwoShot AllReduce Blockwise8Bit ByteCodes Cast Choice Codec
+Collective
 CompressedDDPStrategy CompressedFabricStrategy CompressionMonitor Compressor Contraction ErrorReset
 Estimating
 GlobalMomentum HardThreshold Identity Knob LocalMomentum LowRank Memory MomentumCorrection Multiple

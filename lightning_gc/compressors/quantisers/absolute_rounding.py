@@ -51,8 +51,9 @@ class AbsoluteRounding(Codec):
 
     Error feedback is the default, although C is unbiased: the errors of T steps are then no more
     than those of one, and without it up to T times as much. Under ``AllGather()`` an element's
-    error is below a step on every worker; under ``TwoShot``, the default, the mean is rounded again
-    and that is W times as much on the worker that owns the shard, so two steps in the mean.
+    error is below a step on every worker; under ``TwoShot``, the default among more than two
+    workers, the mean is rounded again, and that is W times as much on the worker that owns the
+    shard, so two steps in the mean.
 
     Args:
         step: in units of the (unscaled) gradient, in 1e-37..1e38. Higher means more compression. A

@@ -29,7 +29,7 @@ class Cast(Codec):
     65,504 and tiny ones less precisely. The difference stays in the error.
 
     It is not linear: averaging 16-bit numbers rounds at every addition, in nobody's error. The
-    default scheme, ``TwoShot``, adds in float32, with the volume of a 16-bit ring all-reduce.
+    default scheme adds in float32, with the volume of a 16-bit ring all-reduce.
 
     Args:
         dtype: ``"bfloat16"`` or ``"float16"``.

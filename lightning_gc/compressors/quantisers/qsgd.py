@@ -42,9 +42,9 @@ class QSGD(BlockwiseLevels):
 
     The defaults, the largest magnitude in blocks of 512, are those of the paper's experiments; its
     theory, and surveys, have ``norm="l2"``, where ``E‖error‖²`` may be ``√d/s`` times ``‖x‖²``. The
-    paper's Elias coding of the codes is not here. Under ``TwoShot``, the default scheme, each
-    worker's shard has blocks and norms of its own, and the mean is rounded a second time; under
-    ``AllGather()`` every worker's tensor is rounded once, and bytes grow with their number.
+    paper's Elias coding of the codes is not here. Under ``TwoShot``, the default among more than
+    two workers, each worker's shard has blocks and norms of its own, and the mean is rounded a
+    second time; under ``AllGather()`` every worker's tensor is rounded once, and bytes grow with W.
 
     Raises:
         ValueError: ``bits`` outside 2..16, ``block_size`` below 1, an unknown ``norm``.

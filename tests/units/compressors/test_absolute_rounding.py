@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import AbsoluteRounding, AllGather, HardThreshold, NoMemory, Residual, TwoShot
+from lightning_gc import (
+    AbsoluteRounding,
+    AllGather,
+    AllGatherOrTwoShot,
+    HardThreshold,
+    NoMemory,
+    Residual,
+)
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.flow import Payload
 from lightning_gc.testing import Lockstep
@@ -165,7 +172,7 @@ def test_double_precision() -> None:
 
 
 def test_defaults_and_refusals() -> None:
-    assert combine(AbsoluteRounding())[1:] == (Residual(), TwoShot())
+    assert combine(AbsoluteRounding())[1:] == (Residual(), AllGatherOrTwoShot())
     for step in (0.0, -1.0, math.nan, math.inf, 1e-40):
         with pytest.raises(ValueError, match="multiples of the step"):
             AbsoluteRounding(step)

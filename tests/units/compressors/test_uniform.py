@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import QSGD, AllGather, NoMemory, Residual, TwoShot, Uniform
+from lightning_gc import QSGD, AllGather, AllGatherOrTwoShot, NoMemory, Residual, Uniform
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -73,8 +73,8 @@ def test_stochastic_is_qsgd(arguments: tuple[int, int, str]) -> None:
 
 
 def test_rounding_decides_on_the_memory() -> None:
-    assert combine(Uniform())[1:] == (Residual(), TwoShot())
-    assert combine(Uniform(rounding="stochastic"))[1:] == (NoMemory(), TwoShot())
+    assert combine(Uniform())[1:] == (Residual(), AllGatherOrTwoShot())
+    assert combine(Uniform(rounding="stochastic"))[1:] == (NoMemory(), AllGatherOrTwoShot())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
