@@ -43,7 +43,7 @@ def step(engines, grads):
 
 
 def largest_allocation(compressor):
-    """Return bytes of the largest in a third step of two workers, in multiples of the gradient's."""
+    """Return the largest of two workers' third step, in multiples of the gradient."""
     engines = [Engine(by_default(compressor), worker=i, workers=2) for i in range(2)]
     draw = torch.Generator().manual_seed(0)
     for _ in range(2):
