@@ -135,6 +135,7 @@ def test_an_exception_within_a_step_says_that_errors_are_lost(tmp_path: Path) ->
     assert resumed[0]["rounds"][0] > 7
 
 
+@pytest.mark.nightly
 def test_an_exception_on_one_worker_saves_what_that_one_has(tmp_path: Path) -> None:
     """Nobody else answers, so saving must not wait for them; Lightning does so afterwards."""
     options: dict[str, Any] = {

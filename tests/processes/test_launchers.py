@@ -45,6 +45,7 @@ def test_a_script_that_starts_the_other_workers() -> None:
     assert launch(SCRIPT, "pytorch_lightning", "popen", "topk") > 10
 
 
+@pytest.mark.nightly
 def test_torchrun_by_name() -> None:
     """With the name of a strategy, in the other flavour."""
     ratio = launch(*TORCHRUN, SCRIPT, "lightning.pytorch", "by-name", "compressed_ddp")

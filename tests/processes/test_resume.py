@@ -81,7 +81,7 @@ def assert_resumed(
         assert found == [], case
 
 
-@pytest.mark.parametrize("first", range(2))
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_memories_and_kinds_of_compressors(tmp_path: Path, first: int) -> None:
     assert_resumed(tmp_path, FEW[first::2], 110)
 

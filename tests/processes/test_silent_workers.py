@@ -62,6 +62,7 @@ def test_the_others_end_with_an_error(model: type[Books]) -> None:
     assert seconds < 30
 
 
+@pytest.mark.nightly
 def test_a_worker_may_be_late() -> None:
     """Later than the timeout of a collective: nobody counts as lost before the first one."""
     assert run_in_processes(train_late, 2) == [True, True]

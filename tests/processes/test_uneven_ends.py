@@ -96,7 +96,11 @@ def test_a_step_without_a_loss_is_refused_by_lightning() -> None:
             assert "returning None in distributed training is not supported" in message
 
 
-@pytest.mark.parametrize("uneven", [{"batches": (6, 4)}, {"stops": (0, 2)}], ids=str)
+@pytest.mark.parametrize(
+    "uneven",
+    [{"batches": (6, 4)}, pytest.param({"stops": (0, 2)}, marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_a_worker_that_ends_early(uneven: dict[str, Any]) -> None:
     """Plain DDP fails where training goes on; ours on both, within the timeout, and says why."""
     assert any("RuntimeError" in message for message, _ in run("plain DDP", **uneven))

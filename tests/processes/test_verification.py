@@ -121,13 +121,15 @@ def test_without_verification_nobody_notices() -> None:
     assert ends[0][1] == ends[2][1] != ends[1][1]
 
 
-def test_damaged_messages_are_named_with_their_sender() -> None:
-    cases = [(compressor, "payload", True) for compressor in METHODS]
-    found = run_in_processes(in_turn, 3, cases)
-    for (compressor, *_), ends in zip(cases, zip(*found, strict=True), strict=True):
-        errors = [error for error, _, _ in ends]
-        assert errors[1].startswith(f"MessageError in step {HIT}: What worker 0 has"), compressor
-        assert all(error.startswith("PeerError") for error in (errors[0], errors[2])), compressor
+@pytest.mark.parametrize(
+    "compressor",
+    [pytest.param(c, marks=() if c == QSGD(4) else pytest.mark.nightly) for c in METHODS],
+    ids=repr,
+)
+def test_damaged_messages_are_named_with_their_sender(compressor: Compressor) -> None:
+    errors = [end[0][0] for end in run_in_processes(in_turn, 3, [(compressor, "payload", True)])]
+    assert errors[1].startswith(f"MessageError in step {HIT}: What worker 0 has")
+    assert all(error.startswith("PeerError") for error in (errors[0], errors[2]))
 
 
 @pytest.mark.nightly

@@ -61,6 +61,7 @@ LONG = (
     "write-a-compressor.md",  # all contracts; test_new_compressor.py has such a method by day
     "kinds-of-training.md",  # torch.compile; unused and frozen parameters are in tests/processes
     "own-study.md",  # a dozen fits
+    "tune.md",  # a study of each method; tests/tuning has studies by day
 )
 each_page = pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.name)
 

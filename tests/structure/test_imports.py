@@ -54,6 +54,7 @@ except ImportError as error:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs both flavours")
+@pytest.mark.nightly
 def test_names_are_registered_in_a_lightning_that_is_imported_later() -> None:
     code = """
 import sys, lightning_gc

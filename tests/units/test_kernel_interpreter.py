@@ -16,11 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "chosen", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)]
-)
-def test_kernels_in_the_interpreter(chosen: str) -> None:
-    tests = ["tests/units/kernels", "-m", chosen]
+@pytest.mark.nightly
+def test_kernels_in_the_interpreter() -> None:
+    tests = ["tests/units/kernels", "-m", "nightly or not nightly"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider"],
         cwd=ROOT,
