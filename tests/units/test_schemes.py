@@ -1,8 +1,9 @@
-"""What schemes count: the elements and bytes of the first encoding, once."""
+"""What schemes count, and which one quantisers have."""
 
+import pytest
 import torch
 
-from lightning_gc import QSGD, AllGather, TopK, TwoShot
+from lightning_gc import QSGD, AllGather, Scheme, SignSGD, TopK, TwoShot
 from lightning_gc.compressors import Codec
 from lightning_gc.testing import Lockstep
 
@@ -18,3 +19,26 @@ def test_the_second_encoding_is_not_counted() -> None:
             whole = sum(field.nbytes for field in codec.wire(2048))
             assert tally.elements == 2048
             assert abs(tally.payload_bytes - whole) <= 0.02 * whole
+
+
+def stepped(workers: int, scheme: Scheme | None) -> tuple[torch.Tensor, list[int], int]:
+    """Return mean, bytes sent and encodings of a step of QSGD."""
+    draw = torch.Generator().manual_seed(0)
+    group = Lockstep(workers, QSGD(4, 64), None, scheme)
+    chosen = group.engines[0].scheme
+    assert chosen is not None
+    result = group.step([{"w": torch.randn(32, 64, generator=draw)} for _ in range(workers)])
+    return result.mean["w"], result.wire_bytes, chosen.encodings(workers)
+
+
+@pytest.mark.parametrize(("workers", "like"), [(1, AllGather()), (2, AllGather()), (3, TwoShot())])
+def test_two_workers_gather_and_more_use_shards(workers: int, like: Scheme) -> None:
+    mean, sent, encodings = stepped(workers, None)
+    expected, *counts = stepped(workers, like)
+    assert torch.equal(mean, expected)
+    assert [sent, encodings] == counts
+
+
+def test_votes_are_counted_by_shards_between_two_as_well() -> None:
+    """A mean of two signs that differ would be zero, which is no vote."""
+    assert Lockstep(2, SignSGD()).engines[0].scheme == TwoShot()
