@@ -134,10 +134,11 @@ def written(instance: Any) -> str:
 def memory_row(name: str, cls: type[Memory]) -> Row:
     """Return which laws a memory keeps, and what it costs."""
     memory = cls()
+    each = 4 if memory.stored is None else memory.stored.bytes_per_element
     cells = {
         "conserves": "yes" if memory.conserves else "no",
         "feeds back": "yes" if memory.feeds_back else "no",
-        "bytes per parameter": str(4 * len(memory.buffers)),
+        "bytes per parameter": f"{each * len(memory.buffers):.3g}",
         "fields": _fields(cls),
     }
     return Row(name, cls, cells)

@@ -31,6 +31,11 @@ def combine(
         scheme.check(compressor)
     elif not isinstance(compressor.method, Collective):
         scheme = _default_scheme(traits)
+    if memory.stored is not None and (memory.lr_aware or memory.common):
+        raise ValueError(
+            f"{memory!r} keeps in fewer bits what is rescaled with the learning rate or equal on "
+            f"all workers, which each worker would round anew; keep it in float32 (stored=None)."
+        )
     if memory.corrects_momentum and traits.unbiased:
         raise ValueError(
             f"{memory!r} corrects the momentum that waits in the error, but {compressor!r} is "

@@ -11,12 +11,14 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import Compressor
 from lightning_gc.engine.compatibility import combine
-from lightning_gc.engine.error_buffers import ErrorBuffers, to_host
+from lightning_gc.engine.error_buffers import Buffers, ErrorBuffers, to_host
 from lightning_gc.engine.exchange import BucketExchange
 from lightning_gc.engine.guard import Guard
 from lightning_gc.engine.learning_rates import LearningRates
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.loss_scaling import LossScaling
+from lightning_gc.engine.made import Made
+from lightning_gc.engine.narrow_buffers import NarrowBuffers
 from lightning_gc.engine.state_structure import (
     ERRORS,
     FINITE,
@@ -97,7 +99,7 @@ class Engine:
         self.workers = workers
         self.seed = seed
         self.levels = Levels(compressor)
-        self.buffers = ErrorBuffers(self.memory.buffers)
+        self.buffers = _buffers(self.memory)
         self.compressor_state: dict[str, dict[str, Any]] = {}
         self.rounds = Rounds()
         self.loss_scaling = LossScaling()
@@ -162,8 +164,8 @@ class Engine:
             self.statistics.epoch.see_gradient(bucket)
 
         state = self.buffers.flat(bucket) if self.memory.buffers else {}
-        if self.loss_scaling.revocable:
-            self.loss_scaling.back_up(state.values())
+        if state and self.loss_scaling.revocable:
+            self.loss_scaling.back_up(self.buffers.live(bucket))
         resting = self.learning_rates.back_up(bucket, self.buffers) if self.memory.lr_aware else []
         held = guard.hold(self._besides_error(state)) if guard is not None else []
         exchange = BucketExchange(bucket, self.levels, self.scheme, guard, self.statistics)
@@ -174,6 +176,8 @@ class Engine:
             guard.release(held)
         for live, copy in resting:
             live.copy_(copy)
+        if state:
+            self.buffers.keep(bucket, state)
 
         kept = bool(self.memory.buffers)
         if self.statistics.norms_wanted or self.statistics.epoch is not None:
@@ -224,11 +228,15 @@ class Engine:
         """
         self.levels.set(level, levels)
 
-    def errors(self) -> dict[str, Tensor]:
-        """Return the errors by parameter name, as views in the parameters' shapes."""
+    def errors(self) -> Mapping[str, Tensor]:
+        """Return the errors by parameter name, in the parameters' shapes.
+
+        Views; where the memory keeps them in fewer bits, made when they are asked for.
+        """
         if not self.memory.buffers:
             return {}
-        return {name: kept[self.memory.buffers[0]] for name, kept in self.buffers.named.items()}
+        first = self.memory.buffers[0]
+        return Made(self.buffers.named, lambda kept: kept[first])
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all state: tensors, numbers and strings only.
@@ -260,3 +268,9 @@ class Engine:
         rounds = self.rounds  # the next round is a new one, even if it has the same step
         rounds.step, rounds.opened = step, -1
         rounds.ended = rounds.advanced = rounds.begun
+
+
+def _buffers(memory: Memory) -> Buffers:
+    if memory.stored is None:
+        return ErrorBuffers(memory.buffers)
+    return NarrowBuffers(memory.buffers, memory.stored)

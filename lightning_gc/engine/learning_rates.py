@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.engine.error_buffers import ErrorBuffers
+from lightning_gc.engine.error_buffers import Buffers
 
 
 class LearningRates:
@@ -20,7 +20,7 @@ class LearningRates:
         self.now: dict[str, float] = {}
         self.of_errors: dict[str, float] = {}
 
-    def follow(self, buffers: ErrorBuffers) -> None:
+    def follow(self, buffers: Buffers) -> None:
         """Rescale errors to the learning rates ``now``; a rate of 0 is ignored."""
         for name, rate in self.now.items():
             if rate == 0:
@@ -31,7 +31,7 @@ class LearningRates:
                 for kept in buffers.named.get(name, {}).values():
                     kept.mul_(ratio)
 
-    def back_up(self, bucket: Bucket, buffers: ErrorBuffers) -> list[tuple[Tensor, Tensor]]:
+    def back_up(self, bucket: Bucket, buffers: Buffers) -> list[tuple[Tensor, Tensor]]:
         """Return errors of parameters with learning rate 0, and copies to restore after the round.
 
         In units of the update, a step at learning rate 0 changes no error. The gradient is sent all

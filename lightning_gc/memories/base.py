@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow, Reply, Request
+from lightning_gc.memories.storage import Storage
 from lightning_gc.search_space import Choice, Range
 from lightning_gc.settings import Settings
 
@@ -41,7 +42,8 @@ class Memory(Settings, abc.ABC):
     """Decides what is compressed, given the gradient and the errors of earlier steps.
 
     Subclasses are frozen dataclasses of settings. Their state is a few flat buffers, one element
-    per gradient element, float32 or wider, initially zero, kept by the engine by parameter name.
+    per gradient element, float32 or wider, initially zero, kept by the engine by parameter name,
+    between steps in fewer bits where ``stored`` says so.
 
     Laws, each held by a test of the same number in ``lightning_gc.testing``:
 
@@ -49,6 +51,8 @@ class Memory(Settings, abc.ABC):
        plus the mean over workers of the errors is the sum of the mean gradients.
     2. ``flow`` does not change the gradient; only the exchange does.
     3. Zero gradients and a zero state give a zero buffer.
+    4. What is ``stored`` in fewer bits is rounded without bias, by less than one step; and storing
+       what has been restored changes nothing.
 
     Attributes:
         buffers: names of the flat buffers. The first one is the error, which ``flow`` exchanges.
@@ -62,6 +66,8 @@ class Memory(Settings, abc.ABC):
             multiplies them by γ_{t−1}/γ_t when a parameter's learning rate changes.
         common: those of ``buffers`` that are equal on all workers, computed from the mean.
         space: settings worth tuning, with their ranges.
+        stored: how buffers are kept between steps; None: in float32 or wider. Not for those that
+            are ``lr_aware`` or ``common``.
         reads_weights: ``flow`` reads ``bucket.weights``.
         lookahead: share of its error by which a worker moves its weights during its forward and
             backward pass.
@@ -77,6 +83,10 @@ class Memory(Settings, abc.ABC):
     @property
     def conserves(self) -> bool:
         return True
+
+    @property
+    def stored(self) -> Storage | None:
+        return None
 
     @property
     def reads_weights(self) -> bool:

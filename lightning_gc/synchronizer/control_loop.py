@@ -306,7 +306,7 @@ class ControlLoop:
         }
 
 
-def _norms(named: dict[str, Tensor]) -> dict[str, float]:
+def _norms(named: Mapping[str, Tensor]) -> dict[str, float]:
     if not named:
         return {}
     norms = torch.stack([torch.linalg.vector_norm(tensor) for tensor in named.values()])

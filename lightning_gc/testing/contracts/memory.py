@@ -13,6 +13,7 @@ from lightning_gc.compressors import QSGD, Compressor, HardThreshold, RandomK, T
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.flow import Reply, Request
 from lightning_gc.memories import Memory
+from lightning_gc.memories.storage import Storage
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.sentences import broken, unequal
 from lightning_gc.testing.lockstep import Lockstep
@@ -75,6 +76,24 @@ class MemoryContract:
         what = f"it exchanges up to {float(sent.abs().max()):.2g}"
         assert not sent.any(), broken(memory, "law 3", what, "zero gradients and a zero state")
 
+    def test_4_what_is_stored_in_fewer_bits(self, memory: Memory) -> None:
+        """Rounded by less than a step, without bias; what has been restored stays as it is."""
+        if memory.stored is None:
+            return
+        storage = memory.stored
+        for kind, x in cases.tensors(storage.padded(200)).items():
+            once = stored(storage, x, 0)
+            over = (once - x).abs() >= storage.step(x).clamp_min(torch.finfo(x.dtype).tiny)
+            what = f"storing moves {int(over.sum())} of {x.numel()} elements by a step or more"
+            assert not over.any(), broken(memory, "law 4", what, repr(kind))
+            gap = unequal(stored(storage, once, 1), once)
+            what = f"storing what has been restored changes it: {gap}"
+            assert gap is None, broken(memory, "law 4", what, repr(kind))
+        x = cases.tensors(storage.padded(200))["normal"]
+        fair = cases.unbiased(lambda seed: stored(storage, x, seed), x, 400)
+        what = "the mean of 400 that were stored is not what was stored, by over 4 sigma"
+        assert fair, broken(memory, "law 4", what)
+
     def test_state_survives_a_round_trip(self, memory: Memory, compressor: Compressor) -> None:
         if refused(memory, compressor):
             return
@@ -101,6 +120,13 @@ def refused(memory: Memory, compressor: Compressor) -> bool:
     except ValueError:
         return True
     return False
+
+
+def stored(storage: Storage, x: Tensor, seed: int) -> Tensor:
+    """Return ``x`` as it is after it has been stored."""
+    kept = storage.zeros(x.numel(), x.device)
+    storage.store(x, kept, seed)
+    return storage.restored(kept)
 
 
 def run(memory: Memory, bucket: Bucket, state: dict[str, Tensor]) -> Tensor:
