@@ -202,6 +202,8 @@ class Engine:
 
     def _besides_error(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """Return this worker's own buffers; none if there is only an error, which is set aside."""
+        if not self.memory.holds_idle:
+            return []
         own = [state[name] for name in self.memory.buffers if name not in self.memory.common]
         return own if len(self.memory.buffers) > 1 else []
 

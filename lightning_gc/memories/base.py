@@ -29,9 +29,9 @@ class GradientExchange(Protocol):
             buffer: ``(numel,)``, changed in place.
 
         Returns:
-            ``(numel,)``, unscaled; not to be changed. It overwrites ``bucket.grad`` if that has at
-            least 32 bits per element. Simulated workers other than worker 0 get it only if the
-            memory declares ``common`` buffers.
+            ``(numel,)``, unscaled. It overwrites ``bucket.grad`` if that has at least 32 bits per
+            element. Only what is the same on all workers, a ``common`` buffer, may be added to it,
+            in place. Simulated workers other than worker 0 get it only if there are such buffers.
         """
 
     def dense(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
@@ -66,6 +66,8 @@ class Memory(Settings, abc.ABC):
             multiplies them by γ_{t−1}/γ_t when a parameter's learning rate changes.
         common: those of ``buffers`` that are equal on all workers, computed from the mean.
         space: settings worth tuning, with their ranges.
+        holds_idle: where a parameter has no gradient on a worker, its buffers, but the error and
+            common ones, are put back after the round.
         stored: how buffers are kept between steps; None: in float32 or wider. Not for those that
             are ``lr_aware`` or ``common``.
         reads_weights: ``flow`` reads ``bucket.weights``.
@@ -78,6 +80,7 @@ class Memory(Settings, abc.ABC):
     corrects_momentum: bool = False
     lr_aware: bool = False
     common: tuple[str, ...] = ()
+    holds_idle: bool = True
     space: tuple[Range | Choice, ...] = ()
 
     @property
