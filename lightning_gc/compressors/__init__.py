@@ -16,9 +16,13 @@ from lightning_gc.compressors.low_rank.powersgd import PowerSGD as PowerSGD
 from lightning_gc.compressors.quantisers.absolute_rounding import (
     AbsoluteRounding as AbsoluteRounding,
 )
+from lightning_gc.compressors.quantisers.bin_means import BinMeans as BinMeans
 from lightning_gc.compressors.quantisers.blockwise_8bit import Blockwise8Bit as Blockwise8Bit
+from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseCodes as BlockwiseCodes
 from lightning_gc.compressors.quantisers.cast import Cast as Cast
+from lightning_gc.compressors.quantisers.dynamic_tree import DynamicTree as DynamicTree
 from lightning_gc.compressors.quantisers.ecqsgd import ECQSGD as ECQSGD
+from lightning_gc.compressors.quantisers.float4 import Float4 as Float4
 from lightning_gc.compressors.quantisers.float8 import Float8 as Float8
 from lightning_gc.compressors.quantisers.int8 import Int8 as Int8
 from lightning_gc.compressors.quantisers.integer_qsgd import IntegerQSGD as IntegerQSGD
@@ -33,16 +37,28 @@ from lightning_gc.compressors.signs.one_bit_sgd import OneBitSGD as OneBitSGD
 from lightning_gc.compressors.signs.sign_sgd import SignSGD as SignSGD
 from lightning_gc.compressors.signs.signum import Signum as Signum
 from lightning_gc.compressors.sparsifiers.adacomp import AdaComp as AdaComp
+from lightning_gc.compressors.sparsifiers.chunked_topk import ChunkedTopK as ChunkedTopK
 from lightning_gc.compressors.sparsifiers.dgc import DGC as DGC
 from lightning_gc.compressors.sparsifiers.fixed_proportion import FixedProportion as FixedProportion
 from lightning_gc.compressors.sparsifiers.gaussian_k import GaussianK as GaussianK
 from lightning_gc.compressors.sparsifiers.gtopk import GTopK as GTopK
 from lightning_gc.compressors.sparsifiers.hard_threshold import HardThreshold as HardThreshold
+from lightning_gc.compressors.sparsifiers.independent_random_mask import (
+    IndependentRandomMask as IndependentRandomMask,
+)
+from lightning_gc.compressors.sparsifiers.independent_randomk import (
+    IndependentRandomK as IndependentRandomK,
+)
+from lightning_gc.compressors.sparsifiers.independent_sparsifier import (
+    IndependentSparsifier as IndependentSparsifier,
+)
 from lightning_gc.compressors.sparsifiers.random_mask import RandomMask as RandomMask
 from lightning_gc.compressors.sparsifiers.randomk import RandomK as RandomK
 from lightning_gc.compressors.sparsifiers.redsync import RedSync as RedSync
+from lightning_gc.compressors.sparsifiers.reused_threshold import ReusedThreshold as ReusedThreshold
 from lightning_gc.compressors.sparsifiers.sidco import SIDCo as SIDCo
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec as SparseCodec
+from lightning_gc.compressors.sparsifiers.stc import STC as STC
 from lightning_gc.compressors.sparsifiers.strom_threshold import StromThreshold as StromThreshold
 from lightning_gc.compressors.sparsifiers.threshold_estimator import (
     ThresholdEstimator as ThresholdEstimator,
@@ -55,6 +71,7 @@ from lightning_gc.compressors.sparsifiers.variance_sparsifier import (
 from lightning_gc.compressors.traits import Knob as Knob
 from lightning_gc.compressors.traits import Traits as Traits
 from lightning_gc.compressors.traits import Waits as Waits
+from lightning_gc.compressors.wrappers.induced import Induced as Induced
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter as PerParameter
 from lightning_gc.compressors.wrappers.preset import Preset as Preset
 from lightning_gc.compressors.wrappers.quantised import Quantised as Quantised

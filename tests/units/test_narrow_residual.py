@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gc import QSGD, HardThreshold, NarrowResidual, Residual, TopK
 from lightning_gc.engine import Engine
-from lightning_gc.memories.storage import BFloat16, Int8Blocks
+from lightning_gc.memories.storage import BFloat16, Int8Blocks, Storage
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import stored
@@ -73,6 +73,15 @@ def test_ends_of_the_range(largest: float) -> None:
         assert ((drawn - x).abs() < storage.step(x)).all()
     ends = [float((drawn[-1] - x[-1]) / storage.step(x)[-1]) for drawn in restored]
     assert abs(sum(ends) / 300) <= 4 * 0.5 / math.sqrt(300)  # a step's half at most, on either side
+
+
+@pytest.mark.parametrize("storage", [Int8Blocks(), BFloat16()], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("word", [0, 1, 65534, 65535])
+def test_what_has_been_restored_stays(storage: Storage, word: int) -> None:
+    """Whatever is drawn."""
+    restored = stored(storage, torch.randn(320, generator=torch.Generator().manual_seed(0)), 0)
+    words = torch.full((320,), word, dtype=torch.int32)
+    assert torch.equal(storage.restored(storage.rounded(restored, words)), restored)
 
 
 def test_beyond_the_range() -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lightning_gc.compressors.bounds import Contraction
+from lightning_gc.compressors.quantisers import minifloat
 from lightning_gc.compressors.quantisers.blockwise_8bit import BLOCK_SIZES, Blockwise8Bit
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.search_space import Choice
 
 # Bits of the mantissa, and the code of the largest number.
 _FORMATS = {"e4m3": (3, 126), "e5m2": (2, 123), "1-3-4": (4, 127)}
-_MANTISSA, _BIAS = 23, 127  # of float32
-_ROUNDING = 1.0001
 
 
 @dataclass(frozen=True)
@@ -69,48 +67,25 @@ class Float8(Blockwise8Bit):
             raise ValueError(f"Float8(format={self.format!r}): formats are {known}; use 'e4m3'.")
 
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """Round to the mantissa's bits, at the element's exponent or the smallest there is."""
-        mantissa, top = _FORMATS[self.format]
         largest = blocks.abs().amax(dim=1).float()  # (b,)
-        unit = blocks / largest.where(largest > 0, 1.0).view(-1, 1)
-        # In units of the smallest number above zero, which make T a whole number.
-        numbers = unit.abs().float() * _number(top, mantissa)
-        exponents = numbers.view(torch.int32) >> _MANTISSA
-        places = exponents.sub_(_BIAS + mantissa).clamp_(min=0)  # to shift a mantissa by
-        inverse = (_BIAS - places << _MANTISSA).view(torch.float32)
-        codes = (numbers * inverse).round_().to(torch.int32)
-        codes.add_(places << mantissa).clamp_(0, top)
-        return codes.add_((unit < 0) * 128).to(torch.uint8), largest
+        shares = blocks / largest.where(largest > 0, 1.0).view(-1, 1)
+        return minifloat.nearest(shares, *_FORMATS[self.format], sign=128), largest
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        mantissa, top = _FORMATS[self.format]
-        code = torch.arange(128, device=codes.device)
-        places = ((code >> mantissa) - 1).clamp_(min=0)
-        shares = (code - (places << mantissa) << places).float() / _number(top, mantissa)
-        shares[top + 1 :] = torch.nan  # infinity and NaN, which no encoder sends
-        table = torch.cat([shares, -shares])
+        table = minifloat.table(*_FORMATS[self.format], sign=128, device=codes.device)
         found = table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
         return found.mul_(numbers[0].view(-1, 1))
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1 − max(ρ², n / (4·T² + n)), for n = min(block_size, numel) − 1.
 
-        In units of the smallest number, L is T and sent as it is. Numbers of m bits of mantissa are
-        rounded by at most ρ = u / (1 + u) of themselves, where u = 2^−(m+1). Smaller ones are
-        rounded by at most 1/2, and at most to zero; n of 1/2 beside T make ``n/4 / (T² + n/4)``,
-        and no mixture is worse. Float32's own rounding, 2^−22 at most, adds less than 1e-4.
+        ρ is 1/(2^(m+1) + 1) for m bits of mantissa, T the largest number in units of the smallest
+        above zero; see ``minifloat.kept``.
         """
-        mantissa, top = _FORMATS[self.format]
-        half, others = 2.0 ** -(mantissa + 1), min(self.block_size, max(1, numel)) - 1
-        lost = others / (4 * _number(top, mantissa) ** 2 + others)
-        return Contraction(1 - min(1.0, _ROUNDING * max((half / (1 + half)) ** 2, lost)))
+        return Contraction(
+            minifloat.kept(*_FORMATS[self.format], min(self.block_size, max(1, numel)) - 1)
+        )
 
     @classmethod
     def examples(cls) -> tuple[Float8, ...]:
         return (cls(), cls("e5m2", 7), cls("1-3-4", 64))
-
-
-def _number(code: int, mantissa: int) -> int:
-    """Return what a code without its sign stands for, in units of the smallest above zero."""
-    places = max(0, (code >> mantissa) - 1)
-    return code - (places << mantissa) << places

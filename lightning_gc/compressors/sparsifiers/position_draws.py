@@ -27,7 +27,7 @@ def positions(numel: int, k: int, seed: int, device: torch.device) -> Tensor:
     return by_hash(numel, k, seed, device)
 
 
-def by_hash(numel: int, k: int, seed: int, device: torch.device) -> Tensor:
+def by_hash(numel: int, k: int, seed: int | Tensor, device: torch.device) -> Tensor:
     """Return the k positions with the largest hashes, in whole numbers: the host does not wait.
 
     The hash of i is the i-th number of splitmix64, which are all different, so nothing is left to

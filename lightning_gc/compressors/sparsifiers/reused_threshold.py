@@ -1,0 +1,81 @@
+"""ReusedThreshold: send what reaches a threshold that is found anew every N steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.compressors.bounds import Contraction
+from lightning_gc.compressors.sparsifiers import topk_selection
+from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.traits import Waits
+
+
+@dataclass(frozen=True)
+class ReusedThreshold(DensitySparsifier, SparseCodec):
+    """Send the elements that reach a threshold, which is that of the k largest every N-th step.
+
+    ``C(x)_i = x_i`` if ``|x_i| ≥ τ``, else 0. In steps 0, N, 2·N, ..., and when the density has
+    changed, τ is the k-th largest magnitude of what a worker has of a tensor, k = density·numel; in
+    between it stays, so that a step costs one comparison. With error feedback what is sent then
+    floats around k, and is not limited. Zeros are never sent; where the k-th largest is zero, the
+    next step finds a threshold again.
+
+    Args:
+        density: share of elements sent in every N-th step, in (0, 1]. Lower means more compression.
+        every: N, steps for which a threshold is used, at least 1. Higher costs less time, and
+            follows the gradient less closely.
+
+    At density 1 % a sent element takes 40.6 bits.
+
+    Raises:
+        ValueError: ``density`` outside (0, 1], ``every`` below 1.
+
+    Example:
+        >>> from lightning_gc import ReusedThreshold
+        >>> ReusedThreshold(0.01, every=100)
+        ReusedThreshold(density=0.01, every=100)
+
+    Reference:
+        Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data
+        Parallelism" (DCT), KDD 2021, for the gradients of the data-parallel part; its default. Our
+        reading.
+    """
+
+    every: int = 1000
+
+    waits = Waits(1, 2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every < 1 or self.every != int(self.every):
+            raise ValueError(
+                f"ReusedThreshold(every={self.every!r}): give a whole number of steps, at least 1."
+            )
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        # Shards of a tensor and parts of several have no state: their threshold is always new.
+        state = next(iter(bucket.state.values())) if len(bucket.state) == 1 else {}
+        lowest = topk_selection.smallest(buffer)
+        if bucket.step % self.every == 0 or state.get("density") != self.density:
+            magnitudes = buffer.abs()
+            found = topk_selection.kth_largest(magnitudes, self.count(buffer.numel()))
+            threshold = found
+            state.clear()
+            if 0 < float(found) < math.inf:
+                state |= {"density": self.density, "threshold": found}
+        else:
+            threshold = state["threshold"]
+        return topk_selection.reaching(buffer, threshold.to(buffer.dtype).clamp_min(lowest))
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 0: between the steps that find a threshold, nothing may reach it."""
+        return Contraction(0.0)
+
+    @classmethod
+    def examples(cls) -> tuple[ReusedThreshold, ...]:
+        return (cls(0.1, 5), cls(0.3, 1))

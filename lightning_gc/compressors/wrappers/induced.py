@@ -1,0 +1,118 @@
+"""Induced: an unbiased compressor on the error of a biased one, which makes both unbiased."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_gc.bucket import Bucket
+from lightning_gc.coding.wire import Wire
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.bounds import Bound, Contraction, Unbounded, Variance
+from lightning_gc.compressors.quantisers.qsgd import QSGD
+from lightning_gc.compressors.sparsifiers.topk import TopK
+from lightning_gc.compressors.traits import Traits, Waits
+from lightning_gc.flow import Payload
+
+
+@dataclass(frozen=True)
+class Induced(Codec):
+    """Send what a biased compressor sends, and its error by an unbiased one, in one message.
+
+    ``C(x) = B(x) + U(x − B(x))``. As U is unbiased, so is C: it needs no error feedback and no
+    memory, and its variance is (1 − δ) of U's, δ being the contraction of B.
+
+    Args:
+        biased: B, a codec, by default ``TopK(0.01)``. Its knob is this compressor's.
+        unbiased: U, an unbiased codec, by default ``QSGD(2)``.
+
+    The payload is that of both: 2.47 bits an element for the defaults.
+
+    Raises:
+        ValueError: one of them is no codec, or its result no mean; ``unbiased`` is biased.
+
+    Example:
+        >>> from lightning_gc import QSGD, Induced, TopK
+        >>> Induced(TopK(0.1), QSGD(4)).traits.unbiased
+        True
+
+    Reference:
+        Horváth and Richtárik, "A Better Alternative to Error Feedback for Communication-Efficient
+        Distributed Learning", ICLR 2021.
+    """
+
+    # Never None after construction. With instances as defaults, LightningCLI's parser would mix
+    # their fields into those of another class that YAML names.
+    biased: Codec = None  # type: ignore[assignment]
+    unbiased: Codec = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        first = TopK(0.01) if self.biased is None else self.biased
+        second = QSGD(2) if self.unbiased is None else self.unbiased
+        for name, codec, example in (("biased", first, TopK(0.01)), ("unbiased", second, QSGD(4))):
+            if not isinstance(codec, Codec) or not codec.traits.conserves or codec.traits.exact:
+                raise ValueError(
+                    f"Induced({name}={codec!r}): it must be a codec that leaves an error and whose "
+                    f"result is a mean; use {example!r}, say. Wrappers go around Induced."
+                )
+        if not second.traits.unbiased:
+            raise ValueError(
+                f"Induced(unbiased={second!r}): it is biased, and so the sum of both would be; use "
+                f"QSGD(4), say."
+            )
+        object.__setattr__(self, "biased", first)
+        object.__setattr__(self, "unbiased", second)
+
+    @property
+    def traits(self) -> Traits:
+        both = (self.biased.traits, self.unbiased.traits)
+        return Traits(
+            kind=self.unbiased.traits.kind,
+            unbiased=True,
+            portable=all(traits.portable for traits in both),
+            knob=self.biased.traits.knob,
+        )
+
+    @property
+    def waits(self) -> Waits:
+        both = (self.biased.waits, self.unbiased.waits)
+        return Waits(sum(w.least for w in both), sum(w.limit for w in both))
+
+    @property
+    def level(self) -> float | None:
+        return self.biased.level
+
+    def at(self, level: float) -> Induced:
+        return dataclasses.replace(self, biased=self.biased.at(level))
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        first = self.biased.encode(buffer, bucket)
+        return *first, *self.unbiased.encode(buffer, _of_error(bucket))
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        width = len(self.biased.wire(out.numel()))
+        self.biased.decode(payload[:width], out, scale, bucket)
+        self.unbiased.decode(payload[width:], out, scale, _of_error(bucket))
+
+    def wire(self, numel: int) -> Wire:
+        return *self.biased.wire(numel), *self.unbiased.wire(numel)
+
+    def bound(self, numel: int) -> Bound:
+        """Return ω·(1 − δ): U's variance is relative to what B leaves."""
+        second = self.unbiased.bound(numel)
+        first = self.biased.bound(numel)
+        if not isinstance(second, Variance) or not isinstance(first, Contraction):
+            return Unbounded()
+        return Variance(second.omega * (1 - first.delta))
+
+    @classmethod
+    def examples(cls) -> tuple[Induced, ...]:
+        return (cls(TopK(0.1), QSGD(4)), cls(TopK(0.1, selection="sampled"), QSGD(3, 64)))
+
+
+def _of_error(bucket: Bucket) -> Bucket:
+    """Return the bucket of what the first leaves, with random numbers and state of its own."""
+    shapes = {f"{'+'.join(bucket.shapes)}%error": (bucket.numel,)}
+    return dataclasses.replace(bucket, shapes=shapes, state={})

@@ -1,0 +1,77 @@
+"""IndependentRandomK and IndependentRandomMask: a set for each worker, which all others know."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gc import Codec, IndependentRandomK, IndependentRandomMask
+from lightning_gc.compressors.sparsifiers.position_draws import by_hash
+from lightning_gc.testing import Lockstep
+from lightning_gc.testing.contracts import cases
+from tests.support.codecs import KINDS, apply, each_kind
+
+both = pytest.mark.parametrize(
+    "codec", [IndependentRandomK(0.1), IndependentRandomMask(0.1)], ids=str
+)
+
+
+@each_kind
+@both
+def test_elements_are_sent_as_they_are(kind: str, codec: Codec) -> None:
+    x = KINDS[kind].numpy()
+    sent, left, (values, seed) = apply(codec, KINDS[kind])
+    assert seed.numel() == 1
+    np.testing.assert_array_equal(sent + left, x)
+    assert ((sent == 0) | (left == 0)).all()
+    assert np.count_nonzero(sent) <= values.numel()
+
+
+@both
+def test_workers_and_steps_have_sets_of_their_own(codec: Codec) -> None:
+    """Overlaps of two sets of a tenth of 10,000 are 100 ± 9 elements."""
+    x = torch.ones(10_000)
+    sets = [
+        set(np.flatnonzero(apply(codec, x, step=step, worker=worker)[0]))
+        for step, worker in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
+    for i, one in enumerate(sets):
+        for other in sets[:i]:
+            assert 40 < len(one & other) < 160
+
+
+def test_all_sets_are_equally_likely() -> None:
+    """Each of 20 elements is sent in 6 of 20 draws, ± 4 sigma of a binomial; never fewer than k."""
+    codec, counts = IndependentRandomK(0.3), np.zeros(20)
+    for step in range(1000):
+        sent, _, _ = apply(codec, torch.ones(20), step=step)
+        assert np.count_nonzero(sent) == 6
+        counts += sent
+    assert (np.abs(counts - 300) < 4 * np.sqrt(1000 * 0.3 * 0.7)).all()
+
+
+def test_the_masks_size_is_binomial() -> None:
+    sizes = [
+        apply(IndependentRandomMask(0.3), torch.ones(50), step=s)[2][0].numel() for s in range(500)
+    ]
+    assert abs(np.mean(sizes) - 15) < 4 * np.sqrt(50 * 0.3 * 0.7 / 500)
+    assert abs(np.var(sizes) / (50 * 0.3 * 0.7) - 1) < 0.3
+
+
+@both
+def test_the_mean_of_workers_has_the_elements_of_all(codec: Codec) -> None:
+    lockstep = Lockstep(3, codec)
+    made = cases.gradients(3, 0)
+    result = lockstep.step(made)
+    for name in cases.SHAPES:
+        given = sum(m[name].double() for m in made) / 3
+        left = sum(errors[name].double() for errors in result.errors) / 3
+        np.testing.assert_allclose((result.mean[name] + left).numpy(), given.numpy(), atol=1e-6)
+    filled = np.count_nonzero(result.mean["matrix"].numpy())
+    assert filled > 1.5 * 0.1 * 221
+
+
+def test_a_device_draws_from_a_seed_that_it_holds() -> None:
+    """By hash, as on an accelerator: from a tensor the same as from a number."""
+    seed = torch.tensor([123456789])
+    host = torch.device("cpu")
+    assert torch.equal(by_hash(1000, 50, seed, host), by_hash(1000, 50, 123456789, host))
