@@ -18,7 +18,6 @@ from lightning_gc.compressors.quantisers.absolute_rounding import (
 )
 from lightning_gc.compressors.quantisers.bin_means import BinMeans as BinMeans
 from lightning_gc.compressors.quantisers.blockwise_8bit import Blockwise8Bit as Blockwise8Bit
-from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseCodes as BlockwiseCodes
 from lightning_gc.compressors.quantisers.cast import Cast as Cast
 from lightning_gc.compressors.quantisers.dynamic_tree import DynamicTree as DynamicTree
 from lightning_gc.compressors.quantisers.ecqsgd import ECQSGD as ECQSGD
@@ -48,9 +47,6 @@ from lightning_gc.compressors.sparsifiers.independent_random_mask import (
 )
 from lightning_gc.compressors.sparsifiers.independent_randomk import (
     IndependentRandomK as IndependentRandomK,
-)
-from lightning_gc.compressors.sparsifiers.independent_sparsifier import (
-    IndependentSparsifier as IndependentSparsifier,
 )
 from lightning_gc.compressors.sparsifiers.random_mask import RandomMask as RandomMask
 from lightning_gc.compressors.sparsifiers.randomk import RandomK as RandomK

@@ -5,9 +5,6 @@ from lightning_gc.memories.diana import DIANA as DIANA
 from lightning_gc.memories.ef21 import EF21 as EF21
 from lightning_gc.memories.error_reset import ErrorReset as ErrorReset
 from lightning_gc.memories.global_momentum import GlobalMomentum as GlobalMomentum
-from lightning_gc.memories.gradient_differences import (
-    GradientDifferences as GradientDifferences,
-)
 from lightning_gc.memories.local_momentum import LocalMomentum as LocalMomentum
 from lightning_gc.memories.momentum_correction import MomentumCorrection as MomentumCorrection
 from lightning_gc.memories.narrow_residual import NarrowResidual as NarrowResidual

@@ -89,8 +89,8 @@ class Int8Blocks(Storage):
     the step 2^k is less than 1/63 of the largest of the 32, and 2^−126 at least.
 
     Reference:
-        MXINT8 of "OCP Microscaling Formats (MX) Specification", 2023, whose codes these are but
-        for how they are rounded.
+        Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023: this is its MXINT8 but
+        for how numbers are rounded.
     """
 
     block = 32

@@ -26,10 +26,12 @@ EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 AbsoluteError AllGather AllGatherOrTwoShot AllReduce Blockwise8Bit ByteCodes Cast Choice Codec
 Collective
-CompressedDDPStrategy CompressedFabricStrategy CompressionMonitor Compressor Contraction ErrorReset
+CompressedDDPStrategy CompressedFabricStrategy CompressionMonitor Compressor Contraction DIANA
+EF21 ErrorReset
 Estimating
 GlobalMomentum HardThreshold Identity Knob LocalMomentum LowRank Memory MomentumCorrection Multiple
-NetworkModel NoMemory PerParameter Preset QSGD RandomK Range Residual Scheme SimulatedDDPStrategy
+NarrowResidual NetworkModel NoMemory PerParameter Preset QSGD RandomK Range Residual SAEF Scheme
+SimulatedDDPStrategy
 SizeSwitch SparseCodec SparseReduce StepAhead ThresholdEstimator TopK Traits TwoShot Unbounded
 Variance Waits WeightedError Wrapper attach
 """.split()  # noqa: SIM905 - a list of thirty lines says no more

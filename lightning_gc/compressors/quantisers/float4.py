@@ -22,7 +22,8 @@ class Float4(BlockwiseCodes):
     """Round each element to the nearest number of a 4-bit format in which its block fits.
 
     ``C(x)_i = L/T · nearest(T·x_i / L)``, where L is the largest magnitude of the block and T the
-    largest number of the format. Ties go to the even code.
+    largest number of the format. Ties go to the even code with ``"e2m1"``; with ``"e3m0"`` to the
+    larger number, and half the smallest one to 0.
 
     Args:
         format: ``"e2m1"`` has T = 6 and the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6: 2 bits of exponent,
@@ -44,8 +45,8 @@ class Float4(BlockwiseCodes):
         tensor([ 6., -2.,  0.])
 
     Reference:
-        "OCP Microscaling Formats (MX) Specification", 2023 (E2M1; there with scales that are powers
-        of two for 32 elements). Douillard et al., "Streaming DiLoCo with overlapping
+        Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023 (E2M1; there with scales
+        that are powers of two for 32 elements). Douillard et al., "Streaming DiLoCo with overlapping
         communication", 2025 (E3M0, of the sums of many steps; in our reading with zero and with a
         scale for each block).
     """

@@ -10,9 +10,8 @@ from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.support.codecs import KINDS, apply, each_kind
 
-both = pytest.mark.parametrize(
-    "codec", [IndependentRandomK(0.1), IndependentRandomMask(0.1)], ids=str
-)
+CODECS = (IndependentRandomK(0.1), IndependentRandomMask(0.1))
+both = pytest.mark.parametrize("codec", CODECS, ids=str)
 
 
 @each_kind
@@ -50,9 +49,9 @@ def test_all_sets_are_equally_likely() -> None:
 
 
 def test_the_masks_size_is_binomial() -> None:
-    sizes = [
-        apply(IndependentRandomMask(0.3), torch.ones(50), step=s)[2][0].numel() for s in range(500)
-    ]
+    codec = IndependentRandomMask(0.3)
+    sizes = [apply(codec, torch.ones(50), step=step)[2][0].numel() for step in range(500)]
+
     assert abs(np.mean(sizes) - 15) < 4 * np.sqrt(50 * 0.3 * 0.7 / 500)
     assert abs(np.var(sizes) / (50 * 0.3 * 0.7) - 1) < 0.3
 
@@ -63,8 +62,8 @@ def test_the_mean_of_workers_has_the_elements_of_all(codec: Codec) -> None:
     made = cases.gradients(3, 0)
     result = lockstep.step(made)
     for name in cases.SHAPES:
-        given = sum(m[name].double() for m in made) / 3
-        left = sum(errors[name].double() for errors in result.errors) / 3
+        given = torch.stack([m[name] for m in made]).mean(0)
+        left = torch.stack([errors[name] for errors in result.errors]).mean(0)
         np.testing.assert_allclose((result.mean[name] + left).numpy(), given.numpy(), atol=1e-6)
     filled = np.count_nonzero(result.mean["matrix"].numpy())
     assert filled > 1.5 * 0.1 * 221
