@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gc.kernels.splitmix import words
+
 Kept: TypeAlias = tuple[Tensor, ...]
 """What is kept of some numbers: flat tensors."""
 
@@ -67,10 +69,10 @@ class Storage(abc.ABC):
                 there.copy_(here)
 
     @abc.abstractmethod
-    def rounded(self, x: Tensor, words: Tensor) -> Kept:
+    def rounded(self, x: Tensor, drawn: Tensor) -> Kept:
         """Return what is kept of finite numbers, ``(n,)`` float32 in whole blocks.
 
-        ``words`` are random, ``(n,)`` int32 in [0, 65535].
+        ``drawn`` are random, ``(n,)`` int32 in [0, 65535].
         """
 
     @abc.abstractmethod
@@ -96,12 +98,12 @@ class Int8Blocks(Storage):
     block = 32
     parts = ((torch.int8, 32), (torch.int8, 1))
 
-    def rounded(self, x: Tensor, words: Tensor) -> Kept:
+    def rounded(self, x: Tensor, drawn: Tensor) -> Kept:
         blocks = x.view(-1, self.block)
         exponents = self._exponents(blocks)  # (b,) int32
         codes = blocks * _power(-exponents).view(-1, 1)  # exact
         # In the middle of 65,536 parts of a step: whole numbers stay, and neither side is favoured.
-        noise = words.float().add_(0.5).mul_(2.0**-16).view_as(codes)
+        noise = drawn.float().add_(0.5).mul_(2.0**-16).view_as(codes)
         codes.add_(noise).floor_().clamp_(-127, 127)
         return codes.to(torch.int8).view(-1), exponents.to(torch.int8)
 
@@ -127,11 +129,11 @@ class BFloat16(Storage):
     block = 1
     parts = ((torch.bfloat16, 1),)
 
-    def rounded(self, x: Tensor, words: Tensor) -> Kept:
+    def rounded(self, x: Tensor, drawn: Tensor) -> Kept:
         limit = torch.finfo(torch.bfloat16).max
         bits = x.clamp(-limit, limit).view(torch.int32)
         # What the low half is of a step is the probability that the sum carries into the high half.
-        return ((bits + words >> 16).to(torch.int16).view(torch.bfloat16),)
+        return ((bits + drawn >> 16).to(torch.int16).view(torch.bfloat16),)
 
     def restored(self, kept: Kept) -> Tensor:
         return kept[0].float()
@@ -143,23 +145,17 @@ class BFloat16(Storage):
 
 
 class _Draw:
-    """Draws 16 random bits an element: on the host a quarter of an SFC64 stream's numbers."""
+    """Draws 16 random bits an element: a quarter of an SFC64 stream's numbers, or of hashes."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
+        self._device, self._seed = device, seed
         self._on_host = np.random.SFC64(seed) if device.type == "cpu" else None
-        self._generator = torch.Generator(device=device)
-        self._generator.manual_seed(seed)
 
     def __call__(self, numel: int) -> Tensor:
-        if self._on_host is None:
-            return torch.randint(
-                1 << 16,
-                (numel,),
-                generator=self._generator,
-                device=self._generator.device,
-                dtype=torch.int32,
-            )
-        drawn = np.asarray(self._on_host.random_raw(-(-numel // 4))).view(np.uint16)[:numel]
+        count = -(-numel // 4)
+        if self._on_host is None:  # where all is drawn at once
+            return words(count, self._seed, self._device).view(torch.int16)[:numel].int() & 0xFFFF
+        drawn = np.asarray(self._on_host.random_raw(count)).view(np.uint16)[:numel]
         return torch.from_numpy(drawn.astype(np.int32))
 
 

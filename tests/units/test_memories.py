@@ -1,6 +1,6 @@
 """Memories match their formulas in NumPy, for several workers, step by step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,78 +9,33 @@ import torch
 
 from lightning_gc import (
     DIANA,
-    EF21,
     QSGD,
     SAEF,
-    AllGather,
     ErrorReset,
     GlobalMomentum,
     Identity,
     LocalMomentum,
-    Memory,
     MomentumCorrection,
     Residual,
     SignSGD,
     StepAhead,
     TopK,
-    TwoShot,
     WeightedError,
 )
 from lightning_gc.engine import Engine
 from lightning_gc.testing import Lockstep
-
-Array = np.ndarray
-WORKERS, STEPS, DENSITY = 3, 12, 0.1
-TOP = TopK(DENSITY)
-SHAPES = {"w": (8, 5), "b": (3,)}  # of b one element is a third
-
-
-def gradients(step: int, idle: tuple[int, ...] = ()) -> list[dict[str, Array]]:
-    """Return every worker's; ``w`` of the idle ones is zero."""
-    draw = np.random.default_rng(step)
-    made = [{n: draw.standard_normal(s) for n, s in SHAPES.items()} for _ in range(WORKERS)]
-    for worker in idle:
-        made[worker]["w"][:] = 0
-    return made
-
-
-def run(
-    memory: Memory,
-    compressor: Any = TOP,
-    idle: Callable[[int], tuple[int, ...]] = lambda step: (),
-    weights: dict[str, Array] | None = None,
-) -> tuple[list[dict[str, Array]], list[Engine]]:
-    """Return the mean of every step, and the engines."""
-    lockstep = Lockstep(WORKERS, compressor, memory)
-    lockstep.weights = {n: torch.tensor(w).float() for n, w in (weights or {}).items()}
-    means = []
-    for step in range(STEPS):
-        made = gradients(step, idle(step))
-        result = lockstep.step([{n: torch.tensor(g).float() for n, g in m.items()} for m in made])
-        means.append({n: mean.double().numpy() for n, mean in result.mean.items()})
-    return means, lockstep.engines
-
-
-def top(x: Array) -> Array:
-    """Return True at the largest magnitudes."""
-    k = max(1, round(DENSITY * x.size))
-    chosen = np.zeros(x.size, bool)
-    chosen[np.argsort(-np.abs(x).reshape(-1))[:k]] = True
-    return chosen.reshape(x.shape)
-
-
-def compare(means: Sequence[dict[str, Array]], expected: Sequence[dict[str, Array]]) -> None:
-    for got, wanted in zip(means, expected, strict=True):
-        for name in SHAPES:
-            np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-5)
-
-
-def zeros() -> list[dict[str, Array]]:
-    return [{n: np.zeros(s) for n, s in SHAPES.items()} for _ in range(WORKERS)]
-
-
-def averaged(sent: list[Array]) -> Array:
-    return np.mean(sent, axis=0)
+from tests.support.memories import (
+    DENSITY,
+    SHAPES,
+    STEPS,
+    WORKERS,
+    averaged,
+    compare,
+    gradients,
+    run,
+    top,
+    zeros,
+)
 
 
 @pytest.mark.parametrize(("decay", "gain"), [(1.0, 1.0), (0.8, 1.0), (0.9, 0.5)])
@@ -280,85 +235,6 @@ def test_weighted_error(alpha: float, beta: float) -> None:
             mean[name] = averaged(sent)
         expected.append(mean)
     compare(run(WeightedError(alpha, beta))[0], expected)
-
-
-@pytest.mark.parametrize(("memory", "alpha"), [(EF21(), 1.0), (DIANA(0.3), 0.3)])
-def test_gradient_differences(memory: Memory, alpha: float) -> None:
-    """``c = C(g − h)``, ``h + mean c`` is applied, ``h += α·c``; worker 1 has no gradient at times.
-
-    Its estimate rests then, and is applied all the same.
-    """
-    h, expected = zeros(), []
-    for step in range(STEPS):
-        idle = (1,) if step % 4 == 3 else ()
-        made, mean = gradients(step, idle), {}
-        for name in SHAPES:
-            before = averaged([h[i][name] for i in range(WORKERS)])
-            sent = []
-            for i in range(WORKERS):
-                x = made[i][name] - h[i][name]
-                sends = top(x) & ~(name == "w" and i in idle)
-                sent.append(np.where(sends, x, 0))
-                h[i][name] = h[i][name] + alpha * sent[-1]
-            mean[name] = before + averaged(sent)
-        expected.append(mean)
-    means, engines = run(memory, idle=lambda s: (1,) if s % 4 == 3 else ())
-    compare(means, expected)
-    for i, engine in enumerate(engines):
-        kept = engine.state_dict()["memory"]["w"]
-        np.testing.assert_allclose(kept["estimate"].numpy(), h[i]["w"], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("memory", [EF21(), DIANA(0.3)], ids=str)
-@pytest.mark.parametrize("compressor", [TOP, QSGD(4)], ids=str)
-@pytest.mark.parametrize("scheme", [AllGather(), TwoShot()], ids=str)
-def test_common_estimate_is_the_mean_of_all(memory: Memory, compressor: Any, scheme: Any) -> None:
-    """Also after a step with a gradient that is not finite, and one with a worker without any."""
-    lockstep = Lockstep(WORKERS, compressor, memory, scheme)
-    for step in range(STEPS):
-        made = gradients(step, idle=(1,) if step == 7 else ())
-        made[2]["w"][3, 3] *= np.inf if step == 5 else 1
-        result = lockstep.step([{n: torch.tensor(g).float() for n, g in m.items()} for m in made])
-        assert result.mean["w"].isfinite().all() == (step != 5)
-        states = [engine.state_dict()["memory"] for engine in lockstep.engines]
-        for name in SHAPES:
-            common = states[0][name]["mean_estimate"].numpy()
-            mean = averaged([state[name]["estimate"].double().numpy() for state in states])
-            np.testing.assert_allclose(common, mean, rtol=1e-4, atol=1e-5)
-            assert common.any()
-
-
-def test_gradient_differences_of_steady_gradients_vanish() -> None:
-    """EF21 ends at the mean gradient, exactly up to float32, though workers' gradients differ."""
-    lockstep, made = Lockstep(WORKERS, TOP, EF21()), gradients(0)
-    wanted = averaged([m["w"] for m in made])
-    for _ in range(15):
-        result = lockstep.step([{n: torch.tensor(g).float() for n, g in m.items()} for m in made])
-    np.testing.assert_allclose(result.mean["w"].numpy(), wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_saef() -> None:
-    """The survey's equations 24 to 30, in units of the update at rate η.
-
-    Worker 1 has no gradient at times: it sends nothing, and has its part in the mean error.
-    """
-    rate, mu = 0.5, 0.6
-    e, m, expected = zeros(), zeros(), []
-    for step in range(STEPS):
-        idle = (1,) if step % 4 == 3 else ()
-        made, mean = gradients(step, idle), {}
-        for name in SHAPES:
-            common = averaged([e[i][name] for i in range(WORKERS)])
-            sent = []
-            for i in range(WORKERS):
-                m[i][name] = mu * m[i][name] + made[i][name]
-                delta = common + rate * m[i][name]
-                sends = top(delta) & ~(name == "w" and i in idle)
-                sent.append(np.where(sends, delta, 0))
-                e[i][name] = delta - sent[-1]
-            mean[name] = averaged(sent) / rate
-        expected.append(mean)
-    compare(run(SAEF(mu), idle=lambda s: (1,) if s % 4 == 3 else ())[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,12 +54,12 @@ class DynamicTree(Blockwise8Bit):
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
         largest = blocks.abs().amax(dim=1).float()  # (b,)
         shares = blocks / largest.where(largest > 0, 1.0).view(-1, 1)
-        between = torch.tensor(_between(), device=blocks.device)
+        known = _values(blocks.device)
+        between = (known[1:] / 2).add_(known[:-1] / 2)  # the lower value gets what is at a middle
         return torch.bucketize(shares.float(), between).to(torch.uint8), largest
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        known = torch.tensor(_values(), device=codes.device)
-        found = known.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+        found = _values(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
         return found.mul_(numbers[0].view(-1, 1))
 
     def bound(self, numel: int) -> Contraction:
@@ -71,9 +69,10 @@ class DynamicTree(Blockwise8Bit):
         ε = 0.007. The n others are worst all alike, at a middle m between two values, from both of
         which it is h away.
         """
-        known, others = np.array(_values(), np.float64), min(self.block_size, max(1, numel)) - 1
+        known = _values(torch.device("cpu")).double()
+        others = min(self.block_size, max(1, numel)) - 1
         middles, halves = (known[1:] + known[:-1]) / 2, (known[1:] - known[:-1]) / 2
-        top = (1 + known[0]) ** 2
+        top = float(1 + known[0]) ** 2
         lost = (top + others * halves**2) / (1 + others * middles**2)
         return Contraction(1 - _ROUNDING * max(top, float(lost.max())))
 
@@ -82,19 +81,13 @@ class DynamicTree(Blockwise8Bit):
         return (cls(), cls(7))
 
 
-@functools.cache
-def _values() -> tuple[float, ...]:
-    """Return the 256 values, ascending."""
-    found: list[float] = [0.0, 1.0]
+def _values(device: torch.device) -> Tensor:
+    """Return the 256 values, ascending, float32; made there, since a copy would be waited for."""
+    positive = []
     for decade in range(_DECADES):
-        edges = np.linspace(0.1, 1, 2**decade + 1)
-        middles = 10.0 ** (decade - _DECADES + 1) * (edges[1:] + edges[:-1]) / 2
-        found += [*middles, *-middles]
-    return tuple(float(value) for value in np.sort(np.array(found, np.float32)))
-
-
-@functools.cache
-def _between() -> tuple[float, ...]:
-    """Return the middles between neighbours, ascending; one at a middle goes to the lower value."""
-    known = np.array(_values(), np.float64)
-    return tuple(float(middle) for middle in (known[1:] + known[:-1]) / 2)
+        places = torch.arange(2**decade, dtype=torch.float64, device=device)
+        shares = places.add_(0.5).mul_(0.9 / 2**decade).add_(0.1)
+        positive.append(shares.mul_(10.0 ** (decade - _DECADES + 1)))
+    ends = torch.arange(2, dtype=torch.float64, device=device)
+    above = torch.cat(positive)
+    return torch.cat([-above.flip(0), ends[:1], above, ends[1:]]).float()

@@ -46,9 +46,9 @@ class Float4(BlockwiseCodes):
 
     Reference:
         Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023 (E2M1; there with scales
-        that are powers of two for 32 elements). Douillard et al., "Streaming DiLoCo with overlapping
-        communication", 2025 (E3M0, of the sums of many steps; in our reading with zero and with a
-        scale for each block).
+        that are powers of two for 32 elements).
+        Douillard et al., "Streaming DiLoCo with overlapping communication", 2025 (E3M0, of what
+        many steps have changed; in our reading with zero and with a scale for each block).
     """
 
     format: Literal["e2m1", "e3m0"] = "e2m1"

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gc.kernels.splitmix import words
+
 _SPARSE = 0.2  # of all elements: above that a permutation takes less time on the host
-_STEP, *_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's
-_LOW = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
 
 
 def positions(numel: int, k: int, seed: int, device: torch.device) -> Tensor:
@@ -30,14 +30,9 @@ def positions(numel: int, k: int, seed: int, device: torch.device) -> Tensor:
 def by_hash(numel: int, k: int, seed: int | Tensor, device: torch.device) -> Tensor:
     """Return the k positions with the largest hashes, in whole numbers: the host does not wait.
 
-    The hash of i is the i-th number of splitmix64, which are all different, so nothing is left to
-    how a device breaks ties.
+    They are all different, so nothing is left to how a device breaks ties.
     """
-    words = torch.arange(numel, device=device).mul_(_STEP).add_(seed)  # modulo 2^64
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        words.bitwise_xor_((words >> shift).bitwise_and_(_LOW[shift])).mul_(factor)
-    words.bitwise_xor_((words >> 31).bitwise_and_(_LOW[31]))
-    return words.topk(k).indices
+    return words(numel, seed, device).topk(k).indices
 
 
 def on_host(numel: int, k: int, generator: torch.Generator) -> Tensor:

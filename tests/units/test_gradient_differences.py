@@ -1,0 +1,101 @@
+"""EF21, DIANA and SAEF match their formulas in NumPy, and keep their means."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gc import DIANA, EF21, QSGD, SAEF, AllGather, Memory, TwoShot
+from lightning_gc.testing import Lockstep
+from tests.support.memories import (
+    SHAPES,
+    STEPS,
+    TOP,
+    WORKERS,
+    averaged,
+    compare,
+    gradients,
+    run,
+    top,
+    zeros,
+)
+
+
+@pytest.mark.parametrize(("memory", "alpha"), [(EF21(), 1.0), (DIANA(0.3), 0.3)])
+def test_gradient_differences(memory: Memory, alpha: float) -> None:
+    """``c = C(g − h)``, ``h + mean c`` is applied, ``h += α·c``; worker 1 has no gradient at times.
+
+    Its estimate rests then, and is applied all the same.
+    """
+    h, expected = zeros(), []
+    for step in range(STEPS):
+        idle = (1,) if step % 4 == 3 else ()
+        made, mean = gradients(step, idle), {}
+        for name in SHAPES:
+            before = averaged([h[i][name] for i in range(WORKERS)])
+            sent = []
+            for i in range(WORKERS):
+                x = made[i][name] - h[i][name]
+                sends = top(x) & ~(name == "w" and i in idle)
+                sent.append(np.where(sends, x, 0))
+                h[i][name] = h[i][name] + alpha * sent[-1]
+            mean[name] = before + averaged(sent)
+        expected.append(mean)
+    means, engines = run(memory, idle=lambda s: (1,) if s % 4 == 3 else ())
+    compare(means, expected)
+    for i, engine in enumerate(engines):
+        kept = engine.state_dict()["memory"]["w"]
+        np.testing.assert_allclose(kept["estimate"].numpy(), h[i]["w"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("memory", [EF21(), DIANA(0.3)], ids=str)
+@pytest.mark.parametrize("compressor", [TOP, QSGD(4)], ids=str)
+@pytest.mark.parametrize("scheme", [AllGather(), TwoShot()], ids=str)
+def test_common_estimate_is_the_mean_of_all(memory: Memory, compressor: Any, scheme: Any) -> None:
+    """Also after a step with a gradient that is not finite, and one with a worker without any."""
+    lockstep = Lockstep(WORKERS, compressor, memory, scheme)
+    for step in range(STEPS):
+        made = gradients(step, idle=(1,) if step == 7 else ())
+        made[2]["w"][3, 3] *= np.inf if step == 5 else 1
+        result = lockstep.step([{n: torch.tensor(g).float() for n, g in m.items()} for m in made])
+        assert result.mean["w"].isfinite().all() == (step != 5)
+        states = [engine.state_dict()["memory"] for engine in lockstep.engines]
+        for name in SHAPES:
+            common = states[0][name]["mean_estimate"].numpy()
+            mean = averaged([state[name]["estimate"].double().numpy() for state in states])
+            np.testing.assert_allclose(common, mean, rtol=1e-4, atol=1e-5)
+            assert common.any()
+
+
+def test_gradient_differences_of_steady_gradients_vanish() -> None:
+    """EF21 ends at the mean gradient, exactly up to float32, though workers' gradients differ."""
+    lockstep, made = Lockstep(WORKERS, TOP, EF21()), gradients(0)
+    wanted = averaged([m["w"] for m in made])
+    for _ in range(15):
+        result = lockstep.step([{n: torch.tensor(g).float() for n, g in m.items()} for m in made])
+    np.testing.assert_allclose(result.mean["w"].numpy(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_saef() -> None:
+    """The survey's equations 24 to 30, in units of the update at rate η.
+
+    Worker 1 has no gradient at times: it sends nothing, and has its part in the mean error.
+    """
+    rate, mu = 0.5, 0.6
+    e, m, expected = zeros(), zeros(), []
+    for step in range(STEPS):
+        idle = (1,) if step % 4 == 3 else ()
+        made, mean = gradients(step, idle), {}
+        for name in SHAPES:
+            common = averaged([e[i][name] for i in range(WORKERS)])
+            sent = []
+            for i in range(WORKERS):
+                m[i][name] = mu * m[i][name] + made[i][name]
+                delta = common + rate * m[i][name]
+                sends = top(delta) & ~(name == "w" and i in idle)
+                sent.append(np.where(sends, delta, 0))
+                e[i][name] = delta - sent[-1]
+            mean[name] = averaged(sent) / rate
+        expected.append(mean)
+    compare(run(SAEF(mu), idle=lambda s: (1,) if s % 4 == 3 else ())[0], expected)
