@@ -2,6 +2,7 @@
 
 import gc
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -196,3 +197,13 @@ def test_refusals() -> None:
         NarrowResidual("int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="decay"):
         NarrowResidual(decay=0.0)
+
+
+@dataclass(frozen=True)
+class Rescaled(NarrowResidual):
+    lr_aware = True
+
+
+def test_what_is_rescaled_is_not_stored_in_fewer_bits() -> None:
+    with pytest.raises(ValueError, match=r"Rescaled.*keep it in float32"):
+        Engine(TopK(0.1), Rescaled())
