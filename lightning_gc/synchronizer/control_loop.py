@@ -233,6 +233,7 @@ class ControlLoop:
         ahead: tuple[float, ...] = ()
         if self.controller.needs.scale and now.rates_to_come is not None:
             ahead = self._forecast.ahead(self._step, rate, now.rates_to_come)
+        sizes = {name: param.numel() for param, name in self._workers.compressed().items()}
         for each in self.statistics:
             each.begin()
         # Lightning does not restore a checkpoint's metrics.
@@ -252,7 +253,8 @@ class ControlLoop:
             num_elements=numel,
             gradient_scale=float(f"{scale:.9g}"),  # the last digits depend on the order of buckets
             rates_ahead=ahead,
-            num_compressed=sum(param.numel() for param in self._workers.compressed()),
+            sizes=sizes,
+            num_compressed=sum(sizes.values()),
             sent_elements=sent,
             max_epochs=now.max_epochs,
             progress=now.progress,
