@@ -103,9 +103,9 @@ class Sums:
         engine, account = self._engine, self._recording.take()
         now, before = engine.statistics.tally, self._tally
         step = Totals(
-            steps=1,
+            steps=now.local_steps - before.local_steps or 1,
             wire_bytes=account.wire_bytes,
-            dense_bytes=all_reduce_bytes(now.grad_bytes - before.grad_bytes, engine.workers),
+            dense_bytes=all_reduce_bytes(now.plain_bytes - before.plain_bytes, engine.workers),
             elements=now.elements - before.elements,
             sent=now.sent - before.sent,
             payload_bytes=now.payload_bytes - before.payload_bytes,
