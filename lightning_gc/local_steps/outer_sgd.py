@@ -69,6 +69,9 @@ class OuterSGD(Settings):
     def step(self, weights: Tensor, velocity: Tensor | None, mean: Tensor) -> None:
         """Make one step.
 
+        Products are rounded before they are added: whether they are fused depends on a device's
+        instructions, and on an element's place, and all workers must get the same bits.
+
         Args:
             weights: θ, changed in place.
             velocity: v, changed in place; None without momentum.
@@ -77,5 +80,5 @@ class OuterSGD(Settings):
         update = mean
         if velocity is not None:
             velocity.mul_(self.momentum).add_(mean)
-            update = mean.add(velocity, alpha=self.momentum) if self.nesterov else velocity
-        weights.sub_(update, alpha=self.lr)
+            update = (velocity * self.momentum).add_(mean) if self.nesterov else velocity
+        weights.sub_(update * self.lr)
