@@ -25,7 +25,7 @@ class Tally:
     elements: int = 0  # given to codecs
     sent: int = 0  # of these, sent (quantisers send all)
     payload_bytes: int = 0  # of codecs' payloads, each counted once
-    local_steps: int = 0  # with local steps: optimizer steps, of which few have an exchange
+    local_steps: int = 0  # with local steps: optimizer steps up to the last exchange
     local_bytes: int = 0  # bytes of the gradients of all these steps, which plain DDP would send
 
     @property

@@ -72,14 +72,14 @@ class LocalRounds:
             False if a round was lost, since some worker's weights were not finite: then all are
             back at the common weights.
         """
-        tally = self._workers.first.statistics.tally
-        tally.local_steps += 1
-        tally.local_bytes += self._step_bytes
         self.position += 1
         return self.exchange() if ends or self.position >= self._every else True
 
     def exchange(self) -> bool:
         """End the round now; see ``after_step``."""
+        tally = self._workers.first.statistics.tally
+        tally.local_steps += self.position
+        tally.local_bytes += self.position * self._step_bytes
         measured = self._workers.first.statistics.norms_wanted
         distance = self.weights.distance()
         drift = torch.linalg.vector_norm(distance) if measured else None
