@@ -112,6 +112,11 @@ class CompressedStrategy(Resuming, SingleTrainer):
     def _moment(self, trainer: Any, batch: int) -> Moment:
         return moment_of(trainer, batch)
 
+    @property
+    def steps_since_exchange(self) -> int:
+        """Optimizer steps since the last exchange; 0 where there is one in every step."""
+        return 0
+
     def figures(self) -> dict[str, float]:
         """Return figures of the last exchange for the monitor, besides its own."""
         return {}

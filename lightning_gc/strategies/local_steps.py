@@ -235,6 +235,10 @@ class LocalSteps(RealWorker):
         if self._rounds is not None:
             self._own.load_optimizers()
 
+    @property
+    def steps_since_exchange(self) -> int:
+        return 0 if self._rounds is None else self._rounds.position
+
     def figures(self) -> dict[str, float]:
         return {} if self._rounds is None else self._rounds.figures
 

@@ -101,6 +101,7 @@ class LocalRounds:
             if drift is not None and before is not None:
                 outer = torch.linalg.vector_norm(self.weights.anchor - before)
                 self.figures = {"drift": float(drift), "outer_step": float(outer)}
+                self.figures["rounds"] = self._workers.first.step
         else:
             self.buffers.put(self.buffers.common)
         self.weights.put(self.weights.anchor)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.engine import Engine
 from lightning_gc.local_steps import OuterSGD
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -85,7 +86,7 @@ class LocalLockstep:
             engine.loss_scaling.revocable = True
 
     @property
-    def engines(self) -> list[object]:
+    def engines(self) -> list[Engine]:
         """The workers' engines."""
         return list(self._lockstep.engines)
 

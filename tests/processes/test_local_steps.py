@@ -3,12 +3,17 @@
 And with H = 1 they are compressed DDP; validation and checkpoints see the common weights.
 """
 
+import csv
+import functools
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
+from pytorch_lightning.loggers import CSVLogger
 
 from lightning_gc import (
     QSGD,
@@ -20,6 +25,8 @@ from lightning_gc import (
     Residual,
     TopK,
 )
+from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from lightning_gc.transports.base import all_reduce_bytes
 from tests.support.accelerator import WORKERS, needs_two
 from tests.support.fitting import ddp, fit
 from tests.support.local_steps import Learner, by_a_plain_loop, local, whole_digest
@@ -91,7 +98,7 @@ def everything(worker: int) -> dict[str, Any]:
     if worker == 0:
         for name, case in GATHERED.items():
             found[f"{name} by a loop"] = by_a_plain_loop(WORKERS, STEPS, **case)
-    every_step = {"compressor": TopK(0.1), "steps": 12}
+    every_step: dict[str, Any] = {"compressor": TopK(0.1), "steps": 12}
     found["H=1"] = fit_local(worker, every=1, memory=Residual(), **every_step)
     found["DDP"] = fit_local(worker, strategy=ddp, memory=Residual(lr_aware=True), **every_step)
     kept = Kept((2, 3, 4))
@@ -117,10 +124,44 @@ def everything(worker: int) -> dict[str, Any]:
     found["without that round"] = fit_local(
         worker, compressor=PerParameter(TopK(0.1)), every=2, momentum=0.9, steps=2
     )
+    with tempfile.TemporaryDirectory() as folder:
+        found["monitored"] = fit_local(
+            worker,
+            compressor=QSGD(4),
+            every=3,
+            steps=10,
+            trainer={
+                "logger": CSVLogger(folder, name="", version=""),
+                "log_every_n_steps": 5,
+                "callbacks": [CompressionMonitor()],
+            },
+        )
+        if worker == 0:
+            log = Path(folder, "metrics.csv")
+            found["rows"] = list(csv.DictReader(log.read_text().splitlines()))
     found["stopped"] = fit_local(
         worker, compressor=TopK(0.1), every=5, trainer={"callbacks": [Stop(7)]}
     )
     return found
+
+
+def test_the_monitor_counts_every_step(found: list[dict[str, Any]]) -> None:
+    """Plain DDP would have sent gradients in all of them; logged is the exchange after."""
+    for worker in found:
+        metrics = worker["monitored"]["metrics"]
+        elements = sum(each.size for each in worker["monitored"]["parameters"])
+        dense = 10 * all_reduce_bytes(4 * elements, WORKERS)
+        assert metrics["compression/total_dense_bytes"] == dense
+        wire = metrics["compression/total_wire_bytes"]
+        assert metrics["compression/total_ratio"] == dense / wire
+        assert dense / wire > 6, "4 exchanges of 10 steps, and few bits of most elements"
+        assert metrics["compression_epoch/dense_bytes"] == dense / 10
+    rows = [row for row in found[0]["rows"] if row.get("compression/drift")]
+    assert [int(row["step"]) for row in rows] == [5, 9], "after steps 6 and 10, for 5 and 10"
+    assert [float(row["compression/rounds"]) for row in rows] == [2, 4]
+    for row in rows:
+        assert 0 < float(row["compression/outer_step"]) <= 1.5 * float(row["compression/drift"])
+        assert float(row["compression/dense_bytes"]) == all_reduce_bytes(4 * elements, WORKERS)
 
 
 class Stop(pl.Callback):
@@ -193,3 +234,49 @@ def test_a_run_that_is_stopped_ends_with_common_weights(found: list[dict[str, An
     assert first["steps"] == 7
     assert first["rounds"] == [2]
     assert first["digest"] == second["digest"]
+
+
+def refused(worker: int) -> dict[str, str]:
+    """A worker alone, in a process of its own."""
+    said = {}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "manual": ({}, {}),
+        "sync": ({"batch_norm": True}, {"sync_batchnorm": True}),
+        "swa": ({}, {"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]}),
+        "unfrozen": ({}, {"callbacks": [Unfreeze()]}),
+    }
+    for name, (module, trainer) in cases.items():
+        try:
+            fit(
+                local(TopK(0.1), every=2),
+                functools.partial(made, name, module),
+                own_batches(worker, 4),
+                devices=1,
+                **trainer,
+            )
+        except (ValueError, RuntimeError) as error:
+            said[name] = str(error)
+    left = fit(local(TopK(0.1), every=3), Learner, own_batches(worker, 4), devices=1)
+    return said | {"alone": str(left["rounds"])}
+
+
+def made(name: str, settings: dict[str, Any]) -> Learner:
+    learner = Learner(**settings)
+    learner.automatic_optimization = name != "manual"
+    if name == "unfrozen":
+        learner.head.requires_grad_(False)
+    return learner
+
+
+class Unfreeze(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.head.requires_grad_(True)
+
+
+def test_what_is_refused_when_a_fit_begins() -> None:
+    (said,) = run_in_processes(refused, 1)
+    assert "automatic optimization" in said["manual"]
+    assert "body.1 is SyncBatchNorm" in said["sync"]
+    assert "remove the callback" in said["swa"]
+    assert "head.weight was unfrozen" in said["unfrozen"]
+    assert said["alone"] == "[2]", "one worker goes through the same path"

@@ -146,8 +146,8 @@ def test_running_statistics_become_the_mean_and_constants_keep_every_bit() -> No
         each["mean"] += worker
         each["count"] += worker
     mean = torch.stack([each.difference() for each in workers]).mean(0)
-    for each in workers:
-        each.step(mean)
+    for worker_buffers in workers:
+        worker_buffers.step(mean)
     for worker, each in enumerate(named):
         assert each["mean"].tolist() == [2.0, 3.0]
         assert torch.equal(each["mask"], mask)
