@@ -92,6 +92,17 @@ class Kept(pl.Callback):
             self.seen.append(whole_digest(other))
 
 
+class Errors(pl.Callback):
+    """Notes this worker's errors before every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        memory = trainer.strategy.engine.state_dict()["memory"]
+        self.seen.append(str({name: kept["error"].tolist() for name, kept in memory.items()}))
+
+
 def everything(worker: int) -> dict[str, Any]:
     """In one pair of processes, for starting them takes long."""
     found: dict[str, Any] = {name: fit_local(worker, **case) for name, case in GATHERED.items()}
@@ -111,6 +122,7 @@ def everything(worker: int) -> dict[str, Any]:
         trainer={"val_check_interval": 2, "callbacks": [kept]},
     )
     found["kept"] = kept.seen
+    errors = Errors()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found["broken"] = fit_local(
@@ -119,10 +131,12 @@ def everything(worker: int) -> dict[str, Any]:
             every=2,
             momentum=0.9,
             module={"broken": (1, 2)},
+            trainer={"callbacks": [errors]},
         )
+    found["errors"] = errors.seen
     found["warned"] = [str(each.message) for each in caught if "lost" in str(each.message)]
-    found["without that round"] = fit_local(
-        worker, compressor=PerParameter(TopK(0.1)), every=2, momentum=0.9, steps=2
+    found["unlike"] = fit_local(
+        worker, compressor=TopK(0.1), every=3, module={"seed": worker, "batch_norm": True}
     )
     with tempfile.TemporaryDirectory() as folder:
         found["monitored"] = fit_local(
@@ -226,7 +240,17 @@ def test_a_round_that_is_not_finite_costs_that_round(found: list[dict[str, Any]]
     assert first["trained"][4] == second["trained"][4] == first["trained"][2]
     assert [len(worker["warned"]) for worker in found] == [1, 0]
     assert "its 2 steps are lost" in found[0]["warned"][0]
+    for worker in found:
+        assert worker["errors"][4] == worker["errors"][2] != worker["errors"][6]
     assert first["trained"][6] == second["trained"][6] != first["trained"][4]
+
+
+def test_all_begin_with_the_weights_of_worker_0(found: list[dict[str, Any]]) -> None:
+    first, second = (worker["unlike"] for worker in found)
+    assert first["trained"][0] == second["trained"][0]
+    assert first["digest"] == second["digest"]
+    for ours, theirs in zip(first["buffers"], second["buffers"], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_run_that_is_stopped_ends_with_common_weights(found: list[dict[str, Any]]) -> None:

@@ -187,7 +187,7 @@ def test_other_numbers_of_workers_keep_what_is_common_and_the_means(
 def other_strategies(worker: int, folder: str) -> list[str]:
     """Go on with local steps where DDP has stopped, and the other way round; return warnings."""
     said = []
-    pairs = ((ddp, local, {"every": 3}), (local, ddp, {}))
+    pairs: Any = ((ddp, local, {"every": 3}), (local, ddp, {}))
     for number, (first, second, options) in enumerate(pairs):
         where = str(Path(folder, str(number)))
         fit_and_save(worker, WORKERS, where, 1, TopK(0.1), strategy=first)

@@ -29,12 +29,18 @@ class Learner(pl.LightningModule):
         momentum: of its SGD.
         batch_norm: whether it has running statistics.
         broken: worker and step whose loss is infinite.
+        seed: of its weights.
     """
 
     def __init__(
-        self, momentum: float = 0.0, batch_norm: bool = False, broken: tuple[int, int] = (-1, -1)
+        self,
+        momentum: float = 0.0,
+        batch_norm: bool = False,
+        broken: tuple[int, int] = (-1, -1),
+        seed: int = 0,
     ) -> None:
         super().__init__()
+        torch.manual_seed(seed)
         norm = nn.BatchNorm1d(40) if batch_norm else nn.Tanh()
         self.body = nn.Sequential(nn.Linear(8, 40), norm, nn.Linear(40, 40))
         self.head = nn.Linear(40, 4)
