@@ -42,6 +42,7 @@ GATHERED: dict[str, dict[str, Any]] = {
         "compressor": PerParameter(TopK(0.1)),
         "every": 3,
         "memory": Residual(decay=0.9),
+        "verify": 2,
         "outer": OuterSGD.diloco(),
         "momentum": 0.9,
     },

@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_gc import NoMemory, OuterSGD
+from lightning_gc import OuterSGD
 from lightning_gc.strategies.for_pytorch_lightning import LocalStepsStrategy
 from lightning_gc.testing import LocalLockstep
 from tests.support.accelerator import BACKEND
@@ -85,6 +85,7 @@ def by_a_plain_loop(
     outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
     memory: Any = None,
     scheme: Any = None,
+    verify: int = 0,
 ) -> list[Any]:
     """Return the parameters after the same training, without Lightning and any strategy."""
     torch.manual_seed(0)
@@ -107,6 +108,3 @@ def by_a_plain_loop(
             for model in models:
                 model.load_state_dict(done.weights)
     return [plain(each) for each in models[0].parameters()]
-
-
-NOTHING = NoMemory()

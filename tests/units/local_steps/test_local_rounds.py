@@ -1,0 +1,87 @@
+"""Rounds of one worker, whose exchange is answered at once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gc import NoMemory, OuterSGD, PerParameter, TopK
+from lightning_gc.synchronizer.configuration import configure
+from lightning_gc.synchronizer.local_rounds import LOST_IN_A_ROW, LocalRounds
+from lightning_gc.synchronizer.workers import Workers
+from lightning_gc.transports import Simulated
+
+
+class Alone:
+    """In the place of a synchronizer: one worker, and nothing runs in the background."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        account: Any = SimpleNamespace(worker=0, workers=1, timing=False, sent_bytes=0)
+        workers.start([account], revocable=True)
+
+    def submit(self, grad: torch.Tensor, shapes: Any) -> Any:
+        Simulated(1).run([self.workers.first.flow(grad, shapes)])
+        return self.run(iter(()), grad)
+
+    def run(self, flow: Any, result: torch.Tensor) -> Any:
+        for _ in flow:
+            raise AssertionError("no buffers here")
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(result)
+        return future
+
+    def end_round(self, common: Any) -> None:
+        self.workers.end_round([])
+
+    def check(self) -> None:
+        pass
+
+
+def rounds_of(module: nn.Module, every: int) -> LocalRounds:
+    workers = Workers(configure("a test", PerParameter(TopK(1.0)), NoMemory(), None, 0))
+    workers.name(module)
+    alone: Any = Alone(workers)
+    return LocalRounds(module, workers, alone, every=every, outer=OuterSGD())
+
+
+def test_too_many_lost_rounds_end_the_run() -> None:
+    """Each is warned of; a finite one between them starts the count anew."""
+    module = nn.Linear(3, 2)
+    rounds = rounds_of(module, 2)
+    start = rounds.weights.anchor.clone()
+
+    def lose() -> None:
+        for _ in range(2):
+            module.weight.data.fill_(float("nan"))
+            kept = rounds.after_step(ends=False)
+        assert not kept
+        assert torch.equal(rounds.weights.weights(), start)
+
+    for _ in range(LOST_IN_A_ROW - 1):
+        with pytest.warns(UserWarning, match="its 2 steps are lost"):
+            lose()
+    assert rounds.after_step(ends=True), "a round of one step"
+    for _ in range(LOST_IN_A_ROW - 1):
+        with pytest.warns(UserWarning, match="its 2 steps are lost"):
+            lose()
+    with pytest.raises(RuntimeError, match=r"10 such rounds in a row.*gradient_clip_val"):
+        lose()
+
+
+def test_what_is_shown_is_put_back() -> None:
+    module = nn.Linear(3, 2)
+    rounds = rounds_of(module, 5)
+    start, own = rounds.weights.anchor.clone(), rounds.weights.weights() + 1
+    rounds.weights.put(own)
+    rounds.after_step(ends=False)
+    for _ in range(2):  # the second has no effect
+        rounds.show()
+        assert torch.equal(rounds.weights.weights(), start)
+    weights, _ = rounds.own()
+    assert torch.equal(torch.cat([t.view(-1) for t in weights.values()]), own)
+    for _ in range(2):
+        rounds.hide()
+        assert torch.equal(rounds.weights.weights(), own)
