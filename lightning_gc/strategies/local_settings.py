@@ -10,16 +10,6 @@ _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 """Names, since there are two packages, and versions that lack one."""
 
 
-def check_every(owner: str, every: Any) -> int:
-    """Return ``every``; ValueError if it is no number of steps."""
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            f"{owner}(every={every!r}): give the number of optimizer steps between two exchanges, "
-            f"1 or more; use 32."
-        )
-    return every
-
-
 def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
     """Raise ValueError for settings of Trainer and module that local steps cannot obey."""
     if not trainer.lightning_module.automatic_optimization:

@@ -13,12 +13,13 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.local_steps import OuterSGD
 from lightning_gc.local_steps.compatibility import refuse
+from lightning_gc.local_steps.plan import Plan
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.hook_arguments import refuse_wrapper_arguments
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
-from lightning_gc.strategies.local_settings import check_every, refuse_in_trainer
+from lightning_gc.strategies.local_settings import refuse_in_trainer
 from lightning_gc.strategies.local_warnings import warn_of_few_rounds, warn_of_unlike_rates
 from lightning_gc.strategies.real_worker import RealWorker
 from lightning_gc.strategies.training_progress import steps_of
@@ -56,6 +57,12 @@ class LocalSteps(RealWorker):
         every: H, in optimizer steps, at least 1. More sends less, and lets workers drift apart. The
             last round of a fit is shorter.
         outer: the step of the common weights; the default averages the workers' weights.
+        delay: steps of overlap, fewer than between two exchanges. 0: workers wait. Else training
+            goes on during the exchange, and its result is taken over so many steps later.
+        merge: with a delay, how. ``"rebase"``: the new common weights, plus how far the worker has
+            come since it has sent. ``"mix"``: the mean of these and its own weights.
+        fragments: P. Parameters are exchanged in so many parts, one after the other, each every H
+            steps: smaller messages, more evenly spread.
         show: ``"common"``: validation and test see the common weights. ``"local"``: worker i's own.
         seed: of the compressor's private random numbers, equal on all workers.
         state: in checkpoints. ``"full"``: every worker's weights, optimizers and errors, in its own
@@ -70,9 +77,9 @@ class LocalSteps(RealWorker):
             ``start_method``, ``process_group_backend``, ``timeout``, ...
 
     Communication pattern:
-        Nothing between exchanges. Every H steps one exchange of the compressor's, for all
-        parameters in one message per request, and an all-reduce of float buffers; workers wait for
-        it. A dead peer is noticed at the next exchange.
+        Nothing between exchanges. Every H steps one exchange of the compressor's for each fragment,
+        in one message per request, and an all-reduce of float buffers, on a background thread;
+        without a delay workers wait for it. A dead peer is noticed at the next exchange.
 
     Raises:
         ValueError: what ``CompressedDDPStrategy`` refuses; a compressor whose workers vote, a
@@ -111,6 +118,9 @@ class LocalSteps(RealWorker):
         controller: Controller | None = None,
         every: int = 32,
         outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
+        delay: int = 0,
+        merge: Literal["rebase", "mix"] = "rebase",
+        fragments: int = 1,
         show: Literal["common", "local"] = "common",
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
@@ -126,7 +136,8 @@ class LocalSteps(RealWorker):
         verification(verify, owner)
         if show not in ("common", "local"):
             raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
-        self.every, self.outer = check_every(owner, every), outer
+        self.plan = Plan(owner, every, fragments, delay, merge)
+        self.outer = outer
         self.show, self.verify = show, verify
         self._keeps_mean = state == "mean"
         self.local_workers.exchanged = "weights"
@@ -151,7 +162,7 @@ class LocalSteps(RealWorker):
             revocable=True,
             agreed={
                 "controller": repr(self.controller),
-                "every": repr(self.every),
+                "plan": repr(self.plan),
                 "outer": repr(self.outer),
                 "names and shapes of parameters and buffers": digest_of(every),
             },
@@ -167,12 +178,10 @@ class LocalSteps(RealWorker):
         assert self._synchronizer is not None
         workers = self.local_workers
         before = workers.common.get(_NAME)
-        self._rounds = LocalRounds(
-            module, workers, self._synchronizer, every=self.every, outer=self.outer
-        )
+        self._rounds = LocalRounds(module, workers, self._synchronizer, self.plan, self.outer)
         workers.common[_NAME] = CommonState(self._rounds)
         if before is not None:  # an earlier fit's outer momentum
-            state = before.common_state() | {"position": 0, "anchor": {}}
+            state = before.common_state() | {"since": [], "anchor": {}}
             workers.common[_NAME].load_common_state(state)
         self._own = OwnState(self._rounds, lambda: self.optimizers, self._scaler)  # type: ignore[attr-defined]
         workers.own[_NAME] = [self._own]
@@ -183,7 +192,7 @@ class LocalSteps(RealWorker):
         super().on_train_start()  # type: ignore[misc]
         if self.controller is None and self.worker == 0:
             steps = steps_of(self.lightning_module.trainer)  # type: ignore[attr-defined]
-            warn_of_few_rounds(self.compressor, steps, self.every)
+            warn_of_few_rounds(self.compressor, steps, self.plan.every)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make this worker's own step; exchange if a round is over, or the run."""
@@ -201,33 +210,39 @@ class LocalSteps(RealWorker):
         """End with common weights, where the length of the run was not known before."""
         super().on_train_end()  # type: ignore[misc]
         assert self._rounds is not None
-        alone = torch.tensor(float(self._rounds.position), device=self.root_device)  # type: ignore[attr-defined]
+        alone = torch.tensor(float(self._rounds.apart), device=self.root_device)  # type: ignore[attr-defined]
         if float(self.reduce(alone, reduce_op="mean")):
-            self._rounds.exchange()
+            self._rounds.end()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()  # type: ignore[misc]
         if self._rounds is not None and self.show == "common":
-            self._rounds.show()
+            self._rounds.weights.show()
 
     def on_validation_end(self) -> None:
         super().on_validation_end()  # type: ignore[misc]
         if self._rounds is not None:
-            self._rounds.hide()
+            self._rounds.weights.hide()
             warn_of_unlike_rates(self.lightning_module.trainer, self.lr_scheduler_configs)  # type: ignore[attr-defined]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the common weights and buffers, as copies."""
         if self._rounds is None:
             return super().lightning_module_state_dict()
-        shown = self._rounds.shows
-        self._rounds.show()
+        shown = self._rounds.weights.shown
+        self._rounds.weights.show()
         try:
             state = super().lightning_module_state_dict()
             return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
         finally:
             if not shown:
-                self._rounds.hide()
+                self._rounds.weights.hide()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for an exchange under way, so that what it brings can be saved."""
+        if self._rounds is not None and not self.lightning_module.trainer.interrupted:  # type: ignore[attr-defined]
+            self._rounds.arrive()
+        super().save_checkpoint(*args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restore this worker's own optimizers, not those of worker 0, where they were saved."""
@@ -237,7 +252,7 @@ class LocalSteps(RealWorker):
 
     @property
     def steps_since_exchange(self) -> int:
-        return 0 if self._rounds is None else self._rounds.position
+        return 0 if self._rounds is None else self._rounds.waited
 
     def figures(self) -> dict[str, float]:
         return {} if self._rounds is None else self._rounds.figures
@@ -248,8 +263,10 @@ class LocalSteps(RealWorker):
 
     def _moment(self, trainer: Any, batch: int) -> Moment:
         """Return the moment with its steps counted in rounds, as the engine counts."""
+        if self._rounds is not None:
+            self._rounds.arrive()  # levels change between exchanges
         now = super()._moment(trainer, batch)
-        steps = None if now.total_steps is None else max(now.total_steps // self.every, 1)
+        steps = None if now.total_steps is None else max(now.total_steps // self.plan.every, 1)
         return dataclasses.replace(now, total_steps=steps, rates_to_come=None)
 
     def _check_optimizer(self, group: Any) -> None:

@@ -1,44 +1,75 @@
-"""LocalRounds: one worker's rounds of local steps, each ended by an exchange of how far it came."""
+"""LocalRounds: one worker's rounds of local steps, with exchanges of how far it has come."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gc.local_steps import OuterSGD
-from lightning_gc.local_steps.common_buffers import CommonBuffers, mean_of
+from lightning_gc.local_steps.common_buffers import mean_of
+from lightning_gc.local_steps.common_weights import CommonWeights
 from lightning_gc.local_steps.fragment import Fragment
+from lightning_gc.local_steps.plan import MIXED, Plan
 from lightning_gc.synchronizer.synchronizer import Synchronizer
 from lightning_gc.synchronizer.workers import Workers, plain_name
 
 LOST_IN_A_ROW = 10
-"""Rounds that may be lost one after the other before the run stops."""
+"""Exchanges that may be lost one after the other before the run stops."""
+
+
+@dataclass
+class Flight:
+    """An exchange that has begun.
+
+    Attributes:
+        index: of its fragment.
+        mean: of the distances, ``(numel,)``, once it has arrived.
+        moved: of the differences of buffers, likewise; empty with all fragments but the last.
+        left: steps until it is taken over.
+        steps: since the fragment's exchange before.
+        sent: this worker's weights when it began; None if it is taken over at once.
+        arriving: complete when it has arrived; empty if it has.
+        drift: norm of the worker's distance, if measured.
+    """
+
+    index: int
+    mean: Tensor
+    moved: Tensor
+    left: int
+    steps: int
+    sent: Tensor | None
+    arriving: list[torch.futures.Future[Tensor]]
+    drift: Tensor | None = None
 
 
 class LocalRounds:
-    """Counts optimizer steps; after H of them exchanges, and moves all workers to common weights.
+    """Counts optimizer steps, exchanges by a plan, and moves all workers to common weights.
 
     Args:
         module: starts with weights and buffers that are equal on all workers.
         workers: this worker's engine and parameter names.
         synchronizer: exchanges.
-        every: H.
+        plan: when, and in how many fragments.
         outer: the step that is made with the mean.
 
     Attributes:
-        position: steps since the last exchange.
+        weights: the common ones.
+        position: steps of the round that are done.
+        since: by fragment, steps since its last exchange began.
+        waited: steps since an exchange has arrived.
+        flight: the exchange that has not been taken over yet, or None.
         figures: of the last exchange, for the monitor.
 
     Communication pattern:
-        One exchange of the compressor's every H steps, for which the worker waits, and an
-        all-reduce of floating-point buffers, if there are any.
+        One exchange of the compressor's per fragment every H steps; with the last one an all-reduce
+        of floating-point buffers, if there are any. Without a delay the worker waits for it.
 
     Raises:
-        RuntimeError: on all workers, after ``LOST_IN_A_ROW`` rounds in a row whose result was not
-            finite.
+        RuntimeError: on all workers, after ``LOST_IN_A_ROW`` exchanges in a row whose result was
+            not finite.
     """
 
     def __init__(
@@ -46,70 +77,125 @@ class LocalRounds:
         module: nn.Module,
         workers: Workers,
         synchronizer: Synchronizer,
-        *,
-        every: int,
+        plan: Plan,
         outer: OuterSGD,
     ) -> None:
-        self._module, self._workers, self._synchronizer = module, workers, synchronizer
-        self._every = every
-        self.weights = Fragment({name: p for p, name in workers.names.items()}, outer)
-        self.buffers = CommonBuffers({plain_name(n): b for n, b in module.named_buffers()})
+        self._workers, self._synchronizer, self.plan = workers, synchronizer, plan
+        params = {name: param for param, name in workers.names.items()}
+        buffers = {plain_name(name): buffer for name, buffer in module.named_buffers()}
+        self.weights = CommonWeights(module, params, buffers, plan.fragments, outer)
         self.position = 0
+        self.since = [0] * plan.fragments
+        self.waited = 0
+        self.flight: Flight | None = None
         self.figures: dict[str, float] = {}
-        self._aside: tuple[Tensor, dict[str, Tensor]] | None = None  # own, while common are shown
-        self._lost = 0  # rounds in a row
+        self._lost = 0  # exchanges in a row
         self._step_bytes = sum(p.numel() * p.element_size() for p in workers.names)
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step ends a round."""
-        return self.position + 1 >= self._every
+        """Whether something is exchanged after the next step."""
+        return bool(self.plan.due(self.position + 1))
+
+    @property
+    def apart(self) -> bool:
+        """Whether this worker's weights may differ from the common ones."""
+        return self.flight is not None or any(self.since)
 
     def after_step(self, ends: bool) -> bool:
-        """Count an optimizer step; exchange if one is due, or if it was the last one.
+        """Count an optimizer step; exchange what is due, or everything if it was the last one.
 
         Returns:
-            False if a round was lost, since some worker's weights were not finite: then all are
-            back at the common weights.
+            False if an exchange was lost, since some worker's weights were not finite: then all
+            are back at the common weights.
         """
         self.position += 1
-        return self.exchange() if ends or self.position >= self._every else True
-
-    def exchange(self) -> bool:
-        """End the round now; see ``after_step``."""
-        tally = self._workers.first.statistics.tally
-        tally.local_steps += self.position
-        tally.local_bytes += self.position * self._step_bytes
-        measured = self._workers.first.statistics.norms_wanted
-        distance = self.weights.distance()
-        drift = torch.linalg.vector_norm(distance) if measured else None
-        arrived = [self._synchronizer.submit(distance, self.weights.shapes)]
-        moved = self.buffers.difference()
-        if moved.numel():
-            arrived.append(self._synchronizer.run(mean_of(moved), moved))
-        self._synchronizer.end_round([self.weights.anchor])
-        for future in arrived:
-            future.wait()
-        self._synchronizer.check()
-        steps, self.position = self.position, 0
-        finite = bool(distance.isfinite().all() and moved.isfinite().all())
-        if finite:
-            before = self.weights.anchor.clone() if measured else None
-            self.weights.step(distance)
-            if moved.numel():
-                self.buffers.step(moved)
-            if drift is not None and before is not None:
-                outer = torch.linalg.vector_norm(self.weights.anchor - before)
-                self.figures = {"drift": float(drift), "outer_step": float(outer)}
-                self.figures["rounds"] = self._workers.first.step
-        else:
-            self.buffers.put(self.buffers.common)
-        self.weights.put(self.weights.anchor)
-        self._count_lost(0 if finite else steps)
+        self.waited += 1
+        self.since = [steps + 1 for steps in self.since]
+        finite = True
+        if self.flight is not None:
+            self.flight.left -= 1
+            if self.flight.left == 0:
+                finite = self._land()
+        if ends:
+            finite = self.end() and finite
+        for index in self.plan.due(self.position) if not ends else ():
+            self._send(index, self.plan.delay)
+            if not self.plan.delay:
+                finite = self._land() and finite
+        if self.position >= self.plan.every:
+            self.position = 0
         return finite
 
+    def end(self) -> bool:
+        """Exchange everything now and wait for it, so that all weights are common."""
+        finite = self._land() if self.flight is not None else True
+        for index in range(self.plan.fragments):
+            self._send(index, 0)
+            finite = self._land() and finite
+        self.position = 0
+        return finite
+
+    def _send(self, index: int, delay: int) -> None:
+        """Begin the exchange of a fragment."""
+        engine, fragment = self._workers.first, self.weights.fragments[index]
+        steps = min(self.since)  # since any exchange
+        engine.statistics.tally.local_steps += steps
+        engine.statistics.tally.local_bytes += steps * self._step_bytes
+        distance = fragment.distance()
+        drift = torch.linalg.vector_norm(distance) if engine.statistics.norms_wanted else None
+        sent = fragment.weights() if delay else None
+        arriving = [self._synchronizer.submit(distance, fragment.shapes)]
+        moved = torch.zeros(0)
+        if index == len(self.since) - 1:
+            moved = self.weights.buffers.difference()
+        if moved.numel():
+            arriving.append(self._synchronizer.run(mean_of(moved), moved))
+        since, self.since[index] = self.since[index], 0
+        self.flight = Flight(index, distance, moved, delay, since, sent, arriving, drift)
+
+    def arrive(self) -> None:
+        """Wait for the exchange under way, if there is one, without taking it over yet."""
+        if self.flight is None or not self.flight.arriving:
+            return
+        self._synchronizer.end_round([each.anchor for each in self.weights.fragments])
+        for future in self.flight.arriving:
+            future.wait()
+        self._synchronizer.check()
+        self.flight.arriving = []
+        self.waited = 0
+
+    def _land(self) -> bool:
+        """Take over the exchange under way; return whether it is finite."""
+        self.arrive()
+        flight, self.flight = self.flight, None
+        assert flight is not None
+        finite = bool(flight.mean.isfinite().all() and flight.moved.isfinite().all())
+        if finite:
+            self._take_over(flight, self.weights.fragments[flight.index])
+        else:
+            self.weights.go_back()
+        self._count_lost(0 if finite else flight.steps + self.since[flight.index])
+        return finite
+
+    def _take_over(self, flight: Flight, fragment: Fragment) -> None:
+        before = None if flight.drift is None else fragment.anchor.clone()
+        fragment.step(flight.mean)
+        if flight.moved.numel():
+            self.weights.buffers.step(flight.moved)
+        if flight.sent is None:
+            fragment.put(fragment.anchor)
+        elif self.plan.merge == "rebase":
+            fragment.put(fragment.anchor + (fragment.weights() - flight.sent))
+        else:
+            fragment.put(MIXED * fragment.weights() + (1 - MIXED) * fragment.anchor)
+        if flight.drift is not None and before is not None:
+            outer = torch.linalg.vector_norm(fragment.anchor - before)
+            self.figures = {"drift": float(flight.drift), "outer_step": float(outer)}
+            self.figures["rounds"] = self._workers.first.step
+
     def _count_lost(self, steps: int) -> None:
-        """Warn of a round that was lost, with its number of steps; stop after too many."""
+        """Warn of an exchange that was lost, with its number of steps; stop after too many."""
         self._lost = self._lost + 1 if steps else 0
         if not steps:
             return
@@ -125,48 +211,3 @@ class LocalRounds:
             )
         if self._workers.first.worker == 0:
             warnings.warn(sentence, stacklevel=2)
-
-    def show(self) -> None:
-        """Put the common weights and buffers into the module, and this worker's own aside."""
-        if self._aside is None:
-            self._aside = self.weights.weights(), self.buffers.own()
-            self.weights.put(self.weights.anchor)
-            self.buffers.put(self.buffers.common)
-
-    def hide(self) -> None:
-        """Put this worker's own weights and buffers back."""
-        if self._aside is not None:
-            weights, buffers = self._aside
-            self._aside = None
-            self.weights.put(weights)
-            self.buffers.put(buffers)
-
-    @property
-    def shows(self) -> bool:
-        """Whether the module holds the common weights for a while."""
-        return self._aside is not None
-
-    def own(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return copies of this worker's weights and buffers by name, also while it shows others'.
-
-        Of the buffers those that a ``state_dict`` has.
-        """
-        weights, buffers = self._aside or (self.weights.weights(), self.buffers.own())
-        saved = {plain_name(name) for name in self._module.state_dict()}
-        kept = {name: value for name, value in buffers.items() if name in saved}
-        return self.weights.named(weights), kept
-
-    def load_own(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Set this worker's weights and buffers; those that are not named stay."""
-        self.weights.put(self.weights.flat(weights, self.weights.weights()))
-        self.buffers.put(buffers)
-
-    def drift(self) -> dict[str, Tensor]:
-        """Return this worker's weights minus those that it has started the round with, by name."""
-        weights, _ = self._aside or (self.weights.weights(), None)
-        return self.weights.named(weights - self.weights.start())
-
-    def load_drift(self, drift: Mapping[str, Tensor]) -> None:
-        """Set this worker's weights to those of the round's start plus ``drift``."""
-        zeros = torch.zeros_like(self.weights.anchor)
-        self.weights.put(self.weights.start() + self.weights.flat(drift, zeros))

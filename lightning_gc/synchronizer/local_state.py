@@ -10,46 +10,85 @@ from torch import Tensor
 
 from lightning_gc.engine.state_structure import (
     ANYTHING,
+    COUNT,
     ERRORS,
     FLOATS,
     WHOLE,
     Each,
+    Listed,
+    Optional,
     Record,
 )
-from lightning_gc.synchronizer.local_rounds import LocalRounds
+from lightning_gc.synchronizer.local_rounds import Flight, LocalRounds
 from lightning_gc.synchronizer.pytree import Tree, average
 
 
 class CommonState:
-    """Position in the round, outer momentum, and common weights finer than the parameters' dtype.
+    """Place in the round, outer momentum, and common weights finer than the parameters' dtype.
 
-    The common weights themselves are the checkpoint's ``state_dict``.
+    And the mean of an exchange that has arrived, but has not been taken over yet. The common
+    weights themselves are the checkpoint's ``state_dict``.
     """
 
     common_structure = Record(
         {"position": WHOLE, "velocity": Each(ERRORS), "anchor": Each(ERRORS)},
+        {
+            "waited": WHOLE,
+            "since": Listed(WHOLE),
+            "flight": Optional(
+                Record(
+                    {"index": WHOLE, "left": COUNT, "steps": WHOLE, "mean": FLOATS, "moved": FLOATS}
+                )
+            ),
+        },
     )
 
     def __init__(self, rounds: LocalRounds) -> None:
         self._rounds = rounds
 
     def common_state(self) -> Tree:
-        weights = self._rounds.weights
-        params = weights.params.values()
-        fine = any(param.dtype != weights.dtype for param in params)
+        rounds, weights = self._rounds, self._rounds.weights
+        fine = any(
+            p.dtype != each.dtype for each in weights.fragments for p in each.params.values()
+        )
+        anchors = [each.anchor for each in weights.fragments]
+        velocities = [each.velocity for each in weights.fragments if each.velocity is not None]
+        flight = rounds.flight
         return {
-            "position": self._rounds.position,
-            "velocity": {} if weights.velocity is None else weights.named(weights.velocity),
-            "anchor": weights.named(weights.anchor) if fine else {},
+            "position": rounds.position,
+            "waited": rounds.waited,
+            "since": list(rounds.since),
+            "velocity": weights.named(velocities) if velocities else {},
+            "anchor": weights.named(anchors) if fine else {},
+            "flight": None
+            if flight is None or flight.arriving
+            else {
+                name: getattr(flight, name) for name in ("index", "left", "steps", "mean", "moved")
+            },
         }
 
     def load_common_state(self, state: Any) -> None:
-        weights = self._rounds.weights
-        self._rounds.position = state["position"]
-        weights.anchor = weights.flat(state["anchor"], weights.anchor)
-        if weights.velocity is not None:
-            zeros = torch.zeros_like(weights.velocity)
-            weights.velocity = weights.flat(state["velocity"], zeros)
+        rounds = self._rounds
+        for each in rounds.weights.fragments:
+            each.anchor = each.flat(state["anchor"], each.anchor)
+            if each.velocity is not None:
+                each.velocity = each.flat(state["velocity"], torch.zeros_like(each.velocity))
+        if len(state["since"]) == len(rounds.since):  # else the fit has other fragments
+            rounds.position = state["position"] % rounds.plan.every
+            rounds.waited, rounds.since = state["waited"], list(state["since"])
+            self._load_flight(state["flight"])
+
+    def _load_flight(self, state: Any) -> None:
+        """Take over in so many steps what had arrived; what had been sent is in the own state."""
+        if state is None:
+            return
+        fragment = self._rounds.weights.fragments[state["index"]]
+        mean, moved = (state[name].to(fragment.anchor.device) for name in ("mean", "moved"))
+        if mean.shape == fragment.anchor.shape:
+            sent = fragment.weights()
+            self._rounds.flight = Flight(
+                state["index"], mean, moved, state["left"], state["steps"], sent, []
+            )
 
 
 class OwnState:
@@ -65,7 +104,7 @@ class OwnState:
     """
 
     structure = Record(
-        {"weights": Each(FLOATS), "buffers": Each(FLOATS)},
+        {"weights": Each(FLOATS), "buffers": Each(FLOATS), "sent": Each(FLOATS)},
         {"optimizers": Each(ANYTHING), "scaler": ANYTHING},
     )
 
@@ -80,11 +119,16 @@ class OwnState:
 
     def own_state(self) -> Tree:
         scaler = self._scaler()
-        weights, buffers = self._rounds.own()
+        weights, buffers = self._rounds.weights.own()
+        flight = self._rounds.flight
+        sent = {}
+        if flight is not None and flight.sent is not None:
+            sent = self._rounds.weights.fragments[flight.index].named(flight.sent)
         optimizers = enumerate(self._optimizers())
         return {
             "weights": weights,
             "buffers": buffers,
+            "sent": sent,
             "optimizers": {str(index): each.state_dict() for index, each in optimizers},
             "scaler": {} if scaler is None else scaler.state_dict(),
         }
@@ -93,13 +137,17 @@ class OwnState:
         if not states:
             return
         same = len(states) == 1
-        parts = ("weights", "buffers")
+        parts = ("weights", "buffers", "sent")
         own = (
             {part: states[0][part] for part in parts}
             if same
             else average([{part: state[part] for part in parts} for state in states])
         )
-        self._rounds.load_own(own["weights"], own["buffers"])
+        self._rounds.weights.load_own(own["weights"], own["buffers"])
+        flight = self._rounds.flight
+        if flight is not None and flight.sent is not None:
+            fragment = self._rounds.weights.fragments[flight.index]
+            flight.sent = fragment.flat(own["sent"], flight.sent)
         if not same:
             return
         optimizers: Mapping[str, Any] = states[0]["optimizers"]
@@ -124,7 +172,7 @@ class MeanDrift:
         self._rounds = rounds
 
     def own_state(self) -> dict[str, Tensor]:
-        return self._rounds.drift()
+        return self._rounds.weights.drift()
 
     def load_own_state(self, state: Any) -> None:
-        self._rounds.load_drift(state)
+        self._rounds.weights.load_drift(state)

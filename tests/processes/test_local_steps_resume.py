@@ -32,16 +32,22 @@ from tests.support.resuming import checkpoint, differences, fit_and_save
 
 pytestmark = [pytest.mark.processes, needs_two]
 WORKERS = 2
-WITHIN, BETWEEN = 3, 5  # checkpoints are after 5 steps and 10
+WITHIN, BETWEEN = (
+    3,
+    5,
+)  # checkpoints are after 5 steps and 10, with delays between sending and taking over
 
 FEW: list[dict[str, Any]] = [
     {"compressor": TopK(0.1), "every": WITHIN, "outer": OuterSGD.diloco()},
     {"compressor": QSGD(4), "every": WITHIN},
     {"compressor": TopK(0.1), "every": BETWEEN, "scaler": {"init_scale": 2.0**10}, "loud": 2},
-    {"compressor": PowerSGD(1), "every": WITHIN, "plugins": (), "accumulate": 2},
+    {"compressor": PowerSGD(1), "every": WITHIN, "accumulate": 2},
+    # These checkpoints are between an exchange and the step that takes its result over.
+    {"compressor": QSGD(4), "every": 4, "delay": 3, "outer": OuterSGD.diloco()},
+    {"compressor": TopK(0.1), "every": 6, "fragments": 3, "delay": 1, "merge": "mix"},
     {"compressor": TopK(0.1), "every": WITHIN, "controller": Schedule((0.2, 0.05))},
 ]
-MANY = [
+MANY: list[dict[str, Any]] = [
     {"compressor": compressor, "memory": memory, "every": every, "outer": outer}
     for compressor, memory in (
         (TopK(0.1), Residual(decay=0.95)),
@@ -56,6 +62,23 @@ MANY = [
         (1, WITHIN, BETWEEN, 100), (OuterSGD(), OuterSGD(0.5, 0.5))
     )
     if not (isinstance(memory, GlobalMomentum) and outer.momentum)
+]
+MANY += [
+    {
+        "compressor": compressor,
+        "memory": Residual(),
+        "every": 12,
+        "delay": delay,
+        "fragments": fragments,
+        "merge": merge,
+        "outer": outer,
+    }
+    for compressor in (TopK(0.1), QSGD(4))
+    for delay in (0, 2, 3)
+    for fragments in (1, 3)
+    for merge in ("rebase", "mix")
+    for outer in (OuterSGD(), OuterSGD.diloco())
+    if delay or merge == "rebase"
 ]
 
 
@@ -115,13 +138,14 @@ class Noted(pl.Callback):
 
     def note(self, when: str, trainer: Any) -> None:
         rounds, engine = trainer.strategy._rounds, trainer.strategy.engine
+        (weights,) = rounds.weights.fragments
         self.seen[when] = {
-            "anchor": rounds.weights.anchor.clone(),
-            "drift": torch.cat([t.view(-1) for t in rounds.drift().values()]),
+            "anchor": weights.anchor.clone(),
+            "drift": torch.cat([t.view(-1) for t in rounds.weights.drift().values()]),
             "error": torch.cat(
                 [torch.zeros(0), *(t.reshape(-1) for _, t in sorted(engine.errors().items()))]
             ),
-            "velocity": rounds.weights.velocity.clone(),
+            "velocity": weights.velocity.clone(),
             "position": rounds.position,
         }
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gc import OuterSGD
+from lightning_gc.local_steps.fragment import in_fragments
 from lightning_gc.strategies.for_pytorch_lightning import LocalStepsStrategy
 from lightning_gc.testing import LocalLockstep
 from tests.support.accelerator import BACKEND
@@ -86,16 +87,42 @@ def by_a_plain_loop(
     memory: Any = None,
     scheme: Any = None,
     verify: int = 0,
+    delay: int = 0,
+    merge: str = "rebase",
+    fragments: int = 1,
 ) -> list[Any]:
     """Return the parameters after the same training, without Lightning and any strategy."""
     torch.manual_seed(0)
     first = Learner(momentum)
     models = [copy.deepcopy(first) for _ in range(workers)]
+    named = [dict(model.named_parameters()) for model in models]
     made = [model.configure_optimizers() for model in models]
-    lockstep = LocalLockstep(
-        workers, dict(first.named_parameters()), compressor, memory, scheme, outer=outer
-    )
+    parts = [list(part.params) for part in in_fragments(named[0], fragments, outer)]
+    locksteps = [
+        LocalLockstep(
+            workers, {n: named[0][n] for n in part}, compressor, memory, scheme, outer=outer
+        )
+        for part in parts
+    ]
     data = [list(own_batches(worker, steps)) for worker in range(workers)]
+    under_way: list[tuple[int, Any, Any]] = []  # steps left, common weights to be, what was sent
+
+    def send(part: int, left: int) -> None:
+        own = [{n: each[n].detach().clone() for n in parts[part]} for each in named]
+        under_way.append((left, locksteps[part].round(own).weights, own))
+
+    def take_over(at_once: bool) -> None:
+        for left, common, sent in list(under_way):
+            if left and not at_once:
+                continue
+            for own, before in zip(named, sent, strict=True):
+                for n, weight in common.items():
+                    since = own[n].detach() - before[n]
+                    rebased = weight + since
+                    mixed = 0.5 * own[n].detach() + 0.5 * weight
+                    own[n].data.copy_(mixed if merge == "mix" else rebased)
+        under_way[:] = [each for each in under_way if each[0] and not at_once]
+
     for step in range(steps):
         for worker, model in enumerate(models):
             (optimizer,), (falling,) = made[worker]
@@ -103,8 +130,17 @@ def by_a_plain_loop(
             model.loss(data[worker][step]).backward()
             optimizer.step()
             falling["scheduler"].step()
-        if (step + 1) % every == 0 or step + 1 == steps:
-            done = lockstep.round([dict(model.named_parameters()) for model in models])
-            for model in models:
-                model.load_state_dict(done.weights)
+        under_way[:] = [(left - 1, common, sent) for left, common, sent in under_way]
+        ends = step + 1 == steps
+        take_over(at_once=ends)
+        position = step % every + 1
+        for part in range(fragments):
+            if ends or position == -(-(part + 1) * every // fragments):
+                send(part, delay)
+        if ends or not delay:
+            for _, common, _ in under_way:
+                for own in named:
+                    for n, weight in common.items():
+                        own[n].data.copy_(weight)
+            under_way.clear()
     return [plain(each) for each in models[0].parameters()]

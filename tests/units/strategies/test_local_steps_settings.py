@@ -27,6 +27,11 @@ from lightning_gc.strategies.local_warnings import warn_of_few_rounds
         ({"every": 0}, r"every=0\): give the number of optimizer steps"),
         ({"every": True}, "every=True"),
         ({"every": 2.5}, r"every=2\.5"),
+        ({"delay": -1}, r"delay=-1\): give the number of steps"),
+        ({"every": 4, "delay": 4}, "use delay=3 or less"),
+        ({"every": 9, "fragments": 3, "delay": 3}, "3 steps apart.*use delay=2"),
+        ({"every": 4, "fragments": 5}, "use fragments=4 or fewer"),
+        ({"merge": "replace"}, "use 'rebase' or 'mix'"),
         ({"show": "mine"}, "use 'common' or 'local'"),
         ({"memory": Residual(lr_aware=True)}, "contain the learning rate already"),
         ({"memory": StepAhead()}, r"use memory=Residual\(\)"),
@@ -62,7 +67,7 @@ def test_names() -> None:
     }
     assert all(isinstance(each, LocalStepsStrategy) for each in made.values())
     assert made["diloco"].outer == OuterSGD(0.7, 0.9, True)
-    assert made["diloco"].every == 100
+    assert made["diloco"].plan.every == 100
     assert made["diloco"].compressor.method == Identity()
     assert made["sparseloco"].memory == Residual(decay=0.95)
     assert made["sparseloco"].outer == OuterSGD()
