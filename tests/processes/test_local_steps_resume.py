@@ -32,10 +32,7 @@ from tests.support.resuming import checkpoint, differences, fit_and_save
 
 pytestmark = [pytest.mark.processes, needs_two]
 WORKERS = 2
-WITHIN, BETWEEN = (
-    3,
-    5,
-)  # checkpoints are after 5 steps and 10, with delays between sending and taking over
+WITHIN, BETWEEN = 3, 5  # checkpoints are after 5 steps and 10
 
 FEW: list[dict[str, Any]] = [
     {"compressor": TopK(0.1), "every": WITHIN, "outer": OuterSGD.diloco()},
