@@ -223,8 +223,8 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
     if not engines or not recordings:
         raise ValueError(
             f"CompressionMonitor watches CompressedDDPStrategy, LocalStepsStrategy and "
-            f"SimulatedDDPStrategy, but the "
-            f"Trainer has {type(trainer.strategy).__name__}. Use one of these; "
+            f"SimulatedDDPStrategy, but the Trainer has {type(trainer.strategy).__name__}. Use one "
+            f"of these; "
             f"CompressedDDPStrategy(Identity()) equals plain DDP."
         )
     return engines, recordings

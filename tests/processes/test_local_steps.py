@@ -5,8 +5,10 @@ And with H = 1 they are compressed DDP; validation and checkpoints see the commo
 
 import csv
 import functools
+import os
 import tempfile
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +320,31 @@ def test_what_is_refused_when_a_fit_begins() -> None:
     assert "remove the callback" in said["swa"]
     assert "head.weight was unfrozen" in said["unfrozen"]
     assert said["alone"] == "[2]", "one worker goes through the same path"
+
+
+class Die(pl.Callback):
+    """Ends worker 1 at once, within a round."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            os._exit(1)
+
+
+def with_one_that_dies(worker: int) -> str:
+    try:
+        fit_local(
+            worker,
+            compressor=TopK(0.1),
+            every=4,
+            timeout=timedelta(seconds=4),
+            trainer={"callbacks": [Die()]},
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+@pytest.mark.nightly
+def test_a_dead_worker_is_noticed_at_the_next_exchange() -> None:
+    (said,) = run_in_processes(with_one_that_dies, 2, wait_for=1, timeout=60)
+    assert said.startswith("PeerError: "), said
