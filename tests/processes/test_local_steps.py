@@ -4,11 +4,8 @@ And with H = 1 they are compressed DDP; validation and checkpoints see the commo
 """
 
 import csv
-import functools
-import os
 import tempfile
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +27,8 @@ from lightning_gc import (
 from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
 from lightning_gc.transports.base import all_reduce_bytes
 from tests.support.accelerator import WORKERS, needs_two
-from tests.support.fitting import ddp, fit
-from tests.support.local_steps import Learner, by_a_plain_loop, local, whole_digest
-from tests.support.models import own_batches
+from tests.support.fitting import ddp
+from tests.support.local_steps import Learner, by_a_plain_loop, fit_local, whole_digest
 from tests.support.processes import run_in_processes
 
 pytestmark = [pytest.mark.processes, needs_two]
@@ -67,27 +63,6 @@ GATHERED: dict[str, dict[str, Any]] = {
     "diloco": {"compressor": PerParameter(Identity()), "every": 5, "outer": OuterSGD.diloco()},
 }
 """What is gathered, or is the mean of two."""
-
-
-def fit_local(
-    worker: int,
-    steps: int = STEPS,
-    momentum: float = 0.0,
-    module: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-    validation: bool = False,
-    strategy: Any = local,
-    **options: Any,
-) -> dict[str, Any]:
-    return fit(
-        strategy(**options),
-        lambda: Learner(momentum, **(module or {})),
-        own_batches(worker, steps),
-        own_batches(worker, 1) if validation else None,
-        devices=WORKERS,
-        use_distributed_sampler=False,
-        **(trainer or {}),
-    )
 
 
 class Kept(pl.Callback):
@@ -274,77 +249,3 @@ def test_a_run_that_is_stopped_ends_with_common_weights(found: list[dict[str, An
     assert first["steps"] == 7
     assert first["rounds"] == [2]
     assert first["digest"] == second["digest"]
-
-
-def refused(worker: int) -> dict[str, str]:
-    """A worker alone, in a process of its own."""
-    said = {}
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "manual": ({}, {}),
-        "sync": ({"batch_norm": True}, {"sync_batchnorm": True}),
-        "swa": ({}, {"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]}),
-        "unfrozen": ({}, {"callbacks": [Unfreeze()]}),
-    }
-    for name, (module, trainer) in cases.items():
-        try:
-            fit(
-                local(TopK(0.1), every=2),
-                functools.partial(made, name, module),
-                own_batches(worker, 4),
-                devices=1,
-                **trainer,
-            )
-        except (ValueError, RuntimeError) as error:
-            said[name] = str(error)
-    left = fit(local(TopK(0.1), every=3), Learner, own_batches(worker, 4), devices=1)
-    return said | {"alone": str(left["rounds"])}
-
-
-def made(name: str, settings: dict[str, Any]) -> Learner:
-    learner = Learner(**settings)
-    learner.automatic_optimization = name != "manual"
-    if name == "unfrozen":
-        learner.head.requires_grad_(False)
-    return learner
-
-
-class Unfreeze(pl.Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        pl_module.head.requires_grad_(True)
-
-
-def test_what_is_refused_when_a_fit_begins() -> None:
-    (said,) = run_in_processes(refused, 1)
-    assert "automatic optimization" in said["manual"]
-    assert "body.1 is SyncBatchNorm" in said["sync"]
-    assert "remove the callback" in said["swa"]
-    assert "head.weight was unfrozen" in said["unfrozen"]
-    assert said["alone"] == "[2]", "one worker goes through the same path"
-
-
-class Die(pl.Callback):
-    """Ends worker 1 at once, within a round."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 2:
-            os._exit(1)
-
-
-def with_one_that_dies(worker: int) -> str:
-    try:
-        fit_local(
-            worker,
-            compressor=TopK(0.1),
-            every=4,
-            timeout=timedelta(seconds=4),
-            trainer={"callbacks": [Die()]},
-        )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
-
-
-@pytest.mark.nightly
-def test_a_dead_worker_is_noticed_at_the_next_exchange() -> None:
-    (said,) = run_in_processes(with_one_that_dies, 2, wait_for=1, timeout=60)
-    assert said.startswith("PeerError: "), said

@@ -11,8 +11,8 @@ from lightning_gc import OuterSGD
 from lightning_gc.local_steps.fragment import in_fragments
 from lightning_gc.strategies.for_pytorch_lightning import LocalStepsStrategy
 from lightning_gc.testing import LocalLockstep
-from tests.support.accelerator import BACKEND
-from tests.support.fitting import digest, plain
+from tests.support.accelerator import BACKEND, WORKERS
+from tests.support.fitting import digest, fit, plain
 from tests.support.models import own_batches
 
 RATE, FALL = 0.05, 0.9
@@ -69,6 +69,28 @@ class Learner(pl.LightningModule):
         sgd = torch.optim.SGD(self.parameters(), lr=RATE, momentum=self.momentum)
         falling = torch.optim.lr_scheduler.ExponentialLR(sgd, FALL)
         return [sgd], [{"scheduler": falling, "interval": "step"}]
+
+
+def fit_local(
+    worker: int,
+    steps: int = 8,
+    momentum: float = 0.0,
+    module: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    validation: bool = False,
+    strategy: Any = local,
+    **options: Any,
+) -> dict[str, Any]:
+    """Fit as one of two processes."""
+    return fit(
+        strategy(**options),
+        lambda: Learner(momentum, **(module or {})),
+        own_batches(worker, steps),
+        own_batches(worker, 1) if validation else None,
+        devices=WORKERS,
+        use_distributed_sampler=False,
+        **(trainer or {}),
+    )
 
 
 def whole_digest(module: nn.Module) -> str:
