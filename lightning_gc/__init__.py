@@ -14,6 +14,7 @@ from lightning_gc import flavours as _flavours
 
 if _TYPE_CHECKING:
     from lightning_gc.compressors import *
+    from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.memories import *
     from lightning_gc.network_model import NetworkModel as NetworkModel
     from lightning_gc.schemes import *
@@ -27,6 +28,9 @@ if _TYPE_CHECKING:
         CompressionMonitor as CompressionMonitor,
     )
     from lightning_gc.strategies.for_pytorch_lightning import (
+        LocalStepsStrategy as LocalStepsStrategy,
+    )
+    from lightning_gc.strategies.for_pytorch_lightning import (
         SimulatedDDPStrategy as SimulatedDDPStrategy,
     )
     from lightning_gc.torch_ddp import attach as attach
@@ -34,8 +38,13 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PACKAGES = ("compressors", "memories", "schemes")
-_SINGLE = {"NetworkModel": "network_model", "attach": "torch_ddp"}
-_ADAPTED = ("CompressedDDPStrategy", "CompressionMonitor", "SimulatedDDPStrategy")
+_SINGLE = {"NetworkModel": "network_model", "OuterSGD": "local_steps", "attach": "torch_ddp"}
+_ADAPTED = (
+    "CompressedDDPStrategy",
+    "CompressionMonitor",
+    "LocalStepsStrategy",
+    "SimulatedDDPStrategy",
+)
 _FABRIC = ("CompressedFabricStrategy",)
 
 

@@ -170,4 +170,6 @@ def test_the_schema_for_editors_knows_the_file_of_the_page(
         unknown = arguments - known[path]
         assert unknown <= {"find_unused_parameters"}, path  # DDP's
     classes = {f"lightning_gc.{cls.__name__}" for cls in COMPRESSORS.values()}
-    assert {"lightning_gc.SimulatedDDPStrategy", *classes} <= set(known)
+    strategies = {"lightning_gc.LocalStepsStrategy", "lightning_gc.SimulatedDDPStrategy"}
+    assert strategies | classes <= set(known)
+    assert {"every", "outer"} <= known["lightning_gc.LocalStepsStrategy"]

@@ -28,10 +28,10 @@ AbsoluteError AllGather AllGatherOrTwoShot AllReduce Blockwise8Bit ByteCodes Cas
 Collective
 CompressedDDPStrategy CompressedFabricStrategy CompressionMonitor Compressor Contraction ErrorReset
 Estimating
-GlobalMomentum HardThreshold Identity Knob LocalMomentum LowRank Memory MomentumCorrection Multiple
-NetworkModel NoMemory PerParameter Preset QSGD RandomK Range Residual Scheme SimulatedDDPStrategy
-SizeSwitch SparseCodec SparseReduce StepAhead ThresholdEstimator TopK Traits TwoShot Unbounded
-Variance Waits WeightedError Wrapper attach
+GlobalMomentum HardThreshold Identity Knob LocalMomentum LocalStepsStrategy LowRank Memory
+MomentumCorrection Multiple NetworkModel NoMemory OuterSGD PerParameter Preset QSGD RandomK Range
+Residual Scheme SimulatedDDPStrategy SizeSwitch SparseCodec SparseReduce StepAhead
+ThresholdEstimator TopK Traits TwoShot Unbounded Variance Waits WeightedError Wrapper attach
 """.split()  # noqa: SIM905 - a list of thirty lines says no more
 
 

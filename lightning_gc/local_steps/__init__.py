@@ -1,0 +1,3 @@
+"""Local steps: what is exchanged every H steps and how it moves the common weights; pure torch."""
+
+from lightning_gc.local_steps.outer_sgd import OuterSGD as OuterSGD
