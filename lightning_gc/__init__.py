@@ -14,6 +14,7 @@ from lightning_gc import flavours as _flavours
 
 if _TYPE_CHECKING:
     from lightning_gc.compressors import *
+    from lightning_gc.local_steps import GrowingRounds as GrowingRounds
     from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.memories import *
     from lightning_gc.network_model import NetworkModel as NetworkModel
@@ -38,7 +39,12 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PACKAGES = ("compressors", "memories", "schemes")
-_SINGLE = {"NetworkModel": "network_model", "OuterSGD": "local_steps", "attach": "torch_ddp"}
+_SINGLE = {
+    "GrowingRounds": "local_steps",
+    "NetworkModel": "network_model",
+    "OuterSGD": "local_steps",
+    "attach": "torch_ddp",
+}
 _ADAPTED = (
     "CompressedDDPStrategy",
     "CompressionMonitor",

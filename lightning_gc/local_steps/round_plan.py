@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from lightning_gc.local_steps.growing_rounds import GrowingRounds
 
 MIXED = 0.5
 """Share of a worker's own weights in ``merge="mix"``."""
@@ -23,6 +26,7 @@ class RoundPlan:
         delay: steps, fewer than between two exchanges. 0: workers wait for the result.
         merge: with a delay, ``"rebase"``: to the new common weights is added how far the worker has
             come since it has sent; ``"mix"``: the mean of these and its own weights.
+        growing: decides on H of each round; ``every`` is the fewest then. None: H is ``every``.
 
     Raises:
         ValueError: a value that is no number of steps or fragments, or too large a delay.
@@ -33,6 +37,7 @@ class RoundPlan:
     fragments: int = 1
     delay: int = 0
     merge: Literal["rebase", "mix"] = "rebase"
+    growing: GrowingRounds | None = None
 
     def __post_init__(self) -> None:
         self._check("every", self.every, 1, "optimizer steps between two exchanges", 32)
@@ -53,9 +58,21 @@ class RoundPlan:
         if self.merge not in ("rebase", "mix"):
             raise ValueError(f"{self.owner}(merge={self.merge!r}): use 'rebase' or 'mix'.")
 
-    def due(self, position: int) -> list[int]:
-        """Return the fragment that is exchanged after ``position`` steps of a round, if any."""
-        ends = [-(-(index + 1) * self.every // self.fragments) for index in range(self.fragments)]
+    @classmethod
+    def of(cls, owner: str, every: int | GrowingRounds, *others: Any) -> RoundPlan:
+        """Return the plan of rounds of so many steps, or of growing ones; then as for the class."""
+        growing = every if isinstance(every, GrowingRounds) else None
+        steps = every.base if isinstance(every, GrowingRounds) else every
+        return dataclasses.replace(cls(owner, steps, *others), growing=growing)
+
+    def due(self, position: int, length: int) -> list[int]:
+        """Return the fragment that is exchanged after ``position`` steps of a round, if any.
+
+        Args:
+            position: steps of the round that are done.
+            length: H of this round, at least ``every``.
+        """
+        ends = [-(-(index + 1) * length // self.fragments) for index in range(self.fragments)]
         return [index for index, end in enumerate(ends) if end == position]
 
     def _check(self, name: str, value: Any, least: int, what: str, such_as: int) -> None:

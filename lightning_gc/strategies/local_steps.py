@@ -11,7 +11,7 @@ import torch
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
-from lightning_gc.local_steps import OuterSGD
+from lightning_gc.local_steps import GrowingRounds, OuterSGD
 from lightning_gc.local_steps.compatibility import refuse
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.memories import Memory
@@ -55,7 +55,8 @@ class LocalSteps(RealWorker):
         scheme: how payloads become a mean.
         controller: chooses levels, epoch by epoch.
         every: H, in optimizer steps, at least 1. More sends less, and lets workers drift apart. The
-            last round of a fit is shorter.
+            last round of a fit is shorter. ``GrowingRounds(alpha)``: H grows as the learning rate
+            falls.
         outer: the step of the common weights; the default averages the workers' weights.
         delay: steps of overlap, fewer than between two exchanges. 0: workers wait. Else training
             goes on during the exchange, and its result is taken over so many steps later.
@@ -116,7 +117,7 @@ class LocalSteps(RealWorker):
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
         controller: Controller | None = None,
-        every: int = 32,
+        every: int | GrowingRounds = 32,
         outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
         delay: int = 0,
         merge: Literal["rebase", "mix"] = "rebase",
@@ -136,7 +137,7 @@ class LocalSteps(RealWorker):
         verification(verify, owner)
         if show not in ("common", "local"):
             raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
-        self.plan = RoundPlan(owner, every, fragments, delay, merge)
+        self.plan = RoundPlan.of(owner, every, fragments, delay, merge)
         self.outer = outer
         self.show, self.verify = show, verify
         self._keeps_mean = state == "mean"
@@ -202,7 +203,8 @@ class LocalSteps(RealWorker):
         ends = steps_of(trainer) == trainer.global_step + 1
         if ends or self._rounds.is_due:
             self._refuse_unsynchronised()
-        if not self._rounds.after_step(ends):
+        rate = max(float(group["lr"]) for group in self.optimizers[0].param_groups)  # type: ignore[attr-defined]
+        if not self._rounds.after_step(ends, rate):
             self._reset_poisoned()
         return output
 

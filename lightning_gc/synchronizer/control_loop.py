@@ -14,44 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_gc.controllers import Controller, Decision, Observation
-from lightning_gc.engine.state_structure import (
-    ANYTHING,
-    FINITE,
-    FLAG,
-    INTEGER,
-    LEVEL,
-    NUMBER,
-    TEXT,
-    WHOLE,
-    Each,
-    Optional,
-    Record,
-)
 from lightning_gc.synchronizer.rate_forecast import Forecast
 from lightning_gc.synchronizer.validation import decision_of
 from lightning_gc.synchronizer.worker_statistics import WorkerStatistics
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.distributed import broadcast_text
-
-CONTROL_STATE = Record(
-    {
-        "state": Record(others=ANYTHING),  # the controller's own
-        "decision": Optional(
-            Record(
-                {"level": LEVEL, "levels": Each(LEVEL)},
-                {"reason": TEXT, "figures": Each(NUMBER), "warning": TEXT},
-            )
-        ),
-        "ended": FLAG,
-        "epoch": Optional(WHOLE),
-        "pause": WHOLE,
-        "rate": FINITE,
-        "steps": INTEGER,
-        "epoch_steps": INTEGER,
-        "metrics": Each(NUMBER),
-    }
-)
-"""What ``ControlLoop.state_dict`` returns."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class Flight:
         sent: this worker's weights when it began; None if it is taken over at once.
         arriving: complete when it has arrived; empty if it has.
         drift: norm of the worker's distance, if measured.
+        rate: the learning rate, ``(1,)`` float64, with the last fragment of a growing round: the
+            mean over workers, once it has arrived. Else empty.
     """
 
     index: int
@@ -43,6 +45,7 @@ class Flight:
     sent: Tensor | None
     arriving: list[torch.futures.Future[Tensor]]
     drift: Tensor | None = None
+    rate: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
 
 class LocalRounds:
@@ -58,6 +61,8 @@ class LocalRounds:
     Attributes:
         weights: the common ones.
         position: steps of the round that are done.
+        length: H of this round; of growing ones ``plan.every`` until it is known.
+        rate: learning rate before this round, if rounds grow; None before the first one.
         since: by fragment, steps since its last exchange began.
         waited: steps since an exchange has arrived.
         flight: the exchange that has not been taken over yet, or None.
@@ -65,7 +70,8 @@ class LocalRounds:
 
     Communication pattern:
         One exchange of the compressor's per fragment every H steps; with the last one an all-reduce
-        of floating-point buffers, if there are any. Without a delay the worker waits for it.
+        of floating-point buffers, if there are any, and one of the learning rate, if rounds grow.
+        Without a delay the worker waits for it.
 
     Raises:
         RuntimeError: on all workers, after ``LOST_IN_A_ROW`` exchanges in a row whose result was
@@ -85,6 +91,8 @@ class LocalRounds:
         buffers = {plain_name(name): buffer for name, buffer in module.named_buffers()}
         self.weights = CommonWeights(module, params, buffers, plan.fragments, outer)
         self.position = 0
+        self.length = plan.every
+        self.rate: float | None = None
         self.since = [0] * plan.fragments
         self.waited = 0
         self.flight: Flight | None = None
@@ -95,15 +103,19 @@ class LocalRounds:
     @property
     def is_due(self) -> bool:
         """Whether something is exchanged after the next step."""
-        return bool(self.plan.due(self.position + 1))
+        return bool(self.plan.due(self.position + 1, self.length))
 
     @property
     def apart(self) -> bool:
         """Whether this worker's weights may differ from the common ones."""
         return self.flight is not None or any(self.since)
 
-    def after_step(self, ends: bool) -> bool:
+    def after_step(self, ends: bool, rate: float = 0.0) -> bool:
         """Count an optimizer step; exchange what is due, or everything if it was the last one.
+
+        Args:
+            ends: it was the last one.
+            rate: its learning rate.
 
         Returns:
             False if an exchange was lost, since some worker's weights were not finite: then all
@@ -118,13 +130,14 @@ class LocalRounds:
             if self.flight.left == 0:
                 finite = self._land()
         if ends:
-            finite = self.end() and finite
-        for index in self.plan.due(self.position) if not ends else ():
-            self._send(index, self.plan.delay)
+            return self.end() and finite
+        due = self.plan.due(self.position, self.length)
+        if self.position >= self.length:
+            self.position, self.length = 0, self.plan.every
+        for index in due:
+            self._send(index, self.plan.delay, rate)
             if not self.plan.delay:
                 finite = self._land() and finite
-        if self.position >= self.plan.every:
-            self.position = 0
         return finite
 
     def end(self) -> bool:
@@ -133,11 +146,11 @@ class LocalRounds:
         for index in range(self.plan.fragments):
             self._send(index, 0)
             finite = self._land() and finite
-        self.position = 0
+        self.position, self.length = 0, self.plan.every
         return finite
 
-    def _send(self, index: int, delay: int) -> None:
-        """Begin the exchange of a fragment."""
+    def _send(self, index: int, delay: int, rate: float | None = None) -> None:
+        """Begin the exchange of a fragment; with the last one, that of a rate."""
         engine, fragment = self._workers.first, self.weights.fragments[index]
         steps = min(self.since)  # since any exchange
         engine.statistics.tally.local_steps += steps
@@ -151,8 +164,14 @@ class LocalRounds:
             moved = self.weights.buffers.difference()
         if moved.numel():
             arriving.append(self._synchronizer.run(mean_of(moved), moved))
+        rates = []
+        if self.plan.growing is not None and rate is not None and index == len(self.since) - 1:
+            rates = [rate]
+        mean_rate = torch.tensor(rates, dtype=torch.float64, device=distance.device)
+        if rates:
+            arriving.append(self._synchronizer.run(mean_of(mean_rate), mean_rate))
         since, self.since[index] = self.since[index], 0
-        self.flight = Flight(index, distance, moved, delay, since, sent, arriving, drift)
+        self.flight = Flight(index, distance, moved, delay, since, sent, arriving, drift, mean_rate)
 
     def arrive(self) -> None:
         """Wait for the exchange under way, if there is one, without taking it over yet."""
@@ -170,6 +189,9 @@ class LocalRounds:
         self.arrive()
         flight, self.flight = self.flight, None
         assert flight is not None
+        if self.plan.growing is not None and flight.rate.numel():
+            before, self.rate = self.rate, float(flight.rate)
+            self.length = self.plan.growing.length(self.rate, before)
         finite = bool(flight.mean.isfinite().all() and flight.moved.isfinite().all())
         if finite:
             self._take_over(flight, self.weights.fragments[flight.index])
@@ -193,6 +215,7 @@ class LocalRounds:
             outer = torch.linalg.vector_norm(fragment.anchor - before)
             self.figures = {"drift": float(flight.drift), "outer_step": float(outer)}
             self.figures["rounds"] = self._workers.first.step
+            self.figures["round_steps"] = flight.steps
 
     def _count_lost(self, steps: int) -> None:
         """Warn of an exchange that was lost, with its number of steps; stop after too many."""

@@ -13,6 +13,7 @@ from lightning_gc.engine.state_structure import (
     COUNT,
     ERRORS,
     FLOATS,
+    NUMBER,
     WHOLE,
     Each,
     Listed,
@@ -34,10 +35,19 @@ class CommonState:
         {"position": WHOLE, "velocity": Each(ERRORS), "anchor": Each(ERRORS)},
         {
             "waited": WHOLE,
+            "length": COUNT,
+            "rate": Optional(NUMBER),
             "since": Listed(WHOLE),
             "flight": Optional(
                 Record(
-                    {"index": WHOLE, "left": COUNT, "steps": WHOLE, "mean": FLOATS, "moved": FLOATS}
+                    {
+                        "index": WHOLE,
+                        "left": COUNT,
+                        "steps": WHOLE,
+                        "mean": FLOATS,
+                        "moved": FLOATS,
+                        "rate": FLOATS,
+                    }
                 )
             ),
         },
@@ -57,13 +67,16 @@ class CommonState:
         return {
             "position": rounds.position,
             "waited": rounds.waited,
+            "length": rounds.length,
+            "rate": rounds.rate,
             "since": list(rounds.since),
             "velocity": weights.named(velocities) if velocities else {},
             "anchor": weights.named(anchors) if fine else {},
             "flight": None
             if flight is None or flight.arriving
             else {
-                name: getattr(flight, name) for name in ("index", "left", "steps", "mean", "moved")
+                name: getattr(flight, name)
+                for name in ("index", "left", "steps", "mean", "moved", "rate")
             },
         }
 
@@ -74,7 +87,9 @@ class CommonState:
             if each.velocity is not None:
                 each.velocity = each.flat(state["velocity"], torch.zeros_like(each.velocity))
         if len(state["since"]) == len(rounds.since):  # else the fit has other fragments
-            rounds.position = state["position"] % rounds.plan.every
+            if rounds.plan.growing is not None:
+                rounds.length, rounds.rate = state["length"], state["rate"]
+            rounds.position = state["position"] % rounds.length
             rounds.waited, rounds.since = state["waited"], list(state["since"])
             self._load_flight(state["flight"])
 
@@ -83,11 +98,13 @@ class CommonState:
         if state is None:
             return
         fragment = self._rounds.weights.fragments[state["index"]]
-        mean, moved = (state[name].to(fragment.anchor.device) for name in ("mean", "moved"))
+        mean, moved, rate = (
+            state[name].to(fragment.anchor.device) for name in ("mean", "moved", "rate")
+        )
         if mean.shape == fragment.anchor.shape:
             sent = fragment.weights()
             self._rounds.flight = Flight(
-                state["index"], mean, moved, state["left"], state["steps"], sent, []
+                state["index"], mean, moved, state["left"], state["steps"], sent, [], None, rate
             )
 
 

@@ -13,6 +13,7 @@ import torch
 from lightning_gc import (
     QSGD,
     Cast,
+    GrowingRounds,
     Identity,
     NoMemory,
     OuterSGD,
@@ -33,6 +34,7 @@ from tests.support.resuming import checkpoint, differences, fit_and_save
 pytestmark = [pytest.mark.processes, needs_two]
 WORKERS = 2
 WITHIN, BETWEEN = 3, 5  # checkpoints are after 5 steps and 10
+GROWS = 0.031  # with the model's rate of 0.01 rounds of 2, 2, and then 9 steps
 
 FEW: list[dict[str, Any]] = [
     {"compressor": TopK(0.1), "every": WITHIN, "outer": OuterSGD.diloco()},
@@ -40,6 +42,7 @@ FEW: list[dict[str, Any]] = [
     # These checkpoints are between an exchange and the step that takes its result over.
     {"compressor": QSGD(4), "every": 4, "delay": 3, "outer": OuterSGD.diloco()},
     {"compressor": TopK(0.1), "every": 6, "fragments": 3, "delay": 1, "merge": "mix"},
+    {"compressor": TopK(0.1), "every": GrowingRounds(GROWS, 2)},
 ]
 MANY: list[dict[str, Any]] = [
     {"compressor": compressor, "memory": memory, "every": every, "outer": outer}

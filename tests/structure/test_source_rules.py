@@ -28,7 +28,8 @@ AbsoluteError AllGather AllGatherOrTwoShot AllReduce Blockwise8Bit ByteCodes Cas
 Collective
 CompressedDDPStrategy CompressedFabricStrategy CompressionMonitor Compressor Contraction ErrorReset
 Estimating
-GlobalMomentum HardThreshold Identity Knob LocalMomentum LocalStepsStrategy LowRank Memory
+GlobalMomentum GrowingRounds HardThreshold Identity Knob LocalMomentum LocalStepsStrategy LowRank
+Memory
 MomentumCorrection Multiple NetworkModel NoMemory OuterSGD PerParameter Preset QSGD RandomK Range
 Residual Scheme SimulatedDDPStrategy SizeSwitch SparseCodec SparseReduce StepAhead
 ThresholdEstimator TopK Traits TwoShot Unbounded Variance Waits WeightedError Wrapper attach

@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_gc import OuterSGD
+from lightning_gc import GrowingRounds, OuterSGD
 from lightning_gc.local_steps.fragment import in_fragments
 from lightning_gc.strategies.for_pytorch_lightning import LocalStepsStrategy
 from lightning_gc.testing import LocalLockstep
@@ -102,7 +102,7 @@ def whole_digest(module: nn.Module) -> str:
 def by_a_plain_loop(
     workers: int,
     steps: int,
-    every: int,
+    every: int | GrowingRounds,
     compressor: Any,
     momentum: float = 0.0,
     outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
@@ -145,6 +145,8 @@ def by_a_plain_loop(
                     own[n].data.copy_(mixed if merge == "mix" else rebased)
         under_way[:] = [each for each in under_way if each[0] and not at_once]
 
+    length = every if isinstance(every, int) else every.base
+    position, rate = 0, None
     for step in range(steps):
         for worker, model in enumerate(models):
             (optimizer,), (falling,) = made[worker]
@@ -155,10 +157,16 @@ def by_a_plain_loop(
         under_way[:] = [(left - 1, common, sent) for left, common, sent in under_way]
         ends = step + 1 == steps
         take_over(at_once=ends)
-        position = step % every + 1
+        position += 1
         for part in range(fragments):
-            if ends or position == -(-(part + 1) * every // fragments):
+            if ends or position == -(-(part + 1) * length // fragments):
                 send(part, delay)
+        if position == length:
+            position = 0
+            if isinstance(every, GrowingRounds):
+                before, rate = rate, RATE * FALL**step
+                grown = max(every.base, int((every.alpha / rate) ** 2 + 1e-9))
+                length = every.base if before is None else grown
         if ends or not delay:
             for _, common, _ in under_way:
                 for own in named:

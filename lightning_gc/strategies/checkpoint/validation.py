@@ -22,7 +22,7 @@ from lightning_gc.engine.state_structure import (
 )
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import check_checksum
-from lightning_gc.synchronizer.control_loop import CONTROL_STATE
+from lightning_gc.synchronizer.control_state import CONTROL_STATE
 from lightning_gc.synchronizer.pytree import Tree
 
 FORMAT = 2

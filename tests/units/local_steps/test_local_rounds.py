@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gc import NoMemory, OuterSGD, PerParameter, TopK
+from lightning_gc import GrowingRounds, NoMemory, OuterSGD, PerParameter, TopK
 from lightning_gc.local_steps.fragment import in_fragments
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.synchronizer.configuration import configure
@@ -25,12 +25,10 @@ class Alone:
         workers.start([account], revocable=True)
 
     def submit(self, grad: torch.Tensor, shapes: Any) -> Any:
-        Simulated(1).run([self.workers.first.flow(grad, shapes)])
-        return self.run(iter(()), grad)
+        return self.run(self.workers.first.flow(grad, shapes), grad)
 
     def run(self, flow: Any, result: torch.Tensor) -> Any:
-        for _ in flow:
-            raise AssertionError("no buffers here")
+        Simulated(1).run([flow])
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(result)
         return future
@@ -42,11 +40,11 @@ class Alone:
         pass
 
 
-def rounds_of(module: nn.Module, every: int) -> LocalRounds:
+def rounds_of(module: nn.Module, every: int | GrowingRounds) -> LocalRounds:
     workers = Workers(configure("a test", PerParameter(TopK(1.0)), NoMemory(), None, 0))
     workers.name(module)
     alone: Any = Alone(workers)
-    return LocalRounds(module, workers, alone, RoundPlan("a test", every), OuterSGD())
+    return LocalRounds(module, workers, alone, RoundPlan.of("a test", every), OuterSGD())
 
 
 def test_too_many_lost_rounds_end_the_run() -> None:
@@ -95,7 +93,7 @@ def test_each_fragment_is_due_once_in_a_round_and_far_enough_from_the_next() -> 
     for every in range(1, 20):
         for fragments in range(1, every + 1):
             plan = RoundPlan("a test", every, fragments, delay=every // fragments - 1)
-            due = {position: plan.due(position) for position in range(1, every + 1)}
+            due = {position: plan.due(position, every) for position in range(1, every + 1)}
             assert [i for each in due.values() for i in each] == list(range(fragments))
             steps = [position for position, each in due.items() if each]
             gaps = [b - a for a, b in zip([steps[-1] - every, *steps], steps, strict=False)]
@@ -114,3 +112,34 @@ def test_fragments_share_all_parameters_evenly() -> None:
     assert sizes == [51, 49]
     with pytest.raises(ValueError, match="8 trained parameters; use fragments=8 or fewer"):
         in_fragments(params, 9, OuterSGD())
+
+
+def test_rounds_grow_as_the_rate_falls_and_not_as_it_rises() -> None:
+    """Lengths by the quadratic rule, from the rate of the last step before a round."""
+    module = nn.Linear(3, 2)
+    rounds = rounds_of(module, GrowingRounds(alpha=0.1, base=2))
+    rates = [0.01] * 2 + [0.05] * 2 + [0.05] * 2 + [0.025] * 40
+    lengths, begun = [], 0
+    for step, rate in enumerate(rates, start=1):
+        rounds.after_step(ends=False, rate=rate)
+        if rounds.position == 0:
+            lengths.append(step - begun)
+            begun = step
+    # The first; after it; after the rate has risen; after 0.05; after 0.025.
+    assert lengths == [2, 2, 2, 4, 16, 16]
+
+
+def test_lengths_by_the_formula() -> None:
+    rule = GrowingRounds(alpha=0.02, base=4, longest=50)
+    assert [rule.length(r, 1.0) for r in (0.5, 0.01, 0.009, 0.004, 0.001, 0.0)] == [
+        *(4, 4, 4, 25, 50, 50),
+    ]
+    assert rule.length(0.001, None) == rule.length(0.001, 0.0005) == 4
+    assert GrowingRounds(0.02).length(0.0, 0.1) > 10**9
+    for wrong in (
+        {"alpha": 0.0},
+        {"alpha": 1.0, "base": 0},
+        {"alpha": 1.0, "base": 9, "longest": 5},
+    ):
+        with pytest.raises(ValueError, match=r"GrowingRounds\("):
+            GrowingRounds(**wrong)  # type: ignore[arg-type]
