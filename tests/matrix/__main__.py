@@ -69,7 +69,7 @@ def attempt(each: Combination, wheel: Path, kind: type[Installer], tests: list[s
         installer.uninstall("pytorch-lightning")
     asked = [installer.python, "-c", VERSIONS.format(each.package)]
     found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-    first = [installer.python, str(ROOT / "tests" / "matrix" / "first_run.py"), each.package]
+    first = [installer.python, "-I", str(ROOT / "tests" / "matrix" / "first_run.py"), each.package]
     if not run(first, log, folder / "empty", 600):
         return [found, "FAILED", f"see {log}"]
     if each.package == "lightning":

@@ -53,12 +53,14 @@ def main() -> None:
     assert "site-packages" in lightning_gc.__file__, lightning_gc.__file__
     other = {"pytorch_lightning", "lightning"} - {PACKAGE.partition(".")[0]}
     assert not other & set(sys.modules), f"{other} has been imported"
-    assert fit("saved", 1) > 7
-    assert fit("resumed", 2, "saved/last.ckpt") > 7
+    assert fit("saved", 1) > 6
+    assert fit("resumed", 2, "saved/last.ckpt") > 6
     assert list(Path().rglob("events.out.tfevents.*")), "TensorBoard got nothing"
     Path("train.yaml").write_text(CONFIG)
     for command in (["list"], ["schema"], ["fit", "train.yaml"]):
-        subprocess.run([sys.executable, "-m", "lightning_gc", *command], check=True, timeout=200)
+        subprocess.run(
+            [sys.executable, "-I", "-m", "lightning_gc", *command], check=True, timeout=200
+        )
 
 
 if __name__ == "__main__":

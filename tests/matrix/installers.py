@@ -17,13 +17,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(command: list[str], log: Path, cwd: Path, seconds: int) -> bool:
-    """Run a command, its output at the end of a log; return whether it succeeded in time."""
+    """Run a command, its output at the end of a log; return whether it succeeded in time.
+
+    Without ``PYTHONPATH``, by which pip and Python would find the tree in place of the wheel.
+    """
+    free = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with log.open("a") as out:
         out.write(f"\n$ {' '.join(command)}\n")
         out.flush()
         try:
             return not subprocess.run(
-                command, cwd=cwd, stdout=out, stderr=out, timeout=seconds, check=False
+                command, cwd=cwd, env=free, stdout=out, stderr=out, timeout=seconds, check=False
             ).returncode
         except subprocess.TimeoutExpired:
             out.write(f"ended after {seconds} s\n")
