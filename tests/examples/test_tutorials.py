@@ -107,3 +107,28 @@ def test_slow_link_for_real() -> None:
     lines = [line for line in done.stdout.splitlines() if "bytes a step" in line]
     assert list(map(words, lines)) == list(map(words, expected))
     assert list(map(BYTES.findall, lines)) == list(map(BYTES.findall, expected))
+
+
+@pytest.mark.nightly
+def test_which_compressor(tmp_path: Path) -> None:
+    """With one trial and one seed for each method: their bytes and ratios are the same."""
+    text = (PROGRAMS / "compare.yaml").read_text().replace("[0, 1, 2]", "[0]")
+    (tmp_path / "compare.yaml").write_text(text.replace("trials: 6", "trials: 1"))
+    shutil.copy(PROGRAMS / "characters.py", tmp_path)
+    storage = ("--storage", "compare.journal")
+    for command in (
+        ("tune", "compare.yaml", *storage),
+        ("report", *storage, "--out", "report"),
+    ):
+        subprocess.run(
+            [sys.executable, "-m", "lightning_gc", *command],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+            timeout=220,
+            check=True,
+        )
+    expected = [line.split("|") for line in shown("which-compressor.md", "report.md")]
+    report = (tmp_path / "report" / "report.md").read_text().splitlines()
+    rows = {line.split("|")[1]: line.split("|") for line in report if line.startswith("| ")}
+    for row in expected[2:]:
+        assert rows[row[1]][6:8] == row[6:8]  # ratio and wire bytes

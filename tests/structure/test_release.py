@@ -45,8 +45,9 @@ def test_oldest_versions_are_tried_together(package: str) -> None:
 
 def test_each_promised_python_is_tried_and_the_newest_with_the_newest() -> None:
     said = {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if ":: 3." in c}
-    assert said == {each.python for each in combinations()}
-    newest = {each.package for each in combinations() if each.python == max(said)}
+    tried = {each.python for each in combinations()}
+    assert said <= tried
+    newest = {each.package for each in combinations() if each.python == max(tried)}
     assert newest == {"pytorch-lightning", "lightning"}
 
 
