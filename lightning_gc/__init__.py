@@ -36,7 +36,7 @@ if _TYPE_CHECKING:
     )
     from lightning_gc.torch_ddp import attach as attach
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PACKAGES = ("compressors", "memories", "schemes")
 _SINGLE = {

@@ -22,6 +22,7 @@ from tests.support.processes import run_in_processes, without_others
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 CONFIG = re.compile(r'^```yaml title="(train.yaml)"\n(.*?)^```', re.S | re.M)
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.S | re.M)
 
