@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test check docs docs-tables tests faults soak gpu-check \
+.PHONY: help demo vision tune-demo test check docs docs-tables tests faults soak gpu-check matrix release \
 	catalogue bench-bytes bench-controllers bench-network bench-scaling clean
 
 help: ## what can be made
@@ -56,6 +56,15 @@ soak: $(VENV)/.test ## random runs, random faults, restarts (a round takes about
 
 gpu-check: $(VENV)/.test ## everything that needs a GPU, skipped without one; writes gpu-check.txt: ARGS="--only 1 7"
 	$(BIN)/python -m tests.gpu $(ARGS)
+
+matrix: $(VENV)/.test ## the supported versions, one by one, as far as they can be installed here: ARGS="--only py311-tested-l"
+	$(BIN)/python -m tests.matrix $(ARGS)
+
+release: $(VENV)/.test ## source distribution and wheel into dist/, their metadata checked
+	$(PIP) install -q -c constraints.txt -e '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
 
 catalogue: $(VENV)/.tune ## every compressor on the demo's model at two learning rates (20 minutes): ARGS="--methods topk"
 	$(BIN)/python benchmarks/catalogue.py $(ARGS)

@@ -3,7 +3,8 @@
 Each worker is a process in a network namespace; the links are shaped. For every link and model one
 run takes all methods by turns, several times over: no synchronisation at all, which is the limit;
 plain DDP; torch's fp16 hook; torch's PowerSGD hook of rank 2 (in one bucket, for with several it
-can dead-lock over Gloo); with --grace DIR three of GRACE's; and ours. Lightning trains in all of
+can dead-lock over Gloo); with --grace DIR three of GRACE's; ours; and ours with local steps, whose
+seconds and bytes are means over the steps from one exchange to the next. Lightning trains in all of
 them, with gradients as views of buckets. Loopback knows no congestion, and all workers share this
 machine's cores: ratios within a run are what counts. How far a step gets is another question, which
 time_to_loss.py asks. Needs Linux, root and iproute2.
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from models import MODELS, build
 from namespaces import INTERFACE, Link, check_privileges, launch, network
-from network_methods import LIMIT, METHODS, check_methods, make_strategy
+from network_methods import LIMIT, METHODS, check_methods, make_strategy, steps_between
 from pytorch_lightning import Trainer
 
 from lightning_gc.bench.baselines import NONE
@@ -92,10 +93,16 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {m: {"seconds": [], "bytes": []} for m in options.methods}
     for _ in range(options.rounds):
         for method in options.methods:
-            steps = WARMUP_STEPS + options.steps
+            every = steps_between(method)
+            rounds = -(-options.steps // every)
+            # With one more, which is not measured: bytes are read when a step begins.
+            steps = WARMUP_STEPS + rounds * every + 1
             watch = turn(method, options.model[0], steps, options.grace)
-            row = found[method]
-            row["seconds"] += watch.seconds[WARMUP_STEPS:]
+            row, seconds = found[method], watch.seconds[WARMUP_STEPS:]
+            row["seconds"] += [
+                statistics.mean(seconds[start * every : (start + 1) * every])
+                for start in range(rounds)
+            ]
             row["bytes"].append(watch.bytes_per_step())
     dist.destroy_process_group()
     return found

@@ -17,7 +17,9 @@ from lightning_gc import (
     Compressor,
     HardThreshold,
     Identity,
+    LocalStepsStrategy,
     PowerSGD,
+    Quantised,
     SparseReduce,
     TopK,
     TwoShot,
@@ -46,7 +48,19 @@ OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
     "HardThreshold(0.004)": (HardThreshold(0.004), {}),
     "PowerSGD(2)": (PowerSGD(2), {}),
 }
-METHODS = [*BASELINES, *SETTINGS, *OURS]
+LOCAL: dict[str, tuple[Compressor, int]] = {
+    "Identity(), every 8 steps": (Identity(), 8),
+    "QSGD(4), every 8 steps": (QSGD(4), 8),
+    "TopK(0.01), every 8 steps": (TopK(0.01), 8),
+    "TopK(0.02) of 4 bits, every 32 steps": (Quantised(TopK(0.02), QSGD(4)), 32),
+}
+"""Local steps: compressor and H."""
+METHODS = [*BASELINES, *SETTINGS, *OURS, *LOCAL]
+
+
+def steps_between(method: str) -> int:
+    """Return H, the steps from one exchange to the next."""
+    return LOCAL[method][1] if method in LOCAL else 1
 
 
 def check_methods(
@@ -71,8 +85,11 @@ def make_strategy(method: str, grace: Path | None = None) -> Any:
     settings: dict[str, Any] = {
         "process_group_backend": "gloo",
         "timeout": LIMIT,
-        "gradient_as_bucket_view": True,  # for all of them: no copies into buckets and back
     }
+    if method in LOCAL:
+        compressor, every = LOCAL[method]
+        return LocalStepsStrategy(compressor, every=every, **settings)
+    settings["gradient_as_bucket_view"] = True  # for all of them: no copies into buckets and back
     if method == NONE:
         return SingleDeviceStrategy("cpu")
     if method in BASELINES:

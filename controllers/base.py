@@ -47,6 +47,7 @@ class Observation:
         dense_bytes: bytes that plain DDP would have sent.
         steps: number of rounds.
         num_elements: elements of all gradients, the papers' d.
+        sizes: parameter name -> elements, of those that the compressor takes.
         num_compressed: those in tensors that the compressor takes; the others are sent whole.
         sent_elements: elements sent, compressed or whole, mean over workers.
         max_epochs: epochs of the whole run; None if it has no end.
@@ -73,6 +74,7 @@ class Observation:
     dense_bytes: float = 0.0
     steps: int = 0
     num_elements: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
     num_compressed: int = 0
     sent_elements: float = 0.0
     max_epochs: int | None = None

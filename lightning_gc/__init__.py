@@ -14,6 +14,8 @@ from lightning_gc import flavours as _flavours
 
 if _TYPE_CHECKING:
     from lightning_gc.compressors import *
+    from lightning_gc.local_steps import GrowingRounds as GrowingRounds
+    from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.memories import *
     from lightning_gc.network_model import NetworkModel as NetworkModel
     from lightning_gc.schemes import *
@@ -27,15 +29,28 @@ if _TYPE_CHECKING:
         CompressionMonitor as CompressionMonitor,
     )
     from lightning_gc.strategies.for_pytorch_lightning import (
+        LocalStepsStrategy as LocalStepsStrategy,
+    )
+    from lightning_gc.strategies.for_pytorch_lightning import (
         SimulatedDDPStrategy as SimulatedDDPStrategy,
     )
     from lightning_gc.torch_ddp import attach as attach
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PACKAGES = ("compressors", "memories", "schemes")
-_SINGLE = {"NetworkModel": "network_model", "attach": "torch_ddp"}
-_ADAPTED = ("CompressedDDPStrategy", "CompressionMonitor", "SimulatedDDPStrategy")
+_SINGLE = {
+    "GrowingRounds": "local_steps",
+    "NetworkModel": "network_model",
+    "OuterSGD": "local_steps",
+    "attach": "torch_ddp",
+}
+_ADAPTED = (
+    "CompressedDDPStrategy",
+    "CompressionMonitor",
+    "LocalStepsStrategy",
+    "SimulatedDDPStrategy",
+)
 _FABRIC = ("CompressedFabricStrategy",)
 
 

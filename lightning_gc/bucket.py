@@ -25,6 +25,13 @@ class Tally:
     elements: int = 0  # given to codecs
     sent: int = 0  # of these, sent (quantisers send all)
     payload_bytes: int = 0  # of codecs' payloads, each counted once
+    local_steps: int = 0  # with local steps: optimizer steps up to the last exchange
+    local_bytes: int = 0  # bytes of the gradients of all these steps, which plain DDP would send
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the gradients that plain DDP would have exchanged."""
+        return self.local_bytes or self.grad_bytes
 
     @property
     def whole(self) -> int:

@@ -52,6 +52,11 @@ class Monitor:
     also gets a custom-scalars layout, and the configuration in the hparams of the run, beside the
     model's own.
 
+    With local steps bytes and ``ratio`` count all steps, those without an exchange too, and an
+    exchange is logged at the end of the first round that contains a logging step; ``rounds`` is
+    their number, ``drift`` worker 0's distance ``‖θ − θ_i‖`` from the common weights before the
+    exchange, and ``outer_step`` the norm of what the outer step has changed them by.
+
     Norms, and times on CUDA, are measured on the device in logging steps only.
 
     Raises:
@@ -109,7 +114,10 @@ class Monitor:
         """Measure norms in the steps that will be logged."""
         # Lightning's x axis for logging: optimizer steps, whatever the number of optimizers.
         self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
-        logs = bool(trainer.loggers) and (self._index + 1) % trainer.log_every_n_steps == 0
+        # Of local steps few have an exchange: one is logged if such a step was in its round.
+        last = self._index - trainer.strategy.steps_since_exchange
+        every = trainer.log_every_n_steps
+        logs = bool(trainer.loggers) and (self._index + 1) // every > last // every
         for engine, recording in zip(*parts(trainer), strict=True):
             engine.statistics.norms_wanted = recording.timing = logs
 
@@ -126,7 +134,7 @@ class Monitor:
         if engine.statistics.norms_wanted and self._index != self._logged:
             self._logged = self._index
             figures = step.averages(engine.workers, trainer.strategy.network)
-            figures |= self._levels(trainer)
+            figures |= self._levels(trainer) | trainer.strategy.figures()
             figures = {PREFIX + name: value for name, value in figures.items()}
             self._write(trainer, figures, self._index)
 
@@ -214,8 +222,9 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
     recordings = getattr(trainer.strategy, "recordings", ())
     if not engines or not recordings:
         raise ValueError(
-            f"CompressionMonitor watches CompressedDDPStrategy and SimulatedDDPStrategy, but the "
-            f"Trainer has {type(trainer.strategy).__name__}. Use one of these; "
+            f"CompressionMonitor watches CompressedDDPStrategy, LocalStepsStrategy and "
+            f"SimulatedDDPStrategy, but the Trainer has {type(trainer.strategy).__name__}. Use one "
+            f"of these; "
             f"CompressedDDPStrategy(Identity()) equals plain DDP."
         )
     return engines, recordings
@@ -226,6 +235,7 @@ _CHARTS = {
     "compression ratio": ["(ratio|encoding_ratio)"],
     "density and level": ["(density|compressed_density|level|level_min|level_max)"],
     "relative error": ["relative_error"],
+    "local steps": ["(drift|outer_step)"],
     "total error": ["(total_error|total_error_update)"],
     "seconds": ["(compute|compress|communicate|decode)_seconds", "communication_seconds_estimated"],
 }

@@ -31,7 +31,7 @@ def hparams_of(trainer: Any) -> dict[str, Any]:
     TensorBoard shows the first record of a run only.
     """
     found: dict[str, Any] = {}
-    if trainer.enable_autolog_hparams:
+    if getattr(trainer, "enable_autolog_hparams", True):  # Lightning before 2.6 always does
         for owner in (trainer.lightning_module, trainer.datamodule):
             if owner is not None and owner._log_hyperparams:
                 found |= owner.hparams_initial

@@ -91,9 +91,11 @@ class Sums:
     def __init__(self, total: Totals | None = None) -> None:
         self.total = total or Totals()
         self.epoch = Totals()
+        self._began = False
 
     def begin(self, engine: Engine, recording: Recorder) -> None:
         """Start counting."""
+        self._began = True
         self._engine, self._recording = engine, recording
         self._tally = replace(engine.statistics.tally)
         recording.take()
@@ -103,9 +105,9 @@ class Sums:
         engine, account = self._engine, self._recording.take()
         now, before = engine.statistics.tally, self._tally
         step = Totals(
-            steps=1,
+            steps=now.local_steps - before.local_steps if now.local_steps else 1,
             wire_bytes=account.wire_bytes,
-            dense_bytes=all_reduce_bytes(now.grad_bytes - before.grad_bytes, engine.workers),
+            dense_bytes=all_reduce_bytes(now.plain_bytes - before.plain_bytes, engine.workers),
             elements=now.elements - before.elements,
             sent=now.sent - before.sent,
             payload_bytes=now.payload_bytes - before.payload_bytes,
@@ -134,7 +136,12 @@ class Sums:
         return [[getattr(t, f.name) for f in fields(t)] for t in (self.epoch, self.total)]
 
     def own_state(self) -> dict[str, Any]:
-        """Return both totals as plain numbers."""
+        """Return both totals as plain numbers.
+
+        With those local steps whose exchange has begun, but shows in no step's account yet.
+        """
+        if self._began and self._engine.statistics.tally.local_steps > self._tally.local_steps:
+            self.take()
         return {"total": vars(self.total).copy(), "epoch": vars(self.epoch).copy()}
 
     def load_own_state(self, state: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from lightning_gc.strategies.lookahead import Lookahead
 from lightning_gc.strategies.single_trainer import SingleTrainer
 from lightning_gc.strategies.training_progress import moment_of
 from lightning_gc.synchronizer import Workers, configure
-from lightning_gc.synchronizer.control_loop import ControlLoop, Peers
+from lightning_gc.synchronizer.control_loop import ControlLoop, Moment, Peers
 from lightning_gc.synchronizer.validation import check_controller, refuse_unsynchronised
 from lightning_gc.synchronizer.workers import learning_rates_of
 from lightning_gc.transports.accounting import Recorder
@@ -104,10 +104,22 @@ class CompressedStrategy(Resuming, SingleTrainer):
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         if self.control_loop is not None:
             trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
-            moment = partial(moment_of, trainer, batch_idx)
+            moment = partial(self._moment, trainer, batch_idx)
             mean = partial(self.reduce, reduce_op="mean")  # type: ignore[attr-defined]
             peers = Peers(self.global_rank == 0, self.root_device, mean)  # type: ignore[attr-defined]
             self.control_loop.decide(int(trainer.current_epoch), self.optimizers, moment, peers)  # type: ignore[attr-defined]
+
+    def _moment(self, trainer: Any, batch: int) -> Moment:
+        return moment_of(trainer, batch)
+
+    @property
+    def steps_since_exchange(self) -> int:
+        """Optimizer steps since the last exchange; 0 where there is one in every step."""
+        return 0
+
+    def figures(self) -> dict[str, float]:
+        """Return figures of the last exchange for the monitor, besides its own."""
+        return {}
 
     def _on_engines_ready(self) -> None:
         """Set up lookahead and control loop; the engines exist by now."""
@@ -132,7 +144,10 @@ class CompressedStrategy(Resuming, SingleTrainer):
         super().setup_optimizers(trainer)  # type: ignore[misc]
         for optimizer in self.optimizers:  # type: ignore[attr-defined]
             for group in optimizer.param_groups:
-                self.memory.check_optimizer(group)
+                self._check_optimizer(group)
+
+    def _check_optimizer(self, group: Mapping[str, Any]) -> None:
+        self.memory.check_optimizer(group)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass, at weights moved ahead if the memory has ``lookahead``."""

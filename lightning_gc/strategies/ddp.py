@@ -14,18 +14,16 @@ from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
-from lightning_gc.strategies.base import CompressedStrategy
 from lightning_gc.strategies.hook_arguments import refuse_other_hooks
-from lightning_gc.strategies.joining import Joining
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
-from lightning_gc.strategies.peer_naming import PeerNaming
+from lightning_gc.strategies.real_worker import RealWorker
 from lightning_gc.synchronizer import Synchronizer
 from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.synchronizer.verification import Verify, verification
 
 
-class CompressedDDP(CompressedStrategy, PeerNaming, Joining):
+class CompressedDDP(RealWorker):
     """DDP whose workers exchange compressed gradients.
 
     Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; the LightningModule
@@ -104,14 +102,7 @@ class CompressedDDP(CompressedStrategy, PeerNaming, Joining):
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         verification(verify, "CompressedDDPStrategy")
         self.verify = verify
-        self._synchronizer: Synchronizer | None = None
-        self._failed = False
         super().__init__(**ddp_kwargs)
-
-    def setup_distributed(self) -> None:
-        """Join the other workers with a timeout of at least a minute, then set the user's."""
-        with self._patiently():
-            super().setup_distributed()  # type: ignore[misc]
 
     def _register_ddp_hooks(self) -> None:
         """Start the synchronizer and register its hook; Lightning registers hooks on CUDA only."""
@@ -137,33 +128,11 @@ class CompressedDDP(CompressedStrategy, PeerNaming, Joining):
         process_shutdown.register()
         ddp.register_comm_hook(None, self._synchronizer.hook)
 
-    @property
-    def workers(self) -> int:
-        return int(self.world_size)
-
-    @property
-    def worker(self) -> int:
-        return int(self.global_rank)
-
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
         if self._synchronizer is not None:
             self._refuse_unsynchronised()
             self._synchronizer.check()
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        self._failed = True
-        process_shutdown.end_children(self._launcher)  # type: ignore[attr-defined]
-
-    def teardown(self) -> None:
-        self._close()
-        super().teardown()  # type: ignore[misc]
-
-    def _close(self) -> None:
-        if self._synchronizer is not None:
-            self._synchronizer.close(self._failed)
-        self._synchronizer = None
 
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
         automatic = self.lightning_module.automatic_optimization  # type: ignore[attr-defined]

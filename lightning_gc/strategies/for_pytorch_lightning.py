@@ -1,4 +1,4 @@
-"""CompressedDDPStrategy, SimulatedDDPStrategy, CompressionMonitor for ``pytorch_lightning``."""
+"""CompressedDDP-, LocalSteps-, SimulatedDDPStrategy, monitor for ``pytorch_lightning``."""
 
 from lightning_fabric.utilities.data import _auto_add_worker_init_fn
 from pytorch_lightning import Callback
@@ -8,12 +8,17 @@ from pytorch_lightning.utilities.data import _update_dataloader
 
 from lightning_gc.monitor import Monitor
 from lightning_gc.strategies.ddp import CompressedDDP
-from lightning_gc.strategies.names import register
+from lightning_gc.strategies.local_steps import LocalSteps
+from lightning_gc.strategies.names import register, register_local_steps
 from lightning_gc.strategies.simulation.strategy import SimulatedDDP
 
 
 class CompressedDDPStrategy(CompressedDDP, DDPStrategy):
     __doc__ = CompressedDDP.__doc__
+
+
+class LocalStepsStrategy(LocalSteps, DDPStrategy):
+    __doc__ = LocalSteps.__doc__
 
 
 class SimulatedDDPStrategy(SimulatedDDP, SingleDeviceStrategy):
@@ -30,3 +35,4 @@ class CompressionMonitor(Monitor, Callback):
 
 
 register(StrategyRegistry, CompressedDDPStrategy)
+register_local_steps(StrategyRegistry, LocalStepsStrategy)

@@ -1,9 +1,12 @@
-"""Hook arguments: refuse those that would take DDP's only communication hook."""
+"""Hook arguments: refuse those that would take DDP's only hook, or are for a DDP wrapper."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 _HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -27,3 +30,19 @@ def refuse_other_hooks(owner: str, ddp_kwargs: Mapping[str, Any], instead: str) 
             f"{owner} got mixed_precision=..., which takes up DDP's only "
             f"communication hook. Use {instead} instead."
         )
+
+
+def refuse_wrapper_arguments(owner: str, ddp_kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of ``DistributedDataParallel`` and of its hooks.
+
+    Args:
+        owner: a strategy without that wrapper.
+        ddp_kwargs: arguments that are not its own.
+    """
+    wrappers = inspect.signature(DistributedDataParallel.__init__).parameters
+    for name in ddp_kwargs:
+        if name in (*_HOOK_ARGUMENTS, *list(wrappers)[1:]):
+            raise ValueError(
+                f"{owner}({name}=...): that is for DistributedDataParallel, in which nothing is "
+                f"wrapped here; leave it out."
+            )

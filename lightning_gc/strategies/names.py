@@ -1,4 +1,4 @@
-"""Names of CompressedDDPStrategy in Lightning's registry, for each that ``ddp`` has."""
+"""Names of our strategies for processes in Lightning's registry, for each that ``ddp`` has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 from functools import partial
 from typing import Any, NoReturn
 
-from lightning_gc.compressors import COMPRESSORS
+from lightning_gc.compressors import COMPRESSORS, QSGD, Quantised, TopK
+from lightning_gc.local_steps import OuterSGD
+from lightning_gc.memories import Residual
 
 _UNUSED: dict[str, dict[str, Any]] = {
     "": {},
@@ -44,6 +46,24 @@ def register(registry: Any, strategy: type) -> None:
         wrong, right = f"compressed_ddp_{spelling}", f"compressed_ddp_{name}"
         said = f"refused: the name is {right!r}"
         _add(registry, wrong, partial(_refuse, wrong, right), said, {})
+
+
+def register_local_steps(registry: Any, strategy: type) -> None:
+    """Register ``local_steps``, ``diloco`` and ``sparseloco``, with the suffixes of launchers."""
+    names: dict[str, dict[str, Any]] = {
+        "local_steps": {"compressor": "cast"},
+        "diloco": {"compressor": "identity", "every": 100, "outer": OuterSGD.diloco()},
+        "sparseloco": {
+            "compressor": Quantised(TopK(0.02), QSGD(2)),
+            "memory": Residual(decay=0.95),
+            "every": 30,
+        },
+    }
+    for name, settings in names.items():
+        for launcher, how in _LAUNCHERS.items():
+            words = ", ".join(f"{key}={value!r}" for key, value in (settings | how).items())
+            said = f"local steps with compressed exchanges: {words}"
+            _add(registry, name + launcher, strategy, said, settings | how)
 
 
 _NEW_WORD = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"  # in TopK, GTopK, PowerSGD

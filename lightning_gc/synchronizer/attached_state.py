@@ -20,7 +20,7 @@ from lightning_gc.engine.state_structure import (
 )
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import check_checksum, with_checksum
-from lightning_gc.synchronizer.control_loop import CONTROL_STATE
+from lightning_gc.synchronizer.control_state import CONTROL_STATE
 from lightning_gc.synchronizer.pytree import Tree
 from lightning_gc.synchronizer.worker_statistics import WorkerStatistics
 from lightning_gc.synchronizer.workers import Workers

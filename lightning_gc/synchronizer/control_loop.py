@@ -14,44 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_gc.controllers import Controller, Decision, Observation
-from lightning_gc.engine.state_structure import (
-    ANYTHING,
-    FINITE,
-    FLAG,
-    INTEGER,
-    LEVEL,
-    NUMBER,
-    TEXT,
-    WHOLE,
-    Each,
-    Optional,
-    Record,
-)
 from lightning_gc.synchronizer.rate_forecast import Forecast
 from lightning_gc.synchronizer.validation import decision_of
 from lightning_gc.synchronizer.worker_statistics import WorkerStatistics
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.distributed import broadcast_text
-
-CONTROL_STATE = Record(
-    {
-        "state": Record(others=ANYTHING),  # the controller's own
-        "decision": Optional(
-            Record(
-                {"level": LEVEL, "levels": Each(LEVEL)},
-                {"reason": TEXT, "figures": Each(NUMBER), "warning": TEXT},
-            )
-        ),
-        "ended": FLAG,
-        "epoch": Optional(WHOLE),
-        "pause": WHOLE,
-        "rate": FINITE,
-        "steps": INTEGER,
-        "epoch_steps": INTEGER,
-        "metrics": Each(NUMBER),
-    }
-)
-"""What ``ControlLoop.state_dict`` returns."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +200,7 @@ class ControlLoop:
         ahead: tuple[float, ...] = ()
         if self.controller.needs.scale and now.rates_to_come is not None:
             ahead = self._forecast.ahead(self._step, rate, now.rates_to_come)
+        sizes = {name: param.numel() for param, name in self._workers.compressed().items()}
         for each in self.statistics:
             each.begin()
         # Lightning does not restore a checkpoint's metrics.
@@ -252,7 +220,8 @@ class ControlLoop:
             num_elements=numel,
             gradient_scale=float(f"{scale:.9g}"),  # the last digits depend on the order of buckets
             rates_ahead=ahead,
-            num_compressed=sum(param.numel() for param in self._workers.compressed()),
+            sizes=sizes,
+            num_compressed=sum(sizes.values()),
             sent_elements=sent,
             max_epochs=now.max_epochs,
             progress=now.progress,

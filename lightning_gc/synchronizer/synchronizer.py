@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 import torch
@@ -118,19 +118,29 @@ class Synchronizer:
             return workers.regrouping.hold(grad, shapes, self._background)
         return self._background.submit(self._flow(grad, shapes), grad)
 
+    def run(self, flow: Flow, result: Tensor) -> torch.futures.Future[Tensor]:
+        """Queue a flow of any other kind; the future is completed with ``result`` at its end."""
+        self._background.check()
+        return self._background.submit(flow, result)
+
     def _flow(self, grad: Tensor, shapes: Shapes) -> Flow:
         engine = self.workers.first
         flow = self.workers.flow(engine, grad, shapes)
         return self._verification.watch(flow, grad, shapes, engine.step)
 
-    def end_round(self) -> None:
-        """End a round: all its buckets have been submitted."""
+    def end_round(self, common: Iterable[Tensor] | None = None) -> None:
+        """End a round: all its buckets have been submitted.
+
+        Args:
+            common: what ``verify`` compares besides the means; None: the parameters.
+        """
         workers = self.workers
         if workers.regrouping is not None:
             self._round = workers.regrouping.layout
             workers.regrouping.send(self._flow, self._background)
             workers.regrouping = None
-        comparison = self._verification.compare(workers.first.step, workers.names)
+        compared = workers.names if common is None else common
+        comparison = self._verification.compare(workers.first.step, compared)
         if comparison is not None:
             self._compared = self._background.submit(comparison, torch.empty(0))
         workers.end_round(self._round)

@@ -28,7 +28,8 @@ class WorkerStatistics:
             "bytes": FINITE,
             "tally": Record(
                 dict.fromkeys(("grad_bytes", "elements", "sent", "payload_bytes"), FINITE),
-                {"grad_elements": FINITE},  # not in checkpoints of 0.1
+                # Not in checkpoints of 0.1.
+                dict.fromkeys(("grad_elements", "local_steps", "local_bytes"), FINITE),
             ),
             "observer": EpochStatistics.structure,
         }
@@ -52,7 +53,7 @@ class WorkerStatistics:
         now, seen = self.engine.statistics.tally, self._seen_tally
         return [
             self._bytes(),
-            all_reduce_bytes(now.grad_bytes - seen.grad_bytes, self.engine.workers),
+            all_reduce_bytes(now.plain_bytes - seen.plain_bytes, self.engine.workers),
             (now.sent + now.whole) - (seen.sent + seen.whole),
             self.epoch.total_error,
             self.epoch.total_error_update,

@@ -31,6 +31,34 @@ class HasWorkerState(Protocol):
         """Resume from ``own_state()``, or from its mean over workers."""
 
 
+class HasCommonState(Protocol):
+    """Part of a checkpoint that is equal on all workers."""
+
+    @property
+    def common_structure(self) -> Structure:
+        """What ``common_state`` returns."""
+
+    def common_state(self) -> dict[str, Any]:
+        """Return nested dicts of tensors and numbers."""
+
+    def load_common_state(self, state: Any) -> None:
+        """Resume from ``common_state()``."""
+
+
+class BelongsToWorker(Protocol):
+    """Part of a worker's checkpoint that is not averaged, such as its optimizer's state."""
+
+    @property
+    def structure(self) -> Structure:
+        """What ``own_state`` returns."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Return nested dicts of tensors and plain values."""
+
+    def load_own_states(self, states: Sequence[Any]) -> None:
+        """Resume from this worker's ``own_state()``; from all, if W has changed; from none."""
+
+
 class Workers:
     """One engine per worker of this process: one in a real run, W in a simulated one.
 
@@ -43,7 +71,10 @@ class Workers:
         names: parameter -> name, of all that are trained.
         layout: parameter names in each bucket of the last round.
         regrouping: exchanges the first round after a resume in the layout of the saved run.
-        kept: name -> other state of each of these workers, for checkpoints.
+        kept: name -> other state of each of these workers, for checkpoints; averaged if W changes.
+        own: name -> state of each of these workers, for its side file; not averaged.
+        common: name -> state that is equal on all workers, for the checkpoint itself.
+        exchanged: what errors are in units of: ``"gradients"`` or ``"weights"``.
         run: a random name of this fit, equal on all workers, for checkpoints.
     """
 
@@ -55,6 +86,9 @@ class Workers:
         self.layout: list[tuple[str, ...]] = []
         self.regrouping: Regrouping | None = None
         self.kept: dict[str, Sequence[HasWorkerState]] = {}
+        self.own: dict[str, Sequence[BelongsToWorker]] = {}
+        self.common: dict[str, HasCommonState] = {}
+        self.exchanged = "gradients"
         self.run = ""
 
     def name(self, module: nn.Module) -> None:

@@ -1,6 +1,8 @@
-"""Testing for authors of compressors, memories and schemes: Lockstep, and contract tests."""
+"""Testing for authors of compressors, memories and schemes: workers in lockstep, contract tests."""
 
+from lightning_gc.testing.local_lockstep import LocalLockstep as LocalLockstep
+from lightning_gc.testing.local_lockstep import LocalRound as LocalRound
 from lightning_gc.testing.lockstep import Lockstep as Lockstep
 from lightning_gc.testing.lockstep import Round as Round
 
-__all__ = ["Lockstep", "Round"]
+__all__ = ["LocalLockstep", "LocalRound", "Lockstep", "Round"]

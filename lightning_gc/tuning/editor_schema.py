@@ -22,7 +22,11 @@ def editor_schema(modules: Sequence[str] = ()) -> dict[str, Any]:
     for module in modules:
         importlib.import_module(module)
     parser = ArgumentParser()
-    strategies = lightning_gc.CompressedDDPStrategy, lightning_gc.SimulatedDDPStrategy
+    strategies = (
+        lightning_gc.CompressedDDPStrategy,
+        lightning_gc.LocalStepsStrategy,
+        lightning_gc.SimulatedDDPStrategy,
+    )
     for strategy in strategies:
         parser.add_subclass_arguments(strategy, strategy.__name__)
     try:

@@ -72,3 +72,15 @@ def test_by_name_in_both_flavours(flavour: str) -> None:
 @pytest.mark.nightly
 def test_lightning_flavour_with_a_strategy_object() -> None:
     assert launch(SCRIPT, "lightning.pytorch", "spawn", "hard_threshold") > 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("flavour", ["pytorch_lightning", "lightning.pytorch"])
+def test_local_steps_by_name_in_both_flavours(flavour: str) -> None:
+    """Four steps of each worker, and one exchange in bfloat16; the script compares the weights."""
+    assert 7.6 < launch(SCRIPT, flavour, "by-name", "local_steps_spawn") <= 8.0
+
+
+@pytest.mark.nightly
+def test_local_steps_under_torchrun() -> None:
+    assert launch(*TORCHRUN, SCRIPT, "lightning.pytorch", "by-name", "sparseloco") > 4

@@ -22,6 +22,7 @@ from tests.support.processes import run_in_processes, without_others
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 CONFIG = re.compile(r'^```yaml title="(train.yaml)"\n(.*?)^```', re.S | re.M)
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.S | re.M)
 
@@ -170,4 +171,6 @@ def test_the_schema_for_editors_knows_the_file_of_the_page(
         unknown = arguments - known[path]
         assert unknown <= {"find_unused_parameters"}, path  # DDP's
     classes = {f"lightning_gc.{cls.__name__}" for cls in COMPRESSORS.values()}
-    assert {"lightning_gc.SimulatedDDPStrategy", *classes} <= set(known)
+    strategies = {"lightning_gc.LocalStepsStrategy", "lightning_gc.SimulatedDDPStrategy"}
+    assert strategies | classes <= set(known)
+    assert {"every", "outer"} <= known["lightning_gc.LocalStepsStrategy"]

@@ -29,11 +29,12 @@ Collective
 CompressedDDPStrategy CompressedFabricStrategy CompressionMonitor Compressor Contraction DIANA
 EF21 ErrorReset
 Estimating
-GlobalMomentum HardThreshold Identity Knob LocalMomentum LowRank Memory MomentumCorrection Multiple
-NarrowResidual NetworkModel NoMemory PerParameter Preset QSGD RandomK Range Residual SAEF Scheme
-SimulatedDDPStrategy
-SizeSwitch SparseCodec SparseReduce StepAhead ThresholdEstimator TopK Traits TwoShot Unbounded
-Variance Waits WeightedError Wrapper attach
+GlobalMomentum GrowingRounds HardThreshold Identity Knob LocalMomentum LocalStepsStrategy LowRank
+Memory
+MomentumCorrection Multiple NarrowResidual
+NetworkModel NoMemory OuterSGD PerParameter Preset QSGD RandomK Range
+Residual SAEF Scheme SimulatedDDPStrategy SizeSwitch SparseCodec SparseReduce StepAhead
+ThresholdEstimator TopK Traits TwoShot Unbounded Variance Waits WeightedError Wrapper attach
 """.split()  # noqa: SIM905 - a list of thirty lines says no more
 
 

@@ -66,6 +66,7 @@ def fit_and_save(
     loud: int | None = None,
     crash: int = -1,
     callbacks: Sequence[Any] = (),
+    strategy: Any = ddp,
     **options: Any,
 ) -> dict[str, Any]:
     """Fit some epochs as one of several processes, saving at the end of each.
@@ -86,6 +87,7 @@ def fit_and_save(
         loud: the step in which the last worker's batch is too large for float16.
         crash: the step before which the run ends with an exception.
         callbacks: more of them.
+        strategy: makes it of the compressor.
         options: of the strategy.
     """
     if scaler is not None:
@@ -93,7 +95,7 @@ def fit_and_save(
     saving = saving or {"save_top_k": -1, "save_on_train_epoch_end": True}
     loader = own_batches(worker, batches * accumulate, loud if worker == workers - 1 else None)
     return fit(
-        ddp(compressor, **options),
+        strategy(compressor, **options),
         Logged,
         GoesOn(loader.dataset, loader.batch_size) if stateful else loader,
         own_batches(worker, 2),

@@ -30,13 +30,18 @@ def changes(
     compressor; the compressor's own state does not.
 
     Args:
-        before: ``repr`` of compressor, memory and controller in the checkpoint.
+        before: ``repr`` of compressor, memory and controller in the checkpoint, and what was
+            exchanged, if not gradients.
         now: the same in this run.
         own: this worker's part of the checkpoint.
         shapes: parameter name -> shape, in this run.
         buffers: what this run's memory keeps per parameter.
     """
     saved = own["averaged"].get("memory", {})
+    units = [each.get("exchanged", "gradients") for each in (before, now)]
+    dropped = bool(saved) and units[0] != units[1]
+    if dropped:
+        saved = {}
     fitting = {
         name: kept
         for name, kept in saved.items()
@@ -44,6 +49,10 @@ def changes(
     }
     compressor = {name: kept for name, kept in own["compressor"].items() if name in shapes}
     sentences = []
+    if dropped:
+        sentences.append(
+            f"Errors are dropped: they are of {units[0]}, and now {units[1]} are exchanged."
+        )
     had = sorted({name for kept in saved.values() for name in kept})
     other_memory = before["memory"] != now["memory"]
     if before["compressor"] != now["compressor"]:

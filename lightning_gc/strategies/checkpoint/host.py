@@ -40,12 +40,13 @@ def first_worker(host: Host) -> int:
 
 
 def configuration_of(host: Host) -> dict[str, str]:
-    """Return ``repr`` of compressor, memory and controller, on which state depends."""
-    parts = host.local_workers.configuration
+    """Return that on which state depends: ``repr`` of the settings, what errors are units of."""
+    parts, exchanged = host.local_workers.configuration, host.local_workers.exchanged
     return {
         "compressor": repr(parts.compressor),
         "memory": repr(parts.memory),
         "controller": repr(host.controller),
+        **({} if exchanged == "gradients" else {"exchanged": exchanged}),
     }
 
 

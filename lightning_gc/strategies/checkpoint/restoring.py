@@ -31,6 +31,11 @@ _NOTHING: Tree = {"averaged": {}, "compressor": {}}
 _log = logging.getLogger(__name__)
 
 
+def _owns(states: Iterable[Tree]) -> list[Tree]:
+    """Return what belongs to each worker alone, of those that have saved it."""
+    return [state["own"] for state in states if "own" in state]
+
+
 class _Unusable(ValueError):
     """A file cannot be used; its name has been said."""
 
@@ -95,21 +100,24 @@ class Restoring:
     def _collect(self, main: Tree, path: Any) -> list[Tree]:
         """Return each worker's state: its own, or the mean if the number of workers changed."""
         engines, kept = self.host.local_workers.engines, self._kept
-        check_main(main, kept)
+        common = self.host.local_workers.common
+        check_main(main, kept, {name: part.common_structure for name, part in common.items()})
         if main["torn"]:
             self._log_rank0(f"{path} was saved within a step: errors begin at zero.")
             return [_NOTHING] * len(engines)
         if main["mode"] == "mean":
-            common = {"averaged": main["averaged"], "compressor": main["compressor"]}
-            return [common] * len(engines)
+            mean = {"averaged": main["averaged"], "compressor": main["compressor"]}
+            return [mean] * len(engines)
         before, now = main["workers"], engines[0].workers
         if before == now:
-            return self._read(main, path, [engine.worker for engine in engines])
+            own = self._read(main, path, [engine.worker for engine in engines])
+            return [state | {"owns": _owns([state])} for state in own]
         own = self._read(main, path, range(before))
         self._log_rank0(f"{before} workers' errors are averaged: each of {now} has the mean.")
         known = next((state for state in own if state is not _NOTHING), _NOTHING)
         averaged = average([state["averaged"] for state in own])
-        return [{"averaged": averaged, "compressor": known["compressor"]}] * len(engines)
+        mean = {"averaged": averaged, "compressor": known["compressor"], "owns": _owns(own)}
+        return [mean] * len(engines)
 
     def _read(self, main: Tree, path: Any, workers: Iterable[int]) -> list[Tree]:
         """Return the content of these workers' side files; nothing where one is missing."""
@@ -127,13 +135,17 @@ class Restoring:
             if file not in lost:
                 with self._usable(path, file, main):
                     own = side_files.read(file, self.host.checkpoint_io)
-                    check_side_file(own, main, worker, self._kept)
+                    check_side_file(own, main, worker, self._kept, self._alone)
             found.append(own)
         return found
 
     @property
     def _kept(self) -> dict[str, Structure]:
         return {name: parts[0].structure for name, parts in self.host.local_workers.kept.items()}
+
+    @property
+    def _alone(self) -> dict[str, Structure]:
+        return {name: parts[0].structure for name, parts in self.host.local_workers.own.items()}
 
     @contextlib.contextmanager
     def _usable(self, path: Any, what: str, main: Tree) -> Iterator[None]:
@@ -172,10 +184,17 @@ class Restoring:
         if control is not None and main["turn"] is not None and same_controller:
             control.load_state_dict(main["turn"])
         workers.regroup(main["layout"])
+        for name, part in workers.common.items():
+            if name in main.get("common", {}):
+                part.load_common_state(main["common"][name])
         for name, parts in workers.kept.items():
-            for part, own in zip(parts, found, strict=True):
+            for each, own in zip(parts, found, strict=True):
                 if name in own["averaged"] and (name != "turn" or same_controller):
-                    part.load_own_state(each_tensor(own["averaged"][name], self._there))
+                    each.load_own_state(each_tensor(own["averaged"][name], self._there))
+        for name, alone in workers.own.items():
+            for worker, own in zip(alone, found, strict=True):
+                states = [state[name] for state in own.get("owns", []) if name in state]
+                worker.load_own_states(states)
         return ""
 
     def _there(self, tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_gc.engine.error_buffers import to_host
 from lightning_gc.strategies.checkpoint import side_files
 from lightning_gc.strategies.checkpoint.atomic_files import make_atomic, wraps, write_atomically
 from lightning_gc.strategies.checkpoint.host import (
@@ -35,9 +36,9 @@ class Saving:
 
     The main file gets, under ``"lightning_gc"``, what ``_add`` lists. In mode ``"full"`` every
     worker writes a side file, ``{"format", "worker", "workers", "run", "stem", "averaged",
-    "compressor", "sha256"}``; in mode ``"mean"`` the main file gets ``"averaged"``, the mean over
-    workers, and ``"compressor"`` itself. The main file is written only if all workers have written
-    their side files, whose checksums are in it.
+    "compressor", "sha256"}``, and ``"own"`` where ``Workers.own`` has something; in mode ``"mean"``
+    the main file gets ``"averaged"``, the mean over workers, and ``"compressor"`` itself. The main
+    file is written only if all workers have written their side files, whose checksums are in it.
 
     Args:
         host: the strategy.
@@ -88,6 +89,9 @@ class Saving:
             "turn": None if control is None else control.state_dict(metrics),
             "files": [None] * engine.workers,
         }
+        if workers.common:
+            common = {name: part.common_state() for name, part in workers.common.items()}
+            main["common"] = each_tensor(common, to_host)
         if main["torn"]:
             pass  # a round is incomplete: errors are neither those before nor after it
         elif main["mode"] == "mean":
@@ -127,6 +131,10 @@ class Saving:
         io = self.host.checkpoint_io
         own = self.own(index)
         own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
+        alone = self.host.local_workers.own
+        if alone:
+            states = {name: parts[index].own_state() for name, parts in alone.items()}
+            own["own"] = each_tensor(states, to_host)
         own |= {name: main[name] for name in ("format", "workers", "run", "stem")}
         own["worker"] = self.host.local_workers.engines[index].worker
         own = with_checksum(own)

@@ -22,7 +22,7 @@ from lightning_gc.engine.state_structure import (
 )
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import check_checksum
-from lightning_gc.synchronizer.control_loop import CONTROL_STATE
+from lightning_gc.synchronizer.control_state import CONTROL_STATE
 from lightning_gc.synchronizer.pytree import Tree
 
 FORMAT = 2
@@ -40,7 +40,9 @@ _MAIN: dict[str, Structure] = {
     "stem": FILE_NAME,
     "torn": FLAG,
     "layout": Listed(Listed(TEXT)),
-    "configuration": Record(dict.fromkeys(("compressor", "memory", "controller"), TEXT)),
+    "configuration": Record(
+        dict.fromkeys(("compressor", "memory", "controller"), TEXT), {"exchanged": TEXT}
+    ),
     "learning_rates": ENGINE_STATE["learning_rates"],
     "turn": Optional(CONTROL_STATE),
 }
@@ -59,12 +61,15 @@ _SIDE_SINCE_2: dict[str, Structure] = {
 }
 
 
-def check_main(main: Any, kept: Mapping[str, Structure]) -> None:
+def check_main(
+    main: Any, kept: Mapping[str, Structure], common: Mapping[str, Structure] | None = None
+) -> None:
     """Raise ValueError if a checkpoint's part is not one of ours, whole and unchanged.
 
     Args:
         main: what lies under ``"lightning_gc"`` in the checkpoint.
         kept: name -> structure of workers' state besides the engine's, as far as it is known here.
+        common: the same of what is equal on all workers.
     """
     format_ = _format_of(main)
     if format_ > FORMAT:
@@ -76,14 +81,21 @@ def check_main(main: Any, kept: Mapping[str, Structure]) -> None:
     if since:
         check_checksum(main)
     mean = main.get("mode") == "mean" and not main.get("torn")
-    Record({**_MAIN, **since, **(_own(kept) if mean else {})}).check(main)
+    maybe = {"common": Record(maybe=common or {}, others=ANYTHING)}
+    Record({**_MAIN, **since, **(_own(kept) if mean else {})}, maybe).check(main)
     if since and len(main["files"]) != main["workers"]:
         raise ValueError(f"it has {len(main['files'])} files of {main['workers']} workers")
     if mean:
         _check_shapes(main, main)
 
 
-def check_side_file(own: Any, main: Tree, worker: int, kept: Mapping[str, Structure]) -> None:
+def check_side_file(
+    own: Any,
+    main: Tree,
+    worker: int,
+    kept: Mapping[str, Structure],
+    alone: Mapping[str, Structure] | None = None,
+) -> None:
     """Raise ValueError if a side file is not, unchanged, the one that a checkpoint has of a worker.
 
     Args:
@@ -91,13 +103,15 @@ def check_side_file(own: Any, main: Tree, worker: int, kept: Mapping[str, Struct
         main: the checkpoint's part, checked.
         worker: whose file it must be.
         kept: as for ``check_main``.
+        alone: the same of what belongs to a worker alone.
     """
     if _format_of(own) != main["format"]:
         raise ValueError(f"it has format {own['format']}, but its checkpoint {main['format']}")
     since = _SIDE_SINCE_2 if main["format"] > 1 else {}
     if since:
         check_checksum(own)
-    Record({**_SIDE, **since, **_own(kept)}).check(own)
+    maybe = {"own": Record(maybe=alone or {}, others=ANYTHING)}
+    Record({**_SIDE, **since, **_own(kept)}, maybe).check(own)
     same = ("workers", "run", "stem") if since else ()
     expected = {"worker": worker} | {name: main[name] for name in same}
     for name, value in expected.items():

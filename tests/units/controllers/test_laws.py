@@ -17,6 +17,7 @@ import lightning_gc.controllers
 import lightning_gc.settings
 from lightning_gc.controllers import (
     Accordion,
+    BySize,
     Chain,
     Controller,
     Decision,
@@ -25,6 +26,7 @@ from lightning_gc.controllers import (
     Fixed,
     Needs,
     Observation,
+    Plan,
     Schedule,
     TotalError,
     TotalErrorBudget,
@@ -37,6 +39,8 @@ CONTROLLERS: list[Controller] = [
     Schedule((0.5, None, 0.1)),
     Schedule((0.5, 0.1), by="progress"),
     Schedule.dgc_warmup(),
+    BySize({10: 0.5, 1000: None}, default=0.1),
+    Plan({"a*": 0.5, "*": None}),
     Accordion(low=0.5, high=0.1, interval=1),
     Accordion(low=None, high=0.1, interval=3, threshold=0.2),
     Accordion(low=0.5, high=0.1, interval=2, granularity="model"),
@@ -74,6 +78,7 @@ def observations(draw: st.DrawFn, epoch: int, max_epochs: int | None) -> Observa
         total_error=draw(NUMBER),
         steps=draw(st.integers(0, 100)),
         total_error_update=draw(NUMBER),
+        sizes={name: draw(st.integers(1, 10**6)) for name in "ab"},
         num_elements=num_elements,
         num_compressed=draw(st.integers(0, num_elements)),
         sent_elements=draw(NUMBER),

@@ -284,7 +284,7 @@ def test_units_of_checkpoints() -> None:
 def test_monitor_names_both_strategies() -> None:
     monitor = CompressionMonitor()
     trainer = quiet_trainer("auto", callbacks=[monitor])
-    with pytest.raises(ValueError, match="CompressedDDPStrategy and SimulatedDDPStrategy"):
+    with pytest.raises(ValueError, match="LocalStepsStrategy and SimulatedDDPStrategy"):
         trainer.fit(Plain(), common_batches(8, 1))
 
 

@@ -1,0 +1,301 @@
+"""Loss against bytes, exchanging every H steps: dense, quantised and sparse differences of weights.
+
+    python benchmarks/papers/local_steps.py
+
+Four workers train a small transformer with AdamW on equally many words, every method at several
+learning rates. At H = 1 gradients are exchanged, as in DDP; above, how far weights have come.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import frame
+import tasks  # noqa: F401 - sets the path
+import torch
+from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
+from matplotlib.figure import Figure
+from text import columns, load
+from torch import Tensor, nn
+
+from lightning_gc import (
+    QSGD,
+    Compressor,
+    Identity,
+    Memory,
+    NoMemory,
+    OuterSGD,
+    Quantised,
+    Residual,
+    TopK,
+)
+from lightning_gc.engine.compatibility import by_default
+from lightning_gc.testing import LocalLockstep, Lockstep
+
+WORKERS, BATCH, LENGTH = 4, 4, 32
+WIDTH, LAYERS = 64, 2
+RATES = (0.0015, 0.003, 0.006, 0.012)
+PERIODS = (1, 4, 8, 32, 128)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is sent, and the outer step."""
+
+    compressor: Compressor
+    memory: Memory | None = None
+    outer: OuterSGD = OuterSGD()  # noqa: RUF009 - frozen
+
+
+ARMS = {
+    "dense": Arm(Identity()),
+    "QSGD(4)": Arm(QSGD(4)),
+    "TopK 1 %": Arm(TopK(0.01)),
+    "TopK 3 % of 4 bits": Arm(Quantised(TopK(0.03), QSGD(4)), Residual(decay=0.95)),
+}
+OTHERS = {
+    "TopK 1 %, no feedback": Arm(TopK(0.01), NoMemory()),
+    "dense, DiLoCo's outer step": Arm(Identity(), outer=OuterSGD.diloco()),
+}
+ABOUT = """
+Local SGD and its successors exchange every H steps, and claim as much quality for a fraction of the
+bytes. Here four workers train a transformer of two layers, 64 wide, with tied embeddings, on
+Python's documentation: AdamW, rate warmed up over 5 % of the steps and falling to zero in a cosine,
+640 steps of four rows of 32 words each. At H = 1 gradients are exchanged, and there is one
+optimizer; above, differences of weights, and every worker has its own. Gradients are clipped at a
+norm of 1: the mean at H = 1, else each worker's. *Loss* is the mean cross-entropy of the common
+weights on the validation text. *Bytes* are what one worker would have sent in all, as the simulated
+transport counts them. Every line is at its own best rate of 0.0015, 0.003, 0.006 and 0.012, by the
+mean over seeds. *TopK 3 % of 4 bits* has SparseLoCo's form: its error feedback forgets 5 % a round.
+"""
+
+
+class Transformer(nn.Module):
+    """Pre-norm blocks, learnt positions, the embedding tied."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, WIDTH)
+        self.positions = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        block = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(
+            block, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False
+        )
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
+
+    def forward(self, words: Tensor, following: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the words that follow."""
+        hidden = self.blocks(self.embedding(words) + self.positions, mask=self.mask, is_causal=True)
+        logits = hidden @ self.embedding.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+class Worker:
+    """A replica, its optimizer and its share of the text."""
+
+    def __init__(self, model: Transformer, rate: float, steps: int, text: Tensor) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), rate)
+        warm = max(steps // 20, 1)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer,
+            lambda step: min((step + 1) / warm, (1 + math.cos(math.pi * step / steps)) / 2),
+        )
+        self.text = text  # (BATCH, words)
+
+    def backward(self, step: int) -> None:
+        """Compute gradients of a batch."""
+        start = step * LENGTH % (self.text.shape[1] - LENGTH - 1)
+        piece = self.text[:, start : start + LENGTH + 1]
+        self.optimizer.zero_grad()
+        self.model(piece[:, :-1], piece[:, 1:]).backward()
+
+    def step(self) -> None:
+        """Clip gradients and make a step."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return parameter name -> a copy of its gradient."""
+        params = self.model.named_parameters()
+        return {name: param.grad.clone() for name, param in params if param.grad is not None}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return parameter name -> weights."""
+        return {name: param.detach() for name, param in self.model.named_parameters()}
+
+
+def cells(seeds: int) -> list[Cell]:
+    """Return all arms at all rates."""
+    kinds = [(arm, every) for every in PERIODS for arm in ARMS]
+    kinds += [(arm, 8) for arm in OTHERS]
+    return [
+        {"arm": arm, "every": every, "rate": rate, "steps": 640, "seed": seed}
+        for seed in range(seeds)
+        for arm, every in kinds
+        for rate in RATES
+    ]
+
+
+def train(cell: Cell, data: Path | None) -> Row:
+    """Run one cell."""
+    corpus = load(None, rare=5)
+    torch.manual_seed(cell["seed"])
+    model = Transformer(len(corpus.words))
+    rows = columns(corpus.train, WORKERS * BATCH)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(cell["seed"]))
+    shares = rows[order].split(BATCH)
+    arm, every = (ARMS | OTHERS)[cell["arm"]], cell["every"]
+    workers = [Worker(copy.deepcopy(model), cell["rate"], cell["steps"], share) for share in shares]
+    sent = gradients(workers[0], shares, arm, cell) if every == 1 else local(workers, arm, cell)
+    return {"loss": validation(workers[0].model, corpus.valid), "bytes": sent}
+
+
+def gradients(worker: Worker, shares: tuple[Tensor, ...], arm: Arm, cell: Cell) -> int:
+    """Train as DDP does, on one replica; return the bytes that a worker sends."""
+    group = Lockstep(WORKERS, by_default(arm.compressor), arm.memory, seed=cell["seed"])
+    sent = 0
+    for step in range(cell["steps"]):
+        own = []
+        for worker.text in shares:
+            worker.backward(step)
+            own.append(worker.gradients())
+        result = group.step(own)
+        for name, param in worker.model.named_parameters():
+            param.grad = result.mean[name].clone()
+        worker.step()
+        sent += result.wire_bytes[0]
+    return sent
+
+
+def local(workers: list[Worker], arm: Arm, cell: Cell) -> int:
+    """Train every worker alone for H steps at a time; return the bytes that one sends."""
+    group = LocalLockstep(
+        WORKERS,
+        workers[0].weights(),
+        by_default(arm.compressor),
+        arm.memory,
+        outer=arm.outer,
+        seed=cell["seed"],
+    )
+    sent = 0
+    for start in range(0, cell["steps"], cell["every"]):
+        for worker in workers:
+            for step in range(start, min(start + cell["every"], cell["steps"])):
+                worker.backward(step)
+                worker.step()
+        result = group.round([worker.weights() for worker in workers])
+        sent += result.wire_bytes[0]
+        for worker in workers:
+            for name, weight in worker.weights().items():
+                weight.copy_(result.weights[name])
+    return sent
+
+
+def validation(model: Transformer, text: Tensor) -> float:
+    """Return the mean cross-entropy of a text."""
+    model.eval()
+    rows = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+    with torch.no_grad():
+        losses = [float(model(part[:, :-1], part[:, 1:])) * len(part) for part in rows.split(64)]
+    return sum(losses) / len(rows)
+
+
+def best(rows: list[Row], arm: str, every: int) -> list[Row]:
+    """Return the runs of an arm at its rate of least mean loss."""
+    runs = [where(rows, arm=arm, every=every, rate=rate) for rate in RATES]
+
+    def loss(some: list[Row]) -> float:
+        return statistics.fmean(values(some, "loss") or [math.inf])
+
+    return min(runs, key=loss)
+
+
+def lines(rows: list[Row]) -> list[tuple[str, int, list[Row]]]:
+    """Return arm, H and best runs, of those that have been run."""
+    kinds = [(arm, every) for every in PERIODS for arm in ARMS] + [(arm, 8) for arm in OTHERS]
+    found = [(arm, every, best(rows, arm, every)) for arm, every in kinds]
+    return [(arm, every, runs) for arm, every, runs in found if runs]
+
+
+def page(rows: list[Row]) -> str:
+    """Return the table."""
+    plain = best(rows, "dense", 1)
+    shown = []
+    for arm, every, runs in lines(rows):
+        edge = " (edge)" if runs[0]["rate"] in (RATES[0], RATES[-1]) else ""
+        less = plain[0]["bytes"] / runs[0]["bytes"] if plain else math.nan
+        mb = f"{runs[0]['bytes'] / 1e6:.2f}"
+        loss = spread(values(runs, "loss"), ".3f")
+        shown.append([arm, every, f"{runs[0]['rate']:g}{edge}", loss, mb, f"{less:.0f}"])
+    head = ["sent", "H", "best rate", "validation loss", "MB", "times fewer than plain DDP"]
+    return table(head, shown)
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    """Compare bytes at nearly equal loss, and what feedback is worth."""
+    dense = {every: values(best(rows, "dense", every), "loss") for every in PERIODS}
+    found = []
+
+    def gap(arm: str, every: int, base: list[float]) -> tuple[list[float], list[float], str]:
+        losses = values(best(rows, arm, every), "loss")
+        n = min(len(losses), len(base))
+        return losses[:n], base[:n], f"{spread(losses, '.3f')} against {spread(base, '.3f')}"
+
+    mine, base, said = gap("TopK 1 %", 8, values(best(rows, "TopK 1 %, no feedback", 8), "loss"))
+    text = "sparse differences need error feedback: TopK 1 %, H = 8, with against without"
+    found.append(Claim(text, "SparseLoCo", said, verdict(mine, base)))
+    mine, base, said = gap("QSGD(4)", 8, dense[8])
+    text = "four bits cost nothing beside dense local steps: H = 8 (by the means, 0.03 nats)"
+    if mine:
+        close = statistics.fmean(mine) <= statistics.fmean(base) + 0.03
+        found.append(Claim(text, "Streaming DiLoCo", said, "agrees" if close else "disagrees"))
+    for text, times, limit, against in (
+        ("240 times fewer bytes within 0.05 nats of dense at the same H", 240, 0.05, 0),
+        ("60 times fewer bytes within 0.1 nats of plain DDP", 60, 0.1, 1),
+    ):
+        plain = best(rows, "dense", 1)
+        hits = [
+            f"{arm}, H = {every}"
+            for arm, every, runs in lines(rows)
+            if plain
+            and plain[0]["bytes"] >= times * runs[0]["bytes"]
+            and (base := dense[against or every])
+            and statistics.fmean(values(runs, "loss") or [9e9]) <= statistics.fmean(base) + limit
+        ]
+        answer = "agrees" if hits else "disagrees"
+        found.append(Claim(f"{text} (by the means)", "", "; ".join(hits) or "none", answer))
+    mine, base, said = gap("dense, DiLoCo's outer step", 8, dense[8])
+    text = "DiLoCo's outer momentum is better than averaging, at H = 8 in 80 rounds"
+    found.append(Claim(text, "DiLoCo, long runs", said, verdict(mine, base)))
+    return [claim for claim in found if claim.ours]
+
+
+def draw(rows: list[Row], figure: Figure) -> None:
+    """Draw loss against bytes, a line an arm over H."""
+    figure.set_size_inches(9, 5)
+    ax = figure.subplots()
+    found = lines(rows)
+    for arm, colour in zip((*ARMS, *OTHERS), frame.COLOURS, strict=False):
+        points = [(every, runs) for name, every, runs in found if name == arm]
+        megabytes = [runs[0]["bytes"] / 1e6 for _, runs in points]
+        losses = [statistics.fmean(values(runs, "loss") or [math.nan]) for _, runs in points]
+        ax.plot(megabytes, losses, marker="o", color=colour, label=arm)
+        for (every, _), x, y in zip(points, megabytes, losses, strict=True):
+            ax.annotate(f"{every}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
+    ax.set(xscale="log", xlabel="MB sent by a worker (numbers: H)", ylabel="validation loss")
+    ax.legend(frameon=False, fontsize=9)
+    ax.grid(color="0.9")
+
+
+if __name__ == "__main__":
+    sys.exit(frame.main(Experiment("local_steps", ABOUT, cells, train, page, claims, draw)))

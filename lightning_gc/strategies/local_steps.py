@@ -1,0 +1,283 @@
+"""LocalSteps: workers train alone for H steps, then exchange, compressed, how far they have come.
+
+Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`` and
+``for_lightning.py``.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller
+from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.local_steps.compatibility import refuse
+from lightning_gc.local_steps.round_plan import RoundPlan
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
+from lightning_gc.strategies import process_shutdown
+from lightning_gc.strategies.hook_arguments import refuse_wrapper_arguments
+from lightning_gc.strategies.keyword_arguments import refuse_unknown
+from lightning_gc.strategies.local_settings import refuse_in_trainer
+from lightning_gc.strategies.local_warnings import warn_of_few_rounds, warn_of_unlike_rates
+from lightning_gc.strategies.real_worker import RealWorker
+from lightning_gc.strategies.training_progress import steps_of
+from lightning_gc.synchronizer import Synchronizer
+from lightning_gc.synchronizer.control_loop import Moment
+from lightning_gc.synchronizer.equal_start import take_over
+from lightning_gc.synchronizer.local_rounds import LocalRounds
+from lightning_gc.synchronizer.local_state import CommonState, MeanDrift, OwnState
+from lightning_gc.synchronizer.validation import digest_of
+from lightning_gc.synchronizer.verification import Verify, verification
+
+_NAME = "local_steps"
+
+
+class LocalSteps(RealWorker):
+    """Data-parallel training whose workers exchange compressed weights every H steps.
+
+    Use it as ``Trainer(strategy=LocalStepsStrategy(QSGD(bits=4), every=32))``; the LightningModule
+    need not change. Each worker makes H optimizer steps with its own gradients. Then its distance
+    from the common weights, ``Δ_i = θ − θ_i``, is compressed with error feedback and averaged like
+    a gradient, ``outer`` makes a step of the common weights with the mean, and all go on from
+    there. With H = 1, plain SGD and the default ``outer`` this is ``CompressedDDPStrategy`` with
+    ``Residual(lr_aware=True)``. There is no ``DistributedDataParallel`` wrapper, so unused
+    parameters and sparse gradients need no settings.
+
+    Validation, test and the ``state_dict`` of checkpoints see the common weights; buffers with
+    floating point, such as running statistics, are averaged with each exchange. Gradients are
+    clipped by each worker for itself. Optimizers keep their state per worker.
+
+    Args:
+        compressor: as for ``CompressedDDPStrategy``, like the next three. ``Identity()`` sends all.
+        memory: the error feedback rule, of differences of weights.
+        scheme: how payloads become a mean.
+        controller: chooses levels, epoch by epoch.
+        every: H, in optimizer steps, at least 1. More sends less, and lets workers drift apart. The
+            last round of a fit is shorter. ``GrowingRounds(alpha)``: H grows as the learning rate
+            falls.
+        outer: the step of the common weights; the default averages the workers' weights.
+        delay: steps of overlap, fewer than between two exchanges. 0: workers wait. Else training
+            goes on during the exchange, and its result is taken over so many steps later.
+        merge: with a delay, how. ``"rebase"``: the new common weights, plus how far the worker has
+            come since it has sent. ``"mix"``: the mean of these and its own weights.
+        fragments: P. Parameters are exchanged in so many parts, one after the other, each every H
+            steps: smaller messages, more evenly spread.
+        show: ``"common"``: validation and test see the common weights. ``"local"``: worker i's own.
+        seed: of the compressor's private random numbers, equal on all workers.
+        state: in checkpoints. ``"full"``: every worker's weights, optimizers and errors, in its own
+            file in the folder ``lightning_gc_state`` beside the checkpoint; runs resume bit for
+            bit, also within a round. ``"mean"``: the means over workers of their weights and
+            errors, in the checkpoint itself, with worker 0's optimizers. ``"off"``: the common
+            weights only; a run resumes at the last exchange.
+        state_dtype: of errors in files, ``"float32"`` or ``"bfloat16"``.
+        verify: n: in every n-th exchange workers compare their means, and for n > 1 the common
+            weights; as for ``CompressedDDPStrategy``.
+        ddp_kwargs: as for Lightning's ``DDPStrategy``, but not what is for its wrapper:
+            ``start_method``, ``process_group_backend``, ``timeout``, ...
+
+    Communication pattern:
+        Nothing between exchanges. Every H steps one exchange of the compressor's for each fragment,
+        in one message per request, and an all-reduce of float buffers, on a background thread;
+        without a delay workers wait for it. A dead peer is noticed at the next exchange.
+
+    Raises:
+        ValueError: what ``CompressedDDPStrategy`` refuses; a compressor whose workers vote, a
+            memory that reads learning rates or weights, momentum both in memory and ``outer``, a
+            controller that computes with gradients, arguments for a DDP wrapper; at fit start,
+            manual optimization, ``SyncBatchNorm``, callbacks that average weights.
+        RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added or
+            replaced after the fit began.
+
+    Warns:
+        UserWarning: a round whose result is not finite: its steps are lost on all workers, errors
+            are as before. A sparsifier with fewer rounds than 1/density; a plateau scheduler whose
+            metric differs between workers.
+
+    Example:
+        >>> from lightning_gc import LocalStepsStrategy, TopK
+        >>> strategy = LocalStepsStrategy(TopK(density=0.03), every=8)
+        >>> strategy.memory.decay, strategy.outer
+        (1.0, OuterSGD(lr=1.0, momentum=0.0, nesterov=False))
+
+    Reference:
+        Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+        Basu, Data, Karakus and Diggavi, "Qsparse-local-SGD", NeurIPS 2019.
+        Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
+
+    Attributes:
+        engine: state and configuration, once fitting has started; kept between fits.
+        recording: the byte and time account of this worker, while fitting.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | str,
+        memory: Memory | str | None = None,
+        scheme: Scheme | str | None = None,
+        controller: Controller | None = None,
+        every: int | GrowingRounds = 32,
+        outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
+        delay: int = 0,
+        merge: Literal["rebase", "mix"] = "rebase",
+        fragments: int = 1,
+        show: Literal["common", "local"] = "common",
+        seed: int = 0,
+        state: Literal["full", "mean", "off"] = "full",
+        state_dtype: Literal["float32", "bfloat16"] = "float32",
+        verify: Verify = 0,
+        **ddp_kwargs: Any,
+    ) -> None:
+        owner = "LocalStepsStrategy"
+        refuse_wrapper_arguments(owner, ddp_kwargs)
+        refuse_unknown(type(self), ddp_kwargs)
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        refuse(owner, self.compressor, self.memory, self.controller, outer)
+        verification(verify, owner)
+        if show not in ("common", "local"):
+            raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
+        self.plan = RoundPlan.of(owner, every, fragments, delay, merge)
+        self.outer = outer
+        self.show, self.verify = show, verify
+        self._keeps_mean = state == "mean"
+        self.local_workers.exchanged = "weights"
+        self._rounds: LocalRounds | None = None
+        super().__init__(**ddp_kwargs)
+
+    def configure_ddp(self) -> None:
+        """Let all workers start alike, and start the synchronizer; there is no wrapper."""
+        module = self.model  # type: ignore[attr-defined]
+        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        refuse_in_trainer(type(self).__name__, trainer, module)
+        self.local_workers.name(module)
+        self._close()
+        self._failed = False
+        every = {
+            n: tuple(t.shape) for n, t in (*module.named_parameters(), *module.named_buffers())
+        }
+        self._synchronizer = Synchronizer(
+            self.local_workers,
+            self.root_device,  # type: ignore[attr-defined]
+            timeout=self._timeout,
+            revocable=True,
+            agreed={
+                "controller": repr(self.controller),
+                "plan": repr(self.plan),
+                "outer": repr(self.outer),
+                "names and shapes of parameters and buffers": digest_of(every),
+            },
+            verify=self.verify,
+        )
+        take_over(module)
+        self._begin(module)
+        self._on_engines_ready()
+        process_shutdown.register()
+
+    def _begin(self, module: Any) -> None:
+        """Make the rounds of a fit, and what checkpoints keep of them."""
+        assert self._synchronizer is not None
+        workers = self.local_workers
+        before = workers.common.get(_NAME)
+        self._rounds = LocalRounds(module, workers, self._synchronizer, self.plan, self.outer)
+        workers.common[_NAME] = CommonState(self._rounds)
+        if before is not None:  # an earlier fit's outer momentum
+            state = before.common_state() | {"since": [], "anchor": {}}
+            workers.common[_NAME].load_common_state(state)
+        self._own = OwnState(self._rounds, lambda: self.optimizers, self._scaler)  # type: ignore[attr-defined]
+        workers.own[_NAME] = [self._own]
+        if self._keeps_mean:
+            workers.kept[_NAME] = [MeanDrift(self._rounds)]
+
+    def on_train_start(self) -> None:
+        super().on_train_start()  # type: ignore[misc]
+        if self.controller is None and self.worker == 0:
+            steps = steps_of(self.lightning_module.trainer)  # type: ignore[attr-defined]
+            warn_of_few_rounds(self.compressor, steps, self.plan.every)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make this worker's own step; exchange if a round is over, or the run."""
+        output = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        assert self._rounds is not None
+        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        ends = steps_of(trainer) == trainer.global_step + 1
+        if ends or self._rounds.is_due:
+            self._refuse_unsynchronised()
+        rate = max(float(group["lr"]) for group in self.optimizers[0].param_groups)  # type: ignore[attr-defined]
+        if not self._rounds.after_step(ends, rate):
+            self._reset_poisoned()
+        return output
+
+    def on_train_end(self) -> None:
+        """End with common weights, where the length of the run was not known before."""
+        super().on_train_end()  # type: ignore[misc]
+        assert self._rounds is not None
+        alone = torch.tensor(float(self._rounds.apart), device=self.root_device)  # type: ignore[attr-defined]
+        if float(self.reduce(alone, reduce_op="mean")):
+            self._rounds.end()
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()  # type: ignore[misc]
+        if self._rounds is not None and self.show == "common":
+            self._rounds.weights.show()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()  # type: ignore[misc]
+        if self._rounds is not None:
+            self._rounds.weights.hide()
+            warn_of_unlike_rates(self.lightning_module.trainer, self.lr_scheduler_configs)  # type: ignore[attr-defined]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the common weights and buffers, as copies."""
+        if self._rounds is None:
+            return super().lightning_module_state_dict()
+        shown = self._rounds.weights.shown
+        self._rounds.weights.show()
+        try:
+            state = super().lightning_module_state_dict()
+            return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+        finally:
+            if not shown:
+                self._rounds.weights.hide()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for an exchange under way, so that what it brings can be saved."""
+        if self._rounds is not None and not self.lightning_module.trainer.interrupted:  # type: ignore[attr-defined]
+            self._rounds.arrive()
+        super().save_checkpoint(*args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Restore this worker's own optimizers, not those of worker 0, where they were saved."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._rounds is not None:
+            self._own.load_optimizers()
+
+    @property
+    def steps_since_exchange(self) -> int:
+        return 0 if self._rounds is None else self._rounds.waited
+
+    def figures(self) -> dict[str, float]:
+        return {} if self._rounds is None else self._rounds.figures
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._rounds = None
+
+    def _moment(self, trainer: Any, batch: int) -> Moment:
+        """Return the moment with its steps counted in rounds, as the engine counts."""
+        if self._rounds is not None:
+            self._rounds.arrive()  # levels change between exchanges
+        now = super()._moment(trainer, batch)
+        steps = None if now.total_steps is None else max(now.total_steps // self.plan.every, 1)
+        return dataclasses.replace(now, total_steps=steps, rates_to_come=None)
+
+    def _check_optimizer(self, group: Any) -> None:
+        """Any will do: a memory's momentum is of rounds, an optimizer's of steps."""
+
+    def _reset_poisoned(self) -> None:
+        """Empty the state of optimizers in which something is not finite."""
+        for optimizer in self.optimizers:  # type: ignore[attr-defined]
+            kept = (value for state in optimizer.state.values() for value in state.values())
+            tensors = (value for value in kept if isinstance(value, torch.Tensor))
+            if not all(bool(value.isfinite().all()) for value in tensors):
+                optimizer.state.clear()

@@ -1,0 +1,37 @@
+"""What a control loop keeps in a checkpoint."""
+
+from __future__ import annotations
+
+from lightning_gc.engine.state_structure import (
+    ANYTHING,
+    FINITE,
+    FLAG,
+    INTEGER,
+    LEVEL,
+    NUMBER,
+    TEXT,
+    WHOLE,
+    Each,
+    Optional,
+    Record,
+)
+
+CONTROL_STATE = Record(
+    {
+        "state": Record(others=ANYTHING),  # the controller's own
+        "decision": Optional(
+            Record(
+                {"level": LEVEL, "levels": Each(LEVEL)},
+                {"reason": TEXT, "figures": Each(NUMBER), "warning": TEXT},
+            )
+        ),
+        "ended": FLAG,
+        "epoch": Optional(WHOLE),
+        "pause": WHOLE,
+        "rate": FINITE,
+        "steps": INTEGER,
+        "epoch_steps": INTEGER,
+        "metrics": Each(NUMBER),
+    }
+)
+"""What ``ControlLoop.state_dict`` returns."""

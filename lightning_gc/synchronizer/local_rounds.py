@@ -1,0 +1,236 @@
+"""LocalRounds: one worker's rounds of local steps, with exchanges of how far it has come."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gc.local_steps import OuterSGD
+from lightning_gc.local_steps.common_buffers import mean_of
+from lightning_gc.local_steps.common_weights import CommonWeights
+from lightning_gc.local_steps.fragment import Fragment
+from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
+from lightning_gc.synchronizer.synchronizer import Synchronizer
+from lightning_gc.synchronizer.workers import Workers, plain_name
+
+LOST_IN_A_ROW = 10
+"""Exchanges that may be lost one after the other before the run stops."""
+
+
+@dataclass
+class Flight:
+    """An exchange that has begun.
+
+    Attributes:
+        index: of its fragment.
+        mean: of the distances, ``(numel,)``, once it has arrived.
+        moved: of the differences of buffers, likewise; empty with all fragments but the last.
+        left: steps until it is taken over.
+        steps: since the fragment's exchange before.
+        sent: this worker's weights when it began; None if it is taken over at once.
+        arriving: complete when it has arrived; empty if it has.
+        drift: norm of the worker's distance, if measured.
+        rate: the learning rate, ``(1,)`` float64, with the last fragment of a growing round: the
+            mean over workers, once it has arrived. Else empty.
+    """
+
+    index: int
+    mean: Tensor
+    moved: Tensor
+    left: int
+    steps: int
+    sent: Tensor | None
+    arriving: list[torch.futures.Future[Tensor]]
+    drift: Tensor | None = None
+    rate: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+
+
+class LocalRounds:
+    """Counts optimizer steps, exchanges by a plan, and moves all workers to common weights.
+
+    Args:
+        module: starts with weights and buffers that are equal on all workers.
+        workers: this worker's engine and parameter names.
+        synchronizer: exchanges.
+        plan: when, and in how many fragments.
+        outer: the step that is made with the mean.
+
+    Attributes:
+        weights: the common ones.
+        position: steps of the round that are done.
+        length: H of this round; of growing ones ``plan.every`` until it is known.
+        rate: learning rate before this round, if rounds grow; None before the first one.
+        since: by fragment, steps since its last exchange began.
+        waited: steps since an exchange has arrived.
+        flight: the exchange that has not been taken over yet, or None.
+        figures: of the last exchange, for the monitor.
+
+    Communication pattern:
+        One exchange of the compressor's per fragment every H steps; with the last one an all-reduce
+        of floating-point buffers, if there are any, and one of the learning rate, if rounds grow.
+        Without a delay the worker waits for it.
+
+    Raises:
+        RuntimeError: on all workers, after ``LOST_IN_A_ROW`` exchanges in a row whose result was
+            not finite.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        workers: Workers,
+        synchronizer: Synchronizer,
+        plan: RoundPlan,
+        outer: OuterSGD,
+    ) -> None:
+        self._workers, self._synchronizer, self.plan = workers, synchronizer, plan
+        params = {name: param for param, name in workers.names.items()}
+        buffers = {plain_name(name): buffer for name, buffer in module.named_buffers()}
+        self.weights = CommonWeights(module, params, buffers, plan.fragments, outer)
+        self.position = 0
+        self.length = plan.every
+        self.rate: float | None = None
+        self.since = [0] * plan.fragments
+        self.waited = 0
+        self.flight: Flight | None = None
+        self.figures: dict[str, float] = {}
+        self._lost = 0  # exchanges in a row
+        self._step_bytes = sum(p.numel() * p.element_size() for p in workers.names)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something is exchanged after the next step."""
+        return bool(self.plan.due(self.position + 1, self.length))
+
+    @property
+    def apart(self) -> bool:
+        """Whether this worker's weights may differ from the common ones."""
+        return self.flight is not None or any(self.since)
+
+    def after_step(self, ends: bool, rate: float = 0.0) -> bool:
+        """Count an optimizer step; exchange what is due, or everything if it was the last one.
+
+        Args:
+            ends: it was the last one.
+            rate: its learning rate.
+
+        Returns:
+            False if an exchange was lost, since some worker's weights were not finite: then all
+            are back at the common weights.
+        """
+        self.position += 1
+        self.waited += 1
+        self.since = [steps + 1 for steps in self.since]
+        finite = True
+        if self.flight is not None:
+            self.flight.left -= 1
+            if self.flight.left == 0:
+                finite = self._land()
+        if ends:
+            return self.end() and finite
+        due = self.plan.due(self.position, self.length)
+        if self.position >= self.length:
+            self.position, self.length = 0, self.plan.every
+        for index in due:
+            self._send(index, self.plan.delay, rate)
+            if not self.plan.delay:
+                finite = self._land() and finite
+        return finite
+
+    def end(self) -> bool:
+        """Exchange everything now and wait for it, so that all weights are common."""
+        finite = self._land() if self.flight is not None else True
+        for index in range(self.plan.fragments):
+            self._send(index, 0)
+            finite = self._land() and finite
+        self.position, self.length = 0, self.plan.every
+        return finite
+
+    def _send(self, index: int, delay: int, rate: float | None = None) -> None:
+        """Begin the exchange of a fragment; with the last one, that of a rate."""
+        engine, fragment = self._workers.first, self.weights.fragments[index]
+        steps = min(self.since)  # since any exchange
+        engine.statistics.tally.local_steps += steps
+        engine.statistics.tally.local_bytes += steps * self._step_bytes
+        distance = fragment.distance()
+        drift = torch.linalg.vector_norm(distance) if engine.statistics.norms_wanted else None
+        sent = fragment.weights() if delay else None
+        arriving = [self._synchronizer.submit(distance, fragment.shapes)]
+        moved = torch.zeros(0)
+        if index == len(self.since) - 1:
+            moved = self.weights.buffers.difference()
+        if moved.numel():
+            arriving.append(self._synchronizer.run(mean_of(moved), moved))
+        rates = []
+        if self.plan.growing is not None and rate is not None and index == len(self.since) - 1:
+            rates = [rate]
+        mean_rate = torch.tensor(rates, dtype=torch.float64, device=distance.device)
+        if rates:
+            arriving.append(self._synchronizer.run(mean_of(mean_rate), mean_rate))
+        since, self.since[index] = self.since[index], 0
+        self.flight = Flight(index, distance, moved, delay, since, sent, arriving, drift, mean_rate)
+
+    def arrive(self) -> None:
+        """Wait for the exchange under way, if there is one, without taking it over yet."""
+        if self.flight is None or not self.flight.arriving:
+            return
+        self._synchronizer.end_round([each.anchor for each in self.weights.fragments])
+        for future in self.flight.arriving:
+            future.wait()
+        self._synchronizer.check()
+        self.flight.arriving = []
+        self.waited = 0
+
+    def _land(self) -> bool:
+        """Take over the exchange under way; return whether it is finite."""
+        self.arrive()
+        flight, self.flight = self.flight, None
+        assert flight is not None
+        if self.plan.growing is not None and flight.rate.numel():
+            before, self.rate = self.rate, float(flight.rate)
+            self.length = self.plan.growing.length(self.rate, before)
+        finite = bool(flight.mean.isfinite().all() and flight.moved.isfinite().all())
+        if finite:
+            self._take_over(flight, self.weights.fragments[flight.index])
+        else:
+            self.weights.go_back()
+        self._count_lost(0 if finite else flight.steps + self.since[flight.index])
+        return finite
+
+    def _take_over(self, flight: Flight, fragment: Fragment) -> None:
+        before = None if flight.drift is None else fragment.anchor.clone()
+        fragment.step(flight.mean)
+        if flight.moved.numel():
+            self.weights.buffers.step(flight.moved)
+        if flight.sent is None:
+            fragment.put(fragment.anchor)
+        elif self.plan.merge == "rebase":
+            fragment.put(fragment.anchor + (fragment.weights() - flight.sent))
+        else:
+            fragment.put(MIXED * fragment.weights() + (1 - MIXED) * fragment.anchor)
+        if flight.drift is not None and before is not None:
+            outer = torch.linalg.vector_norm(fragment.anchor - before)
+            self.figures = {"drift": float(flight.drift), "outer_step": float(outer)}
+            self.figures["rounds"] = self._workers.first.step
+            self.figures["round_steps"] = flight.steps
+
+    def _count_lost(self, steps: int) -> None:
+        """Warn of an exchange that was lost, with its number of steps; stop after too many."""
+        self._lost = self._lost + 1 if steps else 0
+        if not steps:
+            return
+        step = self._workers.first.step
+        sentence = (
+            f"The exchange of round {step} was not finite on some worker, so its {steps} steps are "
+            f"lost: all workers go on from the weights before them, with their errors as they were."
+        )
+        if self._lost >= LOST_IN_A_ROW:
+            raise RuntimeError(
+                f"{sentence} These were {self._lost} such rounds in a row. Lower the learning "
+                f"rate, or clip gradients: Trainer(gradient_clip_val=1.0)."
+            )
+        if self._workers.first.worker == 0:
+            warnings.warn(sentence, stacklevel=2)

@@ -1,0 +1,195 @@
+"""Local state: what a checkpoint keeps of local steps, common to all workers and of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gc.engine.state_structure import (
+    ANYTHING,
+    COUNT,
+    ERRORS,
+    FLOATS,
+    NUMBER,
+    WHOLE,
+    Each,
+    Listed,
+    Optional,
+    Record,
+)
+from lightning_gc.synchronizer.local_rounds import Flight, LocalRounds
+from lightning_gc.synchronizer.pytree import Tree, average
+
+
+class CommonState:
+    """Place in the round, outer momentum, and common weights finer than the parameters' dtype.
+
+    And the mean of an exchange that has arrived, but has not been taken over yet. The common
+    weights themselves are the checkpoint's ``state_dict``.
+    """
+
+    common_structure = Record(
+        {"position": WHOLE, "velocity": Each(ERRORS), "anchor": Each(ERRORS)},
+        {
+            "waited": WHOLE,
+            "length": COUNT,
+            "rate": Optional(NUMBER),
+            "since": Listed(WHOLE),
+            "flight": Optional(
+                Record(
+                    {
+                        "index": WHOLE,
+                        "left": COUNT,
+                        "steps": WHOLE,
+                        "mean": FLOATS,
+                        "moved": FLOATS,
+                        "rate": FLOATS,
+                    }
+                )
+            ),
+        },
+    )
+
+    def __init__(self, rounds: LocalRounds) -> None:
+        self._rounds = rounds
+
+    def common_state(self) -> Tree:
+        rounds, weights = self._rounds, self._rounds.weights
+        fine = any(
+            p.dtype != each.dtype for each in weights.fragments for p in each.params.values()
+        )
+        anchors = [each.anchor for each in weights.fragments]
+        velocities = [each.velocity for each in weights.fragments if each.velocity is not None]
+        flight = rounds.flight
+        return {
+            "position": rounds.position,
+            "waited": rounds.waited,
+            "length": rounds.length,
+            "rate": rounds.rate,
+            "since": list(rounds.since),
+            "velocity": weights.named(velocities) if velocities else {},
+            "anchor": weights.named(anchors) if fine else {},
+            "flight": None
+            if flight is None or flight.arriving
+            else {
+                name: getattr(flight, name)
+                for name in ("index", "left", "steps", "mean", "moved", "rate")
+            },
+        }
+
+    def load_common_state(self, state: Any) -> None:
+        rounds = self._rounds
+        for each in rounds.weights.fragments:
+            each.anchor = each.flat(state["anchor"], each.anchor)
+            if each.velocity is not None:
+                each.velocity = each.flat(state["velocity"], torch.zeros_like(each.velocity))
+        if len(state["since"]) == len(rounds.since):  # else the fit has other fragments
+            if rounds.plan.growing is not None:
+                rounds.length, rounds.rate = state["length"], state["rate"]
+            rounds.position = state["position"] % rounds.length
+            rounds.waited, rounds.since = state["waited"], list(state["since"])
+            self._load_flight(state["flight"])
+
+    def _load_flight(self, state: Any) -> None:
+        """Take over in so many steps what had arrived; what had been sent is in the own state."""
+        if state is None:
+            return
+        fragment = self._rounds.weights.fragments[state["index"]]
+        mean, moved, rate = (
+            state[name].to(fragment.anchor.device) for name in ("mean", "moved", "rate")
+        )
+        if mean.shape == fragment.anchor.shape:
+            sent = fragment.weights()
+            self._rounds.flight = Flight(
+                state["index"], mean, moved, state["left"], state["steps"], sent, [], None, rate
+            )
+
+
+class OwnState:
+    """A worker's weights and buffers within a round, its optimizers and its loss scaler.
+
+    If the number of workers has changed, each gets the mean of the weights, and the optimizers of
+    worker 0.
+
+    Args:
+        rounds: the worker's.
+        optimizers: returns them.
+        scaler: returns the loss scaler, or None.
+    """
+
+    structure = Record(
+        {"weights": Each(FLOATS), "buffers": Each(FLOATS), "sent": Each(FLOATS)},
+        {"optimizers": Each(ANYTHING), "scaler": ANYTHING},
+    )
+
+    def __init__(
+        self,
+        rounds: LocalRounds,
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        scaler: Callable[[], Any],
+    ) -> None:
+        self._rounds, self._optimizers, self._scaler = rounds, optimizers, scaler
+        self._restored: list[Any] = []  # states of optimizers
+
+    def own_state(self) -> Tree:
+        scaler = self._scaler()
+        weights, buffers = self._rounds.weights.own()
+        flight = self._rounds.flight
+        sent = {}
+        if flight is not None and flight.sent is not None:
+            sent = self._rounds.weights.fragments[flight.index].named(flight.sent)
+        optimizers = enumerate(self._optimizers())
+        return {
+            "weights": weights,
+            "buffers": buffers,
+            "sent": sent,
+            "optimizers": {str(index): each.state_dict() for index, each in optimizers},
+            "scaler": {} if scaler is None else scaler.state_dict(),
+        }
+
+    def load_own_states(self, states: Sequence[Any]) -> None:
+        if not states:
+            return
+        same = len(states) == 1
+        parts = ("weights", "buffers", "sent")
+        own = (
+            {part: states[0][part] for part in parts}
+            if same
+            else average([{part: state[part] for part in parts} for state in states])
+        )
+        self._rounds.weights.load_own(own["weights"], own["buffers"])
+        flight = self._rounds.flight
+        if flight is not None and flight.sent is not None:
+            fragment = self._rounds.weights.fragments[flight.index]
+            flight.sent = fragment.flat(own["sent"], flight.sent)
+        if not same:
+            return
+        optimizers: Mapping[str, Any] = states[0]["optimizers"]
+        self._restored = [optimizers[str(index)] for index in range(len(optimizers))]
+        scaler = self._scaler()
+        if scaler is not None and states[0]["scaler"]:
+            scaler.load_state_dict(states[0]["scaler"])
+
+    def load_optimizers(self) -> None:
+        """Give optimizers the state that was loaded, if any: after those of worker 0 have been."""
+        for optimizer, state in zip(self._optimizers(), self._restored, strict=False):
+            optimizer.load_state_dict(state)
+        self._restored = []
+
+
+class MeanDrift:
+    """How far a worker is from the common weights, for checkpoints that keep only means."""
+
+    structure = Each(FLOATS)
+
+    def __init__(self, rounds: LocalRounds) -> None:
+        self._rounds = rounds
+
+    def own_state(self) -> dict[str, Tensor]:
+        return self._rounds.weights.drift()
+
+    def load_own_state(self, state: Any) -> None:
+        self._rounds.weights.load_drift(state)

@@ -1,0 +1,62 @@
+"""What is released says one version, and CI tries the versions that it promises."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightning_gc
+from tests.matrix.combination import combinations
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+BOUNDS = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["lightning"]]
+
+
+def oldest(package: str) -> str:
+    (bound,) = (re.search(r">=([\d.]+)", b) for b in BOUNDS if re.match(rf"{package}>=", b))
+    assert bound is not None
+    return bound[1]
+
+
+def test_one_version() -> None:
+    version = lightning_gc.__version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    newest = re.search(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest
+    assert newest[1] == version
+    assert f"Version {version}." in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("package", ["pytorch-lightning", "lightning"])
+def test_oldest_versions_are_tried_together(package: str) -> None:
+    python = PROJECT["requires-python"].removeprefix(">=")
+    (first, *_) = (each for each in combinations() if each.package == package)
+    assert first.python == python
+    for version, bound in ((first.torch, "torch"), (first.lightning, package)):
+        assert version.startswith(f"{oldest(bound)}.")
+    for name in ("torchmetrics", "tensorboard", "numpy") if first.others else ():
+        assert any(other.startswith(f"{name}=={oldest(name)}.") for other in first.others)
+
+
+def test_each_promised_python_is_tried_and_the_newest_with_the_newest() -> None:
+    said = {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if ":: 3." in c}
+    tried = {each.python for each in combinations()}
+    assert said <= tried
+    newest = {each.package for each in combinations() if each.python == max(tried)}
+    assert newest == {"pytorch-lightning", "lightning"}
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda p: p.name)
+def test_workflows_make_what_there_is(workflow: Path) -> None:
+    loaded: dict[Any, Any] = yaml.safe_load(workflow.read_text())
+    assert loaded["permissions"] == {"contents": "read"}
+    steps = [step for job in loaded["jobs"].values() for step in job["steps"]]
+    assert all("timeout-minutes" in job for job in loaded["jobs"].values())
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make ([a-z-]+)", " ".join(step.get("run", "") for step in steps)):
+        assert re.search(rf"^{target}:", makefile, re.M), target

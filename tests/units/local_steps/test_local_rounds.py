@@ -1,0 +1,145 @@
+"""Rounds of one worker, whose exchange is answered at once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gc import GrowingRounds, NoMemory, OuterSGD, PerParameter, TopK
+from lightning_gc.local_steps.fragment import in_fragments
+from lightning_gc.local_steps.round_plan import RoundPlan
+from lightning_gc.synchronizer.configuration import configure
+from lightning_gc.synchronizer.local_rounds import LOST_IN_A_ROW, LocalRounds
+from lightning_gc.synchronizer.workers import Workers
+from lightning_gc.transports import Simulated
+
+
+class Alone:
+    """In the place of a synchronizer: one worker, and nothing runs in the background."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        account: Any = SimpleNamespace(worker=0, workers=1, timing=False, sent_bytes=0)
+        workers.start([account], revocable=True)
+
+    def submit(self, grad: torch.Tensor, shapes: Any) -> Any:
+        return self.run(self.workers.first.flow(grad, shapes), grad)
+
+    def run(self, flow: Any, result: torch.Tensor) -> Any:
+        Simulated(1).run([flow])
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(result)
+        return future
+
+    def end_round(self, common: Any) -> None:
+        self.workers.end_round([])
+
+    def check(self) -> None:
+        pass
+
+
+def rounds_of(module: nn.Module, every: int | GrowingRounds) -> LocalRounds:
+    workers = Workers(configure("a test", PerParameter(TopK(1.0)), NoMemory(), None, 0))
+    workers.name(module)
+    alone: Any = Alone(workers)
+    return LocalRounds(module, workers, alone, RoundPlan.of("a test", every), OuterSGD())
+
+
+def test_too_many_lost_rounds_end_the_run() -> None:
+    """Each is warned of; a finite one between them starts the count anew."""
+    module = nn.Linear(3, 2)
+    rounds = rounds_of(module, 2)
+    (weights,) = rounds.weights.fragments
+    start = weights.anchor.clone()
+
+    def lose() -> None:
+        for _ in range(2):
+            module.weight.data.fill_(float("nan"))
+            kept = rounds.after_step(ends=False)
+        assert not kept
+        assert torch.equal(weights.weights(), start)
+
+    for _ in range(LOST_IN_A_ROW - 1):
+        with pytest.warns(UserWarning, match="its 2 steps are lost"):
+            lose()
+    assert rounds.after_step(ends=True), "a round of one step"
+    for _ in range(LOST_IN_A_ROW - 1):
+        with pytest.warns(UserWarning, match="its 2 steps are lost"):
+            lose()
+    with pytest.raises(RuntimeError, match=r"10 such rounds in a row.*gradient_clip_val"):
+        lose()
+
+
+def test_what_is_shown_is_put_back() -> None:
+    module = nn.Linear(3, 2)
+    rounds = rounds_of(module, 5)
+    (weights,) = rounds.weights.fragments
+    start, own = weights.anchor.clone(), weights.weights() + 1
+    weights.put(own)
+    rounds.after_step(ends=False)
+    for _ in range(2):  # the second has no effect
+        rounds.weights.show()
+        assert torch.equal(weights.weights(), start)
+    named, _ = rounds.weights.own()
+    assert torch.equal(torch.cat([t.view(-1) for t in named.values()]), own)
+    for _ in range(2):
+        rounds.weights.hide()
+        assert torch.equal(weights.weights(), own)
+
+
+def test_each_fragment_is_due_once_in_a_round_and_far_enough_from_the_next() -> None:
+    for every in range(1, 20):
+        for fragments in range(1, every + 1):
+            plan = RoundPlan("a test", every, fragments, delay=every // fragments - 1)
+            due = {position: plan.due(position, every) for position in range(1, every + 1)}
+            assert [i for each in due.values() for i in each] == list(range(fragments))
+            steps = [position for position, each in due.items() if each]
+            gaps = [b - a for a, b in zip([steps[-1] - every, *steps], steps, strict=False)]
+            assert steps[-1] == every
+            assert min(gaps) > plan.delay
+
+
+def test_fragments_share_all_parameters_evenly() -> None:
+    params = {str(i): torch.zeros(size) for i, size in enumerate((1, 50, 1, 1, 40, 3, 2, 2))}
+    for number in range(1, 9):
+        parts = in_fragments(params, number, OuterSGD())
+        assert [n for part in parts for n in part.params] == list(params)
+        assert len(parts) == number
+        assert all(part.params for part in parts)
+    sizes = [part.anchor.numel() for part in in_fragments(params, 2, OuterSGD())]
+    assert sizes == [51, 49]
+    with pytest.raises(ValueError, match="8 trained parameters; use fragments=8 or fewer"):
+        in_fragments(params, 9, OuterSGD())
+
+
+def test_rounds_grow_as_the_rate_falls_and_not_as_it_rises() -> None:
+    """Lengths by the quadratic rule, from the rate of the last step before a round."""
+    module = nn.Linear(3, 2)
+    rounds = rounds_of(module, GrowingRounds(alpha=0.1, base=2))
+    rates = [0.01] * 2 + [0.05] * 2 + [0.05] * 2 + [0.025] * 40
+    lengths, begun = [], 0
+    for step, rate in enumerate(rates, start=1):
+        rounds.after_step(ends=False, rate=rate)
+        if rounds.position == 0:
+            lengths.append(step - begun)
+            begun = step
+    # The first; after it; after the rate has risen; after 0.05; after 0.025.
+    assert lengths == [2, 2, 2, 4, 16, 16]
+
+
+def test_lengths_by_the_formula() -> None:
+    rule = GrowingRounds(alpha=0.02, base=4, longest=50)
+    assert [rule.length(r, 1.0) for r in (0.5, 0.01, 0.009, 0.004, 0.001, 0.0)] == [
+        *(4, 4, 4, 25, 50, 50),
+    ]
+    assert rule.length(0.001, None) == rule.length(0.001, 0.0005) == 4
+    assert GrowingRounds(0.02).length(0.0, 0.1) > 10**9
+    for wrong in (
+        {"alpha": 0.0},
+        {"alpha": 1.0, "base": 0},
+        {"alpha": 1.0, "base": 9, "longest": 5},
+    ):
+        with pytest.raises(ValueError, match=r"GrowingRounds\("):
+            GrowingRounds(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,84 @@
+"""What LocalStepsStrategy refuses when it is made, what it warns of, and its names."""
+
+from typing import Any
+
+import pytest
+from pytorch_lightning.strategies import StrategyRegistry
+
+from lightning_gc import (
+    QSGD,
+    HardThreshold,
+    Identity,
+    OuterSGD,
+    Residual,
+    SignSGD,
+    StepAhead,
+    TopK,
+)
+from lightning_gc.controllers import TotalErrorBudget
+from lightning_gc.memories import MomentumCorrection
+from lightning_gc.strategies.for_pytorch_lightning import LocalStepsStrategy
+from lightning_gc.strategies.local_warnings import warn_of_few_rounds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"every": 0}, r"every=0\): give the number of optimizer steps"),
+        ({"every": True}, "every=True"),
+        ({"every": 2.5}, r"every=2\.5"),
+        ({"delay": -1}, r"delay=-1\): give the number of steps"),
+        ({"every": 4, "delay": 4}, "use delay=3 or less"),
+        ({"every": 9, "fragments": 3, "delay": 3}, "3 steps apart.*use delay=2"),
+        ({"every": 4, "fragments": 5}, "use fragments=4 or fewer"),
+        ({"merge": "replace"}, "use 'rebase' or 'mix'"),
+        ({"show": "mine"}, "use 'common' or 'local'"),
+        ({"memory": Residual(lr_aware=True)}, "contain the learning rate already"),
+        ({"memory": StepAhead()}, r"use memory=Residual\(\)"),
+        ({"memory": MomentumCorrection(weight_decay=1e-4)}, r"use memory=Residual\(\)"),
+        (
+            {"memory": MomentumCorrection(), "outer": OuterSGD.diloco()},
+            "the memory has the outer momentum",
+        ),
+        ({"compressor": SignSGD()}, "its workers vote"),
+        (
+            {"compressor": HardThreshold(0.1), "controller": TotalErrorBudget(1.0)},
+            "use Accordion or a Schedule",
+        ),
+        ({"find_unused_parameters": True}, "is for DistributedDataParallel"),
+        ({"static_graph": True}, "is for DistributedDataParallel"),
+        ({"ddp_comm_hook": print}, "is for DistributedDataParallel"),
+        ({"model_averaging_period": 4}, "is for DistributedDataParallel"),
+        ({"evry": 4}, "did you mean 'every'"),
+        ({"state": "all"}, "use 'full', 'mean' or 'off'"),
+        ({"verify": -1}, "LocalStepsStrategy"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LocalStepsStrategy(**{"compressor": TopK(0.1)} | arguments)
+
+
+def test_names() -> None:
+    made = {
+        name: StrategyRegistry.get(name)
+        for name in ("local_steps", "diloco", "sparseloco", "diloco_spawn", "sparseloco_notebook")
+    }
+    assert all(isinstance(each, LocalStepsStrategy) for each in made.values())
+    assert made["diloco"].outer == OuterSGD(0.7, 0.9, True)
+    assert made["diloco"].plan.every == 100
+    assert made["diloco"].compressor.method == Identity()
+    assert made["sparseloco"].memory == Residual(decay=0.95)
+    assert made["sparseloco"].outer == OuterSGD()
+    assert made["diloco_spawn"]._start_method == "spawn"
+
+
+def test_a_sparsifier_needs_rounds(recwarn: pytest.WarningsRecorder) -> None:
+    """0.8 expected sends of an element trained, 0.2 did not; below 1 there is a warning."""
+    warn_of_few_rounds(TopK(0.01), 3200, 32)
+    warn_of_few_rounds(QSGD(4), 10, 10)
+    warn_of_few_rounds(TopK(0.01), None, 32)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"20 rounds.*0.01 of the elements.*0.05 or more.*every=6"):
+        warn_of_few_rounds(TopK(0.01), 640, 32)
