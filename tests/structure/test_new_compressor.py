@@ -85,7 +85,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("project")
     for folder in ("lightning_gc", "controllers", "tests", "docs", "configs", "examples"):
         shutil.copytree(ROOT / folder, root / folder, symlinks=True)
-    for file in ("pyproject.toml", "mkdocs.yml", "CHANGELOG.md", "README.md"):
+    for file in ("pyproject.toml", "mkdocs.yml", "CHANGELOG.md", "README.md", "SECURITY.md"):
         shutil.copy(ROOT / file, root / file)
     package = root / "lightning_gc" / "compressors"
     (package / "scaled_sign.py").write_text(PLUGIN.lstrip())
