@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class Network(LightningModule):
         net: nn.Module,
         rate: float,
         clip: float | None,
-        optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     ) -> None:
         super().__init__()
         self.net, self.rate, self.clip, self.optimizer = net, rate, clip, optimizer
@@ -47,7 +48,7 @@ class Network(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return it with its defaults, at the learning rate."""
-        return self.optimizer(self.parameters(), lr=self.rate)  # type: ignore[call-arg]
+        return self.optimizer(self.parameters(), lr=self.rate)
 
 
 class Words(nn.Module):

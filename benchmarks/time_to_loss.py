@@ -92,7 +92,8 @@ class Results:
         kept = self._fits.setdefault(f"{self._options.model[0]} {method}", {})
         wanted = [key(rate, seed) for rate in rates for seed in seeds]
         if not kept.keys() >= set(wanted):
-            arguments = ["--worker", "--methods", method, f"--limit={self._options.limit}"]
+            arguments = ["--worker", "--methods", method, f"--steps={self._options.steps}"]
+            arguments += [f"--limit={self._options.limit}"]
             arguments += ["--model", *self._options.model, "--rates", *map(str, rates)]
             arguments += ["--seeds", *map(str, seeds)]
             arguments += [f"--grace={self._options.grace}"] if self._options.grace else []

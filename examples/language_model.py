@@ -1,6 +1,6 @@
 """One language model, trained by two workers, with and without gradient compression.
 
-    python examples/language_model.py                  # Python's own documentation, four minutes
+    python examples/language_model.py                  # Python's own documentation, 3.5 minutes
     python examples/language_model.py --data ptb/      # train.txt, valid.txt, test.txt
 
 An LSTM of two layers with tied embeddings learns an English text by SGD, once for every way to

@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any, NoReturn
 
-from lightning_gc.compressors import COMPRESSORS, QSGD, Quantised, TopK
+from lightning_gc.compressors import COMPRESSORS, BinMeans, ChunkedTopK, Quantised
 from lightning_gc.local_steps import OuterSGD
 from lightning_gc.memories import Residual
 
@@ -54,7 +54,7 @@ def register_local_steps(registry: Any, strategy: type) -> None:
         "local_steps": {"compressor": "cast"},
         "diloco": {"compressor": "identity", "every": 100, "outer": OuterSGD.diloco()},
         "sparseloco": {
-            "compressor": Quantised(TopK(0.02), QSGD(2)),
+            "compressor": Quantised(ChunkedTopK(), BinMeans(2)),
             "memory": Residual(decay=0.95),
             "every": 30,
         },
