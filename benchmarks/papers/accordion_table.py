@@ -66,15 +66,15 @@ def cells(seeds: int) -> list[Cell]:
     return [{"arm": arm, **shared, "seed": seed} for seed in range(seeds) for arm in arms]
 
 
-def before(cell: Cell) -> Cell | None:
+def before(cell: Cell) -> list[Cell]:
     """Return the run whose density is the budget."""
-    return {**cell, "arm": HARD} if cell["arm"] == BUDGET else None
+    return [{**cell, "arm": HARD}] if cell["arm"] == BUDGET else []
 
 
 def train(cell: Cell, data: Path | None) -> Row:
     """Run one cell."""
     if cell["arm"] == BUDGET:
-        controller = TotalErrorBudget(cell["before"]["density"])
+        controller = TotalErrorBudget(cell["before"][0]["density"])
         return tasks.photos(
             cell, tasks.Method(PerParameter(HardThreshold()), None, controller), data
         )

@@ -93,16 +93,16 @@ def cells(seeds: int) -> list[Cell]:
     ]
 
 
-def before(cell: Cell) -> Cell | None:
+def before(cell: Cell) -> list[Cell]:
     """Return the dynamic run whose mean bits are the constant."""
-    return {**cell, "arm": DYNAMIC} if cell["arm"] == EQUAL else None
+    return [{**cell, "arm": DYNAMIC}] if cell["arm"] == EQUAL else []
 
 
 def train(cell: Cell, data: Path | None) -> Row:
     """Run one cell."""
     path = data if cell["task"] != "digits" else None
     if cell["arm"] == EQUAL:
-        bits = min(round(bits_over_time(cell["before"])), 16)
+        bits = min(round(bits_over_time(cell["before"][0])), 16)
         return tasks.photos(cell, method(nearest(bits)), path)
     return tasks.photos(cell, ARMS[cell["arm"]], path)
 

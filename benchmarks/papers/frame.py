@@ -35,7 +35,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 Cell = dict[str, Any]
 Row = dict[str, Any]  # a cell and its figures; a figure that is no number is None
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee")
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee", "#bbbbbb", "#000000")
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
 
 
@@ -69,8 +69,8 @@ class Experiment:
         draw: draws the plot.
         seeds: how many, unless the command line says so.
         data: what ``--data`` must be; empty: there is none.
-        before: returns the cell that a cell's settings depend on, or None. It is run first, if it
-            has no row; the cell is given to ``train`` with that row as ``cell["before"]``.
+        before: returns the cells that a cell's settings depend on. They are run first, those that
+            have no row; the cell is given to ``train`` with their rows as ``cell["before"]``.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Experiment:
     draw: Callable[[list[Row], Figure], None]
     seeds: int = 3
     data: str = ""
-    before: Callable[[Cell], Cell | None] = lambda cell: None
+    before: Callable[[Cell], Sequence[Cell]] = lambda cell: ()
 
 
 def read(path: Path, cells: Sequence[Cell]) -> list[Row]:
@@ -125,9 +125,9 @@ def run(experiment: Experiment, cells: Sequence[Cell], path: Path, data: Path | 
 
 
 def in_order(experiment: Experiment, cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells, each after the one that it depends on."""
-    pairs = [(experiment.before(cell), cell) for cell in cells]
-    return list({_key(cell): cell for pair in pairs for cell in pair if cell is not None}.values())
+    """Return the cells, each after those that it depends on."""
+    groups = [(*experiment.before(cell), cell) for cell in cells]
+    return list({_key(cell): cell for group in groups for cell in group}.values())
 
 
 def write(experiment: Experiment, cells: Sequence[Cell], out: Path) -> str:
@@ -247,14 +247,13 @@ def _key(cell: Cell) -> str:
 
 
 def _found(experiment: Experiment, cell: Cell, path: Path) -> Cell:
-    """Return the row that a cell depends on, named as ``train`` reads it."""
+    """Return the rows that a cell depends on, named as ``train`` reads them."""
     first = experiment.before(cell)
-    if first is None:
-        return {}
-    row = read(path, [first])[0]  # run by now
-    if "failed" in row:
-        raise ValueError(f"{_key(first)}, on which this cell depends, has failed; run it again.")
-    return {"before": row}
+    rows = read(path, first)  # run by now
+    for other, row in zip(first, rows, strict=True):
+        if "failed" in row:
+            raise ValueError(f"{_key(other)}, on which this cell depends, failed; run it again.")
+    return {"before": rows} if rows else {}
 
 
 def _plain(figures: Row) -> Row:

@@ -16,14 +16,15 @@ from pathlib import Path
 
 import frame
 import tasks  # noqa: F401 - sets the path
-from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
+import tuned_rate
+from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict
 from matplotlib.figure import Figure
 from transformer_runs import Arm, run
 
 from lightning_gc import QSGD, Identity, NoMemory, OuterSGD, Quantised, Residual, TopK
 
 WORKERS = 4
-RATES = (0.0015, 0.003, 0.006, 0.012)
+RATES = (0.0015, 0.003, 0.006, 0.012, 0.024)
 PERIODS = (1, 4, 8, 32, 128)
 
 
@@ -36,6 +37,8 @@ ARMS = {
 OTHERS = {
     "TopK 1 %, no feedback": Arm(TopK(0.01), NoMemory()),
     "dense, DiLoCo's outer step": Arm(Identity(), outer=OuterSGD.diloco()),
+    "dense, β₁ = 0": Arm(Identity(), momentum=0.0),
+    "QSGD(4), β₁ = 0": Arm(QSGD(4), momentum=0.0),
 }
 ABOUT = """
 Local SGD and its successors exchange every H steps, and claim as much quality for a fraction of the
@@ -45,8 +48,9 @@ Python's documentation: AdamW, rate warmed up over 5 % of the steps and falling 
 optimizer; above, differences of weights, and every worker has its own. Gradients are clipped at a
 norm of 1: the mean at H = 1, else each worker's. *Loss* is the mean cross-entropy of the common
 weights on the validation text. *Bytes* are what one worker would have sent in all, as the simulated
-transport counts them. Every line is at its own best rate of 0.0015, 0.003, 0.006 and 0.012, by the
-mean over seeds. *TopK 3 % of 4 bits* has SparseLoCo's form: its error feedback forgets 5 % a round.
+transport counts them. Every line is at its own rate, the best of 0.0015, 0.003, 0.006, 0.012 and
+0.024 with the first seed; β₁ is AdamW's 0.9 unless it is named. *TopK 3 % of 4 bits* has
+SparseLoCo's form: its feedback forgets 5 % a round.
 """
 
 
@@ -54,32 +58,25 @@ def cells(seeds: int) -> list[Cell]:
     """Return all arms at all rates."""
     kinds = [(arm, every) for every in PERIODS for arm in ARMS]
     kinds += [(arm, 8) for arm in OTHERS]
-    return [
-        {"arm": arm, "every": every, "rate": rate, "steps": 640, "seed": seed}
-        for seed in range(seeds)
-        for arm, every in kinds
-        for rate in RATES
-    ]
+    return tuned_rate.cells(({"arm": arm, "every": every} for arm, every in kinds), RATES, seeds)
+
+
+def before(cell: Cell) -> list[Cell]:
+    """Return the runs that choose the rate."""
+    return tuned_rate.trials(cell, RATES)
 
 
 def train(cell: Cell, data: Path | None) -> Row:
     """Run one cell."""
     arm, every = (ARMS | OTHERS)[cell["arm"]], cell["every"]
-    return run(dataclasses.replace(arm, every=0 if every == 1 else every), WORKERS, **_run(cell))
-
-
-def _run(cell: Cell) -> Row:
-    return {name: cell[name] for name in ("rate", "steps", "seed")}
+    arm = dataclasses.replace(arm, every=0 if every == 1 else every)
+    rate, steps, seed = tuned_rate.rate(cell), cell["steps"], cell["seed"]
+    return run(arm, WORKERS, rate=rate, steps=steps, seed=seed)
 
 
 def best(rows: list[Row], arm: str, every: int) -> list[Row]:
-    """Return the runs of an arm at its rate of least mean loss."""
-    runs = [where(rows, arm=arm, every=every, rate=rate) for rate in RATES]
-
-    def loss(some: list[Row]) -> float:
-        return statistics.fmean(values(some, "loss") or [math.inf])
-
-    return min(runs, key=loss)
+    """Return the runs of an arm at its rate."""
+    return tuned_rate.runs(rows, arm=arm, every=every)
 
 
 def lines(rows: list[Row]) -> list[tuple[str, int, list[Row]]]:
@@ -94,7 +91,7 @@ def page(rows: list[Row]) -> str:
     plain = best(rows, "dense", 1)
     shown = []
     for arm, every, runs in lines(rows):
-        edge = " (edge)" if runs[0]["rate"] in (RATES[0], RATES[-1]) else ""
+        edge = " (edge)" if tuned_rate.is_edge(runs[0], RATES) else ""
         less = plain[0]["bytes"] / runs[0]["bytes"] if plain else math.nan
         mb = f"{runs[0]['bytes'] / 1e6:.2f}"
         loss = spread(values(runs, "loss"), ".3f")
@@ -160,4 +157,5 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(frame.main(Experiment("local_steps", ABOUT, cells, train, page, claims, draw)))
+    parts = (ABOUT, cells, train, page, claims, draw)
+    sys.exit(frame.main(Experiment("local_steps", *parts, before=before)))

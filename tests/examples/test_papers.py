@@ -120,7 +120,7 @@ def test_a_cell_that_depends_on_another_is_run_after_it_and_given_its_row(
     ran = []
 
     def train(cell, data):
-        ran.append((cell["arm"], cell["before"]["loss"] if "before" in cell else None))
+        ran.append((cell["arm"], cell["before"][0]["loss"] if "before" in cell else None))
         return {"loss": 1.0 + len(ran)}
 
     tried = experiment(train, [{"arm": arm} for arm in ("constant", "dynamic", "none")])
@@ -128,7 +128,7 @@ def test_a_cell_that_depends_on_another_is_run_after_it_and_given_its_row(
     tried = dataclasses.replace(
         tried,
         before=lambda cell: (
-            {**cell, "arm": depends[cell["arm"]]} if cell["arm"] in depends else None
+            [{**cell, "arm": depends[cell["arm"]]}] if cell["arm"] in depends else []
         ),
     )
     assert start(tried, monkeypatch, tmp_path, "--only", "arm=constant") == 0
@@ -144,8 +144,8 @@ def test_a_cell_whose_other_one_has_failed_says_so(monkeypatch, tmp_path) -> Non
     tried = experiment(train, [{"arm": "dynamic"}, {"arm": "constant"}])
     first = {"arm": "dynamic", "seed": 0}
     tried = dataclasses.replace(
-        tried, before=lambda cell: first if cell["arm"] == "constant" else None
+        tried, before=lambda cell: [first] if cell["arm"] == "constant" else []
     )
     assert start(tried, monkeypatch, tmp_path) == 1
     rows = [json.loads(line) for line in (tmp_path / "tried.jsonl").read_text().splitlines()]
-    assert "on which this cell depends, has failed" in rows[1]["figures"]["failed"]
+    assert "on which this cell depends, failed" in rows[1]["figures"]["failed"]
