@@ -9,7 +9,6 @@ import tasks  # noqa: F401 - sets the path
 import torch
 from frame import Row
 from text import columns, load
-from torch import Tensor
 from transformer import Transformer, Worker, validation
 
 from lightning_gc import Compressor, Memory, OuterSGD
@@ -31,6 +30,7 @@ class Arm:
         memory: its own by default.
         every: H, steps between exchanges of weights; 0: gradients are exchanged in every step.
         outer: the step of the common weights.
+        delay: steps of training until an exchange of weights is taken over, by rebasing.
         dense: share of the steps, at the beginning, in which gradients are sent whole.
         momentum: AdamW's β₁.
     """
@@ -39,6 +39,7 @@ class Arm:
     memory: Memory | None = None
     every: int = 0
     outer: OuterSGD = OuterSGD()  # noqa: RUF009 - frozen
+    delay: int = 0
     dense: float = 0.0
     momentum: float = 0.9
 
@@ -103,19 +104,25 @@ def _weights(workers: list[Worker], arm: Arm, steps: int, seed: int) -> int:
         outer=arm.outer,
         seed=seed,
     )
-    sent = 0
-    for start in range(0, steps, arm.every):
+    sent, under_way = 0, []  # what each worker is to add to its weights
+    for step in range(1, steps + 1):
         for worker in workers:
-            for step in range(start, min(start + arm.every, steps)):
-                worker.backward(step)
-                worker.step()
-        result = group.round([worker.weights() for worker in workers])
-        sent += result.wire_bytes[0]
-        for worker in workers:
-            _set(worker.weights(), result.weights)
+            worker.backward(step - 1)
+            worker.step()
+        last = step == steps
+        if under_way and (last or step % arm.every == arm.delay):
+            for worker, news in zip(workers, under_way, strict=True):
+                for name, weight in worker.weights().items():
+                    weight.add_(news[name])
+            under_way = []
+        if last or step % arm.every == 0:
+            own = [worker.weights() for worker in workers]
+            result = group.round(own)
+            sent += result.wire_bytes[0]
+            if arm.delay and not last:
+                under_way = [{n: result.weights[n] - mine[n] for n in mine} for mine in own]
+                continue
+            for name, common in result.weights.items():
+                for mine in own:
+                    mine[name].copy_(common)
     return sent
-
-
-def _set(weights: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    for name, weight in weights.items():
-        weight.copy_(values[name])
