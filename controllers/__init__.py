@@ -26,6 +26,7 @@ from .gain_search import GainSearch as GainSearch
 from .layer_budget import LayerBudget as LayerBudget
 from .needs import Needs as Needs
 from .plan import Plan as Plan
+from .round_schedule import RoundSchedule as RoundSchedule
 from .schedule import Schedule as Schedule
 from .total_error import TotalError as TotalError
 from .total_error_budget import TotalErrorBudget as TotalErrorBudget
@@ -51,6 +52,7 @@ __all__ = [
     "Observation",
     "Plan",
     "Point",
+    "RoundSchedule",
     "Schedule",
     "TotalError",
     "TotalErrorBudget",

@@ -116,7 +116,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Decision:
-    """Levels until the next decision, and the reason.
+    """Levels, and with local steps H, until the next decision, and the reason.
 
     Attributes:
         level: for all parameters; None sends them uncompressed.
@@ -124,6 +124,9 @@ class Decision:
         reason: one sentence for the log.
         figures: name -> number to log, such as a critical share or the budget spent.
         warning: what the user should change; worker 0 warns of it. Empty: nothing.
+        keeps_levels: levels stay as they are, whatever ``level`` and ``levels`` say.
+        every: with local steps, H from the next round on; None: as before. Only for a controller
+            that declares it in ``Needs.rounds``.
     """
 
     level: Level = None
@@ -131,6 +134,8 @@ class Decision:
     reason: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
     warning: str = ""
+    keeps_levels: bool = False
+    every: int | None = None
 
 
 class KnobLike(Protocol):

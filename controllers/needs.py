@@ -26,6 +26,8 @@ class Needs:
         link: ``exchanges`` and what is fitted to them. Costs two looks at the clock per request.
         trace: path of a file to which worker 0 appends each observation, state and decision; empty
             for none. ``replay`` reads it.
+        rounds: every H that it may set, in ``Decision.every``: it works with local steps only.
+            Costs nothing.
     """
 
     gradients: Literal["none", "epoch sum", "first batch"] = "none"
@@ -36,6 +38,7 @@ class Needs:
     seconds: bool = False
     link: bool = False
     trace: str = ""
+    rounds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.curves and self.gradients == "first batch":
@@ -70,4 +73,5 @@ class Needs:
             seconds=self.seconds or other.seconds,
             link=self.link or other.link,
             trace=self.trace or other.trace,
+            rounds=tuple(sorted({*self.rounds, *other.rounds})),
         )

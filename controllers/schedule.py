@@ -66,13 +66,19 @@ class Schedule(Controller):
         return {}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        index = observation.epoch + 1
-        if self.by == "progress":
-            if not observation.max_epochs:
-                raise ValueError(
-                    "Schedule(by='progress') needs to know the end; set Trainer(max_epochs=...)."
-                )
-            index = index * len(self.levels) // observation.max_epochs
-        index = min(index, len(self.levels) - 1)
+        index = turn_of(self, observation, len(self.levels), self.by)
         reason = f"Level {index + 1} of {len(self.levels)} on the schedule."
         return Decision(self.levels[index], reason=reason), state
+
+
+def turn_of(owner: Controller, observation: Observation, values: int, by: str) -> int:
+    """Return which of so many values, one per epoch or per part of the run, has its turn."""
+    index = observation.epoch + 1
+    if by == "progress":
+        if not observation.max_epochs:
+            raise ValueError(
+                f"{type(owner).__name__}(by='progress') needs to know the end; set "
+                f"Trainer(max_epochs=...)."
+            )
+        index = index * values // observation.max_epochs
+    return min(index, values - 1)

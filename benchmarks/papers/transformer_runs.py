@@ -9,6 +9,7 @@ import tasks  # noqa: F401 - sets the path
 import torch
 from frame import Row
 from text import columns, load
+from torch import Tensor
 from transformer import Transformer, Worker, validation
 
 from lightning_gc import Compressor, Memory, OuterSGD
@@ -104,7 +105,8 @@ def _weights(workers: list[Worker], arm: Arm, steps: int, seed: int) -> int:
         outer=arm.outer,
         seed=seed,
     )
-    sent, under_way = 0, []  # what each worker is to add to its weights
+    sent = 0
+    under_way: list[dict[str, Tensor]] = []  # what each worker is to add to its weights
     for step in range(1, steps + 1):
         for worker in workers:
             worker.backward(step - 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.local_steps.outer_sgd import OuterSGD
+from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.memories import Memory
 
 
@@ -56,3 +59,21 @@ def refuse(
             f"{owner}(controller={controller!r}): it computes with gradients and learning rates, "
             f"but differences of weights contain both; use Accordion or a Schedule."
         )
+
+
+def check_rounds(owner: str, plan: RoundPlan, controller: Controller | None) -> None:
+    """Raise ValueError for a controller whose H the plan cannot have.
+
+    Args:
+        owner: the strategy, for the sentence.
+        plan: as the strategy begins.
+        controller: of H, of levels, or None.
+    """
+    every = () if controller is None else controller.needs.rounds
+    if every and plan.growing is not None:
+        raise ValueError(
+            f"{owner}(every={plan.growing!r}, controller={controller!r}): both set the steps of a "
+            f"round; give every=8, say, or another controller."
+        )
+    for steps in every:
+        dataclasses.replace(plan, every=steps)

@@ -21,7 +21,11 @@ from lightning_gc.synchronizer import Configuration, Workers, configure
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
 from lightning_gc.synchronizer.parts import Parts
 from lightning_gc.synchronizer.peers import Peers
-from lightning_gc.synchronizer.validation import check_controller, refuse_unsynchronised
+from lightning_gc.synchronizer.validation import (
+    check_controller,
+    refuse_rounds,
+    refuse_unsynchronised,
+)
 from lightning_gc.synchronizer.workers import learning_rates_of
 from lightning_gc.transports.accounting import Recorder
 
@@ -56,6 +60,7 @@ class CompressedStrategy(Resuming, SingleTrainer):
         self.scheme, self.seed = configuration.scheme, configuration.seed
         if controller is not None:
             check_controller(controller, self.compressor, self.memory, owner)
+            self._check_rounds(controller)
         self.controller = controller
         self.control_loop: ControlLoop | None = None
         self.local_workers = self._workers_of(configuration)
@@ -63,6 +68,9 @@ class CompressedStrategy(Resuming, SingleTrainer):
 
     def _workers_of(self, configuration: Configuration) -> Workers:
         return Workers(configuration)
+
+    def _check_rounds(self, controller: Controller) -> None:
+        refuse_rounds(controller, type(self).__name__)
 
     def __repr__(self) -> str:
         """Return class, compressor, and the Lightning package that it is for.

@@ -27,7 +27,7 @@ from lightning_gc.strategies.peer_naming import PeerNaming
 from lightning_gc.strategies.single_trainer import SingleTrainer
 from lightning_gc.synchronizer import configure
 from lightning_gc.synchronizer.attached import Attached
-from lightning_gc.synchronizer.validation import check_controller
+from lightning_gc.synchronizer.validation import check_controller, refuse_rounds
 from lightning_gc.synchronizer.verification import Verify, verification
 
 
@@ -93,6 +93,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
         if controller is not None:
             parts = self.configuration
             check_controller(controller, parts.compressor, parts.memory, owner)
+            refuse_rounds(controller, owner)
         verification(verify, owner)
         self.controller, self.verify, self.state = controller, verify, state
         self._attached: dict[nn.Module, Attached] = {}  # by the wrapped module

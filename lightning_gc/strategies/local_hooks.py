@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_gc.controllers import Controller
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
-from lightning_gc.local_steps.compatibility import refuse
+from lightning_gc.local_steps.compatibility import check_rounds, refuse
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.strategies.base import CompressedStrategy
 from lightning_gc.strategies.local_warnings import warn_of_few_rounds, warn_of_unlike_rates
@@ -45,15 +46,19 @@ class LocalHooks(CompressedStrategy):
         if show not in ("common", "local"):
             raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
         self.plan = RoundPlan.of(owner, every, fragments, delay, merge)
+        check_rounds(owner, self.plan, self.controller)
         self.outer, self.show = outer, show
         self._keeps_mean = state == "mean"
         self.local_workers.exchanged = "weights"
+
+    def _check_rounds(self, controller: Controller) -> None:
+        """It may set H; whether it fits is checked with the plan."""
 
     def _keep(self, rounds: Sequence[LocalRounds]) -> None:
         """Begin a fit with these rounds, and let checkpoints keep them."""
         workers = self.local_workers
         before = workers.common.get(_NAME)
-        self._all_rounds = rounds
+        self._all_rounds = workers.rounds = rounds
         workers.common[_NAME] = CommonState(rounds)
         if before is not None:  # an earlier fit's outer momentum
             state = before.common_state() | {"since": [], "anchor": {}}
@@ -132,7 +137,7 @@ class LocalHooks(CompressedStrategy):
 
     def teardown(self) -> None:
         super().teardown()  # type: ignore[misc]
-        self._all_rounds = ()
+        self._all_rounds = self.local_workers.rounds = ()
 
     def _arrive(self) -> None:
         """Wait for an exchange under way."""
@@ -143,7 +148,8 @@ class LocalHooks(CompressedStrategy):
         """Return the moment with its steps counted in rounds, as the engine counts."""
         self._arrive()  # levels change between exchanges
         now = super()._moment(trainer, batch)
-        steps = None if now.total_steps is None else max(now.total_steps // self.plan.every, 1)
+        every = self.plan.every if self._rounds is None else self._rounds.every
+        steps = None if now.total_steps is None else max(now.total_steps // every, 1)
         return dataclasses.replace(now, total_steps=steps, rates_to_come=None)
 
     def _check_optimizer(self, group: Any) -> None:

@@ -24,6 +24,7 @@ from lightning_gc.synchronizer.pytree import each_tensor
 from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
 from lightning_gc.synchronizer.validation import (
     check_controller,
+    refuse_rounds,
     refuse_sparse_gradients,
     refuse_unsynchronised,
 )
@@ -64,6 +65,7 @@ class Attached:
             memory.check_optimizer(group)
         if controller is not None:
             check_controller(controller, configuration.compressor, memory, "attach")
+            refuse_rounds(controller, "attach")
         refuse_sparse_gradients(ddp.module)
         warn_of_one_queue(ddp)
         self._workers = Workers(configuration)

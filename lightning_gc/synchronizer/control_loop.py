@@ -153,7 +153,7 @@ class ControlLoop:
         self._epoch_step = self._step - state["epoch_steps"]
         self._metrics, self._resumed = state["metrics"], self._step
         if state["decision"] is not None:
-            self._set_levels(Decision(**state["decision"]))
+            self._carry_out(Decision(**state["decision"]))
 
     def _call_policy(self, observation: Observation, epoch: int, steps: int | None) -> str:
         """Let the controller decide; return the text to broadcast."""
@@ -179,11 +179,15 @@ class ControlLoop:
         decision = Decision(**said["decision"])
         if decision.warning and peers.decides:
             warnings.warn(decision.warning, stacklevel=2)
-        self._set_levels(decision)
+        self._carry_out(decision)
 
-    def _set_levels(self, decision: Decision) -> None:
+    def _carry_out(self, decision: Decision) -> None:
         self.decision = decision
-        self._workers.set_levels(decision.level, decision.levels)
+        if not decision.keeps_levels:
+            self._workers.set_levels(decision.level, decision.levels)
+        if decision.every is not None:
+            for rounds in self._workers.rounds:
+                rounds.set_every(decision.every)
 
     def _observe(
         self, epoch: int, rate: float, now: Moment, peers: Peers, ended: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_gc.engine.state_structure import (
     ANYTHING,
+    COUNT,
     FINITE,
     FLAG,
     INTEGER,
@@ -22,7 +23,13 @@ CONTROL_STATE = Record(
         "decision": Optional(
             Record(
                 {"level": LEVEL, "levels": Each(LEVEL)},
-                {"reason": TEXT, "figures": Each(NUMBER), "warning": TEXT},
+                {
+                    "reason": TEXT,
+                    "figures": Each(NUMBER),
+                    "warning": TEXT,
+                    "keeps_levels": FLAG,
+                    "every": Optional(COUNT),
+                },
             )
         ),
         "ended": FLAG,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -121,7 +122,8 @@ class LocalRounds:
         buffers = {plain_name(name): buffer for name, buffer in module.named_buffers()}
         self.weights = CommonWeights(module, params, buffers, plan.fragments, outer)
         self.position = 0
-        self.length = plan.every
+        self.every = self.length = plan.every
+        self.controlled = False
         self.rate: float | None = None
         self.since = [0] * plan.fragments
         self.waited = 0
@@ -139,6 +141,16 @@ class LocalRounds:
     def apart(self) -> bool:
         """Whether this worker's weights may differ from the common ones."""
         return self.flight is not None or any(self.since)
+
+    def set_every(self, every: int) -> None:
+        """Set H from the next round on; from this one, if it has not begun.
+
+        Raises:
+            ValueError: too few steps for the plan's fragments and delay.
+        """
+        self.every, self.controlled = dataclasses.replace(self.plan, every=every).every, True
+        if not self.position:
+            self.length = every
 
     def stepped(self, ends: bool, rate: float = 0.0) -> Waits:
         """Count an optimizer step; exchange what is due, or everything if it was the last one.
@@ -163,7 +175,7 @@ class LocalRounds:
             return (yield from self.ending()) and finite
         due = self.plan.due(self.position, self.length)
         if self.position >= self.length:
-            self.position, self.length = 0, self.plan.every
+            self.position, self.length = 0, self.every
         for index in due:
             self._send(index, self.plan.delay, rate)
             if not self.plan.delay:
@@ -176,7 +188,7 @@ class LocalRounds:
         for index in range(self.plan.fragments):
             self._send(index, 0)
             finite = (yield from self._land()) and finite
-        self.position, self.length = 0, self.plan.every
+        self.position, self.length = 0, self.every
         return finite
 
     def _send(self, index: int, delay: int, rate: float | None = None) -> None:

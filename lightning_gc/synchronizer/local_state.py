@@ -92,7 +92,9 @@ class CommonState:
                 each.velocity = each.flat(state["velocity"], torch.zeros_like(each.velocity))
         if len(state["since"]) == len(rounds.since):  # else the fit has other fragments
             if rounds.plan.growing is not None:
-                rounds.length, rounds.rate = state["length"], state["rate"]
+                rounds.rate = state["rate"]
+            if rounds.plan.growing is not None or rounds.controlled:
+                rounds.length = state["length"]
             rounds.position = state["position"] % rounds.length
             rounds.waited, rounds.since = state["waited"], list(state["since"])
             self._load_flight(rounds, state["flight"])

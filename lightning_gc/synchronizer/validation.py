@@ -38,6 +38,15 @@ def check_controller(controller: Any, compressor: Compressor, memory: Memory, wh
         )
 
 
+def refuse_rounds(controller: Controller, whose: str) -> None:
+    """Refuse a controller of H where gradients are exchanged at every step."""
+    if controller.needs.rounds:
+        raise ValueError(
+            f"{whose}(controller={controller!r}): it sets the steps of a round, and here gradients "
+            f"are exchanged at every step; use LocalStepsStrategy."
+        )
+
+
 def decision_of(
     controller: Controller, observation: Observation, state: dict[str, Any]
 ) -> tuple[Decision, dict[str, Any]]:
@@ -45,6 +54,12 @@ def decision_of(
     answer: Any = controller.decide(observation, state)
     pair = isinstance(answer, tuple) and len(answer) == 2
     if pair and isinstance(answer[0], Decision):
+        every, known = answer[0].every, controller.needs.rounds
+        if every is not None and every not in known:
+            raise ValueError(
+                f"{type(controller).__name__} sets H = {every!r}, which is not in its needs: "
+                f"`return Needs(rounds={(*known, every)!r})`."
+            )
         return answer[0], answer[1]
     level = answer[0] if pair else answer
     level = level if isinstance(level, int | float) else 0.01

@@ -59,6 +59,13 @@ class BelongsToWorker(Protocol):
         """Resume from this worker's ``own_state()``; from all, if W has changed; from none."""
 
 
+class HasRounds(Protocol):
+    """What exchanges every H steps."""
+
+    def set_every(self, every: int) -> None:
+        """Set H from the next round on."""
+
+
 class Workers:
     """One engine per worker of this process: one in a real run, W in a simulated one.
 
@@ -74,6 +81,7 @@ class Workers:
         kept: name -> other state of each of these workers, for checkpoints; averaged if W changes.
         own: name -> state of each of these workers, for its side file; not averaged.
         common: name -> state that is equal on all workers, for the checkpoint itself.
+        rounds: of each of these workers, with local steps.
         exchanged: what errors are in units of: ``"gradients"`` or ``"weights"``.
         run: a random name of this fit, equal on all workers, for checkpoints.
     """
@@ -88,6 +96,7 @@ class Workers:
         self.kept: dict[str, Sequence[HasWorkerState]] = {}
         self.own: dict[str, Sequence[BelongsToWorker]] = {}
         self.common: dict[str, HasCommonState] = {}
+        self.rounds: Sequence[HasRounds] = ()
         self.exchanged = "gradients"
         self.run = ""
 

@@ -23,7 +23,7 @@ from lightning_gc import (
     Residual,
     TopK,
 )
-from lightning_gc.controllers import Schedule
+from lightning_gc.controllers import RoundSchedule, Schedule
 from lightning_gc.memories import GlobalMomentum
 from tests.support.accelerator import needs_two
 from tests.support.fitting import Crashed, ddp
@@ -43,6 +43,7 @@ FEW: list[dict[str, Any]] = [
     {"compressor": QSGD(4), "every": 4, "delay": 3, "outer": OuterSGD.diloco()},
     {"compressor": TopK(0.1), "every": 6, "fragments": 3, "delay": 1, "merge": "mix"},
     {"compressor": TopK(0.1), "every": GrowingRounds(GROWS, 2)},
+    {"compressor": TopK(0.1), "every": 4, "controller": RoundSchedule((3, 4))},
 ]
 MANY: list[dict[str, Any]] = [
     {"compressor": compressor, "memory": memory, "every": every, "outer": outer}

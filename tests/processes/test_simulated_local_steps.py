@@ -10,7 +10,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_gc import QSGD, AllGather, GrowingRounds, NoMemory, OuterSGD, PerParameter, TopK
-from lightning_gc.controllers import Schedule
+from lightning_gc.controllers import RoundSchedule, Schedule
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedLocalStepsStrategy
 from tests.support.local_steps import local
 from tests.support.models import Plain
@@ -62,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "levels": {"options": {"every": 3, "controller": Schedule((0.2, 0.05))}},
+    "rounds": {"options": {"controller": RoundSchedule((3, 1, 5), levels=Schedule((0.2, 0.05)))}},
 }
 RESUMED: dict[str, dict[str, Any]] = {
     "within a round": {"module": Adam, "options": {"every": 4}},
@@ -69,6 +70,7 @@ RESUMED: dict[str, dict[str, Any]] = {
         "module": Adam,
         "options": {"every": 6, "delay": 4, "outer": OuterSGD.diloco()},
     },
+    "a round of another H": {"options": {"every": 2, "controller": RoundSchedule((4, 2))}},
 }
 SAME = ("digest", "memory", "metrics", "controller", "steps")
 

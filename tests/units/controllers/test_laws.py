@@ -35,6 +35,7 @@ from lightning_gc.controllers import (
     Observation,
     Plan,
     Point,
+    RoundSchedule,
     Schedule,
     TotalError,
     TotalErrorBudget,
@@ -70,6 +71,8 @@ CONTROLLERS: list[Controller] = [
     BandwidthAware((0.5, 0.1, 0.01), step_seconds=1.0),
     CongestionAIMD(seconds=0.5, first=0.1),
     GainSearch((0.5, 0.1, 0.01)),
+    RoundSchedule((1, 8)),
+    RoundSchedule((8, 2), by="progress", levels=Accordion(low=0.5, high=0.1, interval=1)),
 ]
 NUMBER = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0])
 ANY = NUMBER | st.sampled_from([float("nan"), float("inf")])  # of what is measured or logged

@@ -130,6 +130,23 @@ def test_rounds_grow_as_the_rate_falls_and_not_as_it_rises() -> None:
     assert lengths == [2, 2, 2, 4, 16, 16]
 
 
+def test_another_h_begins_with_the_next_round() -> None:
+    module = nn.Linear(3, 2)
+    rounds = rounds_of(module, 4)
+    lengths, begun = [], 0
+    sets = {0: 3, 1: 5, 3: 5, 10: 2}  # before the first step; within a round; again; within one
+    for step in range(20):
+        if step in sets:
+            rounds.set_every(sets[step])
+        finished(rounds.stepped(ends=False))
+        if rounds.position == 0:
+            lengths.append(step + 1 - begun)
+            begun = step + 1
+    assert lengths == [3, 5, 5, 2, 2, 2]
+    with pytest.raises(ValueError, match="every=0"):
+        rounds.set_every(0)
+
+
 def test_lengths_by_the_formula() -> None:
     rule = GrowingRounds(alpha=0.02, base=4, longest=50)
     assert [rule.length(r, 1.0) for r in (0.5, 0.01, 0.009, 0.004, 0.001, 0.0)] == [

@@ -1,0 +1,83 @@
+"""RoundSchedule: with local steps, a fixed sequence of H, beside a controller of levels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .base import Controller, Decision, KnobLike, Observation, State
+from .needs import Needs
+from .schedule import turn_of
+
+
+@dataclass(frozen=True)
+class RoundSchedule(Controller):
+    """Use a fixed sequence of H, the optimizer steps of a round, and keep the last one.
+
+    For ``LocalStepsStrategy`` and its simulation. A change takes effect with the next round; the
+    first value, with the first one, whatever ``every`` the strategy has. A larger H sends less, and
+    lets workers drift apart for longer; "post-local SGD" begins with H = 1.
+
+    Args:
+        every: H in order, each at least 1.
+        by: ``"epoch"``, one value per epoch; ``"progress"``, all values in equal parts of the run.
+        levels: the controller of levels; None leaves them as they are.
+
+    Raises:
+        ValueError: no values, or one below 1; an unknown ``by``; ``"progress"`` in a run without an
+            end; when the strategy is made, one that does not exchange every H steps, or an H too
+            short for its ``delay`` or ``fragments``.
+
+    Example:
+        >>> from lightning_gc.controllers import Observation, RoundSchedule
+        >>> schedule = RoundSchedule((1, 8, 32))
+        >>> [schedule.decide(Observation(e), schedule.init())[0].every for e in (-1, 0, 1, 2)]
+        [1, 8, 32, 32]
+
+    Reference:
+        Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
+    """
+
+    every: tuple[int, ...]
+    by: Literal["epoch", "progress"] = "epoch"
+    levels: Controller | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "every", tuple(self.every))
+        if not self.every:
+            raise ValueError("RoundSchedule(every=()): at least one number of steps is needed.")
+        for steps in self.every:
+            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+                raise ValueError(
+                    f"RoundSchedule(every={self.every!r}): {steps!r} is no number of optimizer "
+                    f"steps; give whole numbers of 1 or more."
+                )
+        if self.by not in ("epoch", "progress"):
+            raise ValueError(f"RoundSchedule(by={self.by!r}): use 'epoch' or 'progress'.")
+
+    @property
+    def needs(self) -> Needs:
+        own = Needs(rounds=self.every)
+        return own if self.levels is None else own | self.levels.needs
+
+    def check(self, knob: KnobLike | None) -> None:
+        if self.levels is not None:
+            self.levels.check(knob)
+
+    def init(self) -> State:
+        return {} if self.levels is None else self.levels.init()
+
+    def turns(self, epoch: int) -> int:
+        return 0 if self.levels is None else self.levels.turns(epoch)
+
+    def every_steps(self, epoch: int) -> int:
+        return 0 if self.levels is None else self.levels.every_steps(epoch)
+
+    def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        decision = Decision(keeps_levels=True)
+        if self.levels is not None:
+            decision, state = self.levels.decide(observation, state)
+        index = turn_of(self, observation, len(self.every), self.by)
+        steps = self.every[index]
+        reason = f"{decision.reason} H = {steps}, {index + 1} of {len(self.every)} on the schedule."
+        return replace(decision, every=steps, reason=reason.strip()), state
