@@ -157,7 +157,9 @@ def test_lists_beside_pages_of_the_api_name_classes(browser: Any, address: str) 
 
 def test_paths_of_sources_begin_at_the_repository(site: Path) -> None:
     text = (site / "api" / "network.html").read_text()
-    assert set(re.findall(r"Source code in <code>([^<]*)", text)) == {"lightning_gc/network_model.py"}
+    assert set(re.findall(r"Source code in <code>([^<]*)", text)) == {
+        "lightning_gc/network_model.py"
+    }
 
 
 PLANTED = {

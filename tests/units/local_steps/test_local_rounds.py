@@ -12,6 +12,7 @@ from lightning_gc.local_steps.fragment import in_fragments
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.synchronizer.configuration import configure
 from lightning_gc.synchronizer.local_rounds import LOST_IN_A_ROW, LocalRounds, finished
+from lightning_gc.synchronizer.local_state import CommonState
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports import Simulated
 
@@ -145,6 +146,22 @@ def test_another_h_begins_with_the_next_round() -> None:
     assert lengths == [3, 5, 5, 2, 2, 2]
     with pytest.raises(ValueError, match="every=0"):
         rounds.set_every(0)
+
+
+def test_a_round_keeps_its_own_h_in_a_checkpoint() -> None:
+    """Saved within a round of 3 steps, when a controller has set the next ones to 2."""
+    saved, resumed = (rounds_of(nn.Linear(3, 2), 4) for _ in range(2))
+    saved.set_every(3)
+    finished(saved.stepped(ends=False))
+    saved.set_every(2)
+    resumed.set_every(2)  # as the controller's state does, which is restored before
+    CommonState([resumed]).load_common_state(CommonState([saved]).common_state())
+    for rounds in (saved, resumed):
+        left = []
+        for _ in range(6):
+            finished(rounds.stepped(ends=False))
+            left.append(rounds.position)
+        assert left == [2, 0, 1, 0, 1, 0]
 
 
 def test_lengths_by_the_formula() -> None:
