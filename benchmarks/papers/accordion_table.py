@@ -129,7 +129,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
     """Draw accuracy over epochs, and the end against density."""
     figure.set_size_inches(10, 4.5)
     left, right = figure.subplots(1, 2)
-    for arm, colour in zip((*ARMS, BUDGET), ("0.3", *frame.COLOURS), strict=True):
+    for arm, colour in zip((*ARMS, BUDGET), ("0.3", *frame.COLOURS), strict=False):
         runs = where(rows, arm=arm)
         if not runs:
             continue

@@ -280,7 +280,7 @@ def claims(rows: list[Row]) -> list[Claim]:
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw density and total error over the run, of the first seed of the language model."""
     left, right = figure.subplots(1, 2)
-    for arm, colour in zip(MATCHED, frame.COLOURS, strict=True):
+    for arm, colour in zip(MATCHED, frame.COLOURS, strict=False):
         for row in where(rows, arm=arm, task="words", aim=0.001, seed=0):
             at = (np.arange(PARTS) + 0.5) / PARTS
             left.semilogy(at, row["sent"], color=colour, label=arm)
