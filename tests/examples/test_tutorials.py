@@ -87,24 +87,39 @@ def test_controller_in_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(
     not hasattr(os, "geteuid")
     or os.geteuid() != 0
     or not all(map(shutil.which, ("ip", "tc", "torchrun"))),
     reason="makes network namespaces: needs Linux, root, iproute2 and torchrun on the path",
 )
-def test_slow_link_for_real() -> None:
-    expected = shown("slow-link.md", "slow_link.sh")
+@pytest.mark.parametrize(
+    ("page", "settings"),
+    [("slow-link.md", {}), ("two-sites.md", {"RATE": "10mbit", "PROGRAM": "two_sites.py"})],
+)
+def test_slow_link_for_real(page: str, settings: dict[str, str]) -> None:
+    expected = shown(page, "slow_link.sh")
     names = [line.partition(":")[0] for line in expected]
     done = subprocess.run(
         ["bash", str(PROGRAMS / "slow_link.sh"), *names],
+        env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if "bytes a step" in line]
+    lines = [line for line in done.stdout.splitlines() if " a step" in line or " send" in line]
+    assert list(map(words, lines)) == list(map(words, expected))
+    assert list(map(BYTES.findall, lines)) == list(map(BYTES.findall, expected))
+
+
+@pytest.mark.nightly
+def test_two_sites(tmp_path: Path) -> None:
+    expected = shown("two-sites.md", "two_sites.py")
+    lines = printed(tmp_path, "two_sites.py")
+    lines = [line for line in lines if words(line) in set(map(words, expected))]
     assert list(map(words, lines)) == list(map(words, expected))
     assert list(map(BYTES.findall, lines)) == list(map(BYTES.findall, expected))
 
