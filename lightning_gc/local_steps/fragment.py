@@ -42,19 +42,23 @@ class Fragment:
         """Return a flat copy of this worker's weights, ``(numel,)``."""
         return torch.cat([p.detach().reshape(-1).to(self.dtype) for p in self.params.values()])
 
-    def start(self) -> Tensor:
-        """Return the weights with which training goes on: the anchor, as parameters can hold it."""
-        pieces = self.anchor.split(self._sizes)
-        held = zip(pieces, self.params.values(), strict=True)
-        return torch.cat([piece.to(param.dtype).to(self.dtype) for piece, param in held])
-
     def distance(self) -> Tensor:
         """Return Δ, the common weights minus this worker's, ``(numel,)``: what is exchanged.
 
         From the weights with which it has gone on, so that where it has not moved Δ is exactly 0,
         and what the anchor has beyond the parameters' precision is kept.
         """
-        return self.start().sub_(self.weights())
+        apart = torch.empty_like(self.anchor)
+        pieces = zip(
+            apart.split(self._sizes),
+            self.anchor.split(self._sizes),
+            self.params.values(),
+            strict=True,
+        )
+        for piece, common, param in pieces:
+            start = common.to(param.dtype).to(self.dtype)
+            torch.sub(start, param.detach().reshape(-1).to(self.dtype), out=piece)
+        return apart
 
     def step(self, mean: Tensor) -> None:
         """Make the outer step with the mean of the distances, ``(numel,)``."""
