@@ -21,7 +21,17 @@ from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict
 from matplotlib.figure import Figure
 from transformer_runs import Arm, run
 
-from lightning_gc import QSGD, Identity, NoMemory, OuterSGD, Quantised, Residual, TopK
+from lightning_gc import (
+    QSGD,
+    BinMeans,
+    ChunkedTopK,
+    Identity,
+    NoMemory,
+    OuterSGD,
+    Quantised,
+    Residual,
+    TopK,
+)
 
 WORKERS = 4
 RATES = (0.0015, 0.003, 0.006, 0.012, 0.024)
@@ -40,6 +50,15 @@ OTHERS = {
     "dense, β₁ = 0": Arm(Identity(), momentum=0.0),
     "QSGD(4), β₁ = 0": Arm(QSGD(4), momentum=0.0),
 }
+"""At H = 8."""
+BINS = "1.6 % of 2 bits, β₁ = 0"
+KINDS = [
+    *((arm, every) for every in PERIODS for arm in ARMS),
+    *((arm, 8) for arm in OTHERS),
+    *((BINS, every) for every in (1, 2, 4, 8)),
+]
+EVERY_ARM = {**ARMS, **OTHERS, BINS: Arm(Quantised(ChunkedTopK(), BinMeans(2)), momentum=0.0)}
+"""By name; with which H is in ``KINDS``."""
 ABOUT = """
 Local SGD and its successors exchange every H steps, and claim as much quality for a fraction of the
 bytes. Here four workers train a transformer of two layers, 64 wide, with tied embeddings, on
@@ -50,15 +69,14 @@ norm of 1: the mean at H = 1, else each worker's. *Loss* is the mean cross-entro
 weights on the validation text. *Bytes* are what one worker would have sent in all, as the simulated
 transport counts them. Every line is at its own rate, the best of 0.0015, 0.003, 0.006, 0.012 and
 0.024 with the first seed; β₁ is AdamW's 0.9 unless it is named. *TopK 3 % of 4 bits* has
-SparseLoCo's form: its feedback forgets 5 % a round.
+SparseLoCo's form: its feedback forgets 5 % a round. *1.6 % of 2 bits* is `ChunkedTopK()`, 64 of
+every 4,096 elements, as means of four bins.
 """
 
 
 def cells(seeds: int) -> list[Cell]:
     """Return all arms at all rates."""
-    kinds = [(arm, every) for every in PERIODS for arm in ARMS]
-    kinds += [(arm, 8) for arm in OTHERS]
-    return tuned_rate.cells(({"arm": arm, "every": every} for arm, every in kinds), RATES, seeds)
+    return tuned_rate.cells(({"arm": arm, "every": every} for arm, every in KINDS), RATES, seeds)
 
 
 def before(cell: Cell) -> list[Cell]:
@@ -68,7 +86,7 @@ def before(cell: Cell) -> list[Cell]:
 
 def train(cell: Cell, data: Path | None) -> Row:
     """Run one cell."""
-    arm, every = (ARMS | OTHERS)[cell["arm"]], cell["every"]
+    arm, every = EVERY_ARM[cell["arm"]], cell["every"]
     arm = dataclasses.replace(arm, every=0 if every == 1 else every)
     rate, steps, seed = tuned_rate.rate(cell), cell["steps"], cell["seed"]
     return run(arm, WORKERS, rate=rate, steps=steps, seed=seed)
@@ -81,8 +99,7 @@ def best(rows: list[Row], arm: str, every: int) -> list[Row]:
 
 def lines(rows: list[Row]) -> list[tuple[str, int, list[Row]]]:
     """Return arm, H and best runs, of those that have been run."""
-    kinds = [(arm, every) for every in PERIODS for arm in ARMS] + [(arm, 8) for arm in OTHERS]
-    found = [(arm, every, best(rows, arm, every)) for arm, every in kinds]
+    found = [(arm, every, best(rows, arm, every)) for arm, every in KINDS]
     return [(arm, every, runs) for arm, every, runs in found if runs]
 
 
@@ -144,7 +161,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
     figure.set_size_inches(9, 5)
     ax = figure.subplots()
     found = lines(rows)
-    for arm, colour in zip((*ARMS, *OTHERS), frame.COLOURS, strict=False):
+    for arm, colour in zip(EVERY_ARM, ("0.3", *frame.COLOURS), strict=True):
         points = [(every, runs) for name, every, runs in found if name == arm]
         megabytes = [runs[0]["bytes"] / 1e6 for _, runs in points]
         losses = [statistics.fmean(values(runs, "loss") or [math.nan]) for _, runs in points]
