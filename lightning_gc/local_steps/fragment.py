@@ -42,6 +42,14 @@ class Fragment:
         """Return a flat copy of this worker's weights, ``(numel,)``."""
         return torch.cat([p.detach().reshape(-1).to(self.dtype) for p in self.params.values()])
 
+    def start(self) -> Tensor:
+        """Return the weights with which training goes on: the anchor, as parameters can hold it."""
+        return torch.cat(self._starts())
+
+    def _starts(self) -> list[Tensor]:
+        held = zip(self.anchor.split(self._sizes), self.params.values(), strict=True)
+        return [piece.to(param.dtype).to(self.dtype) for piece, param in held]
+
     def distance(self) -> Tensor:
         """Return Δ, the common weights minus this worker's, ``(numel,)``: what is exchanged.
 
@@ -49,15 +57,9 @@ class Fragment:
         and what the anchor has beyond the parameters' precision is kept.
         """
         apart = torch.empty_like(self.anchor)
-        pieces = zip(
-            apart.split(self._sizes),
-            self.anchor.split(self._sizes),
-            self.params.values(),
-            strict=True,
-        )
-        for piece, common, param in pieces:
-            start = common.to(param.dtype).to(self.dtype)
-            torch.sub(start, param.detach().reshape(-1).to(self.dtype), out=piece)
+        own = (param.detach().reshape(-1).to(self.dtype) for param in self.params.values())
+        for piece, start, now in zip(apart.split(self._sizes), self._starts(), own, strict=True):
+            torch.sub(start, now, out=piece)
         return apart
 
     def step(self, mean: Tensor) -> None:

@@ -18,6 +18,7 @@ from lightning_gc.transports import Simulated
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 
 import frame
+import tuned_rate
 
 
 def experiment(train, cells) -> frame.Experiment:
@@ -149,3 +150,30 @@ def test_a_cell_whose_other_one_has_failed_says_so(monkeypatch, tmp_path) -> Non
     assert start(tried, monkeypatch, tmp_path) == 1
     rows = [json.loads(line) for line in (tmp_path / "tried.jsonl").read_text().splitlines()]
     assert "on which this cell depends, failed" in rows[1]["figures"]["failed"]
+
+
+def test_a_rate_is_chosen_with_the_first_seed_and_used_by_the_others(monkeypatch, tmp_path) -> None:
+    rates, ran = (0.1, 0.2, 0.4), []
+    losses = {("a", 0.1): 3.0, ("a", 0.2): 1.0, ("a", 0.4): math.inf}
+    losses |= {("b", 0.1): 2.0, ("b", 0.2): 2.5, ("b", 0.4): 2.1}
+
+    def train(cell, data):
+        rate = tuned_rate.rate(cell)
+        ran.append((cell["arm"], rate, cell["seed"]))
+        return {"loss": losses[cell["arm"], rate] + 0.01 * cell["seed"]}
+
+    tried = dataclasses.replace(
+        experiment(train, []),
+        cells=lambda seeds: tuned_rate.cells(({"arm": arm} for arm in "ab"), rates, 3),
+        before=lambda cell: tuned_rate.trials(cell, rates),
+    )
+    assert start(tried, monkeypatch, tmp_path, "--only", "arm=a", "rate=tuned") == 0
+    assert ran == [("a", 0.1, 0), ("a", 0.2, 0), ("a", 0.4, 0), ("a", 0.2, 1), ("a", 0.2, 2)]
+    assert start(tried, monkeypatch, tmp_path) == 0
+    assert ran[5:] == [("b", rate, 0) for rate in rates] + [("b", 0.1, 1), ("b", 0.1, 2)]
+    rows = frame.read(tmp_path / "tried.jsonl", tried.cells(3))
+    chosen = {arm: tuned_rate.runs(rows, arm=arm) for arm in "abc"}
+    assert [row["loss"] for row in chosen["a"]] == [1.0, 1.01, 1.02]
+    assert [row["seed"] for row in chosen["b"]] == [0, 1, 2]
+    assert chosen["c"] == []
+    assert [tuned_rate.is_edge(chosen[arm][0], rates) for arm in "ab"] == [False, True]
