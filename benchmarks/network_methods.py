@@ -12,7 +12,9 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from lightning_gc import (
     QSGD,
+    BinMeans,
     Cast,
+    ChunkedTopK,
     CompressedDDPStrategy,
     Compressor,
     HardThreshold,
@@ -52,9 +54,9 @@ LOCAL: dict[str, tuple[Compressor, int]] = {
     "Identity(), every 8 steps": (Identity(), 8),
     "QSGD(4), every 8 steps": (QSGD(4), 8),
     "TopK(0.01), every 8 steps": (TopK(0.01), 8),
-    "TopK(0.02) of 4 bits, every 32 steps": (Quantised(TopK(0.02), QSGD(4)), 32),
+    "1.6 % of 2 bits, every 32 steps": (Quantised(ChunkedTopK(), BinMeans(2)), 32),
 }
-"""Local steps: compressor and H."""
+"""Local steps: compressor and H. The last one has SparseLoCo's form."""
 METHODS = [*BASELINES, *SETTINGS, *OURS, *LOCAL]
 
 
