@@ -95,15 +95,16 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         for method in options.methods:
             every = steps_between(method)
             rounds = -(-options.steps // every)
+            warmup = -(-WARMUP_STEPS // every) * every  # with an exchange, which makes buffers
             # With one more, which is not measured: bytes are read when a step begins.
-            steps = WARMUP_STEPS + rounds * every + 1
+            steps = warmup + rounds * every + 1
             watch = turn(method, options.model[0], steps, options.grace)
-            row, seconds = found[method], watch.seconds[WARMUP_STEPS:]
+            row, seconds = found[method], watch.seconds[warmup:]
             row["seconds"] += [
                 statistics.mean(seconds[start * every : (start + 1) * every])
                 for start in range(rounds)
             ]
-            row["bytes"].append(watch.bytes_per_step())
+            row["bytes"].append(watch.bytes_per_step(warmup))
     dist.destroy_process_group()
     return found
 

@@ -70,9 +70,9 @@ class StepTimer(pl.Callback):
         if len(self.seconds) == self.steps:
             trainer.should_stop = True
 
-    def bytes_per_step(self) -> float:
-        """Return the mean number of bytes of a measured step."""
-        return (self.sent[-1] - self.sent[WARMUP_STEPS]) / (len(self.sent) - WARMUP_STEPS - 1)
+    def bytes_per_step(self, warmup: int = WARMUP_STEPS) -> float:
+        """Return the mean number of bytes of a step after so many."""
+        return (self.sent[-1] - self.sent[warmup]) / (len(self.sent) - warmup - 1)
 
 
 def _loss(trainer: Any, outputs: Any) -> Any:

@@ -89,6 +89,8 @@ class LocalRounds:
     Attributes:
         weights: the common ones.
         position: steps of the round that are done.
+        every: H of the rounds to come, unless they grow; the plan's, or what a controller has set.
+        controlled: whether a controller has set it.
         length: H of this round; of growing ones ``plan.every`` until it is known.
         rate: learning rate before this round, if rounds grow; None before the first one.
         since: by fragment, steps since its last exchange began.
