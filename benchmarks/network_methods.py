@@ -50,13 +50,17 @@ OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {
     "HardThreshold(0.004)": (HardThreshold(0.004), {}),
     "PowerSGD(2)": (PowerSGD(2), {}),
 }
-LOCAL: dict[str, tuple[Compressor, int]] = {
-    "Identity(), every 8 steps": (Identity(), 8),
-    "QSGD(4), every 8 steps": (QSGD(4), 8),
-    "TopK(0.01), every 8 steps": (TopK(0.01), 8),
-    "1.6 % of 2 bits, every 32 steps": (Quantised(ChunkedTopK(), BinMeans(2)), 32),
+_BINS = Quantised(ChunkedTopK(), BinMeans(2))  # SparseLoCo's form
+LOCAL: dict[str, tuple[Compressor, int, int]] = {
+    "Identity(), every 8 steps": (Identity(), 8, 0),
+    "QSGD(4), every 8 steps": (QSGD(4), 8, 0),
+    "QSGD(4), every 8 steps, 2 late": (QSGD(4), 8, 2),
+    "TopK(0.01), every 8 steps": (TopK(0.01), 8, 0),
+    "TopK(0.01), every 8 steps, 1 late": (TopK(0.01), 8, 1),
+    "1.6 % of 2 bits, every 32 steps": (_BINS, 32, 0),
+    "1.6 % of 2 bits, every 32 steps, 1 late": (_BINS, 32, 1),
 }
-"""Local steps: compressor and H. The last one has SparseLoCo's form."""
+"""Local steps: compressor, H and delay."""
 METHODS = [*BASELINES, *SETTINGS, *OURS, *LOCAL]
 
 
@@ -89,8 +93,8 @@ def make_strategy(method: str, grace: Path | None = None) -> Any:
         "timeout": LIMIT,
     }
     if method in LOCAL:
-        compressor, every = LOCAL[method]
-        return LocalStepsStrategy(compressor, every=every, **settings)
+        compressor, every, delay = LOCAL[method]
+        return LocalStepsStrategy(compressor, every=every, delay=delay, **settings)
     settings["gradient_as_bucket_view"] = True  # for all of them: no copies into buckets and back
     if method == NONE:
         return SingleDeviceStrategy("cpu")

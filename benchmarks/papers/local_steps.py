@@ -55,7 +55,7 @@ BINS = "1.6 % of 2 bits, β₁ = 0"
 KINDS = [
     *((arm, every) for every in PERIODS for arm in ARMS),
     *((arm, 8) for arm in OTHERS),
-    *((BINS, every) for every in (1, 2, 4, 8)),
+    *((BINS, every) for every in (1, 2)),
 ]
 EVERY_ARM = {**ARMS, **OTHERS, BINS: Arm(Quantised(ChunkedTopK(), BinMeans(2)), momentum=0.0)}
 """By name; with which H is in ``KINDS``."""
