@@ -39,8 +39,12 @@ def begin_trial(study: optuna.Study, wanted: int) -> optuna.Trial | None:
         trial.set_user_attr("surplus", True)
         study.tell(trial, state=TrialState.FAIL)
         return None
-    for name, value in owner().items():
-        trial.set_user_attr(name, value)
+    try:
+        for name, value in owner().items():
+            trial.set_user_attr(name, value)
+    except BaseException:  # Ctrl-C: without an owner it would count as running for a whole LEASE
+        study.tell(trial, state=TrialState.FAIL)
+        raise
     return trial
 
 
