@@ -1,10 +1,12 @@
-"""Run the cells of an experiment that its file of results lacks; make a page and a plot of all.
+"""Experiments on the papers' claims: what they consist of, their command line, page and plot.
 
 A cell is one run: a dict of plain settings, its seed among them. Its row goes to a JSONL file as
-soon as it is there, so an interruption costs one cell. A run that diverged or failed is a row too.
+soon as it is there, so an interruption costs what is under way. A run that diverged or failed is a
+row too.
 
     python benchmarks/papers/heterogeneity.py --data libsvm/               # what is missing
     python benchmarks/papers/heterogeneity.py --page                       # page and plot only
+    python benchmarks/papers/thesis.py --jobs 8                            # eight runs at a time
     python benchmarks/papers/heterogeneity.py --set epochs=1 --seeds 1 --out runs/try    # quickly
 """
 
@@ -17,7 +19,6 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -27,14 +28,13 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 
 mpl.use("Agg")
-import torch
+import cell_runs
+from cell_runs import Before, Train, read
+from cell_runs import Cell as Cell  # experiments take these from here
+from cell_runs import Row as Row
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import Progress, TimeRemainingColumn
 from scipy import stats  # type: ignore[import-untyped]
 
-Cell = dict[str, Any]
-Row = dict[str, Any]  # a cell and its figures; a figure that is no number is None
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee", "#bbbbbb", "#000000")
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
 
@@ -76,58 +76,13 @@ class Experiment:
     name: str
     about: str
     cells: Callable[[int], list[Cell]]
-    train: Callable[[Cell, Path | None], Row]
+    train: Train
     page: Callable[[list[Row]], str]
     claims: Callable[[list[Row]], list[Claim]]
     draw: Callable[[list[Row], Figure], None]
     seeds: int = 3
     data: str = ""
-    before: Callable[[Cell], Sequence[Cell]] = lambda cell: ()
-
-
-def read(path: Path, cells: Sequence[Cell]) -> list[Row]:
-    """Return the rows of these cells, in their order; of a cell that was run twice, the last."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    found = {_key(row["cell"]): row for row in map(json.loads, lines)}
-    rows = [found[_key(cell)] for cell in cells if _key(cell) in found]
-    return [{**row["cell"], **row["figures"], "cpu": row["cpu"]} for row in rows]
-
-
-def run(experiment: Experiment, cells: Sequence[Cell], path: Path, data: Path | None) -> None:
-    """Run the cells that have no row, or a failed one, one after the other."""
-    cells = in_order(experiment, cells)
-    done = [row for row in read(path, cells) if "failed" not in row]
-    kept = {_key({name: row[name] for name in cell}) for cell in cells[:1] for row in done}
-    todo = [cell for cell in cells if _key(cell) not in kept]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    bar = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(elapsed_when_finished=True))
-    with Progress(*bar, console=console) as progress, path.open("a") as file:
-        began = time.monotonic()
-        task = progress.add_task(experiment.name, total=len(todo))
-        for index, cell in enumerate(todo, start=1):
-            started = time.process_time()
-            try:
-                figures = experiment.train(cell | _found(experiment, cell, path), data)
-            except Exception as error:  # one cell's failure does not take the others away
-                figures = {"failed": f"{type(error).__name__}: {error}"}
-            cpu = round(time.process_time() - started, 2)
-            row = {"cell": cell, "figures": _plain(figures), "cpu": cpu}
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            left = (time.monotonic() - began) / index * (len(todo) - index)
-            shown = ", ".join(f"{name} {_short(value)}" for name, value in cell.items())
-            what = figures.get("failed") or _short(next(iter(figures.values())))
-            console.print(
-                f"{index}/{len(todo)}  {shown}: {what}, {cpu:.0f} s, {left / 60:.0f} min left"
-            )
-            progress.advance(task)
-
-
-def in_order(experiment: Experiment, cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells, each after those that it depends on."""
-    groups = [(*experiment.before(cell), cell) for cell in cells]
-    return list({_key(cell): cell for group in groups for cell in group}.values())
+    before: Before = lambda cell: ()
 
 
 def write(experiment: Experiment, cells: Sequence[Cell], out: Path) -> str:
@@ -136,7 +91,8 @@ def write(experiment: Experiment, cells: Sequence[Cell], out: Path) -> str:
     failed = [row for row in rows if "failed" in row]
     good = [row for row in rows if "failed" not in row]
     stem = out / f"{experiment.name}_{datetime.date.today():%Y%m%d}"
-    versions = ", ".join(f"{part} {version(part)}" for part in ("lightning-gc", "torch"))
+    torches = cell_runs.versions(out / f"{experiment.name}.jsonl", cells) or [version("torch")]
+    versions = f"lightning-gc {version('lightning-gc')}, torch {' and '.join(torches)}"
     cpu = sum(row["cpu"] for row in rows)
     given = " --data DATA" if experiment.data else ""
     text = f"# {experiment.name.replace('_', ' ').capitalize()}, {datetime.date.today()}\n\n"
@@ -174,6 +130,7 @@ def main(experiment: Experiment) -> int:
     add("--seeds", type=int, default=experiment.seeds, help="(default: %(default)s)")
     add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of all cells")
     add("--only", nargs="+", default=[], metavar="NAME=VALUE", help="cells to run")
+    add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     add("--page", action="store_true", help="run nothing")
     add("--out", type=Path, default=RESULTS, help="folder of the JSONL, the page and the plot")
     options = parser.parse_args()
@@ -186,16 +143,12 @@ def main(experiment: Experiment) -> int:
     needs = [cell for cell in chosen if experiment.data and cell.get("task") != "digits"]
     if needs and options.data is None:
         parser.error(f"--data: {experiment.data} (or the environment variable PAPERS_DATA).")
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1.")
     if chosen:
         path = options.out / f"{experiment.name}.jsonl"
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        torch.set_flush_denormal(True)  # saturated activations have gradients that take long
-        try:
-            run(experiment, chosen, path, options.data and Path(options.data))
-        finally:
-            torch.set_flush_denormal(False)
-            torch.set_num_threads(threads)
+        data = options.data and Path(options.data)
+        cell_runs.run(experiment.train, experiment.before, chosen, path, data, options.jobs)
     sys.stdout.write(write(experiment, cells, options.out))
     return int(any("failed" in r for r in read(options.out / f"{experiment.name}.jsonl", cells)))
 
@@ -242,27 +195,6 @@ def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (list(head), marks, *rows))
 
 
-def _key(cell: Cell) -> str:
-    return json.dumps(cell, sort_keys=True)
-
-
-def _found(experiment: Experiment, cell: Cell, path: Path) -> Cell:
-    """Return the rows that a cell depends on, named as ``train`` reads them."""
-    first = experiment.before(cell)
-    rows = read(path, first)  # run by now
-    for other, row in zip(first, rows, strict=True):
-        if "failed" in row:
-            raise ValueError(f"{_key(other)}, on which this cell depends, failed; run it again.")
-    return {"before": rows} if rows else {}
-
-
-def _plain(figures: Row) -> Row:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in figures.items()
-    }
-
-
 def _pairs(texts: Sequence[str]) -> Cell:
     found = {}
     for text in texts:
@@ -272,7 +204,3 @@ def _pairs(texts: Sequence[str]) -> Cell:
         except ValueError:
             found[name] = value
     return found
-
-
-def _short(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)

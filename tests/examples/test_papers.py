@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lightning_gc.transports import Simulated
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 
+import cell_runs
 import frame
 import tuned_rate
 
@@ -138,6 +140,28 @@ def test_a_cell_that_depends_on_another_is_run_after_it_and_given_its_row(
     assert ran[2:] == [("none", None)]
 
 
+def ends_in_its_process(cell, data):
+    before = [row["loss"] for row in cell.get("before", ())]
+    return {"loss": sum(before) + 1.0, "process": os.getpid(), "threads": torch.get_num_threads()}
+
+
+def test_several_at_a_time_are_the_same_runs_and_what_depends_on_others_waits(
+    monkeypatch, tmp_path
+) -> None:
+    tried = experiment(ends_in_its_process, [{"arm": arm} for arm in ("last", "a", "b")])
+    tried = dataclasses.replace(
+        tried, before=lambda cell: [{**cell, "arm": "b"}] if cell["arm"] == "last" else []
+    )
+    assert start(tried, monkeypatch, tmp_path, "--jobs", "2") == 0
+    rows = cell_runs.read(tmp_path / "tried.jsonl", tried.cells(1))
+    assert [(row["arm"], row["loss"], row["threads"]) for row in rows] == [
+        ("last", 2.0, 1),
+        ("a", 1.0, 1),
+        ("b", 1.0, 1),
+    ]
+    assert os.getpid() not in {row["process"] for row in rows}
+
+
 def test_a_cell_whose_other_one_has_failed_says_so(monkeypatch, tmp_path) -> None:
     def train(cell, data):
         raise ValueError("not today")
@@ -171,7 +195,7 @@ def test_a_rate_is_chosen_with_the_first_seed_and_used_by_the_others(monkeypatch
     assert ran == [("a", 0.1, 0), ("a", 0.2, 0), ("a", 0.4, 0), ("a", 0.2, 1), ("a", 0.2, 2)]
     assert start(tried, monkeypatch, tmp_path) == 0
     assert ran[5:] == [("b", rate, 0) for rate in rates] + [("b", 0.1, 1), ("b", 0.1, 2)]
-    rows = frame.read(tmp_path / "tried.jsonl", tried.cells(3))
+    rows = cell_runs.read(tmp_path / "tried.jsonl", tried.cells(3))
     chosen = {arm: tuned_rate.runs(rows, arm=arm) for arm in "abc"}
     assert [row["loss"] for row in chosen["a"]] == [1.0, 1.01, 1.02]
     assert [row["seed"] for row in chosen["b"]] == [0, 1, 2]

@@ -1,0 +1,143 @@
+"""Run an experiment's cells that have no row yet, and append their rows to its JSONL file.
+
+One after the other, or several at a time in processes of their own. A run that failed has a row
+too, and is tried again the next time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TimeRemainingColumn
+
+Cell = dict[str, Any]
+Row = dict[str, Any]  # a cell and its figures; a figure that is no number is None
+Train = Callable[[Cell, Path | None], Row]
+Before = Callable[[Cell], Sequence[Cell]]
+
+
+def read(path: Path, cells: Sequence[Cell]) -> list[Row]:
+    """Return the rows of these cells, in their order; of a cell that was run twice, the last."""
+    found = _lines(path)
+    rows = [found[_key(cell)] for cell in cells if _key(cell) in found]
+    return [{**row["cell"], **row["figures"], "cpu": row["cpu"]} for row in rows]
+
+
+def versions(path: Path, cells: Sequence[Cell]) -> list[str]:
+    """Return the versions of torch that these cells ran with, as far as their rows tell."""
+    found = _lines(path)
+    rows = [found[_key(cell)] for cell in cells if _key(cell) in found]
+    return sorted({row["torch"] for row in rows if "torch" in row})
+
+
+def run(
+    train: Train, before: Before, cells: Sequence[Cell], path: Path, data: Path | None, jobs: int
+) -> None:
+    """Run the cells that have no row, or a failed one.
+
+    Args:
+        train: runs one cell.
+        before: returns the cells that a cell depends on, which are run before it.
+        cells: all that are wanted.
+        path: of the rows.
+        data: what ``train`` reads.
+        jobs: how many cells at a time.
+    """
+    found = _lines(path)
+    kept = {key for key, row in found.items() if "failed" not in row["figures"]}
+    todo = [cell for cell in in_order(before, cells) if _key(cell) not in kept]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    bar = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(elapsed_when_finished=True))
+    with Progress(*bar, console=console) as progress, path.open("a") as file:
+        began = time.monotonic()
+        task = progress.add_task(path.stem, total=len(todo))
+        rows = _rows(train, before, todo, path, data, jobs)
+        for index, row in enumerate(rows, start=1):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            left = (time.monotonic() - began) / index * (len(todo) - index)
+            shown = ", ".join(f"{name} {_short(value)}" for name, value in row["cell"].items())
+            figures, cpu = row["figures"], row["cpu"]
+            what = figures.get("failed") or _short(next(iter(figures.values())))
+            console.print(
+                f"{index}/{len(todo)}  {shown}: {what}, {cpu:.0f} s, {left / 60:.0f} min left"
+            )
+            progress.advance(task)
+
+
+def in_order(before: Before, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells, each after those that it depends on."""
+    groups = [(*before(cell), cell) for cell in cells]
+    return list({_key(cell): cell for group in groups for cell in group}.values())
+
+
+def _rows(
+    train: Train, before: Before, todo: list[Cell], path: Path, data: Path | None, jobs: int
+) -> Iterator[Row]:
+    """Yield rows as they come; cells that depend on others wait for all that do not."""
+    if jobs == 1:
+        for cell in todo:
+            yield _row(train, cell, before(cell), path, data)
+        return
+    spawn = multiprocessing.get_context("spawn")  # a fork of torch's threads can dead-lock
+    free = [cell for cell in todo if not before(cell)]
+    for wave in (free, [cell for cell in todo if cell not in free]):
+        with ProcessPoolExecutor(jobs, spawn) as pool:
+            runs = [pool.submit(_row, train, cell, before(cell), path, data) for cell in wave]
+            for done in as_completed(runs):
+                yield done.result()
+
+
+def _row(train: Train, cell: Cell, first: Sequence[Cell], path: Path, data: Path | None) -> Row:
+    """Run one cell, on one thread."""
+    threads, started = torch.get_num_threads(), time.process_time()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # saturated activations have gradients that take long
+    try:
+        figures = train(cell | _found(first, path), data)
+    except Exception as error:  # one cell's failure does not take the others away
+        figures = {"failed": f"{type(error).__name__}: {error}"}
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+    cpu = round(time.process_time() - started, 2)
+    return {"cell": cell, "figures": _plain(figures), "cpu": cpu, "torch": torch.__version__}
+
+
+def _found(first: Sequence[Cell], path: Path) -> Cell:
+    """Return the rows that a cell depends on, named as ``train`` reads them."""
+    rows = read(path, first)  # run by now
+    for other, row in zip(first, rows, strict=True):
+        if "failed" in row:
+            raise ValueError(f"{_key(other)}, on which this cell depends, failed; run it again.")
+    return {"before": rows} if rows else {}
+
+
+def _lines(path: Path) -> dict[str, Row]:
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {_key(row["cell"]): row for row in map(json.loads, lines)}
+
+
+def _key(cell: Cell) -> str:
+    return json.dumps(cell, sort_keys=True)
+
+
+def _plain(figures: Row) -> Row:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }
+
+
+def _short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
