@@ -173,6 +173,8 @@ def launch(
         for i, space in enumerate(spaces):
             into = f"ip netns exec {space} env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME={INTERFACE} "
             into += f"MASTER_ADDR={SUBNET}1 MASTER_PORT={PORT} WORLD_SIZE={len(spaces)} RANK={i} "
+            # Where there are GPUs, torch's PowerSGD hook refuses gradients on the CPU.
+            into += "CUDA_VISIBLE_DEVICES= "
             command = [*into.split(), f"NODE_RANK={i}", "LOCAL_RANK=0", sys.executable, script]
             command += [*arguments, f"--out={results[i]}"]
             with logs[i].open("w") as log:

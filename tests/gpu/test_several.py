@@ -117,7 +117,8 @@ def test_nobody_waits_for_a_failing_worker(how: str) -> None:
     # That one ends too, and does not wait for the others; but for the one that is dead.
     last = 1 if how == "killed" or DEVICE == "cuda" else None
     try:
-        ends = run_in_processes(failing, ALL_GPUS, how, wait_for=last)
+        # NCCL's watchdog waits for a minute between the timeout and the end, for its report.
+        ends = run_in_processes(failing, ALL_GPUS, how, wait_for=last, timeout=180)
     except EOFError:
         assert DEVICE == "cuda"
         return

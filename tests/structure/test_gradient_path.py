@@ -1,6 +1,5 @@
 """How a gradient travels: the files that it visits, the engine's parts, and no import circles."""
 
-import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,7 +24,7 @@ HOME = Path(lightning_gc.__file__).parent
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    held: socket.socket = hold_port()
+    held = hold_port()
     address = f"tcp://127.0.0.1:{held.getsockname()[1]}"
     timeout = timedelta(seconds=30)
     dist.init_process_group("gloo", address, rank=0, world_size=1, timeout=timeout)

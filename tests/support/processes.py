@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -71,12 +72,36 @@ def preloaded() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def hold_port() -> socket.socket:
-    """Bind a free port: torch can still listen there, but the system gives it to nobody else."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
+class HeldPort(socket.socket):
+    """A port where torch can listen and nobody else, until this is closed.
+
+    It lies below those that a system gives out by itself. NCCL has hundreds of them, at other
+    addresses than this one; where it listens torch cannot. Of a pair of ports the first keeps away
+    who looks here too.
+    """
+
+    def __init__(self, lock: socket.socket, port: int) -> None:
+        super().__init__()
+        self._lock = lock
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
+        self.bind(("", port))
+
+    def close(self) -> None:
+        """Give both back."""
+        super().close()
+        self._lock.close()
+
+
+def hold_port() -> HeldPort:
+    """Return a port that is free at every address."""
+    for first in random.SystemRandom().sample(range(10_000, 32_000, 2), 200):
+        lock = socket.socket()
+        try:
+            lock.bind(("127.0.0.1", first))
+            return HeldPort(lock, first + 1)
+        except OSError:  # somebody's
+            lock.close()
+    raise RuntimeError("No port between 10,000 and 32,000 is free, or none of 200 tries.")
 
 
 def without_others() -> None:
