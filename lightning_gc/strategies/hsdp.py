@@ -24,23 +24,11 @@ from lightning_gc.strategies.checkpoint.sharded_saving import ShardedHost, Shard
 from lightning_gc.strategies.hsdp_settings import check_controller, check_settings, replicas_of
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.real_worker import RealWorker
-from lightning_gc.synchronizer import JOINING, Configuration, Synchronizer
-from lightning_gc.synchronizer.equal_start import broadcast_all
-from lightning_gc.synchronizer.fsdp_units import units_of
-from lightning_gc.synchronizer.joint_errors import all_or_raise
-from lightning_gc.synchronizer.parts import ShardParts
+from lightning_gc.synchronizer import JOINING, Configuration
 from lightning_gc.synchronizer.peers import Peers
 from lightning_gc.synchronizer.replica_mesh import replica_mesh
-from lightning_gc.synchronizer.shard_buckets import MEGABYTE, ShardBuckets
-from lightning_gc.synchronizer.shard_validation import refuse_unlike_shards
+from lightning_gc.synchronizer.shard_exchange import ShardExchange
 from lightning_gc.synchronizer.sharded_workers import ShardedWorkers, dim_of
-from lightning_gc.synchronizer.validation import (
-    check_agreement,
-    digest_of,
-    refuse_sparse_gradients,
-    refuse_unsynchronised,
-)
-from lightning_gc.transports.distributed import Distributed, gather_text
 
 _OWNER = "CompressedHSDPStrategy"
 
@@ -127,7 +115,7 @@ class CompressedHSDP(RealWorker):
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         check_controller(_OWNER, controller)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
-        self._buckets: ShardBuckets | None = None
+        self._exchange: ShardExchange | None = None
         super().__init__(**model_parallel_kwargs)
 
     def _make_state(self, mode: Literal["full", "mean", "off"], dtype: torch.dtype) -> None:
@@ -174,69 +162,23 @@ class CompressedHSDP(RealWorker):
         """Check the model on all ranks, let replicas start alike, and listen to FSDP2's units."""
         self._close()
         self._failed = False
-        between, node = (
-            self._device_mesh.get_group(name) for name in ("replicate", "data_parallel")
+        mesh = self._device_mesh
+        self._exchange = ShardExchange(
+            self.model,  # type: ignore[attr-defined]
+            self.local_workers,
+            mesh.get_group("data_parallel"),
+            self.replicate_group,
+            mesh.mesh.flatten(1).t().tolist(),
+            self.root_device,  # type: ignore[attr-defined]
+            mesh_dims=1,
+            bucket_cap_mb=self.bucket_cap_mb,
+            agreed={"controller": repr(self.controller)},
+            timeout=self._timeout,
+            before_round=self._prepare_round,
         )
-        model = self.model  # type: ignore[attr-defined]
-        workers = self.local_workers
-        workers.shard, workers.shards = dist.get_rank(node), dist.get_world_size(node)
-        self._on_all_ranks(partial(self._check_model, dist.get_process_group_ranks(node)))
-        workers.name(model)
-        self._check_agreement()
-        broadcast_all((workers.local(param) for param in model.parameters()), between)
-        broadcast_all(model.buffers())
-        self.parts = ShardParts(node, self.root_device)  # type: ignore[attr-defined]
-        self._on_all_ranks(partial(self._synchronize, between))
-        assert self._synchronizer is not None
-        workers.run = gather_text(workers.run, Distributed(), self.root_device)[0]  # type: ignore[attr-defined]
-        self._buckets = ShardBuckets(
-            units_of(model),
-            workers.names,
-            self.bucket_cap_mb * MEGABYTE,
-            self._synchronizer.submit,
-            self._synchronizer.check,
-            self._synchronizer.end_round,
-        )
+        self._synchronizer, self.parts = self._exchange.synchronizer, self._exchange.parts
         self._on_engines_ready()
         process_shutdown.register()
-
-    def _on_all_ranks(self, act: Any) -> None:
-        """Call ``act``; if it fails on any rank, all raise."""
-        gather = partial(gather_text, transport=Distributed(), device=self.root_device)  # type: ignore[attr-defined]
-        all_or_raise({self.worker: act}, self.workers, gather, ValueError)
-
-    def _check_model(self, node: list[int]) -> str:
-        model = self.model  # type: ignore[attr-defined]
-        refuse_sparse_gradients(model)
-        refuse_unlike_shards(model, node)
-        return ""
-
-    def _check_agreement(self) -> None:
-        workers = self.local_workers
-        whole = {name: tuple(param.shape) for param, name in workers.names.items()}
-        same = workers.configuration.in_words() | {
-            "replicas and shards": repr(tuple(self._device_mesh.shape)),
-            "bucket_cap_mb": repr(self.bucket_cap_mb),
-            "controller": repr(self.controller),
-            "names and shapes of parameters": digest_of(whole),
-        }
-        check_agreement(same, Distributed(), self.root_device)  # type: ignore[attr-defined]
-
-    def _synchronize(self, between: dist.ProcessGroup) -> str:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(between)))
-        self._synchronizer = Synchronizer(
-            self.local_workers,
-            self.root_device,  # type: ignore[attr-defined]
-            between,
-            self._timeout,
-            before_round=self._prepare_round,
-            purpose=(
-                f"an exchange of gradients between replicas; their workers 0, 1, ... are the ranks "
-                f"{ranks}"
-            ),
-            groups=self._device_mesh.mesh.flatten(1).t().tolist(),
-        )
-        return ""
 
     def _peers(self) -> Peers:
         mean = partial(self.reduce, group=self.replicate_group, reduce_op="mean")
@@ -279,29 +221,24 @@ class CompressedHSDP(RealWorker):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Add up gradients of micro-batches; nodes exchange in the last one."""
-        assert self._buckets is not None
-        with self._buckets.accumulating():
+        assert self._exchange is not None
+        with self._exchange.buckets.accumulating():
             yield
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._synchronizer is not None:
-            self._refuse_unsynchronised()
-            self._synchronizer.check()
-
-    def _refuse_unsynchronised(self) -> None:
-        model = self.model  # type: ignore[attr-defined]
-        known = dict(self.names)
-        for unit in units_of(model):
-            known |= dict.fromkeys(unit.stands_in(), unit.name)
-        refuse_unsynchronised(model, known, self.optimizers)  # type: ignore[attr-defined]
+        if self._exchange is not None:
+            self._exchange.refuse_unsynchronised(self.optimizers)  # type: ignore[attr-defined]
+            self._exchange.synchronizer.check()
 
     def figures(self) -> dict[str, float]:
         """Return the bytes that this rank has sent within the node for the last exchange."""
-        return {} if self._buckets is None else {"node_bytes": float(self._buckets.node_bytes)}
+        if self._exchange is None:
+            return {}
+        return {"node_bytes": float(self._exchange.buckets.node_bytes)}
 
     def _close(self) -> None:
-        if self._buckets is not None:
-            self._buckets.close()
-        self._buckets = None
+        if self._exchange is not None:
+            self._exchange.buckets.close()
+        self._exchange = None
         super()._close()

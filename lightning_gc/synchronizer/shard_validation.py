@@ -16,12 +16,13 @@ _DOCUMENTED = (
 )
 
 
-def refuse_unlike_shards(model: nn.Module, node: Sequence[int]) -> None:
+def refuse_unlike_shards(model: nn.Module, node: Sequence[int], mesh_dims: int = 1) -> None:
     """Raise ValueError if the model's units are not those of one node, or gradients go elsewhere.
 
     Args:
         model: as ``configure_model`` has left it.
         node: global ranks among which every unit must be sharded.
+        mesh_dims: dimensions of the mesh that ``fully_shard`` was given.
     """
     units = units_of(model)
     if not units:
@@ -40,10 +41,10 @@ def refuse_unlike_shards(model: nn.Module, node: Sequence[int]) -> None:
             f"that fully_shard was called on, whose gradients nobody would average; {_DOCUMENTED}."
         )
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor) and param.device_mesh.ndim > 1:
+        if isinstance(param, DTensor) and param.device_mesh.ndim > mesh_dims:
             raise ValueError(
                 f"has {name} on a mesh of {param.device_mesh.ndim} dimensions, as with tensor "
-                f"parallelism, with which this has never been tried; use a mesh of one."
+                f"parallelism, with which this has never been tried; use a mesh of {mesh_dims}."
             )
 
 
