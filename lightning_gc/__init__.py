@@ -19,6 +19,7 @@ if _TYPE_CHECKING:
     from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.memories import *
     from lightning_gc.network_model import NetworkModel as NetworkModel
+    from lightning_gc.plain_torch import attach as attach
     from lightning_gc.schemes import *
     from lightning_gc.strategies.fabric_for_pytorch_lightning import (
         CompressedFabricStrategy as CompressedFabricStrategy,
@@ -41,7 +42,6 @@ if _TYPE_CHECKING:
     from lightning_gc.strategies.for_pytorch_lightning import (
         SimulatedLocalStepsStrategy as SimulatedLocalStepsStrategy,
     )
-    from lightning_gc.torch_ddp import attach as attach
 
 __version__ = "0.2.0"
 
@@ -51,7 +51,7 @@ _SINGLE = {
     "NetworkModel": "network_model",
     "OuterSGD": "local_steps",
     "advise": "advice",
-    "attach": "torch_ddp",
+    "attach": "plain_torch",
 }
 _ADAPTED = (
     "CompressedDDPStrategy",

@@ -27,6 +27,7 @@ from lightning_gc.strategies.peer_naming import PeerNaming
 from lightning_gc.strategies.single_trainer import SingleTrainer
 from lightning_gc.synchronizer import configure
 from lightning_gc.synchronizer.attached import Attached
+from lightning_gc.synchronizer.attached_ddp import AttachedDDP
 from lightning_gc.synchronizer.validation import check_controller, refuse_rounds
 from lightning_gc.synchronizer.verification import Verify, verification
 
@@ -152,7 +153,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
         before = self._attached.pop(module, None)
         if before is not None:  # set up anew, as for another phase of training
             before.close()
-        self._attached[module] = Attached(
+        self._attached[module] = AttachedDDP(
             ddp,
             self.configuration,
             self.controller,

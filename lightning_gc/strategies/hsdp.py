@@ -21,13 +21,14 @@ from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.checkpoint.shard_tensors import Place, ShardTensors
 from lightning_gc.strategies.checkpoint.sharded_restoring import ShardedRestoring
 from lightning_gc.strategies.checkpoint.sharded_saving import ShardedHost, ShardedSaving
-from lightning_gc.strategies.hsdp_settings import check_controller, check_settings, replicas_of
+from lightning_gc.strategies.hsdp_settings import check_settings, replicas_of
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.real_worker import RealWorker
 from lightning_gc.synchronizer import JOINING, Configuration
 from lightning_gc.synchronizer.peers import Peers
 from lightning_gc.synchronizer.replica_mesh import replica_mesh
 from lightning_gc.synchronizer.shard_exchange import ShardExchange
+from lightning_gc.synchronizer.shard_validation import refuse_whole_gradients
 from lightning_gc.synchronizer.sharded_workers import ShardedWorkers, dim_of
 
 _OWNER = "CompressedHSDPStrategy"
@@ -113,7 +114,7 @@ class CompressedHSDP(RealWorker):
         refuse_unknown(type(self), model_parallel_kwargs)
         check_settings(_OWNER, replicas, bucket_cap_mb, model_parallel_kwargs)
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
-        check_controller(_OWNER, controller)
+        refuse_whole_gradients(_OWNER, controller)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         self._exchange: ShardExchange | None = None
         super().__init__(**model_parallel_kwargs)

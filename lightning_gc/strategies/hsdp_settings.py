@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_gc.controllers import Controller
 from lightning_gc.synchronizer.fsdp_units import has_hooks
+from lightning_gc.synchronizer.shard_validation import check_bucket_cap
 
 
 def check_settings(
@@ -25,26 +25,13 @@ def check_settings(
             f"{owner}(replicas={replicas!r}): give the number of replicas of the model, at least "
             f"1, or 'auto', one per node."
         )
-    number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
-    if not number or not bucket_cap_mb > 0:
-        raise ValueError(
-            f"{owner}(bucket_cap_mb={bucket_cap_mb!r}): give megabytes, more than 0, such as 25."
-        )
+    check_bucket_cap(owner, bucket_cap_mb)
     for name, fix in (
         ("data_parallel_size", "it follows from replicas; leave it out"),
         ("tensor_parallel_size", "tensor parallelism has not been tried with it; leave it out"),
     ):
         if name in model_parallel_kwargs:
             raise ValueError(f"{owner}({name}={model_parallel_kwargs[name]!r}): {fix}.")
-
-
-def check_controller(owner: str, controller: Controller | None) -> None:
-    """Raise ValueError for a controller that looks at what no rank has whole."""
-    if controller is not None and controller.needs.curves:
-        raise ValueError(
-            f"{owner}: {type(controller).__name__} compresses whole gradients to see what each "
-            f"level costs, and a rank has shards of them; use BySize, Plan, or Accordion."
-        )
 
 
 def replicas_of(owner: str, replicas: Any, ranks: int, nodes: int) -> int:

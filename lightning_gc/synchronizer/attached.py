@@ -1,97 +1,61 @@
-"""Attached: the handle of a plain DistributedDataParallel module with compressed exchange."""
+"""Attached: the handle of a plain torch module whose gradients are compressed."""
 
 from __future__ import annotations
 
 import copy
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.controllers import Controller
-from lightning_gc.synchronizer import Configuration, Synchronizer, Workers
+from lightning_gc.synchronizer import Synchronizer, Workers
 from lightning_gc.synchronizer.attached_state import attached_state, check_attached_state
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
 from lightning_gc.synchronizer.joint_errors import all_or_raise
+from lightning_gc.synchronizer.parts import Parts
 from lightning_gc.synchronizer.peers import Peers
 from lightning_gc.synchronizer.pytree import each_tensor
-from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
-from lightning_gc.synchronizer.validation import (
-    check_controller,
-    refuse_rounds,
-    refuse_sparse_gradients,
-    refuse_unsynchronised,
-)
-from lightning_gc.synchronizer.verification import Verify
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.distributed import Distributed, gather_text
 from lightning_gc.transports.peer_error import naming_peers
 
 
 class Attached:
-    """Handle of a module whose gradients are compressed; returned by ``attach``."""
+    """Handle of a module whose gradients are compressed; returned by ``attach``.
+
+    Args:
+        workers: this rank's engine, started.
+        synchronizer: exchanges its gradients.
+        controller: as for ``attach``, like ``optimizers``.
+        device: of the gradients.
+        between: the group whose members' gradients are averaged by it.
+        everybody: the group of all ranks that have the module, or a part of it.
+        parts: sums over the ranks that have a worker's parameters together.
+    """
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
-        configuration: Configuration,
+        workers: Workers,
+        synchronizer: Synchronizer,
         controller: Controller | None,
         optimizers: list[torch.optim.Optimizer],
-        scaler: torch.amp.GradScaler | None,
-        timeout: timedelta | None,
-        verify: Verify,
-        exchanged: dict[Tensor, str] | None = None,
+        device: torch.device,
+        between: dist.ProcessGroup | None,
+        everybody: dist.ProcessGroup | None,
+        parts: Parts,
     ) -> None:
-        self._optimizers = optimizers
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        memory = configuration.memory
-        if memory.lookahead:
-            raise ValueError(
-                f"{memory!r} moves the weights around each forward pass, which a communication "
-                f"hook cannot; use CompressedDDPStrategy, or memory=Residual()."
-            )
-        if memory.lr_aware and not optimizers:
-            raise ValueError(
-                f"{memory!r} rescales errors by the learning rates, which attach does not know; "
-                f"give attach(..., optimizers=optimizer)."
-            )
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            memory.check_optimizer(group)
-        if controller is not None:
-            check_controller(controller, configuration.compressor, memory, "attach")
-            refuse_rounds(controller, "attach")
-        refuse_sparse_gradients(ddp.module)
-        warn_of_one_queue(ddp)
-        self._workers = Workers(configuration)
-        self._workers.name(ddp.module)
-        # Of all modules that may share an optimizer.
-        self._exchanged = self._workers.names if exchanged is None else exchanged
-        self._exchanged.update(self._workers.names)
-        self._device = next(iter(self._workers.names)).device
-        self._group = ddp.process_group
-        self._synchronizer = Synchronizer(
-            self._workers,
-            self._device,
-            self._group,
-            timeout,
-            before_round=partial(self._workers.prepare_round, scaler, optimizers),
-            revocable=scaler is not None,
-            agreed={"controller": repr(controller)},
-            verify=verify,
-        )
+        self._workers, self._synchronizer, self._optimizers = workers, synchronizer, optimizers
+        self._device, self._between, self._everybody = device, between, everybody
+        self._parts = parts
         self._control: ControlLoop | None = None
         if controller is not None:
-            self._control = ControlLoop(controller, self._workers)
+            self._control = ControlLoop(controller, workers)
             self._control.attach()
-        ddp.register_comm_hook(None, self._synchronizer.hook)
-        # Not by the communication hook, which is not called if all that is trained is new.
-        self._watching = ddp.register_forward_hook(self._refuse_unsynchronised)
 
     @property
     def levels(self) -> dict[str, float | None]:
@@ -172,18 +136,16 @@ class Attached:
                 "attach(..., controller=Accordion(...), optimizers=optimizer)."
             )
         moment = partial(Moment, metrics or {}, **run)
-        peers = Peers(dist.get_rank(self._group) == 0, self._device, self._mean)
+        first = dist.get_rank(self._everybody) == 0
+        peers = Peers(first, self._device, self._mean, self._parts)
         self._control.decide(epoch, self._optimizers, moment, peers)
 
-    def _refuse_unsynchronised(self, ddp: DistributedDataParallel, *passed: Any) -> None:
-        refuse_unsynchronised(ddp.module, self._exchanged, self._optimizers)
-
     def _mean(self, tensor: Tensor) -> Tensor:
-        total, workers = tensor.clone(), dist.get_world_size(self._group)
+        total, workers = tensor.clone(), dist.get_world_size(self._between)
         with naming_peers(
-            "all-reduce", "a controller's decision", dist.get_rank(self._group), workers
+            "all-reduce", "a controller's decision", dist.get_rank(self._between), workers
         ):
-            dist.all_reduce(total, group=self._group)
+            dist.all_reduce(total, group=self._between)
         return total / workers
 
     def account(self) -> Account:
@@ -220,7 +182,7 @@ class Attached:
             ValueError: on all workers, if one's state is damaged, or that of another worker, number
                 of workers, configuration, model, step or run.
         """
-        transport, workers = Distributed(self._group, "loading states"), self._workers
+        transport, workers = Distributed(self._everybody, "loading states"), self._workers
         saves = all_or_raise(
             {transport.worker: partial(check_attached_state, state, workers)},
             transport.workers,
@@ -250,6 +212,10 @@ class Attached:
         Raises:
             PeerError: the last exchange failed; and other errors of the last step.
         """
-        self._watching.remove()
+        self._detach()
         self._synchronizer.close(failed=sys.exception() is not None)
         self._synchronizer.check()
+
+    def _detach(self) -> None:
+        """Take off what watches the module."""
+        raise NotImplementedError

@@ -38,6 +38,7 @@ _STATE: dict[str, Structure] = {
     "levels": Optional(Pair(LEVEL, Each(LEVEL))),
     "control": Optional(Record({"loop": CONTROL_STATE, "worker": WorkerStatistics.structure})),
 }
+_OF_SHARDS: dict[str, Structure] = {"shard": WHOLE, "shards": COUNT}
 _SINCE_2: dict[str, Structure] = {"run": TEXT, CHECKSUM: TEXT}
 
 
@@ -69,16 +70,17 @@ def check_attached_state(state: Any, workers: Workers) -> str:
     try:
         if known != 1:
             check_checksum(state)
-        Record(_STATE if known == 1 else {**_STATE, **_SINCE_2}).check(dict(state))
+        always = _STATE if known == 1 else {**_STATE, **_SINCE_2}
+        Record(always, _OF_SHARDS).check(dict(state))
     except ValueError as error:
         raise ValueError(
             f"has a state that cannot be used: {error}. Load an earlier one, or none: then errors "
             f"begin at zero."
         ) from error
     for what, own in _identity(workers).items():
-        if state[what] != own:
+        if state.get(what) != own:
             raise ValueError(
-                f"has a state with {what}={state[what]!r}, but here it is {own!r}; give every "
+                f"has a state with {what}={state.get(what)!r}, but here it is {own!r}; give every "
                 f"worker the state that it has saved, and attach with the same arguments."
             )
     for name, kept in state["engine"]["memory"].items():
@@ -97,4 +99,5 @@ def _identity(workers: Workers) -> dict[str, Any]:
         "worker": workers.first.worker,
         "workers": workers.first.workers,
         "configuration": workers.configuration.in_words(),
+        **workers.place(),
     }

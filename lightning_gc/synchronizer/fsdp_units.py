@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 Hook = Callable[[Tensor], None]
 
@@ -54,6 +56,7 @@ class Unit:
     def __init__(self, name: str, module: FSDPModule, group: Any) -> None:
         self.name = name or "the whole model"
         self._module, self._group = module, group
+        self._replicated: Any = None  # what says that there are replicas, while it is put aside
 
     @property
     def ranks(self) -> list[int]:
@@ -67,6 +70,32 @@ class Unit:
     def replicates(self) -> bool:
         """Whether FSDP2 averages over replicas itself, as on a mesh of two dimensions."""
         return hasattr(self._group.mesh_info, "replicate_process_group")
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh that ``fully_shard`` was given."""
+        mesh: DeviceMesh = self._group.mesh_info.mesh
+        return mesh
+
+    def stay_within_node(self) -> None:
+        """Reduce gradients over the shards only, on a mesh of replicas and shards.
+
+        Parameters stay on that mesh. Before the first forward pass, or between two steps.
+        """
+        both = self._group.mesh_info
+        self._set_mesh_info(FSDPMeshInfo(both.mesh, shard_mesh_dim=both.shard_mesh_dim))
+        self._replicated = both
+
+    def replicate(self) -> None:
+        """Undo ``stay_within_node``."""
+        if self._replicated is not None:
+            self._set_mesh_info(self._replicated)
+        self._replicated = None
+
+    def _set_mesh_info(self, info: Any) -> None:
+        if self._group.post_forward_mesh_info is self._group.mesh_info:  # frees after the forward
+            self._group.post_forward_mesh_info = info
+        self._group.mesh_info = info
 
     @property
     def offloads(self) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_gc.controllers import Controller
 from lightning_gc.synchronizer.fsdp_units import Unit, units_of
 
 _DOCUMENTED = (
@@ -87,3 +89,21 @@ def _refuse_unit(unit: Unit, node: Sequence[int]) -> None:
                 f"has {unit.name} with register_post_accumulate_grad_hook, which would see "
                 f"gradients before they are exchanged; step the optimizer after the backward pass."
             )
+
+
+def refuse_whole_gradients(owner: str, controller: Controller | None) -> None:
+    """Raise ValueError for a controller that looks at what no rank has whole."""
+    if controller is not None and controller.needs.curves:
+        raise ValueError(
+            f"{owner}: {type(controller).__name__} compresses whole gradients to see what each "
+            f"level costs, and a rank has shards of them; use BySize, Plan, or Accordion."
+        )
+
+
+def check_bucket_cap(owner: str, bucket_cap_mb: Any) -> None:
+    """Raise ValueError for what is no number of megabytes."""
+    number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
+    if not number or not bucket_cap_mb > 0:
+        raise ValueError(
+            f"{owner}(bucket_cap_mb={bucket_cap_mb!r}): give megabytes, more than 0, such as 25."
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -46,6 +47,13 @@ class ShardedWorkers(Workers):
         sharded: Any = param
         part: Tensor = sharded.to_local()
         return part
+
+    def place(self) -> dict[str, int]:
+        """Return which shard this rank has."""
+        return {"shard": self.shard, "shards": self.shards}
+
+    def regroup(self, layout: Sequence[Sequence[str]]) -> None:
+        """Do nothing: buckets of shards have one layout from the first round on."""
 
     def _largest(self, param: Tensor) -> tuple[int, ...]:
         """Return the first shard's shape, the same on all ranks."""

@@ -124,6 +124,10 @@ class Workers:
         """Return this process's part of a parameter; the parameter, where it is not sharded."""
         return param
 
+    def place(self) -> dict[str, int]:
+        """Return what part of a worker this process has, by names for a saved state."""
+        return {}
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameter name -> shape of this process's part of it."""

@@ -80,7 +80,7 @@ class Resumed:
     def by_attach(self) -> None:
         handle = object.__new__(attached.Attached)
         handle._workers, handle._control, handle._device = self.workers, self.control, CUDA
-        handle._group = None  # type: ignore[assignment]
+        handle._everybody = None
         control = {"loop": self.control.state_dict({}), "worker": self.own["turn"]}
         state = {"engine": self.engine_state, "levels": None, "layout": [["w"]]}
         with pytest.MonkeyPatch.context() as patch:  # the comparison of what workers have

@@ -1,0 +1,79 @@
+"""AttachedDDP: compressed exchange of a DistributedDataParallel module, without Lightning."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc.controllers import Controller
+from lightning_gc.synchronizer import Configuration, Synchronizer, Workers
+from lightning_gc.synchronizer.attached import Attached
+from lightning_gc.synchronizer.attached_settings import check_settings
+from lightning_gc.synchronizer.parts import Parts
+from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
+from lightning_gc.synchronizer.validation import refuse_sparse_gradients, refuse_unsynchronised
+from lightning_gc.synchronizer.verification import Verify
+
+
+class AttachedDDP(Attached):
+    """Handle of a ``DistributedDataParallel`` module, by its communication hook.
+
+    Args:
+        ddp: the module; the others as for ``attach``.
+        configuration: compressor, memory and scheme.
+        controller: or None.
+        optimizers: of the module's parameters.
+        scaler: of fp16 training.
+        timeout: of every collective.
+        verify: what workers compare.
+        exchanged: parameter -> name, of all modules that share an optimizer with this one.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        configuration: Configuration,
+        controller: Controller | None,
+        optimizers: list[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        timeout: timedelta | None,
+        verify: Verify,
+        exchanged: dict[Tensor, str] | None = None,
+    ) -> None:
+        check_settings(configuration, controller, optimizers)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        refuse_sparse_gradients(ddp.module)
+        warn_of_one_queue(ddp)
+        workers = Workers(configuration)
+        workers.name(ddp.module)
+        self._exchanged = workers.names if exchanged is None else exchanged
+        self._exchanged.update(workers.names)
+        device = next(iter(workers.names)).device
+        synchronizer = Synchronizer(
+            workers,
+            device,
+            ddp.process_group,
+            timeout,
+            before_round=partial(workers.prepare_round, scaler, optimizers),
+            revocable=scaler is not None,
+            agreed={"controller": repr(controller)},
+            verify=verify,
+        )
+        group = ddp.process_group
+        super().__init__(
+            workers, synchronizer, controller, optimizers, device, group, group, Parts()
+        )
+        ddp.register_comm_hook(None, synchronizer.hook)
+        # Not by the communication hook, which is not called if all that is trained is new.
+        self._watching = ddp.register_forward_hook(self._refuse_unsynchronised)
+
+    def _refuse_unsynchronised(self, ddp: DistributedDataParallel, *passed: Any) -> None:
+        refuse_unsynchronised(ddp.module, self._exchanged, self._optimizers)
+
+    def _detach(self) -> None:
+        self._watching.remove()

@@ -1,0 +1,227 @@
+"""``attach`` of a model in shards: equal to the strategy, to torch's own HSDP, and resumed."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_gc import Identity, PerParameter, Residual, StepAhead, TopK, attach
+from lightning_gc.controllers import Accordion
+from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
+from lightning_gc.synchronizer.checksum import with_checksum
+from tests.support.accelerator import BACKEND, DEVICE, needs_four
+from tests.support.hsdp import RANKS, Sharded, batches_of, fit_sharded, hsdp, whole
+from tests.support.processes import run_in_processes
+
+pytestmark = [pytest.mark.processes, needs_four]
+STEPS = 6
+CAP_MB = 0.002  # several buckets
+
+
+def mesh_of(*shape: int) -> Any:
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard")[: len(shape)])
+
+
+class Loop:
+    """A training loop of a user's own, on a mesh of replicas and shards.
+
+    Without a compressor it is torch's own HSDP.
+    """
+
+    def __init__(self, rank: int, compressor: Any = None, mesh: Any = None, **options: Any) -> None:
+        self.net = Sharded()
+        for layer in (*self.net.body, self.net.frozen, self.net.head, self.net):
+            fully_shard(layer, mesh=mesh or mesh_of(2, 2))
+        trained = [param for param in self.net.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+        self.handle: Any = None
+        if compressor is not None:
+            options = {"optimizers": self.optimizer, "bucket_cap_mb": CAP_MB} | options
+            self.handle = attach(self.net, compressor, **options)  # type: ignore[arg-type]
+        self.data = batches_of(rank, 2 * STEPS)
+
+    def run(self, start: int, stop: int, accumulated: int = 1) -> None:
+        for step in range(start, stop):
+            self.optimizer.zero_grad()
+            for part in range(accumulated):
+                last = part == accumulated - 1
+                self.net.set_requires_gradient_sync(last)  # type: ignore[operator]
+                batch = self.data[step * accumulated + part]
+                (self.loss(batch) / accumulated).backward()
+            self.optimizer.step()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self.net(batch) - batch[:, :3] * 2).square().mean()
+
+    def left(self) -> dict[str, Any]:
+        """Return whole parameters and, of a handle, this rank's errors, as arrays."""
+        found = {n: whole(p).numpy().copy() for n, p in self.net.named_parameters()}
+        if self.handle is not None:
+            memory = self.handle.state_dict()["engine"]["memory"]
+            found |= {f"{n} error": kept["error"].numpy().copy() for n, kept in memory.items()}
+        return found
+
+
+def equal(one: dict[str, Any], other: dict[str, Any], gap: float = 0.0) -> bool:
+    return one.keys() == other.keys() and all(
+        np.allclose(one[n], other[n], rtol=0, atol=gap) for n in one
+    )
+
+
+def everything(rank: int) -> dict[str, Any]:
+    """In one set of processes, for starting them takes long."""
+    found: dict[str, Any] = {}
+    compressor = PerParameter(TopK(0.1))
+    dist.init_process_group(BACKEND)
+    ours = Loop(rank, compressor)
+    ours.run(0, 3)
+    file = io.BytesIO()
+    saved = {"net": ours.net.state_dict(), "optimizer": ours.optimizer.state_dict()}
+    torch.save(saved | {"compression": ours.handle.state_dict()}, file)
+    ours.run(3, STEPS)
+    found["attached"] = ours.left()
+    found["bytes"] = ours.handle.account().wire_bytes
+    ours.handle.close()
+    ours.run(STEPS, STEPS + 2)  # torch averages over replicas again
+    found["after close"] = {n: whole(p).numpy() for n, p in ours.net.named_parameters()}
+
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    again = Loop(rank, compressor)
+    again.net.load_state_dict(state["net"])
+    again.optimizer.load_state_dict(state["optimizer"])
+    again.handle.load_state_dict(state["compression"])
+    again.run(3, STEPS)
+    found["resumed"] = again.left()
+    other = {n: part for n, part in state["compression"].items() if n != CHECKSUM}
+    other["shard"] = 1 - other["shard"]
+    found["other shard"] = sentence(again.handle.load_state_dict, with_checksum(other))
+    again.handle.close()
+
+    for name, accumulated in (("dense", 1), ("accumulated", 2)):
+        for key, method in ((name, Identity()), (f"{name} by torch", None)):
+            loop = Loop(rank, method)
+            loop.run(0, STEPS, accumulated)
+            found[key] = {n: whole(p).numpy() for n, p in loop.net.named_parameters()}
+            if loop.handle is not None:
+                loop.handle.close()
+
+    watched = Loop(rank, compressor, controller=Accordion(0.2, 0.1, interval=1))
+    levels = []
+    for epoch in range(3):
+        watched.handle.begin_epoch(epoch, max_epochs=3)
+        watched.run(epoch, epoch + 1)
+        levels.append(watched.handle.levels)
+    found["levels"] = levels
+    watched.handle.close()
+    found["refused"] = refused(rank, compressor)
+    fitted = fit_sharded(rank, hsdp(compressor, bucket_cap_mb=CAP_MB), steps=STEPS)
+    found["strategy"] = fitted["whole"] | fitted["memory"]
+    return found
+
+
+def refused(rank: int, compressor: Any) -> dict[str, str]:
+    def with_units(*meshes: Any) -> Any:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer, mesh in zip((*net, net), meshes, strict=True):
+            fully_shard(layer, mesh=mesh)
+        return net
+
+    def with_outside(mesh: Any) -> Any:
+        head = nn.Sequential(nn.Linear(4, 4))
+        fully_shard(head, mesh=mesh)
+        head.insert(0, nn.Linear(4, 4))
+        return head
+
+    both, flat = mesh_of(2, 2), mesh_of(RANKS)
+    turned = mesh_of(1, RANKS)
+    net = with_units(both, both, both)
+    cases: dict[str, Any] = {
+        "no replicas": lambda: attach(with_units(flat, flat, flat), compressor),
+        "two meshes": lambda: attach(with_units(both, turned, both), compressor),
+        "trained outside": lambda: attach(with_outside(both), compressor),
+        "a loss scaler": lambda: attach(net, compressor, scaler=torch.amp.GradScaler("cpu")),
+        "verify": lambda: attach(net, compressor, verify=1),
+        "no megabytes": lambda: attach(net, compressor, bucket_cap_mb=0),
+        "lookahead": lambda: attach(net, compressor, StepAhead()),
+        "unlike ranks": lambda: attach(net, PerParameter(TopK(0.1 + 0.1 * (rank == 3)))),
+    }
+    found = {name: sentence(act) for name, act in cases.items()}
+    attach(net, compressor, Residual()).close()  # what was refused has left nothing behind
+    return found
+
+
+def sentence(act: Any, *args: Any) -> str:
+    try:
+        act(*args)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_in_processes(everything, RANKS, timeout=200)
+    return results
+
+
+def test_it_equals_the_strategy(found: Any) -> None:
+    """The same weights and errors, bit for bit."""
+    for rank in found:
+        assert equal(rank["attached"], rank["strategy"])
+        assert any(
+            np.abs(v).max() > 0 for n, v in rank["attached"].items() if "error" in n and v.size
+        )
+
+
+def test_it_sends_a_tenth(found: Any) -> None:
+    elements = sum(v.size for n, v in found[0]["attached"].items() if n.endswith("error"))
+    for rank in found:
+        assert 0 < rank["bytes"] < STEPS * 4 * elements / 2
+
+
+def test_it_resumes_bit_for_bit(found: Any) -> None:
+    for rank in found:
+        assert equal(rank["resumed"], rank["attached"])
+        assert "has a state with shard=" in rank["other shard"]
+
+
+@pytest.mark.parametrize("how", ["dense", "accumulated"])
+def test_uncompressed_it_is_torchs_hsdp(found: Any, how: str) -> None:
+    for rank in found:
+        assert equal(rank[how], rank[f"{how} by torch"], gap=1e-6)
+
+
+def test_after_close_torch_averages_over_replicas(found: Any) -> None:
+    for rank in found[1:]:
+        assert equal(rank["after close"], found[0]["after close"])
+
+
+def test_a_controller_decides_the_same_on_all_ranks(found: Any) -> None:
+    levels = [rank["levels"] for rank in found]
+    assert levels[0][0]
+    assert all(each == levels[0] for each in levels)
+
+
+REFUSED = {
+    "no replicas": "no replicas to exchange gradients with",
+    "two meshes": "give fully_shard one mesh for all",
+    "trained outside": "trains 0.weight, 0.bias outside of all",
+    "a loss scaler": "need no loss scaling",
+    "verify": "verify=1",
+    "no megabytes": "more than 0, such as 25",
+    "lookahead": "moves the weights around each forward pass",
+    "unlike ranks": "compressor",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_on_all_ranks(found: Any, case: str) -> None:
+    for rank in found:
+        assert REFUSED[case] in rank["refused"][case]
