@@ -160,23 +160,26 @@ def _join(spaces: Sequence[str], hub: str) -> None:
 
 
 def launch(
-    script: str, arguments: Sequence[str], spaces: Sequence[str], timeout: float
+    script: str, arguments: Sequence[str], spaces: Sequence[str], timeout: float, local: int = 1
 ) -> list[Any]:
     """Run a script in every namespace; return what each wrote into the file that it got as --out.
 
-    The processes find the variables that torchrun would set.
+    Each namespace is a node with so many processes, ``local``, in the order of their ranks. They
+    find the variables that torchrun would set.
     """
     with tempfile.TemporaryDirectory() as folder:
-        results = [Path(folder, f"{i}.json") for i in range(len(spaces))]
-        logs = [Path(folder, f"{i}.log") for i in range(len(spaces))]
+        ranks = len(spaces) * local
+        results = [Path(folder, f"{i}.json") for i in range(ranks)]
+        logs = [Path(folder, f"{i}.log") for i in range(ranks)]
         processes = []
-        for i, space in enumerate(spaces):
+        for i in range(ranks):
+            node, space = i // local, spaces[i // local]
             into = f"ip netns exec {space} env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME={INTERFACE} "
-            into += f"MASTER_ADDR={SUBNET}1 MASTER_PORT={PORT} WORLD_SIZE={len(spaces)} RANK={i} "
+            into += f"MASTER_ADDR={SUBNET}1 MASTER_PORT={PORT} WORLD_SIZE={ranks} RANK={i} "
             # Where there are GPUs, torch's PowerSGD hook refuses gradients on the CPU.
             into += "CUDA_VISIBLE_DEVICES= "
-            command = [*into.split(), f"NODE_RANK={i}", "LOCAL_RANK=0", sys.executable, script]
-            command += [*arguments, f"--out={results[i]}"]
+            command = [*into.split(), f"NODE_RANK={node}", f"LOCAL_RANK={i % local}"]
+            command += [sys.executable, script, *arguments, f"--out={results[i]}"]
             with logs[i].open("w") as log:
                 process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             processes.append(process)
