@@ -38,6 +38,7 @@ class Totals:
     whole: float = 0  # elements sent whole, besides those given to codecs
     encoded_bytes: float = 0  # of gradients once encoded, whether or not they are sent
     gradient_bytes: float = 0  # of the same gradients before
+    node_bytes: float = 0
 
     def add(self, other: Totals) -> None:
         """Add another sum to this one."""
@@ -57,6 +58,8 @@ class Totals:
             "dense_bytes": self.dense_bytes / steps,
             "ratio": ratio(self.dense_bytes, self.wire_bytes),
         }
+        if self.node_bytes:
+            figures["node_bytes"] = self.node_bytes / steps
         if self.gradient_bytes:
             figures["encoded_bytes"] = self.encoded_bytes / steps
             figures["encoding_ratio"] = ratio(self.gradient_bytes, self.encoded_bytes)
@@ -117,6 +120,7 @@ class Sums:
             whole=now.whole - before.whole,
             encoded_bytes=now.encoded_bytes - before.encoded_bytes,
             gradient_bytes=now.grad_bytes - before.grad_bytes,
+            node_bytes=account.node_bytes,
         )
         self._tally = replace(now)
         if any(account.seconds.values()):

@@ -41,6 +41,10 @@ class Scheme(Settings, abc.ABC):
         """Return how many times a worker encodes a tensor, or a part of it, in a step."""
         return 1
 
+    def neighbours(self, workers: int) -> int:
+        """Return how many workers with consecutive numbers are a node, to whom bytes are free."""
+        return 1
+
     def check(self, compressor: Compressor) -> None:
         """Raise ValueError if the compressor cannot be used with this scheme."""
         if isinstance(compressor.method, Collective):

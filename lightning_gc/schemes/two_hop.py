@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +9,9 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Compressor, limits_of, wire_of
-from lightning_gc.flow import Exchange, Flow, Gather, Limits, Payload
+from lightning_gc.flow import Flow, Gather, Limits
 from lightning_gc.schemes.base import Scheme
-from lightning_gc.schemes.shards import padded, unpad
+from lightning_gc.schemes.shards import book, padded, toward, unpad
 from lightning_gc.schemes.two_shot import TwoShot
 
 
@@ -96,21 +95,21 @@ class TwoHop(Scheme):
             shard, whole = padded(buffer, i, nodes * size)
             payloads.append(codec.send(whole, part))
             unpad(whole, shard)
-        arrived = yield _toward(neighbours, payloads, workers, codec, nodes * size)
+        arrived = yield toward(neighbours, payloads, workers, _limits(codec, nodes * size))
 
         mean = torch.zeros(nodes * size, dtype=buffer.dtype, device=buffer.device)
         for sender in neighbours:
             codec.receive(tuple(arrived[sender]), mean, 1 / near, parts[local], sender)
         mine = [_named(bucket.shard(local * nodes + i, size), "", 1) for i in range(nodes)]
         payloads = [codec.send(mean[i * size : (i + 1) * size], mine[i]) for i in range(nodes)]
-        _book(buffer, local * nodes * size, mean, near)
-        arrived = yield _toward(counterparts, payloads, workers, codec, size)
+        book(buffer, local * nodes * size, mean, near)
+        arrived = yield toward(counterparts, payloads, workers, _limits(codec, size))
 
         mean = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
         for sender in counterparts:
             codec.receive(tuple(arrived[sender]), mean, 1 / nodes, mine[node], sender)
         payload = codec.send(mean, replace(mine[node], phase=2))
-        _book(buffer, (local * nodes + node) * size, mean, workers)
+        book(buffer, (local * nodes + node) * size, mean, workers)
         gathered = yield Gather(payload, limits_of(codec, size))
 
         if not bucket.wanted:
@@ -131,20 +130,6 @@ def _named(bucket: Bucket, suffix: str, phase: int) -> Bucket:
     return replace(bucket, shapes={name + suffix: shape}, phase=phase)
 
 
-def _toward(
-    receivers: Sequence[int], payloads: Sequence[Payload], workers: int, codec: Codec, size: int
-) -> Exchange:
-    """Return the request that sends each receiver its payload, and others nothing."""
-    limits: Limits = tuple(field.length for field in wire_of(codec, size))
-    nothing = tuple(tensor[:0] for tensor in payloads[0])
-    toward = [nothing] * workers
-    for receiver, payload in zip(receivers, payloads, strict=True):
-        toward[receiver] = payload
-    return Exchange(tuple(toward), limits)
-
-
-def _book(buffer: Tensor, start: int, error: Tensor, times: int) -> None:
-    """Add an encoding's error to the worker's own, so many times, from ``start`` on."""
-    mine = buffer[start : start + error.numel()]
-    # NaN and overflow from other workers are in the payload, and are added to no error.
-    mine.add_(error[: mine.numel()].nan_to_num_(0.0, 0.0, 0.0), alpha=times)
+def _limits(codec: Codec, size: int) -> Limits:
+    """Return the lengths of all tensors of a payload: to most workers nothing is sent."""
+    return tuple(field.length for field in wire_of(codec, size))

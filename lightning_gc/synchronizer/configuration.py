@@ -33,6 +33,10 @@ class Configuration:
         parts = self.compressor, self.memory, self.scheme
         return Engine(*parts, worker=worker, workers=workers, seed=self.seed)
 
+    def neighbours(self, workers: int) -> int:
+        """Return how many consecutive workers are a node, as the scheme knows them."""
+        return 1 if self.scheme is None else self.scheme.neighbours(workers)
+
     def in_words(self) -> dict[str, str]:
         """Return ``{name: repr}`` of the settings."""
         return {name: repr(value) for name, value in vars(self).items()}

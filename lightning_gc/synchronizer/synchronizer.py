@@ -83,7 +83,8 @@ class Synchronizer:
             for ranks in groups or [members]
         ]
         self._group = next(g for g in made if isinstance(g, dist.ProcessGroup))
-        transport = Distributed(self._group, purpose)
+        per_node = workers.configuration.neighbours(dist.get_world_size(self._group))
+        transport = Distributed(self._group, purpose, per_node)
         same = workers.configuration.in_words() | {"verify": repr(verify)} | dict(agreed or {})
         same["names and shapes of parameters"] = digest_of(workers.shapes)
         same |= arithmetic(device, workers.configuration.compressor)

@@ -68,12 +68,13 @@ class Lockstep:
         scheme: Scheme | None = None,
         seed: int = 0,
     ) -> None:
-        self.transport = Simulated(workers)
         self.weights: dict[str, Tensor] = {}
         self.engines = [
             Engine(layerwise(compressor), memory, scheme, worker=worker, workers=workers, seed=seed)
             for worker in range(workers)
         ]
+        used = self.engines[0].scheme
+        self.transport = Simulated(workers, 1 if used is None else used.neighbours(workers))
 
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> Round:
         """Synchronise one gradient per worker, ``{name: tensor}``, which are not changed."""

@@ -29,11 +29,14 @@ class Account:
         wire_bytes: bytes sent.
         message_bytes: bytes of its messages, each counted once whatever the number of receivers;
             in simulations only.
+        node_bytes: bytes sent within its node, by a scheme that knows of nodes; not in
+            ``wire_bytes``.
         seconds: phase -> seconds; empty where nothing was timed.
     """
 
     wire_bytes: int = 0
     message_bytes: int = 0
+    node_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -88,7 +91,7 @@ class Recording:
         self.workers = inner.workers
         self.exchanges: deque[ExchangeRecord] | None = None
         self._watch = Stopwatch()
-        self._taken_bytes = inner.sent_bytes
+        self._taken = (inner.sent_bytes, inner.node_bytes)
 
     @property
     def sent_bytes(self) -> int:
@@ -126,8 +129,9 @@ class Recording:
         return self._watch.totals()
 
     def take(self) -> Account:
-        before, self._taken_bytes = self._taken_bytes, self.inner.sent_bytes
-        return Account(self._taken_bytes - before, seconds=self._watch.take())
+        before, self._taken = self._taken, (self.inner.sent_bytes, self.inner.node_bytes)
+        sent, within = (now - then for now, then in zip(self._taken, before, strict=True))
+        return Account(sent, node_bytes=within, seconds=self._watch.take())
 
 
 class Stopwatch:

@@ -40,6 +40,10 @@ class Checksummed(Transport):
     def sent_bytes(self) -> int:  # type: ignore[override]
         return self.inner.sent_bytes
 
+    @property
+    def node_bytes(self) -> int:  # type: ignore[override]
+        return self.inner.node_bytes
+
     def fulfil(self, request: Request) -> Reply:
         if isinstance(request, Mean):
             return self._mean(request)

@@ -17,6 +17,7 @@ from lightning_gc.transports.base import (
     all_gather_bytes,
     all_reduce_bytes,
     as_bytes,
+    by_leg,
     check_lengths,
     laid_out,
     lengths_of,
@@ -46,6 +47,8 @@ class Distributed(Transport):
     Args:
         group: the process group; None is the default group.
         purpose: what is communicated, for error messages.
+        per_node: workers with consecutive indices that are a node, as a scheme knows them; what an
+            ``Exchange`` sends within one is counted apart.
 
     Communication pattern:
         ``Mean`` is one all-reduce per dtype; ``Gather`` one all-gather; ``Exchange`` one
@@ -55,12 +58,18 @@ class Distributed(Transport):
         They end in 8 bytes, by which the host sees whether the lengths were true.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, purpose: str = EXCHANGE) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        purpose: str = EXCHANGE,
+        per_node: int = 1,
+    ) -> None:
         self.group = group
         self.purpose = purpose
+        self.per_node = per_node
         self.worker = dist.get_rank(group)
         self.workers = dist.get_world_size(group)
-        self.sent_bytes = 0
+        self.sent_bytes = self.node_bytes = 0
 
     def fulfil(self, request: Request) -> Reply:
         """Carry out one request.
@@ -125,7 +134,9 @@ class Distributed(Transport):
         own, limits = request.payloads[self.worker], request.limits
         outgoing = [laid_out(payload, limits) for payload in request.payloads]
         messages = [m.pack(p) for m, p in zip(outgoing, request.payloads, strict=True)]
-        self.sent_bytes += sum(m.nbytes for i, m in enumerate(outgoing) if i != self.worker)
+        away, within = by_leg([m.nbytes for m in outgoing], self.worker, self.per_node)
+        self.sent_bytes += away
+        self.node_bytes += within
         if limits is None:
             layouts = [Message(own)] * self.workers
         elif own[0].device.type == "cpu":

@@ -13,6 +13,7 @@ from lightning_gc.transports.base import (
     LENGTH_BYTES,
     all_gather_bytes,
     all_reduce_bytes,
+    by_leg,
     check_lengths,
     laid_out,
     lengths_of,
@@ -26,17 +27,21 @@ class Simulated:
 
     Attributes:
         workers: W.
+        per_node: workers with consecutive indices that are a node, as for ``Distributed``.
         sent_bytes: per worker, the bytes that ``Distributed`` would have sent.
+        node_bytes: per worker, those that it counts apart.
         requested: kind of the last request, such as ``"Mean"``.
         message_bytes: per worker, the bytes of its messages, each counted once whatever the number
             of receivers.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, per_node: int = 1) -> None:
         if workers < 1:
             raise ValueError(f"Simulated(workers={workers}): at least one worker is needed.")
         self.workers = workers
+        self.per_node = per_node
         self.sent_bytes = [0] * workers
+        self.node_bytes = [0] * workers
         self.message_bytes = [0] * workers
         self.requested = ""
 
@@ -110,8 +115,9 @@ class Simulated:
     def _exchange(self, requests: Sequence[Exchange]) -> list[Reply]:
         first = requests[0]
         for sender, r in enumerate(requests):
-            others = (p for i, p in enumerate(r.payloads) if i != sender)
-            nbytes = sum(laid_out(p, first.limits).nbytes for p in others)
+            sizes = [laid_out(p, first.limits).nbytes for p in r.payloads]
+            nbytes, within = by_leg(sizes, sender, self.per_node)
+            self.node_bytes[sender] += within
             if first.limits is not None:
                 nbytes += all_gather_bytes(LENGTH_BYTES * len(r.payloads[0]), self.workers)
                 for own, payload in zip(first.payloads, r.payloads, strict=True):

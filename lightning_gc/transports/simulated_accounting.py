@@ -26,6 +26,7 @@ class Ledger:
     Args:
         workers: W.
         network: from which the seconds of requests are computed, for controllers; None for none.
+        per_node: workers that are a node, as for ``Simulated``.
 
     Attributes:
         pages: the accounts, one per worker.
@@ -36,12 +37,14 @@ class Ledger:
         step: number of the round, by which the network's bandwidth is scheduled.
     """
 
-    def __init__(self, workers: int, network: NetworkModel | None = None) -> None:
+    def __init__(
+        self, workers: int, network: NetworkModel | None = None, per_node: int = 1
+    ) -> None:
         self.network = network
         self.communicated = 0.0
         self.exchanges: deque[ExchangeRecord] | None = None
         self.step = 0
-        self.transport = Simulated(workers)
+        self.transport = Simulated(workers, per_node)
         self.compute = Stopwatch()
         self.pages = [Page(self, worker) for worker in range(workers)]
         self.phases = Stopwatch()
@@ -86,7 +89,7 @@ class Page:
         self.worker = worker
         self.workers = ledger.transport.workers
         self.noted: dict[str, float] = {}  # seconds already read by another page's ``take``
-        self._taken = (0, 0)
+        self._taken = (0, 0, 0)
 
     @property
     def sent_bytes(self) -> int:
@@ -123,6 +126,7 @@ class Page:
             for page in self.ledger.pages:
                 page.noted[phase] = page.noted.get(phase, 0.0) + spent
         seconds, self.noted = self.noted, {}
-        transport, before = self.ledger.transport, self._taken
-        self._taken = (self.sent_bytes, transport.message_bytes[self.worker])
-        return Account(self._taken[0] - before[0], self._taken[1] - before[1], seconds=seconds)
+        transport, before, me = self.ledger.transport, self._taken, self.worker
+        self._taken = (self.sent_bytes, transport.message_bytes[me], transport.node_bytes[me])
+        sent, said, within = (now - then for now, then in zip(self._taken, before, strict=True))
+        return Account(sent, said, within, seconds)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_gc import SCHEMES, TwoHop
+from lightning_gc import SCHEMES, Hierarchical, TwoHop
 from lightning_gc.compressors import PerParameter, SizeSwitch, TopK
 from lightning_gc.testing.contracts import (
     CompressorContract,
@@ -54,4 +54,6 @@ class TestAllMemories(MemoryContract):
 
 
 class TestSchemes(SchemeContract):
-    instances = tuple(TwoHop(2) if cls is TwoHop else cls() for cls in SCHEMES.values())
+    instances = tuple(
+        cls(2) if issubclass(cls, TwoHop | Hierarchical) else cls() for cls in SCHEMES.values()
+    )

@@ -16,6 +16,8 @@ from lightning_gc import (
     SAEF,
     AllGather,
     ErrorReset,
+    HardThreshold,
+    Hierarchical,
     NoMemory,
     Residual,
     Scheme,
@@ -59,6 +61,9 @@ MANY = in_all_schemes(
 )
 MANY += [
     (QSGD(4), NoMemory(), TwoHop(2)),
+    (QSGD(4), NoMemory(), Hierarchical(2)),
+    (TopK(0.1), Residual(), Hierarchical(2)),
+    (HardThreshold(0.5), Residual(), Hierarchical(2)),
     (TopK(0.1, selection="sampled"), Residual(), TwoHop(2)),
 ]
 """Each instance of each; and nodes of two workers, of which there are two with four workers."""

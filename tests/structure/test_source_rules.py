@@ -31,7 +31,8 @@ CompressedDDPStrategy CompressedFabricStrategy CompressedHSDPStrategy Compressio
 Contraction DIANA
 EF21 ErrorReset
 Estimating
-GlobalMomentum GrowingRounds HardThreshold Identity Knob LocalMomentum LocalStepsStrategy LowRank
+GlobalMomentum GrowingRounds HardThreshold
+Hierarchical Identity Knob LocalMomentum LocalStepsStrategy LowRank
 Memory
 MomentumCorrection Multiple NarrowResidual
 NetworkModel NoMemory OuterSGD PerParameter Preset QSGD RandomK Range

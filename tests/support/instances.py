@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, TwoHop
+from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, Hierarchical, TwoHop
 from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -43,6 +43,6 @@ def schemes_for(compressor: Compressor) -> list[Scheme | None]:
     """Return all schemes that carry the compressor; None alone, if it has rounds of its own."""
     if isinstance(compressor.method, Collective):
         return [None]
-    # For so few workers TwoHop() is TwoShot(); tests/units/test_two_hop.py has nodes.
-    kinds = [cls for cls in SCHEMES.values() if cls is not TwoHop]
+    # Of so few workers these make no nodes; test_two_hop.py and test_hierarchical.py have some.
+    kinds = [cls for cls in SCHEMES.values() if cls not in (TwoHop, Hierarchical)]
     return [cls() for cls in kinds if fits(cls(), compressor)]

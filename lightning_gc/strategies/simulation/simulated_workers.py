@@ -118,7 +118,8 @@ class SimulatedWorkers(CompressedStrategy):
         super().setup(trainer)  # type: ignore[misc]
         self.local_workers.name(module)
         self._done = 0  # micro-batches of this step with a finished backward pass
-        self._ledger = Ledger(self.workers, self.network)
+        per_node = self.local_workers.configuration.neighbours(self.workers)
+        self._ledger = Ledger(self.workers, self.network, per_node)
         self._begin_fit(module)
         self._on_engines_ready()
 

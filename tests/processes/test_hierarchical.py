@@ -1,0 +1,45 @@
+"""Nodes of two workers in real processes: as simulated, as DDP if uncompressed, and resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_gc import QSGD, Hierarchical, Identity, PerParameter, TopK
+from tests.support.processes import run_in_processes
+from tests.support.resuming import checkpoint, differences, in_processes
+from tests.support.simulation import real, simulated
+
+pytestmark = pytest.mark.processes
+IN_NODES = {"scheme": Hierarchical(2)}
+CASES: list[dict[str, Any]] = [
+    {"compressor": PerParameter(TopK(0.05)), "options": IN_NODES},
+    {"compressor": PerParameter(QSGD(4)), "options": IN_NODES},
+    {"compressor": PerParameter(Identity()), "options": IN_NODES},
+    {"compressor": Identity()},  # DDP, bit for bit
+]
+WIRE, NODE = "compression/total_wire_bytes", "compression_epoch/node_bytes"
+
+
+@pytest.mark.parametrize("workers", [4, pytest.param(6, marks=pytest.mark.nightly)])
+def test_as_simulated_and_as_ddp(workers: int) -> None:
+    """Bit for bit what is simulated, bytes of either leg too; uncompressed it is DDP's mean."""
+    runs = list(zip(*run_in_processes(real, workers, workers, CASES, timeout=200), strict=True))
+    for case, them in zip(CASES[:-1], runs, strict=False):
+        us, what = simulated(workers, case), repr(case["compressor"])
+        assert us["metrics"] == them[0]["metrics"], what
+        assert us["metrics"][NODE] > us["metrics"][WIRE] / us["steps"] > 0, what
+        assert us["digest"] == them[0]["digest"], what
+        assert us["memory"] == [run["memory"][0] for run in them], what
+    ours, dense = (each[0]["parameters"] for each in runs[-2:])
+    for one, other in zip(ours, dense, strict=True):
+        assert np.abs(one - other).max() <= 1e-6
+
+
+def test_it_resumes_bit_for_bit(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"compressor": PerParameter(TopK(0.2)), "epochs": 2} | IN_NODES
+    whole = in_processes(4, folder=str(tmp_path / "whole"), **options)
+    resume = checkpoint(tmp_path / "whole", 0, 5)
+    resumed = in_processes(4, folder=str(tmp_path / "second"), resume=resume, **options)
+    assert differences(whole, resumed) == []
