@@ -4,8 +4,8 @@
 
 Each node is a network namespace, so that its ranks reach each other as fast as the machine can, and
 the other node's over a shaped link. A small transformer is trained by AdamW, in plain torch: by
-DDP, by torch's HSDP with gradients reduced in float32 and in bfloat16, and with the exchange
-between replicas compressed by ``attach``; sharded within nodes without any exchange between them is
+DDP, by torch's HSDP with gradients reduced in float32 and in bfloat16, and with what replicas or
+nodes exchange compressed by ``attach``; sharded within nodes without any exchange between them is
 the limit. Ways take turns. All ranks share this machine's cores: ratios in a table are what counts.
 """
 
@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import QSGD, Compressor, PowerSGD, TopK, attach
+from lightning_gc import QSGD, Compressor, Hierarchical, PowerSGD, Scheme, TopK, attach
 from lightning_gc.text_table import markdown
 
 NODES, LOCAL, WARMUP = 2, 2, 3
@@ -58,15 +58,18 @@ def in_shards(
     return shard
 
 
-WAYS: dict[str, tuple[Callable[[Any], nn.Module], Compressor | None]] = {
-    "sharded within nodes, nothing between": (in_shards(1), None),
-    "DDP": (DistributedDataParallel, None),
-    "torch's HSDP": (in_shards(2), None),
-    "torch's HSDP, bfloat16": (in_shards(2, torch.bfloat16), None),
-    "DDP, TopK(0.01)": (DistributedDataParallel, TOPK),
-    "HSDP, TopK(0.01)": (in_shards(2), TOPK),
-    "HSDP, QSGD(4)": (in_shards(2), QSGD(4)),
-    "HSDP, PowerSGD(2)": (in_shards(2), PowerSGD(2)),
+IN_NODES = Hierarchical(LOCAL)
+WAYS: dict[str, tuple[Callable[[Any], nn.Module], Compressor | None, Scheme | None]] = {
+    "sharded within nodes, nothing between": (in_shards(1), None, None),
+    "DDP": (DistributedDataParallel, None, None),
+    "torch's HSDP": (in_shards(2), None, None),
+    "torch's HSDP, bfloat16": (in_shards(2, torch.bfloat16), None, None),
+    "DDP, TopK(0.01)": (DistributedDataParallel, TOPK, None),
+    "DDP in nodes, TopK(0.01)": (DistributedDataParallel, TOPK, IN_NODES),
+    "DDP in nodes, QSGD(4)": (DistributedDataParallel, QSGD(4), IN_NODES),
+    "HSDP, TopK(0.01)": (in_shards(2), TOPK, None),
+    "HSDP, QSGD(4)": (in_shards(2), QSGD(4), None),
+    "HSDP, PowerSGD(2)": (in_shards(2), PowerSGD(2), None),
 }
 
 
@@ -77,7 +80,7 @@ def sent(interface: str) -> int:
 
 def turn(way: str, steps: int) -> dict[str, list[float]]:
     """Train for so many steps after the warm-up; return seconds, and the node's bytes, of each."""
-    wrap, compressor = WAYS[way]
+    wrap, compressor, scheme = WAYS[way]
     torch.manual_seed(0)
     module, loader = build("gpt", WARMUP + steps, dist.get_rank())
     optimizer_of, rate, clip = module.optimizer, module.rate, module.clip
@@ -85,7 +88,8 @@ def turn(way: str, steps: int) -> dict[str, list[float]]:
     optimizer = optimizer_of(model.parameters(), lr=rate)
     handle = None
     if compressor is not None:
-        handle = attach(model, compressor, optimizers=optimizer, timeout=LIMIT)  # type: ignore[arg-type]
+        options: Any = {"scheme": scheme, "optimizers": optimizer, "timeout": LIMIT}
+        handle = attach(model, compressor, **options)  # type: ignore[arg-type]
     found: dict[str, list[float]] = {"seconds": [], "between": [], "inside": []}
     for step, batch in enumerate(loader):
         dist.barrier()
