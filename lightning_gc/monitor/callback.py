@@ -222,9 +222,9 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
     recordings = getattr(trainer.strategy, "recordings", ())
     if not engines or not recordings:
         raise ValueError(
-            f"CompressionMonitor watches CompressedDDPStrategy, CompressedHSDPStrategy, "
-            f"LocalStepsStrategy and SimulatedDDPStrategy, but the Trainer has "
-            f"{type(trainer.strategy).__name__}. Use one of these; "
+            f"CompressionMonitor watches CompressedDDPStrategy, CompressedFSDPStrategy, "
+            f"CompressedHSDPStrategy, LocalStepsStrategy and SimulatedDDPStrategy, but the Trainer "
+            f"has {type(trainer.strategy).__name__}. Use one of these; "
             f"CompressedDDPStrategy(Identity()) equals plain DDP."
         )
     return engines, recordings

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,34 +18,28 @@ from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
-from lightning_gc.strategies.checkpoint.shard_tensors import Place, ShardTensors
-from lightning_gc.strategies.checkpoint.sharded_restoring import ShardedRestoring
-from lightning_gc.strategies.checkpoint.sharded_saving import ShardedHost, ShardedSaving
 from lightning_gc.strategies.hsdp_settings import check_controller, check_settings, replicas_of
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
-from lightning_gc.strategies.real_worker import RealWorker
-from lightning_gc.synchronizer import JOINING, Configuration, Synchronizer
+from lightning_gc.strategies.sharded import ShardedStrategy
+from lightning_gc.synchronizer import Configuration, Synchronizer
 from lightning_gc.synchronizer.equal_start import broadcast_all
 from lightning_gc.synchronizer.fsdp_units import units_of
-from lightning_gc.synchronizer.joint_errors import all_or_raise
 from lightning_gc.synchronizer.parts import ShardParts
 from lightning_gc.synchronizer.peers import Peers
-from lightning_gc.synchronizer.replica_mesh import replica_mesh
 from lightning_gc.synchronizer.shard_buckets import MEGABYTE, ShardBuckets
 from lightning_gc.synchronizer.shard_validation import refuse_unlike_shards
-from lightning_gc.synchronizer.sharded_workers import ShardedWorkers, dim_of
+from lightning_gc.synchronizer.sharded_workers import ShardedWorkers
 from lightning_gc.synchronizer.validation import (
     check_agreement,
     digest_of,
     refuse_sparse_gradients,
-    refuse_unsynchronised,
 )
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 _OWNER = "CompressedHSDPStrategy"
 
 
-class CompressedHSDP(RealWorker):
+class CompressedHSDP(ShardedStrategy):
     """HSDP whose replicas exchange compressed gradients.
 
     The model is sharded by FSDP2 over the S ranks of a node, and each of R nodes has a replica of
@@ -104,11 +98,6 @@ class CompressedHSDP(RealWorker):
         recording: the byte and time account of this rank's leg between nodes, while fitting.
     """
 
-    local_workers: ShardedWorkers
-    _device_mesh: Any
-    _data_parallel_size: Any
-    _tensor_parallel_size: Any
-
     def __init__(
         self,
         compressor: Compressor | str,
@@ -130,53 +119,32 @@ class CompressedHSDP(RealWorker):
         self._buckets: ShardBuckets | None = None
         super().__init__(**model_parallel_kwargs)
 
-    def _make_state(self, mode: Literal["full", "mean", "off"], dtype: torch.dtype) -> None:
-        self._saving = ShardedSaving(cast(ShardedHost, self), mode, dtype)
-        self._restoring = ShardedRestoring(cast(ShardedHost, self), off=mode == "off")
-
     def _workers_of(self, configuration: Configuration) -> ShardedWorkers:
         return ShardedWorkers(configuration)
 
-    def _setup_distributed(self) -> None:
-        """Join the other ranks with a timeout of at least a minute, then set the user's."""
-        with self._patiently():
-            super()._setup_distributed()  # type: ignore[misc]
+    def _replicas_of(self, ranks: int) -> int:
+        return replicas_of(_OWNER, self.replicas, ranks, self.num_nodes)  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         """Join the other ranks; make a mesh whose ``"data_parallel"`` dimension is the node."""
-        ranks = self.num_nodes * self.num_processes  # type: ignore[attr-defined]
-        replicas = replicas_of(_OWNER, self.replicas, ranks, self.num_nodes)  # type: ignore[attr-defined]
-        self._data_parallel_size, self._tensor_parallel_size = ranks, 1
-        super().setup_environment()  # type: ignore[misc]
-        kind, timeout = self.root_device.type, self._timeout  # type: ignore[attr-defined]
-        if kind == "cuda" and timeout is not None:  # ranks compile kernels at unlike times
-            timeout = max(timeout, JOINING)
-        self._device_mesh = replica_mesh(kind, replicas, ranks // replicas, timeout)
-        self.lightning_module._device_mesh = self._device_mesh  # type: ignore[attr-defined]
+        super().setup_environment()
+        replicas, shards = self.mesh_shape
         if replicas == 1 and self.worker == 0:
             warnings.warn(
-                f"{_OWNER} has one replica on {ranks} ranks, so that nothing is exchanged or "
+                f"{_OWNER} has one replica on {shards} ranks, so that nothing is exchanged or "
                 f"compressed. Give replicas=2, say, or Trainer(num_nodes=...).",
                 stacklevel=2,
             )
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks have data of their own, also those of one node."""
-        return {"num_replicas": self.workers, "rank": self.worker}
-
-    def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        if trainer.state.fn == "fit":
-            self._connect()
+    def _connected(self) -> bool:
+        return self._synchronizer is not None
 
     def _connect(self) -> None:
         """Check the model on all ranks, let replicas start alike, and listen to FSDP2's units."""
         self._close()
         self._failed = False
-        between, node = (
-            self._device_mesh.get_group(name) for name in ("replicate", "data_parallel")
-        )
+        between, node = self.replicate_group, self.shard_group
         model = self.model  # type: ignore[attr-defined]
         workers = self.local_workers
         workers.shard, workers.shards = dist.get_rank(node), dist.get_world_size(node)
@@ -199,11 +167,6 @@ class CompressedHSDP(RealWorker):
         )
         self._on_engines_ready()
         process_shutdown.register()
-
-    def _on_all_ranks(self, act: Any) -> None:
-        """Call ``act``; if it fails on any rank, all raise."""
-        gather = partial(gather_text, transport=Distributed(), device=self.root_device)  # type: ignore[attr-defined]
-        all_or_raise({self.worker: act}, self.workers, gather, ValueError)
 
     def _check_model(self, node: list[int]) -> str:
         model = self.model  # type: ignore[attr-defined]
@@ -242,40 +205,6 @@ class CompressedHSDP(RealWorker):
         mean = partial(self.reduce, group=self.replicate_group, reduce_op="mean")
         return Peers(self.worker == 0, self.root_device, mean, self.parts)  # type: ignore[attr-defined]
 
-    @property
-    def mesh_shape(self) -> tuple[int, int]:
-        """R and S."""
-        replicas, shards, _ = self._device_mesh.shape
-        return replicas, shards
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup:
-        """The ranks that have this rank's shards."""
-        group: dist.ProcessGroup = self._device_mesh.get_group("replicate")
-        return group
-
-    @property
-    def distributed_form(self) -> bool:
-        """Whether a checkpoint is a folder."""
-        return bool(self._save_distributed_checkpoint)  # type: ignore[attr-defined]
-
-    @property
-    def shard_tensors(self) -> ShardTensors:
-        """Writes and reads tensors in the shape of parameters."""
-        local = self.local_workers.shapes
-        places = {
-            name: Place(tuple(param.shape), local[name], dim_of(param))
-            for param, name in self.names.items()
-        }
-        return ShardTensors(self._device_mesh["replicate", "data_parallel"], places)
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Restore weights and optimizers, and in a fit error state: there is no later call."""
-        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        if self._synchronizer is not None:
-            self._restoring.restore(loaded, checkpoint_path)
-        return loaded
-
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Add up gradients of micro-batches; nodes exchange in the last one."""
@@ -286,15 +215,7 @@ class CompressedHSDP(RealWorker):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
         if self._synchronizer is not None:
-            self._refuse_unsynchronised()
             self._synchronizer.check()
-
-    def _refuse_unsynchronised(self) -> None:
-        model = self.model  # type: ignore[attr-defined]
-        known = dict(self.names)
-        for unit in units_of(model):
-            known |= dict.fromkeys(unit.stands_in(), unit.name)
-        refuse_unsynchronised(model, known, self.optimizers)  # type: ignore[attr-defined]
 
     def figures(self) -> dict[str, float]:
         """Return the bytes that this rank has sent within the node for the last exchange."""

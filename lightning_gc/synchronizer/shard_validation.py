@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_gc.synchronizer.fsdp_units import Unit, units_of
 
-_DOCUMENTED = (
+DOCUMENTED = (
     'call fully_shard(module, mesh=self.device_mesh["data_parallel"]) in configure_model, for the '
     "layers and at last for the whole model"
 )
@@ -23,11 +23,22 @@ def refuse_unlike_shards(model: nn.Module, node: Sequence[int]) -> None:
         model: as ``configure_model`` has left it.
         node: global ranks among which every unit must be sharded.
     """
-    units = units_of(model)
-    if not units:
-        raise ValueError(f"has a model without FSDP2; {_DOCUMENTED}.")
+    units = sharded_units(model)
     for unit in units:
         _refuse_unit(unit, node)
+    refuse_outside(model, units)
+
+
+def sharded_units(model: nn.Module) -> list[Unit]:
+    """Return the model's units; ValueError if it has none."""
+    units = units_of(model)
+    if not units:
+        raise ValueError(f"has a model without FSDP2; {DOCUMENTED}.")
+    return units
+
+
+def refuse_outside(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise ValueError for trained parameters outside of all units, or on a mesh of their own."""
     sharded = {param for unit in units for param in unit.params}
     outside = [
         name
@@ -37,7 +48,7 @@ def refuse_unlike_shards(model: nn.Module, node: Sequence[int]) -> None:
     if outside:
         raise ValueError(
             f"trains {', '.join(outside[:4])}{' and others' * (len(outside) > 4)} outside of all "
-            f"that fully_shard was called on, whose gradients nobody would average; {_DOCUMENTED}."
+            f"that fully_shard was called on, whose gradients nobody would average; {DOCUMENTED}."
         )
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) and param.device_mesh.ndim > 1:
@@ -51,12 +62,12 @@ def _refuse_unit(unit: Unit, node: Sequence[int]) -> None:
     if unit.replicates:
         raise ValueError(
             f"has {unit.name} on a mesh of two dimensions, on which FSDP2 averages over replicas "
-            f"itself, uncompressed; {_DOCUMENTED}."
+            f"itself, uncompressed; {DOCUMENTED}."
         )
     if unit.ranks != list(node):
         raise ValueError(
             f"has {unit.name} sharded over the ranks {unit.ranks}, but its node has "
-            f"{list(node)}: replicas would average different parameters; {_DOCUMENTED}."
+            f"{list(node)}: replicas would average different parameters; {DOCUMENTED}."
         )
     if unit.hooked:
         raise ValueError(
