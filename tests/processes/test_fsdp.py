@@ -18,12 +18,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from lightning_gc import QSGD, Identity, PerParameter
 from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
 from tests.processes.test_hsdp import Manual, Seen, Twice
-from tests.support.fitting import quiet_trainer
+from tests.support.accelerator import needs_four, needs_two
+from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.fsdp import fsdp, plain
 from tests.support.hsdp import Sharded, batches, fit_sharded, left_by
 from tests.support.processes import run_in_processes
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, needs_two]
 Found = list[dict[str, Any]]
 STEPS = 3
 
@@ -127,6 +128,44 @@ def watched(rank: int, folder: str) -> dict[str, Any]:
     return found | {"metrics": metrics, "rounds after": trainer.strategy.engine.step}  # type: ignore[attr-defined]
 
 
+def in_the_other_flavour(rank: int) -> tuple[str, float]:
+    """Fit by name; return the strategy and the ratio of bytes."""
+    import lightning.pytorch as other
+
+    from lightning_gc.strategies import for_lightning
+
+    class Net(other.LightningModule):
+        def configure_model(self) -> None:
+            self.layer = torch.nn.Linear(64, 64)
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+        def forward(self, rows: torch.Tensor) -> Any:
+            return self.layer(rows)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            return self(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    monitor = for_lightning.CompressionMonitor()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with unwarned():
+        trainer = other.Trainer(
+            strategy="compressed_fsdp",
+            accelerator="cpu",
+            devices=2,
+            max_epochs=1,
+            callbacks=[monitor],
+            enable_model_summary=False,
+            **quiet,  # type: ignore[arg-type]
+        )
+        rows: Any = torch.randn(16, 64)
+        trainer.fit(Net(), torch.utils.data.DataLoader(rows, 4))
+    ratio = float(trainer.callback_metrics["compression/total_ratio"])
+    return f"{type(trainer.strategy).__module__}.{type(trainer.strategy).__name__}", ratio
+
+
 def everything(rank: int, folder: str) -> dict[str, Any]:
     """In one set of processes, for starting them takes long."""
     found = fit_cases(rank, 2, DAY)
@@ -181,12 +220,21 @@ def test_uncompressed_it_is_fsdp2_in_other_ways_too() -> None:
 
 
 @pytest.mark.nightly
+@needs_four
 @pytest.mark.timeout(400)
 def test_uncompressed_it_is_fsdp2_on_four_ranks() -> None:
     """In bfloat16 torch rounds every sum, ours only the last one."""
     results = run_in_processes(fit_cases, 4, 4, DAY, timeout=300)
     for name in DAY:
         check_same(results, name, gap=5e-3 if "bfloat16" in name else 1e-6)
+
+
+@pytest.mark.nightly
+def test_by_name_in_the_other_flavour() -> None:
+    pytest.importorskip("lightning")
+    for name, ratio in run_in_processes(in_the_other_flavour, 2):
+        assert name == "lightning_gc.strategies.for_lightning.CompressedFSDPStrategy"
+        assert 3.5 < ratio < 4
 
 
 @pytest.mark.parametrize("form", ["folder", "file"])
