@@ -49,8 +49,8 @@ class ReduceScatter(Scheme):
             )
         if not compressor.traits.conserves:
             raise ValueError(
-                f"The result of {compressor!r} is a vote, of which a shard's owner would have to "
-                f"tell nobody; no optimizer for shards has been tried with it. Use QSGD(8), say."
+                f"The result of {compressor!r} is a vote, and what a shard's owner gets here is "
+                f"the mean of what was decoded. Use QSGD(8), say."
             )
 
     def encodings(self, workers: int) -> int:

@@ -57,6 +57,9 @@ class Monitor:
     their number, ``drift`` worker 0's distance ``‖θ − θ_i‖`` from the common weights before the
     exchange, and ``outer_step`` the norm of what the outer step has changed them by.
 
+    With FSDP over all ranks ``dense_bytes`` are those of a reduce-scatter, half of what DDP sends,
+    and every micro-batch that is exchanged counts as a step.
+
     Norms, and times on CUDA, are measured on the device in logging steps only.
 
     Raises:

@@ -65,9 +65,10 @@ class CompressedFSDP(ShardedStrategy):
         One all-to-all per unit (each ``fully_shard`` call makes one), when the backward pass has
         finished it, in FSDP2's order and on its process group and stream: ``(W−1)/W`` times the
         payload's bytes. Tensors that go dense are in the same messages, in the dtype in which
-        gradients are reduced: as many bytes as in a reduce-scatter. All have the ``timeout``. The
-        all-gathers of weights stay dense. With ``accumulate_grad_batches`` every micro-batch is
-        exchanged, as Lightning's own strategy does, each with other random numbers.
+        gradients are reduced: as many bytes as in a reduce-scatter. All have the ``timeout``, on
+        CUDA a minute at least. The all-gathers of weights stay dense. With
+        ``accumulate_grad_batches`` every micro-batch is exchanged, as Lightning's own strategy
+        does, each with other random numbers.
 
     Raises:
         ValueError: a compressor with rounds of its own (PowerSGD) or that votes, a memory, an

@@ -31,7 +31,8 @@ class UnitScatters:
 
     Communication pattern:
         One all-to-all for each reduce-scatter of FSDP2, in its order: units as the backward pass
-        finishes them. A unit that no rank uses in a pass is left out, as FSDP2 leaves it out.
+        finishes them. A unit that no rank has used yet is left out, as FSDP2 leaves it out; one
+        that is reduced twice in a pass draws the same random numbers twice, unbiased as ever.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class UnitScatter:
     #   on the same communicator. So collectives have the same order on all ranks as without us, no
     #   second communicator competes, and what FSDP2 queues next (the cast, `.grad`, the event for
     #   the optimizer) comes after. The backward pass goes on beside it; the host waits only where a
-    #   compressor's message lengths vary.
+    #   compressor does, or its message lengths vary.
     # - Lifetime. `input_tensor` belongs to another stream; FSDP2 keeps it until the event that it
     #   records after this call, and it is only read before. `output_tensor` and whatever is
     #   allocated here belong to the current stream, which is the one that uses them, so memory

@@ -5,6 +5,7 @@ mean.
 """
 
 import os
+import warnings
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -157,6 +158,19 @@ def test_all_ranks_refuse_what_one_has(said: list[dict[str, str]]) -> None:
         assert "Worker 1 has seed=1" in rank["seed"]
         assert "unfrozen, added or replaced" in rank["unfrozen"]
         assert "head has set_gradient_divide_factor" in rank["divided since"]
+
+
+def alone(rank: int) -> tuple[list[str], int]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = fit_sharded(rank, fsdp(QSGD(8)), ranks=1)
+    return [str(each.message) for each in caught], found["steps"]
+
+
+def test_one_rank_trains_with_a_warning() -> None:
+    ((said, steps),) = run_in_processes(alone, 1)
+    assert steps == 4
+    assert any("one rank, so that nothing is exchanged" in each for each in said)
 
 
 class Dies(Sharded):
