@@ -28,6 +28,9 @@ if _TYPE_CHECKING:
         CompressedDDPStrategy as CompressedDDPStrategy,
     )
     from lightning_gc.strategies.for_pytorch_lightning import (
+        CompressedFSDPStrategy as CompressedFSDPStrategy,
+    )
+    from lightning_gc.strategies.for_pytorch_lightning import (
         CompressedHSDPStrategy as CompressedHSDPStrategy,
     )
     from lightning_gc.strategies.for_pytorch_lightning import (
@@ -55,6 +58,7 @@ _SINGLE = {
 }
 _ADAPTED = (
     "CompressedDDPStrategy",
+    "CompressedFSDPStrategy",
     "CompressedHSDPStrategy",
     "CompressionMonitor",
     "LocalStepsStrategy",

@@ -27,8 +27,15 @@ class CodecScheme(Protocol):
     def joint(self) -> bool:
         """Whether the result is the same if parts of a tensor are encoded together."""
 
+    @property
+    def scatters(self) -> bool:
+        """Whether each worker gets its own shard of the mean."""
+
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Exchange what ``codec`` takes out of ``buffer`` and leave the mean in ``out``."""
+
+    def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        """Exchange ``buffer`` as it is and leave the mean in ``out``."""
 
 
 class Compressor(Settings, abc.ABC):

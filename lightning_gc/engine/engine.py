@@ -32,6 +32,7 @@ from lightning_gc.engine.statistics import Statistics
 from lightning_gc.flow import Flow
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.transports.base import all_reduce_bytes, reduce_scatter_bytes
 
 ENGINE_STATE: dict[str, Structure] = {
     "memory": Each(Each(ERRORS)),
@@ -113,6 +114,16 @@ class Engine:
         return self.levels.compressor
 
     @property
+    def scatters(self) -> bool:
+        """Whether of each parameter this worker gets its own shard of the mean."""
+        return self.scheme is not None and self.scheme.scatters
+
+    def dense_bytes(self, nbytes: int) -> int:
+        """Return the bytes that this worker would send of so many of gradients, uncompressed."""
+        ring = reduce_scatter_bytes if self.scatters else all_reduce_bytes
+        return ring(nbytes, self.workers)
+
+    @property
     def step(self) -> int:
         """Number of finished rounds."""
         return self.rounds.step
@@ -159,7 +170,8 @@ class Engine:
         self.statistics.tally.grad_elements += bucket.numel
         self.statistics.tally.grad_bytes += bucket.numel * grad.element_size()
         guarded = bucket.numel and not self.levels.traits.exact
-        guard = Guard(bucket, self.buffers.layouts) if guarded else None
+        layouts = self.buffers.layouts
+        guard = Guard(bucket, layouts, scatters=self.scatters) if guarded else None
         if guard is not None:
             guard.silence(grad)
         if scale is not None:

@@ -42,7 +42,10 @@ class BucketExchange:
     def dense(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
         """Exchange ``buffer`` uncompressed."""
         own, mean = self._tensors(buffer)
-        return self._run(dense(own, mean), buffer, own, mean)
+        whole = (
+            dense(own, mean) if self.scheme is None else self.scheme.dense(self.bucket, own, mean)
+        )
+        return self._run(whole, buffer, own, mean)
 
     def _tensors(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tensor to compress and the one for the mean, without copies if possible."""

@@ -9,26 +9,28 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.engine.layouts import Layouts
-from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, resume
+from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request, resume
 
 
 class Guard:
     """Guards one bucket in one round, on the device, without making the host wait.
 
     - A non-finite gradient on any worker makes the result non-finite on all: a flag is appended to
-      the round's first message that all workers receive alike (which an ``Exchange`` is not). The
-      local gradient is replaced by zeros before a memory sees it, so no error absorbs it.
+      the round's first message that all workers receive alike (which an ``Exchange`` is not; where
+      each has its own shard nothing need be alike, and the flag goes into every payload). The local
+      gradient is replaced by zeros before a memory sees it, so no error absorbs it.
     - A parameter with an exactly zero local gradient was most likely unused. DDP discards the
       result if no worker used it, so its error is not spent but set aside, and zeros are sent.
 
     Args:
         bucket: with the raw gradient.
         layouts: kept from round to round.
+        scatters: of each parameter this worker gets its own shard, one of W equal parts.
     """
 
-    def __init__(self, bucket: Bucket, layouts: Layouts) -> None:
+    def __init__(self, bucket: Bucket, layouts: Layouts, *, scatters: bool = False) -> None:
         grad = bucket.grad
-        self._bucket, self._layouts = bucket, layouts
+        self._bucket, self._layouts, self._scatters = bucket, layouts, scatters
         self._spans = [(start, stop) for _, start, stop in bucket.spans() if stop > start]
         peaks = _peaks([grad[start:stop] for start, stop in self._spans])  # (parameters,)
         self.idle = peaks == 0
@@ -70,37 +72,41 @@ class Guard:
             live.copy_(copy if self._on_host else torch.where(self._mask(live), copy, live))
 
     def watch(self, flow: Flow) -> Flow:
-        """Run ``flow`` with this worker's flag in its first ``Mean`` or ``Gather``."""
+        """Run ``flow`` with this worker's flag in its first message that all receive."""
         request = next(flow, None)
         if request is None:
             return
         while request is not None:
-            if self.verdict is None and not isinstance(request, Exchange):
+            if self.verdict is None and (self._scatters or not isinstance(request, Exchange)):
                 reply = self._without_flag(request, (yield self._with_flag(request)))
             else:
                 reply = yield request
             request = resume(flow, reply)
         if self.verdict is None:
-            request = Gather(())
-            self._without_flag(request, (yield self._with_flag(request)))
+            last = Gather(())
+            self._without_flag(last, (yield self._with_flag(last)))
 
     def poison(self, out: Tensor) -> None:
         """Make every parameter's result NaN if any worker's gradient was not finite."""
         if self.verdict is None or (self._on_host and bool(self.verdict.isfinite())):
             return
-        starts, _ = self._layouts.of(self._bucket)
+        starts, lengths = self._layouts.of(self._bucket)
+        if self._scatters:
+            starts = starts + lengths * self._bucket.worker // self._bucket.workers
         out.index_add_(0, starts, self.verdict.to(out.dtype).expand(len(starts)))
 
-    def _with_flag(self, request: Mean | Gather) -> Mean | Gather:
+    def _with_flag(self, request: Request) -> Request:
         dtype = request.tensors[0].dtype if isinstance(request, Mean) else torch.float32
         flag = torch.zeros(1, dtype=dtype, device=self.finite.device)
         flag.masked_fill_(~self.finite, float("nan"))
         if isinstance(request, Mean):
             return Mean((*request.tensors, flag))
         limits = None if request.limits is None else (*request.limits, None)
+        if isinstance(request, Exchange):
+            return Exchange(tuple((*payload, flag) for payload in request.payloads), limits)
         return Gather((*request.tensors, flag), limits)
 
-    def _without_flag(self, request: Mean | Gather, reply: Reply) -> Reply:
+    def _without_flag(self, request: Request, reply: Reply) -> Reply:
         if isinstance(request, Mean):
             self.verdict = reply[-1] * 0  # 0 or NaN, whatever bytes arrive
             return reply[:-1]

@@ -57,6 +57,9 @@ class Monitor:
     their number, ``drift`` worker 0's distance ``‖θ − θ_i‖`` from the common weights before the
     exchange, and ``outer_step`` the norm of what the outer step has changed them by.
 
+    With FSDP over all ranks ``dense_bytes`` are those of a reduce-scatter, half of what DDP sends,
+    and every micro-batch that is exchanged counts as a step.
+
     Norms, and times on CUDA, are measured on the device in logging steps only.
 
     Raises:
@@ -222,9 +225,9 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
     recordings = getattr(trainer.strategy, "recordings", ())
     if not engines or not recordings:
         raise ValueError(
-            f"CompressionMonitor watches CompressedDDPStrategy, CompressedHSDPStrategy, "
-            f"LocalStepsStrategy and SimulatedDDPStrategy, but the Trainer has "
-            f"{type(trainer.strategy).__name__}. Use one of these; "
+            f"CompressionMonitor watches CompressedDDPStrategy, CompressedFSDPStrategy, "
+            f"CompressedHSDPStrategy, LocalStepsStrategy and SimulatedDDPStrategy, but the Trainer "
+            f"has {type(trainer.strategy).__name__}. Use one of these; "
             f"CompressedDDPStrategy(Identity()) equals plain DDP."
         )
     return engines, recordings

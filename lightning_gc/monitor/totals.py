@@ -13,7 +13,6 @@ from lightning_gc.engine.state_structure import NUMBER, Record
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.synchronizer.parts import Parts
 from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, COMPUTE, DECODE, Recorder
-from lightning_gc.transports.base import all_reduce_bytes
 
 
 @dataclass
@@ -112,7 +111,7 @@ class Sums:
         step = Totals(
             steps=now.local_steps - before.local_steps if now.local_steps else 1,
             wire_bytes=account.wire_bytes,
-            dense_bytes=all_reduce_bytes(now.plain_bytes - before.plain_bytes, engine.workers),
+            dense_bytes=engine.dense_bytes(now.plain_bytes - before.plain_bytes),
             elements=now.elements - before.elements,
             sent=now.sent - before.sent,
             payload_bytes=now.payload_bytes - before.payload_bytes,

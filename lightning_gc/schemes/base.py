@@ -7,7 +7,7 @@ import abc
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Collective, Compressor
+from lightning_gc.compressors.base import Codec, Collective, Compressor, dense
 from lightning_gc.flow import Flow
 from lightning_gc.settings import Settings
 
@@ -25,17 +25,24 @@ class Scheme(Settings, abc.ABC):
     Attributes:
         averages: payloads are averaged before decoding, so the codec must be linear.
         joint: the result is the same if parts of a tensor are encoded together.
+        scatters: each worker gets its own shard of each parameter's mean, as with FSDP, and what is
+            sent dense goes through ``dense`` too.
         waits: how often the scheme itself makes the host wait for an accelerator, for each tensor;
             besides, every message whose lengths vary does so once.
     """
 
     averages: bool = False
     joint: bool = False
+    scatters: bool = False
     waits: int = 0
 
     @abc.abstractmethod
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Move the payload out of ``buffer``, exchange it and write the mean to ``out``."""
+
+    def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        """Send ``buffer`` as it is, and write the mean to ``out``."""
+        yield from dense(buffer, out)
 
     def encodings(self, workers: int) -> int:
         """Return how many times a worker encodes a tensor, or a part of it, in a step."""

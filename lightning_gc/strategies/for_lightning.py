@@ -13,9 +13,15 @@ from lightning.pytorch.utilities.data import _update_dataloader
 
 from lightning_gc.monitor import Monitor
 from lightning_gc.strategies.ddp import CompressedDDP
+from lightning_gc.strategies.fsdp import CompressedFSDP
 from lightning_gc.strategies.hsdp import CompressedHSDP
 from lightning_gc.strategies.local_steps import LocalSteps
-from lightning_gc.strategies.names import register, register_hsdp, register_local_steps
+from lightning_gc.strategies.names import (
+    register,
+    register_fsdp,
+    register_hsdp,
+    register_local_steps,
+)
 from lightning_gc.strategies.simulation.ddp import SimulatedDDP
 from lightning_gc.strategies.simulation.local_steps import SimulatedLocalSteps
 
@@ -26,6 +32,10 @@ class CompressedDDPStrategy(CompressedDDP, DDPStrategy):
 
 class CompressedHSDPStrategy(CompressedHSDP, ModelParallelStrategy):
     __doc__ = CompressedHSDP.__doc__
+
+
+class CompressedFSDPStrategy(CompressedFSDP, ModelParallelStrategy):
+    __doc__ = CompressedFSDP.__doc__
 
 
 class LocalStepsStrategy(LocalSteps, DDPStrategy):
@@ -53,4 +63,5 @@ class CompressionMonitor(Monitor, Callback):
 
 register(StrategyRegistry, CompressedDDPStrategy)
 register_hsdp(StrategyRegistry, CompressedHSDPStrategy)
+register_fsdp(StrategyRegistry, CompressedFSDPStrategy)
 register_local_steps(StrategyRegistry, LocalStepsStrategy)

@@ -8,33 +8,28 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
-from lightning_gc.strategies.checkpoint.shard_tensors import Place, ShardTensors
-from lightning_gc.strategies.checkpoint.sharded_restoring import ShardedRestoring
-from lightning_gc.strategies.checkpoint.sharded_saving import ShardedHost, ShardedSaving
 from lightning_gc.strategies.hsdp_settings import check_settings, replicas_of
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
-from lightning_gc.strategies.real_worker import RealWorker
-from lightning_gc.synchronizer import JOINING, Configuration
+from lightning_gc.strategies.sharded import ShardedStrategy
+from lightning_gc.synchronizer import Configuration
 from lightning_gc.synchronizer.peers import Peers
-from lightning_gc.synchronizer.replica_mesh import replica_mesh
 from lightning_gc.synchronizer.shard_exchange import ShardExchange
 from lightning_gc.synchronizer.shard_validation import refuse_whole_gradients
-from lightning_gc.synchronizer.sharded_workers import ShardedWorkers, dim_of
+from lightning_gc.synchronizer.sharded_workers import ShardedWorkers
 
 _OWNER = "CompressedHSDPStrategy"
 
 
-class CompressedHSDP(RealWorker):
+class CompressedHSDP(ShardedStrategy):
     """HSDP whose replicas exchange compressed gradients.
 
     The model is sharded by FSDP2 over the S ranks of a node, and each of R nodes has a replica of
@@ -93,11 +88,6 @@ class CompressedHSDP(RealWorker):
         recording: the byte and time account of this rank's leg between nodes, while fitting.
     """
 
-    local_workers: ShardedWorkers
-    _device_mesh: Any
-    _data_parallel_size: Any
-    _tensor_parallel_size: Any
-
     def __init__(
         self,
         compressor: Compressor | str,
@@ -119,57 +109,37 @@ class CompressedHSDP(RealWorker):
         self._exchange: ShardExchange | None = None
         super().__init__(**model_parallel_kwargs)
 
-    def _make_state(self, mode: Literal["full", "mean", "off"], dtype: torch.dtype) -> None:
-        self._saving = ShardedSaving(cast(ShardedHost, self), mode, dtype)
-        self._restoring = ShardedRestoring(cast(ShardedHost, self), off=mode == "off")
-
     def _workers_of(self, configuration: Configuration) -> ShardedWorkers:
         return ShardedWorkers(configuration)
 
-    def _setup_distributed(self) -> None:
-        """Join the other ranks with a timeout of at least a minute, then set the user's."""
-        with self._patiently():
-            super()._setup_distributed()  # type: ignore[misc]
+    def _replicas_of(self, ranks: int) -> int:
+        return replicas_of(_OWNER, self.replicas, ranks, self.num_nodes)  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         """Join the other ranks; make a mesh whose ``"data_parallel"`` dimension is the node."""
-        ranks = self.num_nodes * self.num_processes  # type: ignore[attr-defined]
-        replicas = replicas_of(_OWNER, self.replicas, ranks, self.num_nodes)  # type: ignore[attr-defined]
-        self._data_parallel_size, self._tensor_parallel_size = ranks, 1
-        super().setup_environment()  # type: ignore[misc]
-        kind, timeout = self.root_device.type, self._timeout  # type: ignore[attr-defined]
-        if kind == "cuda" and timeout is not None:  # ranks compile kernels at unlike times
-            timeout = max(timeout, JOINING)
-        self._device_mesh = replica_mesh(kind, replicas, ranks // replicas, timeout)
-        self.lightning_module._device_mesh = self._device_mesh  # type: ignore[attr-defined]
+        super().setup_environment()
+        replicas, shards = self.mesh_shape
         if replicas == 1 and self.worker == 0:
             warnings.warn(
-                f"{_OWNER} has one replica on {ranks} ranks, so that nothing is exchanged or "
+                f"{_OWNER} has one replica on {shards} ranks, so that nothing is exchanged or "
                 f"compressed. Give replicas=2, say, or Trainer(num_nodes=...).",
                 stacklevel=2,
             )
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks have data of their own, also those of one node."""
-        return {"num_replicas": self.workers, "rank": self.worker}
-
-    def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        if trainer.state.fn == "fit":
-            self._connect()
+    def _connected(self) -> bool:
+        return self._exchange is not None
 
     def _connect(self) -> None:
         """Check the model on all ranks, let replicas start alike, and listen to FSDP2's units."""
         self._close()
         self._failed = False
-        mesh = self._device_mesh
         self._exchange = ShardExchange(
             self.model,  # type: ignore[attr-defined]
             self.local_workers,
-            mesh.get_group("data_parallel"),
+            self.shard_group,
             self.replicate_group,
-            mesh.mesh.flatten(1).t().tolist(),
+            self._device_mesh.mesh.flatten(1).t().tolist(),
             self.root_device,  # type: ignore[attr-defined]
             mesh_dims=1,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -185,40 +155,6 @@ class CompressedHSDP(RealWorker):
         mean = partial(self.reduce, group=self.replicate_group, reduce_op="mean")
         return Peers(self.worker == 0, self.root_device, mean, self.parts)  # type: ignore[attr-defined]
 
-    @property
-    def mesh_shape(self) -> tuple[int, int]:
-        """R and S."""
-        replicas, shards, _ = self._device_mesh.shape
-        return replicas, shards
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup:
-        """The ranks that have this rank's shards."""
-        group: dist.ProcessGroup = self._device_mesh.get_group("replicate")
-        return group
-
-    @property
-    def distributed_form(self) -> bool:
-        """Whether a checkpoint is a folder."""
-        return bool(self._save_distributed_checkpoint)  # type: ignore[attr-defined]
-
-    @property
-    def shard_tensors(self) -> ShardTensors:
-        """Writes and reads tensors in the shape of parameters."""
-        local = self.local_workers.shapes
-        places = {
-            name: Place(tuple(param.shape), local[name], dim_of(param))
-            for param, name in self.names.items()
-        }
-        return ShardTensors(self._device_mesh["replicate", "data_parallel"], places)
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Restore weights and optimizers, and in a fit error state: there is no later call."""
-        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        if self._synchronizer is not None:
-            self._restoring.restore(loaded, checkpoint_path)
-        return loaded
-
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Add up gradients of micro-batches; nodes exchange in the last one."""
@@ -229,7 +165,6 @@ class CompressedHSDP(RealWorker):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
         if self._exchange is not None:
-            self._exchange.refuse_unsynchronised(self.optimizers)  # type: ignore[attr-defined]
             self._exchange.synchronizer.check()
 
     def figures(self) -> dict[str, float]:

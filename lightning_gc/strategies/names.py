@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any, NoReturn
 
-from lightning_gc.compressors import COMPRESSORS, BinMeans, ChunkedTopK, Quantised
+from lightning_gc.compressors import COMPRESSORS, QSGD, BinMeans, ChunkedTopK, Quantised
 from lightning_gc.local_steps import OuterSGD
 from lightning_gc.memories import Residual
 
@@ -53,6 +53,14 @@ def register_hsdp(registry: Any, strategy: type) -> None:
     for name, compressor in ({"": "cast"} | {f"_{name}": name for name in COMPRESSORS}).items():
         said = f"HSDP with compressed gradients between replicas: compressor={compressor!r}"
         _add(registry, f"compressed_hsdp{name}", strategy, said, {"compressor": compressor})
+
+
+def register_fsdp(registry: Any, strategy: type) -> None:
+    """Register ``compressed_fsdp``, and the same for every compressor; most biased are refused."""
+    every: dict[str, Any] = {"": QSGD(8)} | {f"_{name}": name for name in COMPRESSORS}
+    for name, compressor in every.items():
+        said = f"FSDP with compressed reduce-scatters: compressor={compressor!r}"
+        _add(registry, f"compressed_fsdp{name}", strategy, said, {"compressor": compressor})
 
 
 def register_local_steps(registry: Any, strategy: type) -> None:

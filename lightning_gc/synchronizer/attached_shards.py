@@ -18,7 +18,7 @@ from lightning_gc.synchronizer.attached_settings import check_settings
 from lightning_gc.synchronizer.configuration import Configuration
 from lightning_gc.synchronizer.fsdp_units import Unit, has_hooks, units_of
 from lightning_gc.synchronizer.shard_exchange import ShardExchange
-from lightning_gc.synchronizer.shard_validation import refuse_whole_gradients
+from lightning_gc.synchronizer.shard_validation import refuse_new_parameters, refuse_whole_gradients
 from lightning_gc.synchronizer.sharded_workers import ShardedWorkers
 
 
@@ -47,7 +47,7 @@ class AttachedShards(Attached):
     ) -> None:
         check_settings(configuration, controller, optimizers)
         refuse_whole_gradients("attach", controller)
-        self._units = units_of(model)
+        self._model, self._units = model, units_of(model)
         mesh = replicated_mesh(self._units)
         between, node = mesh.get_group(0), mesh.get_group(1)
         workers = ShardedWorkers(configuration)
@@ -78,7 +78,7 @@ class AttachedShards(Attached):
         self._watching = model.register_forward_hook(self._refuse_unsynchronised)
 
     def _refuse_unsynchronised(self, *passed: Any) -> None:
-        self._exchange.refuse_unsynchronised(self._optimizers)
+        refuse_new_parameters(self._model, self._workers.names, self._optimizers)
 
     def _replicate(self) -> None:
         for unit in self._units:

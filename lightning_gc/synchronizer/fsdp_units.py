@@ -1,4 +1,4 @@
-"""FSDP2's units: what one reduce-scatter sums, where its parameters lie, and the hook behind it.
+"""FSDP2's units: what one reduce-scatter sums, where its parameters lie, and what may replace it.
 
 The one module that reads torch's private names; a test holds each of them to the installed version.
 ``fully_shard(module)`` makes one unit of the parameters of ``module`` that are in no unit yet.
@@ -26,6 +26,11 @@ def has_hooks() -> bool:
     return hasattr(FSDPModule, "set_all_reduce_hook")
 
 
+def has_custom_scatters() -> bool:
+    """Return whether FSDP2's reduce-scatter can be replaced, as from torch 2.9 on."""
+    return hasattr(FSDPModule, "set_custom_reduce_scatter")
+
+
 def after_backward(act: Callable[[], None]) -> None:
     """Call ``act`` at the end of the backward pass that is running.
 
@@ -44,6 +49,15 @@ class Piece(NamedTuple):
     numel: int
 
 
+class Column(NamedTuple):
+    """Where a parameter lies in each row of what a reduce-scatter gets, a row for each rank."""
+
+    param: nn.Parameter  # the sharded one
+    shape: tuple[int, ...]  # of the largest shard, to which all are padded
+    start: int
+    stop: int
+
+
 class Unit:
     """One unit of FSDP2.
 
@@ -57,6 +71,7 @@ class Unit:
         self.name = name or "the whole model"
         self._module, self._group = module, group
         self._replicated: Any = None  # what says that there are replicas, while it is put aside
+        self._own_scatter: Any = None  # FSDP2's, while it is replaced
 
     @property
     def ranks(self) -> list[int]:
@@ -108,6 +123,17 @@ class Unit:
         return self._group._all_reduce_hook is not None
 
     @property
+    def scattered(self) -> bool:
+        """Whether somebody else has replaced the reduce-scatter."""
+        comm = getattr(self._group, "_reduce_scatter_comm", None)
+        return comm is not None and type(comm).__name__ != "DefaultReduceScatter"
+
+    @property
+    def shares_its_module(self) -> bool:
+        """Whether its module has other units too, between which a reduce-scatter cannot tell."""
+        return len(_groups(self._module)) > 1
+
+    @property
     def divides_itself(self) -> bool:
         """Whether what the hook gets is no mean: it is divided later, or by another number."""
         factor = getattr(self._group, "gradient_divide_factor", None)
@@ -146,10 +172,20 @@ class Unit:
                 start += each.padded_sharded_param_size.numel()
         return found
 
+    def columns(self) -> list[Column]:
+        """Return the places of all parameters that are trained now, in their order."""
+        found, start = list[Column](), 0
+        for each in self._group.fsdp_params:
+            if each.sharded_param.requires_grad:
+                shape = tuple(each.padded_sharded_param_size)
+                stop = start + math.prod(shape)
+                found.append(Column(each.sharded_param, shape, start, stop))
+                start = stop
+        return found
+
     def padded_numel(self) -> int:
         """Return the length of the reduced tensor if all trained parameters are in it."""
-        trained = (each for each in self._group.fsdp_params if each.sharded_param.requires_grad)
-        return sum(each.padded_sharded_param_size.numel() for each in trained)
+        return max((column.stop for column in self.columns()), default=0)
 
     def listen(self, hook: Hook) -> None:
         """Call ``hook`` with each reduced tensor; parameters without a gradient are zeros in it."""
@@ -157,9 +193,23 @@ class Unit:
         if fills_unused():
             self._module.set_reduce_scatter_unused_params(True, recurse=False)
 
+    def scatter_by(self, comm: Any) -> None:
+        """Let ``comm``, of the interface of torch's ``ReduceScatter``, do the reduce-scatters.
+
+        Parameters without a gradient are zeros in them.
+        """
+        self._own_scatter = self._group._reduce_scatter_comm
+        self._module.set_custom_reduce_scatter(comm)
+        if fills_unused():
+            self._module.set_reduce_scatter_unused_params(True, recurse=False)
+
     def forget(self) -> None:
         """Call no hook any more."""
         self._group._all_reduce_hook = None
+
+    def scatter_itself(self) -> None:
+        """Let FSDP2 do its own reduce-scatters again."""
+        self._group._reduce_scatter_comm = self._own_scatter
 
 
 def fills_unused() -> bool:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from lightning_gc.transports.distributed import Distributed, gather_text
 
 _LISTED = 4  # sentences; on a hundred workers one disk is enough to know of
 
@@ -45,6 +50,18 @@ def all_or_raise(
     if problems:
         raise raises(_in_words(problems, workers)) from cause
     return results
+
+
+def on_all_ranks(act: Callable[[], str], device: torch.device) -> None:
+    """Call ``act``; if it fails on any rank of the default group, all raise ValueError.
+
+    Args:
+        act: its exception's text goes on after "Worker 1 of 4".
+        device: one that the group's backend can send from.
+    """
+    everybody = Distributed()
+    gather = partial(gather_text, transport=everybody, device=device)
+    all_or_raise({everybody.worker: act}, everybody.workers, gather, ValueError)
 
 
 def explaining(problem: str, act: Callable[[], str]) -> Callable[[], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gc.synchronizer.equal_start import broadcast_all
 from lightning_gc.synchronizer.fsdp_units import units_of
-from lightning_gc.synchronizer.joint_errors import all_or_raise
+from lightning_gc.synchronizer.joint_errors import on_all_ranks
 from lightning_gc.synchronizer.parts import ShardParts
 from lightning_gc.synchronizer.shard_buckets import MEGABYTE, ShardBuckets
 from lightning_gc.synchronizer.shard_validation import refuse_unlike_shards
@@ -22,7 +22,6 @@ from lightning_gc.synchronizer.validation import (
     check_agreement,
     digest_of,
     refuse_sparse_gradients,
-    refuse_unsynchronised,
 )
 from lightning_gc.transports.distributed import Distributed, gather_text
 
@@ -67,10 +66,10 @@ class ShardExchange:
         timeout: timedelta | None,
         before_round: Callable[[], None],
     ) -> None:
-        self._model, self._workers, self._device = model, workers, device
+        self._workers, self._device = workers, device
         workers.shard, workers.shards = dist.get_rank(node), dist.get_world_size(node)
         ranks = dist.get_process_group_ranks(node)
-        self._on_all_ranks(partial(_check, model, ranks, mesh_dims))
+        on_all_ranks(partial(_check, model, ranks, mesh_dims), device)
         workers.name(model)
         replicas = dist.get_world_size(between)
         whole = {name: tuple(param.shape) for param, name in workers.names.items()}
@@ -83,7 +82,7 @@ class ShardExchange:
         broadcast_all((workers.local(param) for param in model.parameters()), between)
         broadcast_all(model.buffers())
         self.parts = ShardParts(node, device)
-        self._on_all_ranks(partial(self._synchronize, between, columns, timeout, before_round))
+        on_all_ranks(partial(self._synchronize, between, columns, timeout, before_round), device)
         workers.run = gather_text(workers.run, Distributed(), device)[0]
         self.buckets = ShardBuckets(
             units_of(model),
@@ -93,19 +92,6 @@ class ShardExchange:
             self.synchronizer.check,
             self.synchronizer.end_round,
         )
-
-    def refuse_unsynchronised(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Raise RuntimeError for a parameter that is trained now, and was not at the start."""
-        known = dict(self._workers.names)
-        for unit in units_of(self._model):
-            known |= dict.fromkeys(unit.stands_in(), unit.name)
-        refuse_unsynchronised(self._model, known, optimizers)
-
-    def _on_all_ranks(self, act: Callable[[], str]) -> None:
-        """Call ``act``; if it fails on any rank, all raise."""
-        everybody = Distributed()
-        gather = partial(gather_text, transport=everybody, device=self._device)
-        all_or_raise({everybody.worker: act}, everybody.workers, gather, ValueError)
 
     def _synchronize(
         self,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_gc.controllers import Controller
 from lightning_gc.synchronizer.fsdp_units import Unit, units_of
+from lightning_gc.synchronizer.validation import refuse_unsynchronised
 
-_DOCUMENTED = (
+DOCUMENTED = (
     'call fully_shard(module, mesh=self.device_mesh["data_parallel"]) in configure_model, for the '
     "layers and at last for the whole model"
 )
@@ -26,11 +27,22 @@ def refuse_unlike_shards(model: nn.Module, node: Sequence[int], mesh_dims: int =
         node: global ranks among which every unit must be sharded.
         mesh_dims: dimensions of the mesh that ``fully_shard`` was given.
     """
-    units = units_of(model)
-    if not units:
-        raise ValueError(f"has a model without FSDP2; {_DOCUMENTED}.")
+    units = sharded_units(model)
     for unit in units:
         _refuse_unit(unit, node)
+    refuse_outside(model, units, mesh_dims)
+
+
+def sharded_units(model: nn.Module) -> list[Unit]:
+    """Return the model's units; ValueError if it has none."""
+    units = units_of(model)
+    if not units:
+        raise ValueError(f"has a model without FSDP2; {DOCUMENTED}.")
+    return units
+
+
+def refuse_outside(model: nn.Module, units: Sequence[Unit], mesh_dims: int = 1) -> None:
+    """Raise ValueError for trained parameters outside of all units, or on a mesh of their own."""
     sharded = {param for unit in units for param in unit.params}
     outside = [
         name
@@ -40,7 +52,7 @@ def refuse_unlike_shards(model: nn.Module, node: Sequence[int], mesh_dims: int =
     if outside:
         raise ValueError(
             f"trains {', '.join(outside[:4])}{' and others' * (len(outside) > 4)} outside of all "
-            f"that fully_shard was called on, whose gradients nobody would average; {_DOCUMENTED}."
+            f"that fully_shard was called on, whose gradients nobody would average; {DOCUMENTED}."
         )
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) and param.device_mesh.ndim > mesh_dims:
@@ -50,16 +62,32 @@ def refuse_unlike_shards(model: nn.Module, node: Sequence[int], mesh_dims: int =
             )
 
 
+def refuse_new_parameters(
+    model: nn.Module, names: Mapping[Tensor, str], optimizers: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Raise RuntimeError for a parameter that is trained now, and was not when training began.
+
+    Args:
+        model: with units.
+        names: sharded parameter -> name, of all that were trained then.
+        optimizers: of the model.
+    """
+    known = dict(names)
+    for unit in units_of(model):
+        known |= dict.fromkeys(unit.stands_in(), unit.name)
+    refuse_unsynchronised(model, known, optimizers)
+
+
 def _refuse_unit(unit: Unit, node: Sequence[int]) -> None:
     if unit.replicates:
         raise ValueError(
             f"has {unit.name} on a mesh of two dimensions, on which FSDP2 averages over replicas "
-            f"itself, uncompressed; {_DOCUMENTED}."
+            f"itself, uncompressed; {DOCUMENTED}."
         )
     if unit.ranks != list(node):
         raise ValueError(
             f"has {unit.name} sharded over the ranks {unit.ranks}, but its node has "
-            f"{list(node)}: replicas would average different parameters; {_DOCUMENTED}."
+            f"{list(node)}: replicas would average different parameters; {DOCUMENTED}."
         )
     if unit.hooked:
         raise ValueError(

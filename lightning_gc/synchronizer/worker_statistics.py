@@ -13,7 +13,6 @@ from lightning_gc.engine import Engine
 from lightning_gc.engine.epoch_statistics import EpochStatistics
 from lightning_gc.engine.state_structure import FINITE, Record
 from lightning_gc.transports.accounting import KEPT, Recorder
-from lightning_gc.transports.base import all_reduce_bytes
 
 
 class WorkerStatistics:
@@ -58,7 +57,7 @@ class WorkerStatistics:
         now, seen = self.engine.statistics.tally, self._seen_tally
         return [
             self._bytes(),
-            all_reduce_bytes(now.plain_bytes - seen.plain_bytes, self.engine.workers),
+            self.engine.dense_bytes(now.plain_bytes - seen.plain_bytes),
             (now.sent + now.whole) - (seen.sent + seen.whole),
             self.epoch.total_error,
             self.epoch.total_error_update,

@@ -58,6 +58,11 @@ def all_reduce_bytes(nbytes: int, workers: int) -> int:
     return 2 * (workers - 1) * nbytes // workers
 
 
+def reduce_scatter_bytes(nbytes: int, workers: int) -> int:
+    """Return the bytes that one worker sends in a ring reduce-scatter of ``nbytes``."""
+    return (workers - 1) * nbytes // workers
+
+
 def all_gather_bytes(nbytes: int, workers: int) -> int:
     """Return the bytes that one worker sends in an all-gather of ``nbytes`` per worker."""
     return (workers - 1) * nbytes

@@ -24,6 +24,7 @@ def editor_schema(modules: Sequence[str] = ()) -> dict[str, Any]:
     parser = ArgumentParser()
     strategies = (
         lightning_gc.CompressedDDPStrategy,
+        lightning_gc.CompressedFSDPStrategy,
         lightning_gc.CompressedHSDPStrategy,
         lightning_gc.LocalStepsStrategy,
         lightning_gc.SimulatedDDPStrategy,

@@ -37,6 +37,7 @@ STREAMS = ("tests/gpu/test_streams.py",)
 TRAINING = ("tests/processes/test_training.py", "tests/processes/test_resume.py")
 SIMULATED = ("tests/units/strategies", "tests/units/test_monitor.py")
 SHARDED = tuple(f"tests/processes/test_hsdp{x}.py" for x in ("", "_resume", "_watched"))
+SHARDED += ("tests/processes/test_fsdp.py",)
 LOCAL = tuple(f"tests/processes/test_local_steps{x}.py" for x in ("", "_resume"))
 LAST_LINE = r"^=*\s*(.*(?:passed|failed|skipped|error).* in [\d.]+s.*?)\s*=*$"  # of pytest
 PACKAGES = ("lightning-gc", "torch", "triton", "pytorch-lightning", "nvidia-nccl-cu13", "numpy")

@@ -171,7 +171,7 @@ def test_the_schema_for_editors_knows_the_file_of_the_page(
         unknown = arguments - known[path]
         assert unknown <= {"find_unused_parameters"}, path  # DDP's
     classes = {f"lightning_gc.{cls.__name__}" for cls in COMPRESSORS.values()}
-    classes |= {"lightning_gc.CompressedHSDPStrategy"}
+    classes |= {"lightning_gc.CompressedFSDPStrategy", "lightning_gc.CompressedHSDPStrategy"}
     strategies = {"lightning_gc.LocalStepsStrategy", "lightning_gc.SimulatedDDPStrategy"}
     assert strategies | classes <= set(known)
     assert {"replicas", "bucket_cap_mb"} <= known["lightning_gc.CompressedHSDPStrategy"]

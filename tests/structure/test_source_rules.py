@@ -27,7 +27,8 @@ COMPRESSORS MEMORIES SCHEMES
 AbsoluteError AllGather AllGatherOrTwoShot AllReduce Blockwise8Bit ByteCodes Cast Choice Codec
 Collective
 CSER
-CompressedDDPStrategy CompressedFabricStrategy CompressedHSDPStrategy CompressionMonitor Compressor
+CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
+CompressionMonitor Compressor
 Contraction DIANA
 EF21 ErrorReset
 Estimating

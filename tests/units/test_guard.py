@@ -79,6 +79,25 @@ def test_a_flow_of_exchanges_only_gets_a_message_for_it() -> None:
         assert guard.verdict.isnan().all()
 
 
+def test_where_each_has_its_own_shard_the_flag_rides_on_the_exchange() -> None:
+    """And what it poisons is the worker's own half of each parameter."""
+    for worker in range(2):
+        grad = torch.tensor([1.0, NAN, 1.0, 1.0])
+        bucket = Bucket(grad, {"one": (2,), "two": (2,)}, worker=worker, workers=2)
+        guard = Guard(bucket, Layouts(), scatters=True)
+        part = (torch.ones(1),)
+        flow = guard.watch(asks(Exchange((part, part), (4,))))
+        asked = next(flow)
+        assert isinstance(asked, Exchange)
+        assert asked.limits == (4, None)
+        assert all(payload[-1].isnan().all() for payload in asked.payloads)
+        with pytest.raises(StopIteration):
+            flow.send([list(payload) for payload in asked.payloads])
+        out = torch.zeros(4)
+        guard.poison(out)
+        assert out.isnan().tolist() == [worker == 0, worker == 1] * 2
+
+
 def test_nothing_asked_nothing_sent() -> None:
     guard = guarded(1.0)
     assert list(guard.watch(asks())) == []

@@ -55,10 +55,16 @@ class PerParameter(Wrapper):
             flows.append(part.codec.flow(inner, buffer[span], out[span], scheme))
         if plan.joint is not None:
             flows.append(plan.joint.flow(bucket, buffer, out, scheme))
-        if plan.dense:
-            flows.append(_average([buffer[span] for span in plan.dense], means))
+        whole = plan.dense
+        if scheme is not None and scheme.scatters:
+            for name, span in whole.items():
+                inner = bucket.part(name, span.start, span.stop)
+                flows.append(scheme.dense(inner, buffer[span], out[span]))
+            whole = {}
+        elif whole:
+            flows.append(_average([buffer[span] for span in whole.values()], means))
         yield from together(flows, bucket.workers)
-        for span, mean in zip(plan.dense, means, strict=True):
+        for span, mean in zip(whole.values(), means, strict=True):
             buffer[span].zero_()
             out[span].copy_(mean)
 
@@ -71,7 +77,7 @@ class _Plan(NamedTuple):
 
     alone: list[Part]  # each has a payload of its own
     joint: Codec | None  # has one payload for all others that are compressed
-    dense: list[slice]
+    dense: dict[str, slice]
 
 
 # Levels change per epoch and shapes never; flows are made in every step.
@@ -81,13 +87,13 @@ def _plan(
 ) -> _Plan:
     levels = dict(compressor.levels)
     others = None if compressor.others_dense else compressor.inner
-    parts, dense, stop = list[Part](), list[slice](), 0
+    parts, dense, stop = list[Part](), dict[str, slice](), 0
     for name, shape in shapes:
         start, stop = stop, stop + math.prod(shape)
         inner = _at(compressor.inner, levels[name]) if name in levels else others
         inner = None if inner is None else inner.for_shape(shape)
         if inner is None:
-            dense.append(slice(start, stop))
+            dense[name] = slice(start, stop)
         elif start < stop:
             parts.append(Part(inner, name, start, stop))
     codec = parts[0].codec.joined(tuple(parts)) if joint and len(parts) > 1 else None

@@ -51,7 +51,7 @@ class SizeSwitch(Wrapper):
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         inner = self.for_shape(bucket.shape)  # which is the same on all workers
         if inner is None:
-            yield from dense(buffer, out)
+            yield from dense(buffer, out) if scheme is None else scheme.dense(bucket, buffer, out)
         else:
             yield from inner.flow(bucket, buffer, out, scheme)
 

@@ -1,0 +1,112 @@
+"""Real ranks' reduce-scatters are those of simulated workers, bit for bit, and their means NumPy's.
+
+The net has rows that W does not divide, a parameter of one element (empty on all ranks but the
+first), frozen ones, and a layer that takes no part in every second step.
+"""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gc import QSGD, Identity, PerParameter, TopK
+from lightning_gc.engine.reduce_scatter import ReduceScatter
+from lightning_gc.transports.base import reduce_scatter_bytes
+from tests.support.fsdp import Scattered, own_shards, scatter, simulated
+from tests.support.instances import ALL
+from tests.support.processes import run_in_processes
+
+pytestmark = pytest.mark.processes
+
+METHODS: dict[str, Any] = {
+    "identity": Identity(),
+    "qsgd": QSGD(8),
+    "qsgd of all": PerParameter(QSGD(4)),
+    "topk, errors dropped": PerParameter(TopK(0.05)),
+}
+
+
+def scatter_all(rank: int, ranks: int, methods: list[Any]) -> bytes:
+    """Return what was exchanged, by method and step, as a file: tensors would be shared."""
+    file = io.BytesIO()
+    torch.save([scatter(rank, ranks, method) for method in methods], file)
+    return file.getvalue()
+
+
+def scattered(ranks: int, methods: list[Any], timeout: float = 90) -> list[list[list[Scattered]]]:
+    """Return what was exchanged, by method, rank and step."""
+    files = run_in_processes(scatter_all, ranks, ranks, methods, timeout=timeout)
+    by_rank = [torch.load(io.BytesIO(file), weights_only=False) for file in files]
+    return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def found(request: pytest.FixtureRequest) -> dict[str, list[list[Scattered]]]:
+    return dict(zip(METHODS, scattered(request.param, list(METHODS.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_real_ranks_are_simulated_workers(
+    found: dict[str, list[list[Scattered]]], name: str
+) -> None:
+    check_against_simulation(found[name], METHODS[name])
+
+
+def check_against_simulation(ranks: list[list[Scattered]], method: Any) -> None:
+    for ours, theirs in zip(ranks, simulated(ranks, method), strict=True):
+        for real, expected in zip(ours, theirs, strict=True):
+            assert real.sent == expected.sent
+            for mean, one in zip(real.means, expected.means, strict=True):
+                assert torch.equal(mean, one)
+
+
+def test_uncompressed_it_is_the_mean_at_a_reduce_scatters_bytes(
+    found: dict[str, list[list[Scattered]]],
+) -> None:
+    ranks = found["identity"]
+    exact = 0
+    for index, first in enumerate(ranks[0]):
+        for at, shapes in enumerate(first.shapes):
+            grads = [steps[index].grads[at].double().numpy() for steps in ranks]
+            mean = torch.from_numpy(np.mean(grads, axis=0))
+            exact += reduce_scatter_bytes(4 * mean.numel(), len(ranks))
+            for me, steps in enumerate(ranks):
+                expected = own_shards(mean, shapes, me, len(ranks))
+                np.testing.assert_allclose(steps[index].means[at], expected, rtol=0, atol=1e-6)
+        # Messages are padded to 8 bytes, one for each other rank and exchange.
+        slack = 7 * (len(ranks) - 1) * sum(len(step.shapes) for step in ranks[0][: index + 1])
+        assert 0 <= first.sent - exact <= slack
+
+
+def test_units_take_part_where_they_are_used(found: dict[str, list[list[Scattered]]]) -> None:
+    """Once used, in every pass, as zeros where they are not; in one order on all ranks."""
+    for steps in found["qsgd"]:
+        layouts = [[tuple(shapes) for shapes in step.shapes] for step in steps]
+        head, aside = ("last.weight", "last.bias"), ("aside.weight", "aside.bias")
+        rest = [("second.weight",), ("first.weight", "first.bias"), ("gain",)]
+        for index, layout in enumerate(layouts):
+            unused = [aside] if index else []  # the layer's first pass is the second
+            assert sorted(layout) == sorted([head, *unused, *rest])
+            assert layout == [tuple(shapes) for shapes in found["qsgd"][0][index].shapes]
+
+
+def test_eight_bits_send_a_quarter(found: dict[str, list[list[Scattered]]]) -> None:
+    """Of what is compressed: 8 bits for 32, and what goes dense."""
+    dense, ours = (found[name][0][-1].sent for name in ("identity", "qsgd of all"))
+    assert ours < 0.25 * dense
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_every_method_is_as_simulated() -> None:
+    methods = []
+    for method in ALL:
+        try:
+            ReduceScatter().check(method)
+        except ValueError:
+            continue  # it has no payload for one rank
+        methods.append(method)
+    for method, ranks in zip(methods, scattered(2, methods, timeout=800), strict=True):
+        check_against_simulation(ranks, method)

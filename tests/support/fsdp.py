@@ -1,0 +1,138 @@
+"""Reduce-scatters of FSDP2, compressed by real ranks step by step, and by simulated workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from lightning_gc.engine import Engine
+from lightning_gc.engine.reduce_scatter import ReduceScatter
+from lightning_gc.strategies.for_pytorch_lightning import CompressedFSDPStrategy
+from lightning_gc.synchronizer import configure
+from lightning_gc.synchronizer.fsdp_units import units_of
+from lightning_gc.synchronizer.fsdp_workers import FSDPWorkers
+from lightning_gc.synchronizer.replica_mesh import replica_mesh
+from lightning_gc.synchronizer.unit_scatters import UnitScatters
+from lightning_gc.transports import Recording, Simulated
+from lightning_gc.transports.distributed import Distributed
+from tests.support.accelerator import BACKEND
+from tests.support.hsdp_laws import MINUTE, Net
+
+Shapes = dict[str, tuple[int, ...]]
+SEED = 3
+
+
+def fsdp(compressor: Any, **options: Any) -> CompressedFSDPStrategy:
+    """Return the strategy of a rank that runs in a process of its own."""
+    return CompressedFSDPStrategy(compressor, process_group_backend=BACKEND, **options)
+
+
+def plain(ranks: int, **options: Any) -> ModelParallelStrategy:
+    """Return Lightning's own: FSDP2 with dense reduce-scatters."""
+    return ModelParallelStrategy(ranks, 1, process_group_backend=BACKEND, **options)
+
+
+@dataclass
+class Scattered:
+    """What one rank has exchanged in one step.
+
+    Attributes:
+        shapes: per exchange, parameter name -> padded shape.
+        grads: per exchange, this rank's gradient of whole parameters, flat.
+        means: per exchange, this rank's shards of their mean, as FSDP2 gets them.
+        sent: bytes, over the steps so far.
+    """
+
+    shapes: list[Shapes]
+    grads: list[Tensor]
+    means: list[Tensor]
+    sent: int
+
+
+class Watched(UnitScatters):
+    """Keeps what goes in and what comes out."""
+
+    seen: list[tuple[Shapes, Tensor, Tensor]]
+
+    def _exchange(self, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], group: Any) -> None:
+        before = grad.clone()
+        super()._exchange(grad, shapes, group)
+        me, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.seen.append((dict(shapes), before, own_shards(grad, shapes, me, ranks)))
+
+
+def own_shards(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], me: int, ranks: int) -> Tensor:
+    """Return one worker's parts of all parameters in a flat gradient."""
+    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    return torch.cat([part.view(ranks, -1)[me] for part in flat.split(sizes)])
+
+
+def scatter(rank: int, ranks: int, compressor: Any, steps: int = 3) -> list[Scattered]:
+    """Make backward passes of a small net in shards; return what was exchanged in each."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=MINUTE)
+    mesh = replica_mesh("cpu", 1, ranks, MINUTE)["data_parallel"]
+    net = Net()
+    for child in (*net.children(), net):
+        fully_shard(child, mesh=mesh)
+    workers = FSDPWorkers(configure("a test", compressor, "none", ReduceScatter(), SEED))
+    workers.shard, workers.shards = rank, ranks
+    workers.name(net)
+    transport = Distributed(mesh.get_group())
+    recording = Recording(transport)
+    workers.start([recording], revocable=False)
+    watched = Watched(units_of(net), workers, transport, recording, lambda: None)
+    found = []
+    for index in range(steps):
+        watched.seen = []
+        generator = torch.Generator().manual_seed(10 * index + rank)
+        rows = torch.randn(5, 6, generator=generator)
+        net.zero_grad()
+        net(rows, aside=index % 2 == 1).square().mean().backward()
+        for name, grad in {n: p.grad for n, p in net.named_parameters() if p.requires_grad}.items():
+            if grad is not None:  # what the exchange has left is what the optimizer gets
+                _check_gradient(name, grad, watched.seen, ranks)
+        shapes, grads, means = (list(part) for part in zip(*watched.seen, strict=True))
+        found.append(Scattered(shapes, grads, means, recording.sent_bytes))
+    watched.close()
+    return found
+
+
+def _check_gradient(name: str, grad: Any, seen: Sequence[Any], ranks: int) -> None:
+    for shapes, _, means in seen:
+        if name in shapes:
+            sizes = [torch.Size(shape).numel() // ranks for shape in shapes.values()]
+            mine = means.split(sizes)[list(shapes).index(name)]
+            local = grad.to_local().reshape(-1)
+            assert torch.equal(local, mine[: local.numel()]), name
+            return
+    raise AssertionError(f"{name} has a gradient that nobody has exchanged")
+
+
+def simulated(ranks: Sequence[Sequence[Scattered]], compressor: Any) -> list[list[Scattered]]:
+    """Return what simulated workers make of the same gradients."""
+    count = len(ranks)
+    made = configure("a test", compressor, "none", ReduceScatter(), SEED)
+    engines: list[Engine] = [made.engine(worker, count) for worker in range(count)]
+    network = Simulated(count)
+    found: list[list[Scattered]] = [[] for _ in ranks]
+    for steps in zip(*ranks, strict=True):
+        means: list[list[Tensor]] = [[] for _ in ranks]
+        for at, shapes in enumerate(steps[0].shapes):
+            grads = [step.grads[at].clone() for step in steps]
+            network.run([e.flow(g, shapes) for e, g in zip(engines, grads, strict=True)])
+            for me, grad in enumerate(grads):
+                means[me].append(own_shards(grad, shapes, me, count))
+        for me, engine in enumerate(engines):
+            engine.advance()
+            step = steps[me]
+            sent = network.sent_bytes[me]
+            found[me].append(Scattered(step.shapes, step.grads, means[me], sent))
+    return found
