@@ -1,0 +1,113 @@
+"""Compare all methods at equal tuning budgets: as many random draws of each one's own settings.
+
+    python benchmarks/papers/equal_budgets.py --jobs 8
+    python benchmarks/papers/equal_budgets.py --only model=lstm method=topk method=qsgd
+    python benchmarks/papers/equal_budgets.py --draws 2 --seeds 1    # all methods, quickly
+
+A run takes some 10 CPU seconds on one thread, so all of it is a night on a few cores.
+Interrupt it at will: the same command goes on with what is missing. Writes rows, page and plot as
+the other experiments do, and an HTML table that sorts and filters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import equal_budgets_models as models
+import equal_budgets_page as page
+import frame
+from equal_budgets_methods import METHODS, build, drawn
+from equal_budgets_models import MODELS
+from equal_budgets_points import BEST, TARGETS, chosen
+from frame import Cell, Experiment, Row
+
+SEARCH = 0  # the seed of all draws; winners are run with later ones
+DRAWS = 8
+KEPT = ("loss", "accuracy", "train_loss", "diverged", "ratio", "bytes", "steps_done")
+ABOUT = """
+Every compressor, with its default memory, and the memories that are no compressor's default, on
+three small models with four simulated workers. For each model each method has a study of its own:
+eight random draws (or `--draws`) of its own settings, with one seed. These are the learning rate,
+the momentum of the transformer's optimizer, what compressor and memory declare worth tuning, levels
+among it, and whether small tensors are compressed too. The draws cover each range evenly.
+
+More bytes mean less loss, so a study has several winners: for each ratio, the draw of the lowest
+validation loss among those that send that many times fewer bytes than dense. Winners are run with
+other seeds, and only these runs are shown. Losses are those of the validation data, at the end of
+the run. Eight draws are few: a method with many settings is found less well than one that has a
+learning rate only. Runs are short, so this tells first what learns fast.
+"""
+
+
+def cells(seeds: int, draws: int = DRAWS) -> list[Cell]:
+    """Return the draws of all methods, then their winners, a seed after the other."""
+    found = []
+    steps: list[tuple[Any, int | None, int]] = [(draw, None, SEARCH) for draw in range(draws)]
+    steps += [(BEST, target, SEARCH + 1 + i) for i in range(seeds) for target in TARGETS]
+    for draw, target, seed in steps:
+        for method in METHODS:
+            for name, model in MODELS.items():
+                cell = {"model": name, "method": method, "draw": draw, "target": target}
+                cell |= {"draws": draws, "workers": 4, "width": model.width}
+                found.append(cell | {"epochs": model.epochs, "steps": None, "seed": seed})
+    return found
+
+
+def before(cell: Cell) -> list[Cell]:
+    """Return the draws among which a winner is chosen."""
+    if cell["draw"] != BEST:
+        return []
+    one = {**cell, "target": None, "seed": SEARCH}
+    return [{**one, "draw": draw} for draw in range(cell["draws"])]
+
+
+def train(cell: Cell, data: Path | None) -> Row:
+    """Run a draw, or a winner with its seed."""
+    if cell["draw"] != BEST:
+        return draw(cell)
+    pick = chosen(cell["before"], cell["target"])
+    if pick is None:  # nothing that it drew sends so little
+        return {"loss": math.nan, "pick": None, "as": None}
+    less = [t for t in TARGETS if t < cell["target"] and chosen(cell["before"], t) == pick]
+    if less:  # has been run for that ratio
+        return {"loss": math.nan, "pick": pick["draw"], "as": less[0]}
+    return run(cell, pick["settings"]) | {"pick": pick["draw"], "as": None}
+
+
+def draw(cell: Cell) -> Row:
+    """Run a draw; settings that a method cannot be trained with have lost, and say why."""
+    settings = drawn(cell["method"], cell["model"], cell["draw"], cell["draws"])
+    try:
+        return run(cell, settings)
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+        return {"loss": math.inf, "ratio": math.nan, "settings": settings, "error": said}
+
+
+def run(cell: Cell, settings: dict[str, Any]) -> Row:
+    """Train once with these settings."""
+    method = build(cell["method"], settings)
+    found = models.train(cell, settings, method)
+    kind = {"kind": method.compressor.traits.kind, "settings": settings}
+    return {name: found[name] for name in KEPT if name in found} | kind
+
+
+def main() -> int:
+    """Run what is missing, write page, plot and table."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--draws", type=int, default=DRAWS)
+    options, sys.argv[1:] = parser.parse_known_args()
+    if options.draws < 1:
+        parser.error("--draws must be at least 1.")
+    all_cells = functools.partial(cells, draws=options.draws)
+    parts = (ABOUT, all_cells, train, page.page, page.claims, page.draw)
+    return frame.main(Experiment("equal_budgets", *parts, before=before, after=page.write_html))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""The comparison at equal tuning budgets: own draws, fresh seeds, and what is said of the rows."""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_gc import COMPRESSORS, PerParameter
+from lightning_gc.catalogue.declared_space import declared
+from lightning_gc.engine.compatibility import combine
+from lightning_gc.memories import MEMORIES
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
+
+import equal_budgets
+import equal_budgets_methods as methods
+import equal_budgets_page as page
+import equal_budgets_points as points
+from equal_budgets_models import MODELS
+from equal_budgets_points import BEST, TARGETS, Point
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "papers" / "equal_budgets.py"
+
+
+def test_every_compressor_and_every_memory_has_a_study() -> None:
+    assert set(COMPRESSORS) < set(methods.METHODS)
+    used = {type(method.memory_and_scheme()[0]) for method in methods.METHODS.values()}
+    assert used == set(MEMORIES.values())
+    winners = {
+        (cell["method"], cell["model"]) for cell in equal_budgets.cells(1) if cell["draw"] == BEST
+    }
+    assert winners == {(name, model) for name in methods.METHODS for model in MODELS}
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_what_is_declared_is_drawn_and_makes_a_method(name: str) -> None:
+    cls = methods.METHODS[name].compressor_class
+    for model in MODELS:
+        fields = {entry.field for entry in methods.space(name, model)}
+        assert {f"compressor.{entry.field}" for entry in declared(cls)} <= fields
+        assert cls().knob is None or any("compressor." in f or f == "level" for f in fields)
+        for draw in range(4):
+            settings = methods.drawn(name, model, draw, 4)
+            assert set(settings) == fields
+            built = methods.build(name, settings)
+            assert settings.get("level", built.compressor.level) == built.compressor.level
+            assert isinstance(built.compressor, PerParameter) == settings.get("every_tensor", False)
+            combine(built.compressor, built.memory, built.scheme)
+            momentum = settings.get("momentum", 0.0)
+            assert built.memory is not None
+            built.memory.check_optimizer({"momentum": momentum})  # else it says so
+
+
+def test_draws_are_a_methods_own_and_come_again() -> None:
+    draws = [methods.drawn("topk", "lstm", draw, 8) for draw in range(8)]
+    assert draws == [methods.drawn("topk", "lstm", draw, 8) for draw in range(8)]
+    low, high = MODELS["lstm"].rates
+    parts = [8 * math.log(draw["rate"] / low) / math.log(high / low) for draw in draws]
+    assert sorted(map(int, parts)) == list(range(8))  # each eighth once
+    assert sorted(draw["every_tensor"] for draw in draws) == [False] * 4 + [True] * 4
+    others = [("gaussian_k", "lstm"), ("topk_ef21", "lstm"), ("identity", "lstm")]
+    rates = {tuple(methods.drawn(*other, draw, 8)["rate"] for draw in range(8)) for other in others}
+    assert len({*rates, tuple(draw["rate"] for draw in draws)}) == 4
+
+
+def test_directions_have_rates_of_their_own() -> None:
+    for name in ("sign_sgd", "signum"):
+        assert methods.drawn(name, "lstm", 0, 1)["rate"] <= MODELS["lstm"].directions[1]
+    assert methods.drawn("ef_sign_sgd", "lstm", 0, 1)["rate"] >= MODELS["lstm"].rates[0]
+
+
+def test_winners_have_fresh_seeds_and_depend_on_all_draws_of_their_study() -> None:
+    cells = equal_budgets.cells(3, 5)
+    draws = [cell for cell in cells if cell["draw"] != BEST]
+    winners = [cell for cell in cells if cell["draw"] == BEST]
+    assert {cell["seed"] for cell in draws} == {equal_budgets.SEARCH}
+    assert {cell["seed"] for cell in winners} == {1, 2, 3}
+    assert len(draws) == 5 * len(methods.METHODS) * len(MODELS)
+    some = [cell for cell in winners if cell["method"] == "qsgd" and cell["seed"] == 3]
+    assert len(some) == len(TARGETS) * len(MODELS)
+    for cell in some:
+        needed = equal_budgets.before(cell)
+        assert [each["draw"] for each in needed] == [0, 1, 2, 3, 4]
+        assert all(each in draws for each in needed)
+        assert {(each["method"], each["model"]) for each in needed} == {("qsgd", cell["model"])}
+    assert equal_budgets.before(draws[0]) == []
+
+
+def test_a_winner_is_the_best_draw_of_a_ratio_and_run_once(monkeypatch) -> None:
+    ran = []
+
+    def run(cell, settings):
+        ran.append(settings)
+        return {"loss": 1.0, "ratio": 40.0}
+
+    monkeypatch.setattr(equal_budgets, "run", run)
+    draws = [
+        {"draw": 0, "loss": 1.0, "ratio": 10.0, "settings": "all bytes"},
+        {"draw": 1, "loss": 2.0, "ratio": 40.0, "settings": "few bytes"},
+        {"draw": 2, "loss": 3.0, "ratio": 50.0, "settings": "worse"},
+        {"draw": 3, "loss": None, "ratio": 500.0, "settings": "diverges"},
+        {"draw": 4, "loss": None, "ratio": None, "settings": "ends in an error"},
+    ]
+    found = {
+        target: equal_budgets.train({"draw": BEST, "target": target, "before": draws}, None)
+        for target in TARGETS
+    }
+    assert ran == ["all bytes", "few bytes"]
+    assert {target: row["pick"] for target, row in found.items()} == {
+        1: 0,
+        8: 0,
+        30: 1,
+        100: None,
+        300: None,
+    }
+    assert {target: row["as"] for target, row in found.items() if row["as"]} == {8: 1}
+
+
+def test_a_draw_that_cannot_be_trained_has_lost_and_says_why(monkeypatch) -> None:
+    def run(cell, settings):
+        raise ValueError("rank 9 of 8")
+
+    monkeypatch.setattr(equal_budgets, "run", run)
+    cell = {"method": "topk", "model": "lstm", "draw": 0, "draws": 2}
+    row = equal_budgets.train(cell, None)
+    assert (row["loss"], row["error"]) == (math.inf, "ValueError: rank 9 of 8")
+    assert points.chosen([row | {"loss": None, "ratio": None}], 1) is None  # as in the file
+    assert "lstm, topk, draw 0: ValueError: rank 9 of 8" in page.errors([cell | row])
+
+
+def a_point(method: str, losses: tuple[float, ...], sent: float) -> Point:
+    return Point("lstm", method, "sparsifier", losses, 1000 / sent, sent, {"rate": 1.0})
+
+
+def test_nothing_on_the_front_is_beaten_in_both() -> None:
+    some = [
+        a_point("dense", (1.0,), 1000),
+        a_point("best", (0.9,), 500),
+        a_point("same bytes", (1.1,), 500),
+        a_point("beaten", (1.2,), 100),
+        a_point("few", (1.05,), 90),
+        a_point("lost", (math.inf,), 1),
+    ]
+    assert [p.method for p in points.front(some)] == ["best", "few"]
+    assert [p.method for p in points.front(reversed(some))] == ["best", "few"]
+
+
+def test_ranks_have_the_interval_that_seeds_leave() -> None:
+    some = [
+        a_point("first", (1.0, 1.0, 1.0), 9),
+        a_point("noisy", (1.5, 3.0, 1.6), 9),
+        a_point("steady", (2.0, 2.0, 2.0), 9),
+        a_point("lost", (2.0, math.inf, 2.0), 9),
+    ]
+    found = points.mean_ranks([some, some])
+    assert {name: rank for name, (rank, _, _) in found.items()} == {
+        "first": 1.0,
+        "steady": 2.0,
+        "noisy": 3.0,
+        "lost": 4.0,
+    }
+    assert found["first"] == (1.0, 1.0, 1.0)
+    _, low, high = found["noisy"]
+    assert low == 2.0
+    assert high == 3.0
+    assert found == points.mean_ranks([some, some])  # no chance in it
+    assert list(points.mean_ranks([some, some[:2]])) == ["first", "noisy"]
+    alone = points.mean_ranks([[a_point("a", (1.0,), 9), a_point("b", (1.0,), 9)]])
+    assert [rank for rank, _, _ in alone.values()] == [1.5, 1.5]
+    assert math.isnan(alone["a"][1])
+    assert points.mean_ranks([some, []]) == {}
+
+
+def rows_of(losses: dict[str, dict[int, list[float] | int]]) -> list[dict]:
+    """Return the rows of winners: method -> ratio -> losses, or the ratio whose winner it is."""
+    found = []
+    for method, by_target in losses.items():
+        for target in TARGETS:
+            given = by_target.get(target, [])
+            for seed in (1, 2, 3):
+                row = {"model": "lstm", "method": method, "draw": BEST, "target": target}
+                row |= {"seed": seed, "loss": None, "as": None, "pick": None}
+                if isinstance(given, int):
+                    row |= {"as": given, "pick": 1}
+                elif given:
+                    ratio = 1.2 * target if target > 1 else 1.0
+                    row |= {"loss": given[seed - 1], "pick": 0, "ratio": ratio, "bytes": 9 / ratio}
+                    row |= {"kind": "sparsifier", "settings": {"rate": 2.0}}
+                found.append(row)
+    return found
+
+
+@pytest.fixture
+def few(monkeypatch) -> list[dict]:
+    monkeypatch.setattr(page, "METHODS", dict.fromkeys(["identity", "topk", "qsgd", "randomk"]))
+    monkeypatch.setattr(page, "MODELS", {"lstm": MODELS["lstm"]})
+    return rows_of(
+        {
+            "identity": {1: [2.0, 2.1, 1.9]},
+            "topk": {1: [1.0, 1.1, 0.9], 8: [1.5, 1.6, 1.4], 30: [3.0, 3.1, 2.9], 100: [4, 4, 4]},
+            "qsgd": {1: [1.6, 1.5, 1.4]},
+            "randomk": {1: [2.5, 2.5, 2.5], 8: [1.5, 1.7, 1.4], 30: 8, 100: [5.0, 5.1, 4.9]},
+        }
+    )
+
+
+def test_sentences_follow_from_the_rows(few) -> None:
+    eight = page.sentence(few, "lstm", 8)
+    assert "`topk` has the lowest loss, 1.500 ± 0.100 at 10x; dense has 2.000 ± 0.100" in eight
+    assert "which is more" in eight
+    assert "Of 1 other methods that reach the ratio, it is not told apart from `randomk`" in eight
+    hundred = page.sentence(few, "lstm", 100)
+    assert "`topk` has the lowest loss" in hundred
+    assert "which is less" in hundred
+    assert "told apart from all" in hundred
+    assert page.sentence(few, "lstm", 300) == "**300x, lstm:** no method reaches it."
+
+
+def test_a_winner_of_a_lower_ratio_counts_for_what_it_sends(few) -> None:
+    """What was chosen for 30x is the winner of 8x, whose runs sent too much."""
+    assert points.point(few, "lstm", "randomk", 30) == points.point(few, "lstm", "randomk", 8)
+    assert [p.method for p in points.entries(few, "lstm", 30)] == ["topk"]
+    assert "No other method reaches the ratio." in page.sentence(few, "lstm", 30)
+    names = [p.method for p in points.points(few, "lstm")]
+    assert sorted(names) == ["identity", "qsgd"] + ["randomk"] * 3 + ["topk"] * 4
+
+
+def test_nothing_is_said_while_rows_are_missing(few) -> None:
+    fewer = [row for row in few if (row["method"], row["target"], row["seed"]) != ("qsgd", 8, 2)]
+    assert page.sentence(fewer, "lstm", 8) == "**8x, lstm:** not run (1 of 4 methods are missing)."
+    assert "has the lowest loss" in page.sentence(fewer, "lstm", 30)
+    assert "not run (4 of 4" in page.sentence([], "lstm", 8)
+
+
+def test_the_page_has_fronts_ranks_and_losses(few, tmp_path) -> None:
+    text = page.page(few)
+    front = text.partition("The Pareto front")[2].partition("All methods'")[0]
+    assert [line.split("`")[1] for line in front.splitlines() if line.startswith("| `")] == [
+        "topk"
+    ] * 4
+    assert "| topk | 1.0 (1.0 to 1.0) | 1." in text
+    assert "| randomk | 2.500 ± 0.000 | 1.533 ± 0.153 | – | 5.000 ± 0.100 | – |" in text
+    page.write_html(few, tmp_path / "equal_budgets_20260101")
+    (file,) = tmp_path.glob("*.html")
+    assert file.read_text().count("<tr data-front=1>") == 4
+    assert file.read_text().count("<tr>") == 1 + 5
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_two_methods_from_draws_to_the_page(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, "--draws", "2", "--seeds", "2"]
+    command += ["--set", "epochs=1", "steps=5", "--only", "method=identity", "method=topk"]
+    command += ["--jobs", "2", "--out", tmp_path]
+    for _ in range(2):  # the second one has nothing to do
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 2 * len(MODELS) * (2 + 2 * len(TARGETS))
+    sent = {
+        (row["cell"]["method"], row["cell"]["model"]): row["figures"]["ratio"]
+        for row in rows
+        if row["cell"]["draw"] == 0
+    }
+    assert statistics.fmean(sent["identity", model] for model in MODELS) == 1.0
+    assert all(sent["topk", model] > 4 for model in MODELS)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".jsonl", ".md", ".svg", ".html"}
