@@ -16,10 +16,10 @@ from typing import Any
 
 import tasks
 from catalogue import is_direction
-from equal_budgets_models import MODELS
+from equal_budgets_models import MODELS, refuses
 from optuna.trial import FixedTrial
 
-from lightning_gc import COMPRESSORS, Compressor, Memory, PerParameter, SizeSwitch
+from lightning_gc import COMPRESSORS, Compressor, PerParameter, SizeSwitch
 from lightning_gc.engine.compatibility import by_default
 from lightning_gc.search_space import Choice, Range, Space
 from lightning_gc.tuning import Method
@@ -55,7 +55,7 @@ def space(name: str, model: str) -> Space:
     found: list[Range | Choice] = [Range("rate", low, high, "log")]
     if task.momenta:
         # A memory with momentum has it in the optimizer's place.
-        found.append(Choice("momentum", (0.0,) if has_momentum(memory) else task.momenta))
+        found.append(Choice("momentum", (0.0,) if refuses(memory, momentum=0.9) else task.momenta))
     # Of what quantisers send, small tensors are little, dense or not.
     small_are_dense = by_default(compressor) == PerParameter(SizeSwitch(compressor))
     if small_are_dense and compressor.traits.kind != "quantiser":
@@ -66,15 +66,6 @@ def space(name: str, model: str) -> Space:
     for prefix, entries in ((PREFIX, method.tuned), (MEMORY_PREFIX, method.tuned_memory)):
         found += [dataclasses.replace(entry, field=prefix + entry.field) for entry in entries]
     return tuple(found)
-
-
-def has_momentum(memory: Memory) -> bool:
-    """Return whether a memory refuses momentum in the optimizer, as it has its own."""
-    try:
-        memory.check_optimizer({"momentum": 0.9})
-    except ValueError:
-        return True
-    return False
 
 
 def drawn(name: str, model: str, draw: int, draws: int) -> dict[str, Any]:

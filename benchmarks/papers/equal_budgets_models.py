@@ -7,12 +7,14 @@ seconds of CPU time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tasks
 import transformer_module
 from catalogue import is_direction
+
+from lightning_gc import Memory
 
 Cell = dict[str, Any]
 
@@ -31,6 +33,7 @@ class Model:
         width: units or channels.
         epochs: of a run.
         momenta: of the optimizer, drawn by those methods whose memory has none.
+        decay: of weights, where it is a part of the gradient; some memories have to add it.
     """
 
     about: str
@@ -40,6 +43,7 @@ class Model:
     width: int
     epochs: int
     momenta: tuple[float, ...] = ()
+    decay: float = 0.0
 
 
 def lstm(cell: Cell, method: tasks.Method) -> tasks.Figures:
@@ -74,6 +78,7 @@ MODELS = {
         width=16,
         epochs=8,
         momenta=(0.9,),
+        decay=tasks.DECAY,
     ),
     "transformer": Model(
         about="a transformer on the docs, two layers, 64 wide, AdamW, clipped",
@@ -90,7 +95,20 @@ MODELS = {
 
 def train(cell: Cell, settings: Cell, method: tasks.Method) -> tasks.Figures:
     """Train a cell's model with a method, at a draw's learning rate and momentum."""
+    model, memory = MODELS[cell["model"]], method.memory
     how: Cell = {name: settings[name] for name in ("rate", "momentum") if name in settings}
-    # A direction has one length in every step: clipping would only change the rate.
-    clip: Cell = {"clip": 0.0} if is_direction(method.compressor) else {}
-    return MODELS[cell["model"]].train({**cell, **how, **clip}, method)
+    if is_direction(method.compressor):  # of one length in every step: the rate alone counts
+        how["clip"] = 0.0
+    if model.decay and memory is not None and refuses(memory, weight_decay=model.decay):
+        how["weight_decay"] = 0.0
+        method = replace(method, memory=replace(memory, weight_decay=model.decay))  # type: ignore[type-var]
+    return model.train({**cell, **how}, method)
+
+
+def refuses(memory: Memory, **group: float) -> bool:
+    """Return whether a memory refuses a setting of the optimizer, as it has its own."""
+    try:
+        memory.check_optimizer(group)
+    except ValueError:
+        return True
+    return False

@@ -1,11 +1,13 @@
 """The comparison at equal tuning budgets: own draws, fresh seeds, and what is said of the rows."""
 
+import dataclasses
 import json
 import math
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 
 import equal_budgets
 import equal_budgets_methods as methods
+import equal_budgets_models as models
 import equal_budgets_page as page
 import equal_budgets_points as points
 from equal_budgets_models import MODELS
@@ -65,6 +68,22 @@ def test_draws_are_a_methods_own_and_come_again() -> None:
     others = [("gaussian_k", "lstm"), ("topk_ef21", "lstm"), ("identity", "lstm")]
     rates = {tuple(methods.drawn(*other, draw, 8)["rate"] for draw in range(8)) for other in others}
     assert len({*rates, tuple(draw["rate"] for draw in draws)}) == 4
+
+
+def test_a_memory_that_must_add_weight_decay_does(monkeypatch) -> None:
+    found = {}
+
+    def train(cell, method):
+        found[method.memory.__class__.__name__] = (cell.get("weight_decay"), method.memory)
+        return {}
+
+    monkeypatch.setitem(models.MODELS, "resnet", dataclasses.replace(MODELS["resnet"], train=train))
+    for name in ("dgc", "topk"):
+        settings = methods.drawn(name, "resnet", 0, 1)
+        models.train({"model": "resnet"}, settings, methods.build(name, settings))
+    assert found["Residual"][0] is None
+    decay, memory = found["MomentumCorrection"]
+    assert (decay, memory.weight_decay) == (0.0, MODELS["resnet"].decay)
 
 
 def test_directions_have_rates_of_their_own() -> None:
@@ -175,7 +194,7 @@ def test_ranks_have_the_interval_that_seeds_leave() -> None:
     assert points.mean_ranks([some, []]) == {}
 
 
-def rows_of(losses: dict[str, dict[int, list[float] | int]]) -> list[dict]:
+def rows_of(losses: dict[str, dict[int, list[float] | int]]) -> list[dict[str, Any]]:
     """Return the rows of winners: method -> ratio -> losses, or the ratio whose winner it is."""
     found = []
     for method, by_target in losses.items():
@@ -195,7 +214,7 @@ def rows_of(losses: dict[str, dict[int, list[float] | int]]) -> list[dict]:
 
 
 @pytest.fixture
-def few(monkeypatch) -> list[dict]:
+def few(monkeypatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(page, "METHODS", dict.fromkeys(["identity", "topk", "qsgd", "randomk"]))
     monkeypatch.setattr(page, "MODELS", {"lstm": MODELS["lstm"]})
     return rows_of(
@@ -208,7 +227,7 @@ def few(monkeypatch) -> list[dict]:
     )
 
 
-def test_sentences_follow_from_the_rows(few) -> None:
+def test_sentences_follow_from_the_rows(few: list[dict[str, Any]]) -> None:
     eight = page.sentence(few, "lstm", 8)
     assert "`topk` has the lowest loss, 1.500 ± 0.100 at 10x; dense has 2.000 ± 0.100" in eight
     assert "which is more" in eight
@@ -220,7 +239,7 @@ def test_sentences_follow_from_the_rows(few) -> None:
     assert page.sentence(few, "lstm", 300) == "**300x, lstm:** no method reaches it."
 
 
-def test_a_winner_of_a_lower_ratio_counts_for_what_it_sends(few) -> None:
+def test_a_winner_of_a_lower_ratio_counts_for_what_it_sends(few: list[dict[str, Any]]) -> None:
     """What was chosen for 30x is the winner of 8x, whose runs sent too much."""
     assert points.point(few, "lstm", "randomk", 30) == points.point(few, "lstm", "randomk", 8)
     assert [p.method for p in points.entries(few, "lstm", 30)] == ["topk"]
@@ -229,14 +248,14 @@ def test_a_winner_of_a_lower_ratio_counts_for_what_it_sends(few) -> None:
     assert sorted(names) == ["identity", "qsgd"] + ["randomk"] * 3 + ["topk"] * 4
 
 
-def test_nothing_is_said_while_rows_are_missing(few) -> None:
+def test_nothing_is_said_while_rows_are_missing(few: list[dict[str, Any]]) -> None:
     fewer = [row for row in few if (row["method"], row["target"], row["seed"]) != ("qsgd", 8, 2)]
     assert page.sentence(fewer, "lstm", 8) == "**8x, lstm:** not run (1 of 4 methods are missing)."
     assert "has the lowest loss" in page.sentence(fewer, "lstm", 30)
     assert "not run (4 of 4" in page.sentence([], "lstm", 8)
 
 
-def test_the_page_has_fronts_ranks_and_losses(few, tmp_path) -> None:
+def test_the_page_has_fronts_ranks_and_losses(few, tmp_path: Path) -> None:
     text = page.page(few)
     front = text.partition("The Pareto front")[2].partition("All methods'")[0]
     assert [line.split("`")[1] for line in front.splitlines() if line.startswith("| `")] == [
@@ -253,9 +272,9 @@ def test_the_page_has_fronts_ranks_and_losses(few, tmp_path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_two_methods_from_draws_to_the_page(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, "--draws", "2", "--seeds", "2"]
+    command = [sys.executable, str(SCRIPT), "--draws", "2", "--seeds", "2"]
     command += ["--set", "epochs=1", "steps=5", "--only", "method=identity", "method=topk"]
-    command += ["--jobs", "2", "--out", tmp_path]
+    command += ["--jobs", "2", "--out", str(tmp_path)]
     for _ in range(2):  # the second one has nothing to do
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, done.stderr
