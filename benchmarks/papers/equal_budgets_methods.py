@@ -20,6 +20,7 @@ from equal_budgets_models import MODELS, refuses
 from optuna.trial import FixedTrial
 
 from lightning_gc import COMPRESSORS, Compressor, PerParameter, SizeSwitch
+from lightning_gc.catalogue.declared_space import declared
 from lightning_gc.engine.compatibility import by_default
 from lightning_gc.search_space import Choice, Range, Space
 from lightning_gc.tuning import Method
@@ -60,12 +61,21 @@ def space(name: str, model: str) -> Space:
     small_are_dense = by_default(compressor) == PerParameter(SizeSwitch(compressor))
     if small_are_dense and compressor.traits.kind != "quantiser":
         found.append(Choice("every_tensor", (False, True)))
-    knob = compressor.knob
-    if knob is not None and not hasattr(compressor, knob.field):  # an inner compressor's
-        found.append(Range("level", knob.low, knob.high, knob.scale, knob.integer))
+    found += inner_level(compressor)
     for prefix, entries in ((PREFIX, method.tuned), (MEMORY_PREFIX, method.tuned_memory)):
         found += [dataclasses.replace(entry, field=prefix + entry.field) for entry in entries]
     return tuple(found)
+
+
+def inner_level(compressor: Compressor) -> Space:
+    """Return ``level``, with the range that its owner declares, if a compressor holds its owner."""
+    knob = compressor.knob
+    if knob is None or hasattr(compressor, knob.field):
+        return ()
+    held = [each for each in vars(compressor).values() if isinstance(each, Compressor)]
+    (owner,) = (each for each in held if each.knob == knob)
+    (entry,) = (entry for entry in declared(type(owner)) if entry.field == knob.field)
+    return (dataclasses.replace(entry, field="level"),)
 
 
 def drawn(name: str, model: str, draw: int, draws: int) -> dict[str, Any]:
