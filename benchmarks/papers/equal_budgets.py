@@ -69,7 +69,7 @@ def before(cell: Cell) -> list[Cell]:
 def train(cell: Cell, data: Path | None) -> Row:
     """Run a draw, or a winner with its seed."""
     if cell["draw"] != BEST:
-        return draw(cell)
+        return run(cell, drawn(cell["method"], cell["model"], cell["draw"], cell["draws"]))
     pick = chosen(cell["before"], cell["target"])
     if pick is None:  # nothing that it drew sends so little
         return {"loss": math.nan, "pick": None, "as": None}
@@ -79,22 +79,15 @@ def train(cell: Cell, data: Path | None) -> Row:
     return run(cell, pick["settings"]) | {"pick": pick["draw"], "as": None}
 
 
-def draw(cell: Cell) -> Row:
-    """Run a draw; settings that a method cannot be trained with have lost, and say why."""
-    settings = drawn(cell["method"], cell["model"], cell["draw"], cell["draws"])
-    try:
-        return run(cell, settings)
-    except (ArithmeticError, RuntimeError, ValueError) as error:
-        said = f"{type(error).__name__}: {error}"
-        return {"loss": math.inf, "ratio": math.nan, "settings": settings, "error": said}
-
-
 def run(cell: Cell, settings: dict[str, Any]) -> Row:
-    """Train once with these settings."""
+    """Train once with these settings; a run that ends in an error has lost, and says why."""
     method = build(cell["method"], settings)
-    found = models.train(cell, settings, method)
-    kind = {"kind": method.compressor.traits.kind, "settings": settings}
-    return {name: found[name] for name in KEPT if name in found} | kind
+    row = {"loss": math.inf, "kind": method.compressor.traits.kind, "settings": settings}
+    try:
+        found = models.train(cell, settings, method)
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        return row | {"ratio": math.nan, "error": f"{type(error).__name__}: {error}"}
+    return row | {name: found[name] for name in KEPT if name in found}
 
 
 def main() -> int:

@@ -25,6 +25,7 @@ from frame import Claim, Row, spread, table, verdict, where
 from matplotlib.figure import Figure
 
 SHOWN = 8  # names in a sentence
+NAMED = ("model", "method", "draw", "seed")  # of a run that ended in an error
 
 
 def missing(rows: Sequence[Row], model: str, target: int) -> list[str]:
@@ -142,13 +143,13 @@ def loss_table(rows: Sequence[Row], model: str) -> str:
 
 
 def errors(rows: Sequence[Row]) -> str:
-    """Return the draws that ended in an error."""
+    """Return the runs that ended in an error."""
     lines = [
-        f"- {row['model']}, {row['method']}, draw {row['draw']}: {row['error']}\n"
+        f"- {', '.join(f'{name} {row[name]}' for name in NAMED)}: {row['error']}\n"
         for row in rows
         if "error" in row
     ]
-    return f"\n## Draws that ended in an error\n\n{''.join(lines)}" if lines else ""
+    return f"\n## Runs that ended in an error\n\n{''.join(lines)}" if lines else ""
 
 
 def claims(rows: list[Row]) -> list[Claim]:

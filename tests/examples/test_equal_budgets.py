@@ -147,16 +147,25 @@ def test_a_winner_is_the_best_draw_of_a_ratio_and_run_once(monkeypatch) -> None:
     assert {target: row["as"] for target, row in found.items() if row["as"]} == {8: 1}
 
 
-def test_a_draw_that_cannot_be_trained_has_lost_and_says_why(monkeypatch) -> None:
-    def run(cell, settings):
+def test_a_run_that_ends_in_an_error_has_lost_and_says_why(monkeypatch) -> None:
+    def train(cell, settings, method):
         raise ValueError("rank 9 of 8")
 
-    monkeypatch.setattr(equal_budgets, "run", run)
-    cell = {"method": "topk", "model": "lstm", "draw": 0, "draws": 2}
+    monkeypatch.setattr(models, "train", train)
+    cell = {"method": "topk", "model": "lstm", "draw": 0, "draws": 2, "seed": 0}
     row = equal_budgets.train(cell, None)
     assert (row["loss"], row["error"]) == (math.inf, "ValueError: rank 9 of 8")
-    assert points.chosen([row | {"loss": None, "ratio": None}], 1) is None  # as in the file
-    assert "lstm, topk, draw 0: ValueError: rank 9 of 8" in page.errors([cell | row])
+    row |= {"loss": None, "ratio": None}  # as in the file
+    assert points.chosen([row], 1) is None
+    assert "model lstm, method topk, draw 0, seed 0: ValueError: rank 9 of 8" in page.errors(
+        [cell | row]
+    )
+    good = {"seed": 1, "loss": 2.0, "ratio": 9.0, "bytes": 1.0, "pick": 0, "as": None}
+    winners = [cell | row | each | {"draw": BEST, "target": 8} for each in ({"seed": 2}, good)]
+    winners[0] |= {"pick": 0, "as": None}
+    found = points.point(winners, "lstm", "topk", 8)
+    assert found is not None
+    assert found.losses == (2.0, math.inf)
 
 
 def a_point(method: str, losses: tuple[float, ...], sent: float) -> Point:
