@@ -9,9 +9,9 @@ the other experiments do, and an HTML table that sorts and filters.
 
 Cost, measured on one core of a busy machine, in CPU seconds a run of LSTM, ResNet and transformer:
 7, 6 and 10 dense; 9 to 11, 9 and 12 to 18 with PowerSGD, QSGD and TopK; 20, 29 and 36 with SignSGD;
-33 to 42, 26 to 29 and 55 with CodedQSGD and AbsoluteRounding, which are among the slowest. The first
-three steps of all methods suggest means of 16, 13 and 21. There are 1,464 draws, and about 1,200
-winners' runs, as most methods win for several ratios: 12 CPU hours.
+33 to 42, 26 to 29 and 55 with CodedQSGD and AbsoluteRounding, which are among the slowest. The
+first three steps of all methods suggest means of about 16, 13 and 21. There are 1,464 draws, and
+about 1,200 winners' runs, as most methods win for several ratios: some 12 CPU hours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import equal_budgets_page as page
 import frame
 from equal_budgets_methods import METHODS, build, drawn
 from equal_budgets_models import MODELS
-from equal_budgets_points import BEST, TARGETS, chosen
+from equal_budgets_points import BEST, TARGETS, chosen, label
 from frame import Cell, Experiment, Row
 
 SEARCH = 0  # the seed of all draws; winners are run with later ones
@@ -80,7 +80,7 @@ def train(cell: Cell, data: Path | None) -> Row:
         return {"run": "no draw sends so little", "pick": None, "as": None, "loss": math.nan}
     less = [t for t in TARGETS if t < cell["target"] and chosen(cell["before"], t) == pick]
     if less:  # has been run for that ratio
-        what = {"run": f"that of {less[0]}x", "pick": pick["draw"], "as": less[0]}
+        what = {"run": f"that of {label(less[0])}", "pick": pick["draw"], "as": less[0]}
         return what | {"loss": math.nan}
     return run(cell, pick["settings"]) | {"pick": pick["draw"], "as": None}
 

@@ -11,11 +11,13 @@ import frame
 from equal_budgets_methods import DENSE, METHODS
 from equal_budgets_models import MODELS
 from equal_budgets_points import (
+    ANY,
     BEST,
     TARGETS,
     Point,
     entries,
     front,
+    label,
     mean_ranks,
     point,
     points,
@@ -42,11 +44,11 @@ def sentence(rows: Sequence[Row], model: str, target: int) -> str:
     start = f"**{target}x, {model}:** "
     if absent := missing(rows, model, target):
         return f"{start}not run ({len(absent)} of {len(METHODS)} methods are missing)."
-    found, dense = entries(rows, model, target), point(rows, model, DENSE, 1)
+    found, dense = entries(rows, model, target), point(rows, model, DENSE, ANY)
     if not found or not math.isfinite(found[0].loss):
         return f"{start}no method reaches it."
     best, others = found[0], found[1:]
-    assert dense is not None  # it is not missing, and reaches 1
+    assert dense is not None  # it is not missing
     text = f"{start}`{best.method}` has the lowest loss, {shown(best)} at {best.ratio:,.0f}x"
     if best.method != DENSE:
         text += f"; dense has {shown(dense)}{compared(best, dense)}"
@@ -100,7 +102,7 @@ def rank_table(rows: Sequence[Row]) -> str:
     columns = [mean_ranks([entries(rows, model, t) for model in MODELS]) for t in TARGETS]
     names = dict.fromkeys(name for column in columns for name in column)
     lines = [[name, *(rank(column.get(name)) for column in columns)] for name in names]
-    head = [f"{t}x ({len(column)})" for t, column in zip(TARGETS, columns, strict=True)]
+    head = [f"{label(t)} ({len(column)})" for t, column in zip(TARGETS, columns, strict=True)]
     return table(["method", *head], lines) if lines else "Not run.\n"
 
 
@@ -139,7 +141,7 @@ def loss_table(rows: Sequence[Row], model: str) -> str:
         [name, *(shown(found[t][name]) if name in found[t] else "–" for t in TARGETS)]
         for name in found[TARGETS[0]]
     ]
-    return table(["method", *(f"{t}x" for t in TARGETS)], lines)
+    return table(["method", *map(label, TARGETS)], lines)
 
 
 def errors(rows: Sequence[Row]) -> str:

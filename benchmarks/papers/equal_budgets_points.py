@@ -16,7 +16,8 @@ from typing import Any
 from frame import Row, values, where
 
 BEST = "best"  # stands for the draw in the cells of winners
-TARGETS = (1, 8, 30, 100, 300)
+ANY = 0  # some methods send more than dense
+TARGETS = (ANY, 8, 30, 100, 300)
 """Times fewer bytes than dense."""
 SLACK = 0.95  # of a ratio, which varies with the seed where it depends on gradients
 RESAMPLED = 1000
@@ -50,6 +51,11 @@ class Point:
     def loss(self) -> float:
         """Mean over seeds."""
         return statistics.fmean(self.losses)
+
+
+def label(target: int) -> str:
+    """Return a ratio as headings show it."""
+    return "any ratio" if target == ANY else f"{target}x"
 
 
 def chosen(draws: Iterable[Row], target: float) -> Row | None:
