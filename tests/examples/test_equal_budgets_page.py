@@ -1,4 +1,4 @@
-"""The page of the comparison at equal tuning budgets: fronts, ranks and sentences of made-up rows."""
+"""The page of the comparison at equal tuning budgets: fronts, ranks and sentences of its rows."""
 
 import math
 import sys
