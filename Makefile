@@ -66,8 +66,8 @@ release: $(VENV)/.test ## source distribution and wheel into dist/, their metada
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
 
-catalogue: $(VENV)/.tune ## every compressor on the demo's model at two learning rates (20 minutes): ARGS="--methods topk"
-	$(BIN)/python benchmarks/catalogue.py $(ARGS)
+catalogue: $(VENV)/.tune ## every method tuned by a study of its own, on three models (CPU hours): ARGS="--jobs 8 --only method=topk"
+	$(BIN)/python benchmarks/papers/equal_budgets.py $(ARGS)
 
 bench-bytes: $(VENV)/.test ## monitor against network interface (needs root and iproute2)
 	$(BIN)/python benchmarks/true_bytes.py $(ARGS)

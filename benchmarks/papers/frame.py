@@ -7,6 +7,7 @@ row too.
     python benchmarks/papers/heterogeneity.py --data libsvm/               # what is missing
     python benchmarks/papers/heterogeneity.py --page                       # page and plot only
     python benchmarks/papers/thesis.py --jobs 8                            # eight runs at a time
+    python benchmarks/papers/thesis.py --only hidden=48 hidden=24 workers=1    # some of the cells
     python benchmarks/papers/heterogeneity.py --set epochs=1 --seeds 1 --out runs/try    # quickly
 """
 
@@ -71,6 +72,7 @@ class Experiment:
         data: what ``--data`` must be; empty: there is none.
         before: returns the cells that a cell's settings depend on. They are run first, those that
             have no row; the cell is given to ``train`` with their rows as ``cell["before"]``.
+        after: writes what there is besides page and plot; gets rows, and the files' common stem.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Experiment:
     seeds: int = 3
     data: str = ""
     before: Before = lambda cell: ()
+    after: Callable[[list[Row], Path], None] = lambda rows, stem: None
 
 
 def write(experiment: Experiment, cells: Sequence[Cell], out: Path) -> str:
@@ -119,6 +122,7 @@ def write(experiment: Experiment, cells: Sequence[Cell], out: Path) -> str:
         if good:
             experiment.draw(good, figure)
         figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
+    experiment.after(good, stem)
     return text
 
 
@@ -129,17 +133,18 @@ def main(experiment: Experiment) -> int:
     add("--data", type=Path, default=os.environ.get("PAPERS_DATA"), help=experiment.data)
     add("--seeds", type=int, default=experiment.seeds, help="(default: %(default)s)")
     add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of all cells")
-    add("--only", nargs="+", default=[], metavar="NAME=VALUE", help="cells to run")
+    add("--only", nargs="+", default=[], metavar="NAME=VALUE", help="cells to run; any of several")
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     add("--page", action="store_true", help="run nothing")
     add("--out", type=Path, default=RESULTS, help="folder of the JSONL, the page and the plot")
     options = parser.parse_args()
-    changes, only = _pairs(options.set), _pairs(options.only)
+    changes = {name: given[-1] for name, given in _pairs(options.set).items()}
+    only = _pairs(options.only)
     cells = experiment.cells(options.seeds)
     if unknown := (changes.keys() | only.keys()) - cells[0].keys():
         parser.error(f"{', '.join(sorted(unknown))}: cells have {', '.join(cells[0])}.")
     cells = [cell | changes for cell in cells]
-    chosen = [cell for cell in cells if only.items() <= cell.items() and not options.page]
+    chosen = [] if options.page else [cell for cell in cells if _is_among(cell, only)]
     needs = [cell for cell in chosen if experiment.data and cell.get("task") != "digits"]
     if needs and options.data is None:
         parser.error(f"--data: {experiment.data} (or the environment variable PAPERS_DATA).")
@@ -195,12 +200,17 @@ def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (list(head), marks, *rows))
 
 
-def _pairs(texts: Sequence[str]) -> Cell:
-    found = {}
+def _is_among(cell: Cell, only: dict[str, list[Any]]) -> bool:
+    return all(cell[name] in given for name, given in only.items())
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return name -> the values given for it, in their order."""
+    found: dict[str, list[Any]] = {}
     for text in texts:
         name, _, value = text.partition("=")
         try:
-            found[name] = json.loads(value)
+            found.setdefault(name, []).append(json.loads(value))
         except ValueError:
-            found[name] = value
+            found.setdefault(name, []).append(value)
     return found

@@ -40,6 +40,7 @@ from lightning_gc.controllers import Controller  # noqa: E402
 
 Figures = dict[str, Any]
 CLIP = 0.25  # of the language model
+DECAY = 5e-4  # of the ResNet's weights
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,19 @@ class Watch(pl.Callback):
 class Classifier(pl.LightningModule):
     """The ResNet of examples/vision.py at a width of choice; SGD whose rate climbs and falls."""
 
-    def __init__(self, images: Images, width: int, rate: float, epochs: int) -> None:
+    def __init__(
+        self,
+        images: Images,
+        width: int,
+        rate: float,
+        epochs: int,
+        momentum: float = 0.9,
+        weight_decay: float = DECAY,
+    ) -> None:
         super().__init__()
         self.net = resnet(images.channels, images.classes, width)
         self.rate, self.epochs = rate, epochs
+        self.momentum, self.weight_decay = momentum, weight_decay
         self.accuracy = MulticlassAccuracy(images.classes, average="micro")
         self.loss = MeanMetric()
 
@@ -123,7 +133,9 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """SGD with momentum; as in examples/vision.py, the rate falls at 60 % and 85 %."""
-        sgd = torch.optim.SGD(self.parameters(), self.rate, momentum=0.9, weight_decay=5e-4)
+        sgd = torch.optim.SGD(
+            self.parameters(), self.rate, self.momentum, weight_decay=self.weight_decay
+        )
         falls = [int(share * self.epochs) for share in (0.6, 0.85)]
 
         def factor(epoch: int) -> float:
@@ -184,15 +196,18 @@ def photos(cell: dict[str, Any], method: Method, path: Path | None = None) -> Fi
 
     Args:
         cell: ``rate``, ``epochs``, ``width``, ``workers``, ``batch`` (of a worker), ``seed``;
-            ``share`` of the training images where it is not all.
+            ``share`` of the training images where it is not all; ``momentum``, ``weight_decay``
+            and ``steps`` of an epoch where they differ.
         method: how gradients travel.
         path: of an ``.npz`` file.
     """
     pl.seed_everything(cell["seed"], verbose=False)
     images = pictures(path, cell.get("share", 1.0))
-    model = Classifier(images, cell["width"], cell["rate"], cell["epochs"])
+    sgd = {name: cell[name] for name in ("momentum", "weight_decay") if name in cell}
+    model = Classifier(images, cell["width"], cell["rate"], cell["epochs"], **sgd)
     data = Shared(images, cell["workers"], cell["batch"], cell["seed"])
     steps = len(images.train) // (cell["workers"] * cell["batch"])
+    steps = min(steps, cell.get("steps") or steps)
     trainer, watch = fit(model, data, method, cell, {"limit_train_batches": steps})
     last = watch.logged[-1] if watch.logged else {}
     found = {

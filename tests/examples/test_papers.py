@@ -162,6 +162,18 @@ def test_several_at_a_time_are_the_same_runs_and_what_depends_on_others_waits(
     assert os.getpid() not in {row["process"] for row in rows}
 
 
+def test_only_some_values_of_a_setting(monkeypatch, tmp_path) -> None:
+    ran = []
+
+    def train(cell, data):
+        ran.append(cell["arm"])
+        return {"loss": 1.0}
+
+    tried = experiment(train, [{"arm": arm} for arm in ("a", "b", "c")])
+    start(tried, monkeypatch, tmp_path, "--only", "arm=a", "arm=c", "seed=0")
+    assert ran == ["a", "c"]
+
+
 def test_a_cell_whose_other_one_has_failed_says_so(monkeypatch, tmp_path) -> None:
     def train(cell, data):
         raise ValueError("not today")

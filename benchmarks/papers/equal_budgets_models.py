@@ -1,0 +1,114 @@
+"""The three small models on which methods are compared at equal tuning budgets.
+
+An LSTM with clipped SGD, a ResNet with momentum, a transformer with AdamW; a run of each takes
+seconds of CPU time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tasks
+import transformer_module
+from catalogue import is_direction
+
+from lightning_gc import Memory
+
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model, its data and optimizer.
+
+    Attributes:
+        about: what it is, for the page.
+        rates: lowest and highest learning rate that is drawn: a factor of four to both sides of
+            what suits it without compression.
+        directions: the same for methods whose result is a direction, of another length than a
+            gradient.
+        train: trains once.
+        width: units or channels.
+        epochs: of a run.
+        momenta: of the optimizer, drawn by those methods whose memory has none.
+        decay: of weights, where it is a part of the gradient; some memories have to add it.
+    """
+
+    about: str
+    rates: tuple[float, float]
+    directions: tuple[float, float]
+    train: Callable[[Cell, tasks.Method], tasks.Figures]
+    width: int
+    epochs: int
+    momenta: tuple[float, ...] = ()
+    decay: float = 0.0
+
+
+def lstm(cell: Cell, method: tasks.Method) -> tasks.Figures:
+    """Train the demo's language model; 99 steps an epoch."""
+    return tasks.words({**cell, "hidden": cell["width"], "columns": 20}, method)
+
+
+def resnet(cell: Cell, method: tasks.Method) -> tasks.Figures:
+    """Train the ResNet on digits; 18 steps an epoch with four workers."""
+    return tasks.photos({**cell, "batch": 16}, method)
+
+
+def transformer(cell: Cell, method: tasks.Method) -> tasks.Figures:
+    """Train the transformer; 90 steps an epoch with four workers."""
+    return transformer_module.train({**cell, "columns": 24}, method)
+
+
+MODELS = {
+    "lstm": Model(
+        about="the docs LSTM, 64 units, plain SGD, clipped",
+        rates=(5.0, 80.0),
+        directions=(0.0003, 0.01),
+        train=lstm,
+        width=64,
+        epochs=2,
+    ),
+    "resnet": Model(
+        about="a ResNet on digits, width 16, SGD with momentum",
+        rates=(0.0125, 0.2),
+        directions=(0.0001, 0.01),
+        train=resnet,
+        width=16,
+        epochs=8,
+        momenta=(0.9,),
+        decay=tasks.DECAY,
+    ),
+    "transformer": Model(
+        about="a transformer on the docs, two layers, 64 wide, AdamW, clipped",
+        rates=(0.00075, 0.012),
+        directions=(0.00075, 0.012),
+        train=transformer,
+        width=transformer_module.WIDTH,
+        epochs=2,
+        # Compressed gradients often train better without: benchmarks/papers/adam.py.
+        momenta=(0.9, 0.0),
+    ),
+}
+
+
+def train(cell: Cell, settings: Cell, method: tasks.Method) -> tasks.Figures:
+    """Train a cell's model with a method, at a draw's learning rate and momentum."""
+    model, memory = MODELS[cell["model"]], method.memory
+    how: Cell = {name: settings[name] for name in ("rate", "momentum") if name in settings}
+    if is_direction(method.compressor):  # of one length in every step: the rate alone counts
+        how["clip"] = 0.0
+    if model.decay and memory is not None and refuses(memory, weight_decay=model.decay):
+        how["weight_decay"] = 0.0
+        method = replace(method, memory=replace(memory, weight_decay=model.decay))  # type: ignore[type-var]
+    return model.train({**cell, **how}, method)
+
+
+def refuses(memory: Memory, **group: float) -> bool:
+    """Return whether a memory refuses a setting of the optimizer, as it has its own."""
+    try:
+        memory.check_optimizer(group)
+    except ValueError:
+        return True
+    return False

@@ -1,0 +1,192 @@
+"""Page and plot of the comparison at equal budgets: what wins at each ratio, the front, ranks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import frame
+from equal_budgets_methods import DENSE, METHODS
+from equal_budgets_models import MODELS
+from equal_budgets_points import (
+    ANY,
+    BEST,
+    TARGETS,
+    Point,
+    entries,
+    front,
+    label,
+    mean_ranks,
+    point,
+    points,
+)
+from equal_budgets_table import html
+from frame import Claim, Row, spread, table, verdict, where
+from matplotlib.figure import Figure
+
+SHOWN = 8  # names in a sentence
+NAMED = ("model", "method", "draw", "seed")  # of a run that ended in an error
+
+
+def missing(rows: Sequence[Row], model: str, target: int) -> list[str]:
+    """Return the methods of which a winner's runs for a ratio are not all there."""
+    runs = {
+        name: len(where(rows, model=model, method=name, draw=BEST, target=target))
+        for name in METHODS
+    }
+    return [name for name, count in runs.items() if count < max(1, *runs.values())]
+
+
+def sentence(rows: Sequence[Row], model: str, target: int) -> str:
+    """Say which method wins on a model at a ratio, and which ones it is not told apart from."""
+    start = f"**{target}x, {model}:** "
+    if absent := missing(rows, model, target):
+        return f"{start}not run ({len(absent)} of {len(METHODS)} methods are missing)."
+    found, dense = entries(rows, model, target), point(rows, model, DENSE, ANY)
+    if not found or not math.isfinite(found[0].loss):
+        return f"{start}no method reaches it."
+    best, others = found[0], found[1:]
+    assert dense is not None  # it is not missing
+    text = f"{start}`{best.method}` has the lowest loss, {shown(best)} at {best.ratio:,.0f}x"
+    if best.method != DENSE:
+        text += f"; dense has {shown(dense)}{compared(best, dense)}"
+    close = [p.method for p in others if verdict(best.losses, p.losses) != "agrees"]
+    text += f". Of {len(others)} other methods that reach the ratio, "
+    if not others:
+        return f"{text.rpartition('. Of')[0]}. No other method reaches the ratio."
+    if not close:
+        return f"{text}it is told apart from all."
+    more = f" and {len(close) - SHOWN} more" if len(close) > SHOWN else ""
+    return f"{text}it is not told apart from {', '.join(map(code, close[:SHOWN]))}{more}."
+
+
+def compared(one: Point, dense: Point) -> str:
+    """Return what three seeds say of a point and dense, as a clause."""
+    said = {"agrees": "is more", "disagrees": "is less"}.get(verdict(one.losses, dense.losses))
+    return f", which {said}" if said else ", and seeds do not tell them apart"
+
+
+def code(name: str) -> str:
+    """Return a name as Markdown shows code."""
+    return f"`{name}`"
+
+
+def shown(point: Point) -> str:
+    """Return a point's loss over seeds."""
+    return spread(point.losses, ".3f")
+
+
+def page(rows: list[Row]) -> str:
+    """Return sentences, ranks, fronts and all losses."""
+    text = "## What wins\n\nThe lowest mean of the seeds; *told apart* is a 95 % interval of the "
+    text += "difference, paired by seed, on one side of zero. The lowest of many means is lower "
+    text += "than its method deserves.\n\n"
+    text += "".join(f"- {sentence(rows, m, t)}\n" for t in TARGETS[1:] for m in MODELS)
+    text += "\n## Ranks\n\nMean rank over the models, among the methods that reach a ratio on all "
+    text += "of them (their number is in the heading), and the 95 % interval that the seeds leave: "
+    text += "of rankings whose seeds are drawn anew, with replacement. It does not contain what "
+    text += "other draws of the settings would change.\n\n"
+    text += rank_table(rows)
+    for name, model in MODELS.items():
+        if found := points(rows, name):
+            text += f"\n## {name}\n\n{model.about[0].upper()}{model.about[1:]}. The Pareto front: "
+            text += f"no other winner has both less loss and fewer bytes.\n\n{front_table(found)}\n"
+            text += f"All methods' winners, by ratio.\n\n{loss_table(rows, name)}"
+    return text + errors(rows)
+
+
+def rank_table(rows: Sequence[Row]) -> str:
+    """Return the mean ranks of methods for each ratio."""
+    columns = [mean_ranks([entries(rows, model, t) for model in MODELS]) for t in TARGETS]
+    names = dict.fromkeys(name for column in columns for name in column)
+    lines = [[name, *(rank(column.get(name)) for column in columns)] for name in names]
+    head = [f"{label(t)} ({len(column)})" for t, column in zip(TARGETS, columns, strict=True)]
+    return table(["method", *head], lines) if lines else "Not run.\n"
+
+
+def rank(found: tuple[float, float, float] | None) -> str:
+    """Return a rank and its interval."""
+    if found is None:
+        return "–"
+    mean, low, high = found
+    return f"{mean:.1f}" + ("" if math.isnan(low) else f" ({low:.1f} to {high:.1f})")
+
+
+def front_table(some: Sequence[Point]) -> str:
+    """Return the Pareto front, most bytes first."""
+    lines = [
+        [f"`{p.method}`", f"{p.ratio:,.1f}", f"{p.bytes:,.0f}", shown(p), written(p)]
+        for p in front(some)
+    ]
+    return table(["method", "ratio", "bytes per step", "loss", "settings"], lines)
+
+
+def written(point: Point) -> str:
+    """Return a point's settings, short."""
+    parts = (
+        f"{name.rpartition('.')[2]} {value:.3g}"
+        if isinstance(value, float)
+        else f"{name.rpartition('.')[2]} {value}"
+        for name, value in point.settings.items()
+    )
+    return ", ".join(parts)
+
+
+def loss_table(rows: Sequence[Row], model: str) -> str:
+    """Return each method's loss for each ratio that it reaches, best first."""
+    found = {t: {p.method: p for p in entries(rows, model, t)} for t in TARGETS}
+    lines = [
+        [name, *(shown(found[t][name]) if name in found[t] else "–" for t in TARGETS)]
+        for name in found[TARGETS[0]]
+    ]
+    return table(["method", *map(label, TARGETS)], lines)
+
+
+def errors(rows: Sequence[Row]) -> str:
+    """Return the runs that ended in an error."""
+    lines = [
+        f"- {', '.join(f'{name} {row[name]}' for name in NAMED)}: {row['error']}\n"
+        for row in rows
+        if "error" in row
+    ]
+    return f"\n## Runs that ended in an error\n\n{''.join(lines)}" if lines else ""
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    """Return nothing: this is not held against a paper."""
+    return []
+
+
+def write_html(rows: list[Row], stem: Path) -> None:
+    """Write the table that sorts and filters."""
+    some = [p for model in MODELS for p in points(rows, model)]
+    best = {id(p) for model in MODELS for p in front([p for p in some if p.model == model])}
+    stem.with_suffix(".html").write_text(html(some, [id(p) in best for p in some], written))
+
+
+def draw(rows: list[Row], figure: Figure) -> None:
+    """Draw each model's winners, loss against bytes, and the front's names."""
+    figure.set_size_inches(15, 6)
+    kinds = sorted({row["kind"] for row in rows if "kind" in row})
+    colours = dict(zip(kinds, frame.COLOURS, strict=False))
+    for ax, model in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
+        ax.set(title=model, xlabel="bytes per step and worker", xscale="log")
+        ax.grid(color="0.92")
+        found = [p for p in points(rows, model) if math.isfinite(p.loss)]
+        for kind, colour in colours.items():
+            some = [p for p in found if p.kind == kind]
+            ax.scatter(
+                [p.bytes for p in some], [p.loss for p in some], s=14, color=colour, label=kind
+            )
+        best = front(found)
+        ax.plot([p.bytes for p in best], [p.loss for p in best], color="0.7", lw=1, zorder=0)
+        for p in best:
+            place = (3, -8)
+            ax.annotate(p.method, (p.bytes, p.loss), place, textcoords="offset points", fontsize=6)
+        if len(found) > 1:  # a few that learn nothing would flatten all others
+            low, middle = min(p.loss for p in found), statistics.median(p.loss for p in found)
+            ax.set_ylim(low - 0.1 * (middle - low), middle + 2.5 * (middle - low) or None)
+    figure.axes[0].set_ylabel("validation loss")
+    figure.axes[0].legend(frameon=False, fontsize=7)
