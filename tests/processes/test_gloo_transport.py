@@ -76,8 +76,9 @@ def real(
     dist.init_process_group("gloo", rank=worker, world_size=workers, timeout=timedelta(seconds=30))
     results = []
     for compressor, memory, scheme in combinations:
-        transport = Distributed()
         engine = Engine(layerwise(compressor), memory, scheme, worker=worker, workers=workers)
+        per_node = 1 if engine.scheme is None else engine.scheme.neighbours(workers)
+        transport = Distributed(per_node=per_node)
         rows: list[Any] = []
         for step in range(steps):
             named = cases.gradients(workers, step)[worker]

