@@ -39,27 +39,24 @@ from lightning_gc.text_table import markdown
 NODES, LOCAL, WARMUP = 2, 2, 3
 LIMIT = timedelta(seconds=120)
 TOPK = TopK(0.01, value_dtype="bfloat16")
-Made = tuple[Callable[..., Any], Callable[[], None]]
 
 
-def in_shards(
-    dimensions: int, dtype: torch.dtype | None = None
-) -> Callable[[nn.Module], nn.Module]:
+def in_shards(dimensions: int, dtype: torch.dtype | None = None) -> Callable[[Any], Any]:
     """Return what shards a model: on the ranks of the node, or on replicas and shards."""
 
-    def shard(model: Any) -> nn.Module:
+    def shard(model: Any) -> Any:
         mesh = init_device_mesh("cpu", (NODES, LOCAL), mesh_dim_names=("replicate", "shard"))
         where = mesh if dimensions == 2 else mesh["shard"]
         policy = MixedPrecisionPolicy(reduce_dtype=dtype)
         for part in (*model.blocks.layers, model):
             fully_shard(part, mesh=where, mp_policy=policy)
-        return model  # type: ignore[no-any-return]
+        return model
 
     return shard
 
 
 IN_NODES = Hierarchical(LOCAL)
-WAYS: dict[str, tuple[Callable[[Any], nn.Module], Compressor | None, Scheme | None]] = {
+WAYS: dict[str, tuple[Callable[[Any], Any], Compressor | None, Scheme | None]] = {
     "sharded within nodes, nothing between": (in_shards(1), None, None),
     "DDP": (DistributedDataParallel, None, None),
     "torch's HSDP": (in_shards(2), None, None),
@@ -89,7 +86,7 @@ def turn(way: str, steps: int) -> dict[str, list[float]]:
     handle = None
     if compressor is not None:
         options: Any = {"scheme": scheme, "optimizers": optimizer, "timeout": LIMIT}
-        handle = attach(model, compressor, **options)  # type: ignore[arg-type]
+        handle = attach(model, compressor, **options)
     found: dict[str, list[float]] = {"seconds": [], "between": [], "inside": []}
     for step, batch in enumerate(loader):
         dist.barrier()

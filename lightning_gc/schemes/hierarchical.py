@@ -89,8 +89,7 @@ class Hierarchical(Scheme):
         neighbours = range(first, first + near)
         size = -(-buffer.numel() // near)  # of a part
 
-        parts = [(padded(buffer, i, size)[1].clone(),) for i in range(near)]
-        buffer.zero_()  # all of it is sent
+        parts = [(padded(buffer, i, size)[1],) for i in range(near)]
         arrived = yield toward(neighbours, parts, workers, (size,))
         mean = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
         for sender in neighbours:
@@ -100,6 +99,8 @@ class Hierarchical(Scheme):
             total = torch.zeros_like(mean)
             yield from self._between(codec, bucket, buffer, mean, total)
         arrived = yield toward(neighbours, [(total,)] * near, workers, (size,))
+        if workers == near:
+            buffer.zero_()  # by now nobody reads what was sent from it
 
         if not bucket.wanted:
             return
@@ -118,7 +119,8 @@ class Hierarchical(Scheme):
         limits = tuple(field.length for field in wire_of(codec, size))
         part = bucket.shard(local, size)
         payload = codec.send(mean, part)  # mean now holds the error
-        book(buffer, local * size, mean, near)
         arrived = yield toward(counterparts, [payload] * nodes, workers, limits)
+        buffer.zero_()  # all of it was sent, and by now nobody reads it
+        book(buffer, local * size, mean, near)
         for sender in counterparts:
             codec.receive(tuple(arrived[sender]), total, 1 / nodes, part, sender)

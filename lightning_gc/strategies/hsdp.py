@@ -162,6 +162,11 @@ class CompressedHSDP(ShardedStrategy):
         with self._exchange.buckets.accumulating():
             yield
 
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        if self._exchange is not None:
+            self._exchange.buckets.refuse_interrupted()
+        super().pre_backward(closure_loss)  # type: ignore[misc]
+
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
         if self._exchange is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import sys
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from lightning_gc.transports.distributed import Distributed, gather_text
 from lightning_gc.transports.peer_error import naming_peers
 
 
-class Attached:
+class Attached(abc.ABC):
     """Handle of a module whose gradients are compressed; returned by ``attach``.
 
     Args:
@@ -216,6 +217,6 @@ class Attached:
         self._synchronizer.close(failed=sys.exception() is not None)
         self._synchronizer.check()
 
+    @abc.abstractmethod
     def _detach(self) -> None:
         """Take off what watches the module."""
-        raise NotImplementedError

@@ -78,6 +78,7 @@ class AttachedShards(Attached):
         self._watching = model.register_forward_hook(self._refuse_unsynchronised)
 
     def _refuse_unsynchronised(self, *passed: Any) -> None:
+        self._exchange.buckets.refuse_interrupted()
         refuse_new_parameters(self._model, self._workers.names, self._optimizers)
 
     def _replicate(self) -> None:

@@ -123,6 +123,17 @@ class ShardBuckets:
         finally:
             self.blocked = False
 
+    def refuse_interrupted(self) -> None:
+        """Raise RuntimeError if a backward pass has begun that never ended; call it between passes.
+
+        Its gradients would be zeros from then on, as nothing would add the means.
+        """
+        if self._running:
+            raise RuntimeError(
+                "A backward pass was interrupted by an exception, so its exchange between replicas "
+                "is incomplete and cannot go on. Resume from a checkpoint in a new process."
+            )
+
     def close(self) -> None:
         """Listen to no unit any more."""
         for unit in self._home:

@@ -20,6 +20,7 @@ from lightning_gc.engine.error_buffers import ErrorBuffers
 from lightning_gc.strategies.checkpoint.restoring import Restoring
 from lightning_gc.strategies.lookahead import Lookahead
 from lightning_gc.synchronizer import Workers, attached
+from lightning_gc.synchronizer.attached_ddp import AttachedDDP
 from lightning_gc.synchronizer.configuration import configure
 from lightning_gc.synchronizer.control_loop import ControlLoop
 from lightning_gc.synchronizer.peers import Peers
@@ -78,7 +79,7 @@ class Resumed:
         Restoring(host, off=False).apply(main | {"turn": self.control.state_dict({})}, [own])
 
     def by_attach(self) -> None:
-        handle = object.__new__(attached.Attached)
+        handle = object.__new__(AttachedDDP)
         handle._workers, handle._control, handle._device = self.workers, self.control, CUDA
         handle._everybody = None
         control = {"loop": self.control.state_dict({}), "worker": self.own["turn"]}

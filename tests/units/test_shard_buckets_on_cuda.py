@@ -148,6 +148,20 @@ def test_the_first_pass_is_sent_at_its_end_whole(monkeypatch: pytest.MonkeyPatch
         assert (unit.param.grad == value).all()
 
 
+def test_an_interrupted_pass_is_refused_not_followed_by_zeros(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An exception within a backward pass leaves torch's engine without calling its end."""
+    tried = Pass(monkeypatch, bucket_bytes=1)
+    tried.run()
+    tried.buckets.refuse_interrupted()
+    assert tried.units[1].hook is not None
+    tried.units[1].hook(torch.ones(ROWS * COLUMNS))
+    with pytest.raises(RuntimeError, match="was interrupted by an exception"):
+        tried.buckets.refuse_interrupted()
+    assert tried.background.close()
+
+
 def test_what_a_hook_was_given_is_kept_for_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else FSDP2's next reduce-scatter might get its memory while it is being read."""
     kept: list[Tensor] = []
