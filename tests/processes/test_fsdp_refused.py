@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from lightning_gc import QSGD
 from lightning_gc.synchronizer.fsdp_units import units_of
 from tests.support.fsdp import fsdp
-from tests.support.hsdp import Sharded, fit_sharded
+from tests.support.hsdp import OtherwiseSharded, Sharded, fit_sharded
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
@@ -34,27 +34,7 @@ class ReduceScatter:
         return torch.empty(*size, **options)
 
 
-class Otherwise(Sharded):
-    """A module that is sharded in another way than documented.
-
-    Args:
-        how: name of a method.
-        on: the rank that does so; None: all.
-    """
-
-    def __init__(self, how: str, on: int | None = None) -> None:
-        super().__init__()
-        self.how, self.on = how, on
-
-    def configure_model(self) -> None:
-        if self.on in (None, self.global_rank):
-            getattr(self, self.how)()
-        else:
-            super().configure_model()
-
-    def unsharded(self) -> None:
-        pass
-
+class Otherwise(OtherwiseSharded):
     def alone(self) -> None:
         groups = [dist.new_group([rank]) for rank in range(2)]
         mesh = DeviceMesh.from_group(groups[self.global_rank], "cpu")
@@ -64,19 +44,12 @@ class Otherwise(Sharded):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(self, mesh=mesh)
 
-    def only_the_head(self) -> None:
-        fully_shard(self.head, mesh=self.mesh)
-
-    def in_float16(self) -> None:
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
-        fully_shard(self, mesh=self.mesh, mp_policy=policy)
-
     def scattered(self) -> None:
-        super().configure_model()
+        self.as_documented()
         self.head.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[operator]
 
     def divided(self) -> None:
-        super().configure_model()
+        self.as_documented()
         self.head.set_gradient_divide_factor(3.0)  # type: ignore[operator]
 
     def in_two_units_here(self) -> None:

@@ -17,33 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from lightning_gc import Identity, TopK
 from lightning_gc.synchronizer import fsdp_units
 from lightning_gc.synchronizer.fsdp_units import Unit, gradient_of, units_of
-from tests.support.hsdp import RANKS, Sharded, fit_sharded, hsdp
+from tests.support.hsdp import RANKS, OtherwiseSharded, Sharded, fit_sharded, hsdp
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
 
 
-class Otherwise(Sharded):
-    """A module that is sharded in another way than documented.
-
-    Args:
-        how: name of a method.
-        on: the rank that does so; None: all.
-    """
-
-    def __init__(self, how: str, on: int | None = None) -> None:
-        super().__init__()
-        self.how, self.on = how, on
-
-    def configure_model(self) -> None:
-        if self.on in (None, self.global_rank):
-            getattr(self, self.how)()
-        else:
-            super().configure_model()
-
-    def unsharded(self) -> None:
-        pass
-
+class Otherwise(OtherwiseSharded):
     def over_all_ranks(self) -> None:
         for layer in (*self.body, self.head, self):
             fully_shard(layer)
@@ -51,27 +31,20 @@ class Otherwise(Sharded):
     def replicated(self) -> None:
         fully_shard(self, mesh=self.device_mesh["replicate", "data_parallel"])  # type: ignore[index]
 
-    def only_the_head(self) -> None:
-        fully_shard(self.head, mesh=self.mesh)
-
-    def in_float16(self) -> None:
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
-        fully_shard(self, mesh=self.mesh, mp_policy=policy)
-
     def offloaded(self) -> None:
         policy = CPUOffloadPolicy(pin_memory=False)
         fully_shard(self, mesh=self.mesh, offload_policy=policy)
 
     def hooked(self) -> None:
-        super().configure_model()
+        self.as_documented()
         self.head.set_all_reduce_hook(print)  # type: ignore[operator]
 
     def divided(self) -> None:
-        super().configure_model()
+        self.as_documented()
         self.head.set_gradient_divide_factor(3.0)  # type: ignore[operator]
 
     def stepped_within(self) -> None:
-        super().configure_model()
+        self.as_documented()
         self.head.bias.register_post_accumulate_grad_hook(print)
 
 

@@ -98,6 +98,38 @@ class Sharded(pl.LightningModule):
         return torch.optim.SGD(trained, lr=0.05, momentum=self.momentum)
 
 
+class OtherwiseSharded(Sharded):
+    """A module that is sharded in another way than documented.
+
+    Args:
+        how: name of a method.
+        on: the rank that does so; None: all.
+    """
+
+    def __init__(self, how: str, on: int | None = None) -> None:
+        super().__init__()
+        self.how, self.on = how, on
+
+    def configure_model(self) -> None:
+        if self.on in (None, self.global_rank):
+            getattr(self, self.how)()
+        else:
+            self.as_documented()
+
+    def as_documented(self) -> None:
+        super().configure_model()
+
+    def unsharded(self) -> None:
+        pass
+
+    def only_the_head(self) -> None:
+        fully_shard(self.head, mesh=self.mesh)
+
+    def in_float16(self) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+        fully_shard(self, mesh=self.mesh, mp_policy=policy)
+
+
 def batches_of(rank: int, steps: int, seed: int = 0) -> list[Tensor]:
     """Return a rank's own data."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
