@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -51,6 +52,10 @@ class Scheme(Settings, abc.ABC):
     def neighbours(self, workers: int) -> int:
         """Return how many workers with consecutive numbers are a node, to whom bytes are free."""
         return 1
+
+    def misplaced(self, hosts: Sequence[str]) -> str | None:
+        """Return what is wrong with workers on these machines, in worker order; None: nothing."""
+        return None
 
     def check(self, compressor: Compressor) -> None:
         """Raise ValueError if the compressor cannot be used with this scheme."""

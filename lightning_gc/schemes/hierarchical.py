@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,10 @@ class Hierarchical(Scheme):
     If W is no multiple of L, or L is 1, it is ``AllGather()``. In a single node nothing is encoded.
 
     Args:
-        workers_per_node: L. As the machines are: it decides which messages stay within one.
+        workers_per_node: L. As the machines are: it decides which messages stay within one. With
+            ``torchrun``, ``int(os.environ["LOCAL_WORLD_SIZE"])``. When a fit begins, real workers
+            compare it with the names of their machines, and warn if a node spans several, or if it
+            is ``AllGather()``.
 
     Communication pattern:
         Three all-to-alls, in which workers that are neither neighbours nor counterparts send each
@@ -79,6 +83,23 @@ class Hierarchical(Scheme):
     def neighbours(self, workers: int) -> int:
         near = self.workers_per_node
         return near if near > 1 and workers % near == 0 else 1
+
+    def misplaced(self, hosts: Sequence[str]) -> str | None:
+        workers, near = len(hosts), self.neighbours(len(hosts))
+        if workers > 1 and near < self.workers_per_node:
+            return (
+                f"{self!r}: {workers} workers are not nodes of {self.workers_per_node}, so all "
+                f"exchange encodings with all, as with AllGather()."
+            )
+        for first in range(0, workers, near):
+            machines = sorted(set(hosts[first : first + near]))
+            if len(machines) > 1:
+                return (
+                    f"{self!r}: workers {first} to {first + near - 1} are a node, but run on "
+                    f"{' and '.join(machines)}, between which their gradients go uncompressed. "
+                    f"Give the number of workers of each machine."
+                )
+        return None
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         workers, near = bucket.workers, self.neighbours(bucket.workers)

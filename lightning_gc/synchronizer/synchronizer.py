@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
@@ -20,6 +22,7 @@ from lightning_gc.synchronizer.verification import Verify, verification
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background
+from lightning_gc.transports.base import Transport
 from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text
 
 JOINING = timedelta(minutes=1)
@@ -93,7 +96,11 @@ class Synchronizer:
         recording = Recording(self._verification.transport(transport))
         workers.start([recording], revocable=revocable)
         compile_kernels(workers.first, device)
-        workers.run = gather_text(workers.run, transport, device)[0]
+        workers.run, hosts = _acquainted(workers.run, transport, device)
+        scheme = workers.configuration.scheme
+        misplaced = None if scheme is None else scheme.misplaced(hosts)
+        if misplaced and dist.get_rank(self._group) == 0:
+            warnings.warn(misplaced, stacklevel=2)
         if hurried and timeout is not None:
             _set_pg_timeout(timeout, self._group)
         self._background = Background(recording, device)
@@ -177,3 +184,10 @@ class Synchronizer:
         failed = failed or self._background.error is not None or bool(self._round)
         if stopped:
             leave(self._group, failed)
+
+
+def _acquainted(run: str, transport: Transport, device: torch.device) -> tuple[str, list[str]]:
+    """Return worker 0's name of the run, and the machine of every worker."""
+    texts = gather_text(f"{run} {socket.gethostname()}", transport, device)
+    runs, hosts = zip(*(text.split(" ", 1) for text in texts), strict=True)
+    return runs[0], list(hosts)

@@ -1,12 +1,17 @@
 """Nodes of two workers in real processes: as simulated, as DDP if uncompressed, and resumed."""
 
+import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_gc import QSGD, Hierarchical, Identity, PerParameter, TopK
+from lightning_gc.synchronizer import Synchronizer, Workers, configure
 from tests.support.processes import run_in_processes
 from tests.support.resuming import checkpoint, differences, in_processes
 from tests.support.simulation import real, simulated
@@ -35,6 +40,26 @@ def test_as_simulated_and_as_ddp(workers: int) -> None:
     ours, dense = (each[0]["parameters"] for each in runs[-2:])
     for one, other in zip(ours, dense, strict=True):
         assert np.abs(one - other).max() <= 1e-6
+
+
+def _warned(rank: int) -> list[str]:
+    """Make synchronizers for nodes of three and of two; return what they warn of."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+    said = []
+    for near in (3, 2):
+        workers = Workers(configure("test", TopK(0.1), None, Hierarchical(near), 0))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Synchronizer(workers, torch.device("cpu")).close()
+        said.append(" ".join(str(w.message) for w in caught if "Hierarchical" in str(w.message)))
+    dist.destroy_process_group()
+    return said
+
+
+def test_worker_0_warns_of_nodes_that_there_are_not() -> None:
+    (three, two), silent = run_in_processes(_warned, 2)
+    assert "2 workers are not nodes of 3" in three
+    assert [two, *silent] == [""] * 3
 
 
 def test_it_resumes_bit_for_bit(tmp_path: Path) -> None:

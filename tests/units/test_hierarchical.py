@@ -91,6 +91,17 @@ def test_without_whole_nodes_it_is_all_gather(workers: int) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_nodes_that_are_no_machines_are_named() -> None:
+    scheme, two = Hierarchical(NEAR), ["left"] * NEAR + ["right"] * NEAR
+    assert scheme.misplaced(two) is None
+    assert scheme.misplaced(["left"] * 4 * NEAR) is None  # a machine may hold several nodes
+    assert scheme.misplaced(["left"]) is None  # who exchanges with nobody
+    spans = scheme.misplaced(["left", *two[:-1]]) or ""
+    assert "workers 2 to 3 are a node, but run on left and right" in spans
+    flat = scheme.misplaced(["left"] * (NEAR + 1)) or ""
+    assert "3 workers are not nodes of 2" in flat
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="workers_per_node=0"):
         Hierarchical(0)
