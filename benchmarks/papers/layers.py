@@ -1,0 +1,208 @@
+"""Levels by layer: LayerBudget's plans and BySize, beside common levels of as many bytes.
+
+    python benchmarks/papers/layers.py --data cifar10.npz
+
+L-GreCo reports fewer bytes at equal accuracy; LEGACY, which sorts layers by size, better accuracy
+at equal bytes. Bytes of a plan are not chosen, so loss at its bytes is read off the line between
+the common levels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import frame
+import tasks
+from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lightning_gc import QSGD, Compressor, PowerSGD, TopK
+from lightning_gc.controllers import BySize, Controller, Fixed, LayerBudget
+
+TASKS: dict[str, Cell] = {
+    "words": {"rate": 10.0, "epochs": 5, "hidden": 64, "workers": 2, "columns": 20},
+    "digits": {"rate": 0.05, "epochs": 10, "width": 16, "workers": 2, "batch": 16},
+    "cifar": {"rate": 0.1, "epochs": 10, "width": 8, "workers": 2, "batch": 32, "share": 0.1},
+}
+LARGE = {"words": 20_000, "digits": 16_384, "cifar": 8_192}  # elements, for BySize
+# Knob -> compressor, common levels in ascending order of bytes, the plans' reference and levels.
+KNOBS: dict[str, tuple[Compressor, tuple[float, ...], float, tuple[float, ...]]] = {
+    "rank": (PowerSGD(), (1, 2, 3, 4), 4, (1, 2, 3, 4, 6, 8)),
+    "bits": (QSGD(), (2, 3, 4, 5), 4, (2, 3, 4, 5, 6, 8)),
+    "density": (TopK(), (0.001, 0.003, 0.01, 0.02), 0.01, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)),
+}
+ABSOLUTE, RELATIVE, BY_SIZE = "plan", "plan, relative errors", "by size"
+ENOUGH = 0.85  # of the reference's bytes
+ABOUT = f"""
+`LayerBudget` makes a plan at the end of each epoch: fewest bytes at the squared error of a common
+level, its reference (rank 4, 4 bits, density 1 %). `{RELATIVE}` weighs each parameter's error by
+1/‖x‖². `{BY_SIZE}` is `BySize` over `TopK`: 3 % of small parameters, 0.7 % of large ones. Beside
+them common levels, for the whole run.
+
+*words*: the demo's language model (64 units, 5 epochs of Python's documentation, clipped SGD whose
+rate falls in a line to zero). *digits*: the ResNet of examples/vision.py (width 16, 10 epochs,
+momentum). *cifar*: the same at width 8 on a tenth of CIFAR-10 (a JPEG copy), 10 epochs, loss on all
+10,000 test images. 2 simulated workers; memories and schemes are the methods' own; small tensors
+are dense, and their bytes count. Rates are those of dense training. *Apart* is the loss minus that
+of a common level of as many bytes, read off the line between those that were run (over the
+logarithm of bytes), seed by seed; negative is better.
+"""
+
+
+def plans(knob: str, task: str) -> dict[str, Controller]:
+    """Return what is compared with common levels."""
+    _, _, reference, levels = KNOBS[knob]
+    found: dict[str, Controller] = {
+        ABSOLUTE: LayerBudget(reference, levels),
+        RELATIVE: LayerBudget(reference, levels, relative=True),
+    }
+    if knob == "density":
+        found[BY_SIZE] = BySize({1024: 0.03, LARGE[task]: 0.007})
+    return found
+
+
+def cells(seeds: int) -> list[Cell]:
+    """Return all tasks, knobs and arms."""
+    arms = {task: [("none", "none")] for task in TASKS}
+    for task, of_task in arms.items():
+        for knob, (_, levels, *_) in KNOBS.items():
+            of_task += [(knob, f"{level:g}") for level in levels]
+            of_task += [(knob, name) for name in plans(knob, task)]
+    return [
+        {"task": task, "knob": knob, "arm": arm, **TASKS[task], "seed": seed}
+        for task in TASKS
+        for seed in range(seeds)
+        for knob, arm in arms[task]
+    ]
+
+
+def train(cell: Cell, data: Path | None) -> Row:
+    """Run one cell."""
+    method = tasks.Method()
+    if cell["knob"] != "none":
+        planned = plans(cell["knob"], cell["task"]).get(cell["arm"])
+        controller = Fixed(float(cell["arm"])) if planned is None else planned
+        method = tasks.Method(KNOBS[cell["knob"]][0], None, controller)
+    if cell["task"] == "words":
+        return tasks.words(cell, method)
+    return tasks.photos(cell, method, data if cell["task"] == "cifar" else None)
+
+
+def at_equal_bytes(rows: list[Row], run: Row) -> float:
+    """Return the loss that a common level would have at this run's bytes; nan outside of them."""
+    of_knob = [
+        where(rows, task=run["task"], knob=run["knob"], seed=run["seed"], arm=f"{level:g}")
+        for level in KNOBS[run["knob"]][1]
+    ]
+    points = [(math.log(r["bytes"]), values([r], "loss")[0]) for found in of_knob for r in found]
+    asked = math.log(run["bytes"])
+    for (less, worse), (more, better) in itertools.pairwise(points):
+        if less <= asked <= more:
+            return worse + (better - worse) * (asked - less) / (more - less)
+    return math.nan
+
+
+def apart(rows: list[Row], runs: list[Row]) -> list[float]:
+    """Return the losses minus those at equal bytes, where there is one."""
+    others = [at_equal_bytes(rows, run) for run in runs]
+    both = zip(values(runs, "loss"), others, strict=True)
+    return [ours - other for ours, other in both if math.isfinite(other)]
+
+
+def share(rows: list[Row], runs: list[Row]) -> list[float]:
+    """Return the runs' bytes in units of their reference's."""
+    task, knob = runs[0]["task"], runs[0]["knob"]
+    reference = where(rows, task=task, knob=knob, arm=f"{KNOBS[knob][2]:g}")
+    return [run["bytes"] / other["bytes"] for run, other in zip(runs, reference, strict=False)]
+
+
+def page(rows: list[Row]) -> str:
+    """Return a table for each task."""
+    text = ""
+    for task in TASKS:
+        lines = []
+        for knob in ("none", *KNOBS):
+            arms = dict.fromkeys(row["arm"] for row in where(rows, task=task, knob=knob))
+            for arm in arms:
+                runs = where(rows, task=task, knob=knob, arm=arm)
+                planned = knob != "none" and arm in plans(knob, task)
+                lines.append(
+                    [
+                        knob,
+                        arm,
+                        f"{statistics.fmean(values(runs, 'bytes')):,.0f}",
+                        spread(values(runs, "loss"), ".4f"),
+                        spread(apart(rows, runs), "+.4f") if planned else "",
+                    ]
+                )
+        if lines:
+            head = ["knob", "level", "bytes per step", "validation loss", "apart"]
+            text += f"\n## {task.capitalize()}\n\n{table(head, lines)}"
+    return text
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    """Ask of each plan whether it saves bytes, and whether it beats a common level."""
+    found = []
+    for task in TASKS:
+        for knob in KNOBS:
+            for name in plans(knob, task):
+                runs = where(rows, task=task, knob=knob, arm=name)
+                reference = where(rows, task=task, knob=knob, arm=f"{KNOBS[knob][2]:g}")
+                if min(len(runs), len(reference)) < 2:
+                    continue
+                if name != BY_SIZE:
+                    found.append(saves(f"{task}, {knob}, {name}", rows, runs, reference))
+                gaps = apart(rows, runs)
+                said = verdict(gaps, [0.0] * len(gaps))
+                what = f"{task}, {knob}, {name}: better than a common level of as many bytes"
+                found.append(Claim(what, "", spread(gaps, "+.4f"), said))
+    return found
+
+
+def saves(what: str, rows: list[Row], runs: list[Row], reference: list[Row]) -> Claim:
+    """Ask whether a plan's loss is within a deviation of its reference's, at fewer bytes."""
+    bytes_, theirs = statistics.fmean(share(rows, runs)), values(reference, "loss")
+    more = statistics.fmean(values(runs, "loss")) - statistics.fmean(theirs)
+    equal = more <= statistics.stdev(theirs)
+    text = f"{what}: at most {ENOUGH} of the bytes at a loss within a standard deviation"
+    ours = f"{bytes_:.2f} of the bytes, loss {more:+.4f} (deviation {statistics.stdev(theirs):.4f})"
+    return Claim(text, "", ours, "agrees" if equal and bytes_ <= ENOUGH else "disagrees")
+
+
+def draw(rows: list[Row], figure: Figure) -> None:
+    """Draw loss against bytes, a panel per task."""
+    for ax, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
+        dense = where(rows, task=task, knob="none")
+        if dense:
+            ax.axhline(statistics.fmean(values(dense, "loss")), color="0.5", lw=0.8)
+        for knob, colour in zip(KNOBS, frame.COLOURS, strict=False):
+            common = [
+                where(rows, task=task, knob=knob, arm=f"{level:g}") for level in KNOBS[knob][1]
+            ]
+            _dots(ax, [runs for runs in common if runs], "o-", colour, f"{knob}, common")
+            for mark, name in zip("^vs", plans(knob, task), strict=False):
+                runs = where(rows, task=task, knob=knob, arm=name)
+                _dots(ax, [runs] if runs else [], mark, colour, f"{knob}, {name}")
+        ax.set(title=task, xscale="log", xlabel="bytes per step and worker")
+        ax.grid(color="0.9")
+    figure.axes[0].set_ylabel("validation loss")
+    figure.axes[-1].legend(frameon=False, fontsize=7)
+
+
+def _dots(ax: Axes, groups: list[list[Row]], how: str, colour: str, label: str) -> None:
+    places = [statistics.fmean(values(runs, "bytes")) for runs in groups]
+    losses = [statistics.fmean(values(runs, "loss")) for runs in groups]
+    ax.plot(places, losses, how, ms=5, color=colour, label=label, alpha=0.8)
+
+
+if __name__ == "__main__":
+    experiment = Experiment(
+        "layers", ABOUT, cells, train, page, claims, draw, data="an .npz file of CIFAR-10"
+    )
+    sys.exit(frame.main(experiment))
