@@ -8,6 +8,7 @@ import warnings
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_gc.compressors import Compressor
@@ -78,7 +79,7 @@ class CompressedFSDP(ShardedStrategy):
             parallelism, gradients reduced in float16, a reduce-scatter of its own or another
             divisor; ranks with other settings or units.
         RuntimeError: torch before 2.9; in a backward pass, parameters that were unfrozen since or,
-            with torch before 2.13, that have no gradient.
+            with torch before 2.13, that have no gradient; a pass after one that was interrupted.
 
     Warns:
         UserWarning: a single rank, with which nothing is exchanged.
@@ -176,6 +177,11 @@ class CompressedFSDP(ShardedStrategy):
         }
         same |= arithmetic(device, workers.configuration.compressor)
         check_agreement(same, Distributed(), device)
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        if self._scatters is not None:
+            self._scatters.refuse_interrupted()
+        super().pre_backward(closure_loss)  # type: ignore[misc]
 
     def _close(self) -> None:
         if self._scatters is not None:

@@ -31,6 +31,18 @@ def has_custom_scatters() -> bool:
     return hasattr(FSDPModule, "set_custom_reduce_scatter")
 
 
+def refuse_interrupted(running: bool) -> None:
+    """Raise RuntimeError if a backward pass is under way; call it between passes.
+
+    An exception within one leaves torch's engine without calling ``after_backward``'s callback.
+    """
+    if running:
+        raise RuntimeError(
+            "A backward pass was interrupted by an exception, so its exchange of gradients is "
+            "incomplete and cannot go on. Resume from a checkpoint in a new process."
+        )
+
+
 def after_backward(act: Callable[[], None]) -> None:
     """Call ``act`` at the end of the backward pass that is running.
 

@@ -25,6 +25,7 @@ from lightning_gc.synchronizer.fsdp_units import (
     after_backward,
     fills_unused,
     gradient_of,
+    refuse_interrupted,
 )
 
 MEGABYTE = 1 << 20
@@ -128,11 +129,7 @@ class ShardBuckets:
 
         Its gradients would be zeros from then on, as nothing would add the means.
         """
-        if self._running:
-            raise RuntimeError(
-                "A backward pass was interrupted by an exception, so its exchange between replicas "
-                "is incomplete and cannot go on. Resume from a checkpoint in a new process."
-            )
+        refuse_interrupted(self._running)
 
     def close(self) -> None:
         """Listen to no unit any more."""

@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.synchronizer.fsdp_units import Column, Unit, after_backward, fills_unused
+from lightning_gc.synchronizer.fsdp_units import (
+    Column,
+    Unit,
+    after_backward,
+    fills_unused,
+    refuse_interrupted,
+)
 from lightning_gc.synchronizer.fsdp_workers import FSDPWorkers, stacked
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.distributed import Distributed
@@ -65,6 +71,13 @@ class UnitScatters:
         """End a pass, and with it a round: the next one has other random numbers."""
         layout, self._pass = self._pass or [], None
         self._workers.end_round(layout)
+
+    def refuse_interrupted(self) -> None:
+        """Raise RuntimeError if a backward pass has begun that never ended; call it between passes.
+
+        Its round would never end, and all further steps would draw the same random numbers.
+        """
+        refuse_interrupted(self._pass is not None)
 
     def close(self) -> None:
         """Let FSDP2 do its own reduce-scatters again."""
