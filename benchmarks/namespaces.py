@@ -50,18 +50,19 @@ class Link:
             return _delay_line(self, spaces)
         return contextlib.nullcontext(False)
 
-    def shape(self, space: str) -> None:
-        """Give a namespace's interface this speed."""
+    def shape(self, space: str = "") -> None:
+        """Give the interface of a namespace, or of the one that this process is in, this speed."""
+        tell = f"-n {space} qdisc replace" if space else "qdisc replace"
         parent = "root handle 1:"
         if self.mbit:
             # As much as flows between two ticks of the kernel's clock, and one segment at least.
             burst = max(int(self.mbit * 1e6 / 8 / 250 * 1.5), 128 * 1024)
             limit = f"tbf rate {self.mbit}mbit burst {burst} latency 200ms"
-            tc(f"-n {space} qdisc add dev {INTERFACE} {parent} {limit}")
+            tc(f"{tell} dev {INTERFACE} {parent} {limit}")
             parent = "parent 1:1 handle 10:"
         if self.delay_ms or self.loss:
             worse = f"netem delay {self.delay_ms}ms loss {100 * self.loss}%"
-            tc(f"-n {space} qdisc add dev {INTERFACE} {parent} {worse}")
+            tc(f"{tell} dev {INTERFACE} {parent} {worse}")
 
 
 def has_netem(space: str) -> bool:
