@@ -72,7 +72,7 @@ catalogue: $(VENV)/.tune ## every method tuned by a study of its own, on three m
 bench-bytes: $(VENV)/.test ## monitor against network interface (needs root and iproute2)
 	$(BIN)/python benchmarks/true_bytes.py $(ARGS)
 
-bench-controllers: $(VENV)/.demo ## examples/vision.py with each controller, 3 seeds (10 minutes)
+bench-controllers: $(VENV)/.demo ## examples/vision.py with four controllers, 3 seeds (10 minutes)
 	$(BIN)/python benchmarks/controllers.py $(ARGS)
 
 bench-network: $(VENV)/.test ## seconds per step on slow links, against DDP and torch's hooks (needs root and iproute2)

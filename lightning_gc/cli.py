@@ -108,9 +108,8 @@ def _parser() -> argparse.ArgumentParser:
         "workers, by torchrun.",
     )
     add("config", type=Path, help="the same YAML; of its section tune only the methods are read")
-    example = "topk:density=0.001,scheme=two_shot (default: four of them)"
-    fields = f" with fields, memory and scheme: {example}"
-    add("--compressor", nargs="+", metavar="NAME", help=methods + fields)
+    fields = " with fields, memory and scheme: topk:density=0.001,scheme=two_shot (default: %s)"
+    add("--compressor", nargs="+", metavar="NAME", help=methods + fields % "four of them")
     add("--rounds", type=int, default=3, help="measurements of each method (default: %(default)s)")
     add("--steps", type=int, default=20, help="measured steps per round (default: %(default)s)")
     add("--timeout", type=float, default=120, help="of a collective, in s (default: %(default)s)")
@@ -125,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         "may be to do nothing. Start it on all workers, by torchrun.",
     )
     add("config", type=Path, help="the same YAML; of its section tune only the methods are read")
-    add("--methods", nargs="+", metavar="NAME", help=methods + fields)
+    add("--methods", nargs="+", metavar="NAME", help=methods + fields % "seven of them")
     add("--budget-seconds", type=float, default=120, help="for all (default: %(default)s)")
     add("--workers", type=int, metavar="W", help="predict for so many workers; measure no turns")
     add("--link", metavar="RATE", help="predict for this link, as 1gbit or 100mbit; likewise")

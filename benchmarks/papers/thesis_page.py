@@ -64,7 +64,7 @@ def winners(rows: list[Row], method: str, place: Place, figure: str = "test") ->
 
 
 def top(rows: list[Row], method: str, place: Place, figure: str) -> list[float]:
-    """Return a figure's mean over the best of every repetition: 8 of 60, as in the thesis."""
+    """Return a figure's mean over the best of every repetition: 8 in 60, as in the thesis."""
     return [statistics.fmean(values(_best(runs), figure)) for runs in searches(rows, method, place)]
 
 
@@ -105,7 +105,7 @@ def page(rows: list[Row]) -> str:
     text += table(["", *(f"{h} units, W = {w}" for h, w in some)], lines)
     for place in some:
         text += f"\n## {place[0]} units, {place[1]} workers\n\n"
-        text += "Of the winners: perplexities and ratio. Of the best 8 of 60: the rest.\n\n"
+        text += "Of the winners: perplexities and ratio. Of the best 8 in 60, and two of a search at least: the rest.\n\n"
         head = ["", "test", "validation", "encoding ratio", "CPU s per epoch"]
         head += ["best epoch", "rate", "dropout", "momentum"]
         lines = []
@@ -260,7 +260,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
         ]
         ax.boxplot(best, orientation="horizontal")
         ax.set_yticks(range(1, len(methods) + 1), methods, fontsize=6)
-        ax.set(xlabel=f"{name.replace('_', ' ')}, best 8 of 60")
+        ax.set(xlabel=f"{name.replace('_', ' ')}, best 8 in 60")
     for ax in figure.axes:
         ax.grid(color="0.9")
 
