@@ -56,7 +56,6 @@ ARMS = {
 """With both momenta."""
 CORRECTED = {
     "TopK(0.01), MomentumCorrection": Arm(TopK(0.01), MomentumCorrection(0.9)),
-    "PowerSGD(1), MomentumCorrection": Arm(PowerSGD(1), MomentumCorrection(0.9)),
 }
 """The memory has the momentum, so β₁ = 0."""
 FEW = (DENSE, "QSGD(4)", "PowerSGD(1)", "TopK(0.01)", "TopK(0.01), MomentumCorrection")

@@ -31,7 +31,7 @@ class AbsoluteError:
 class Multiple:
     """The bound ``E‖x − C(x)‖² ≤ omega·‖x‖²`` of a compressor that may be biased; no contraction.
 
-    With ``omega > 1`` errors may grow, so such a compressor is used without error feedback.
+    With ``omega > 1`` no convergence with error feedback follows from it.
     """
 
     omega: float

@@ -21,7 +21,8 @@ def combine(
 
     Raises:
         ValueError: a scheme that does not work with the compressor, a memory that corrects momentum
-            with an unbiased compressor, or one with error feedback and a compressor whose result is
+            with a compressor that is unbiased or no sparsifier or with a scheme that encodes means
+            of workers, or one with error feedback and a compressor whose result is
             no mean of what was sent.
     """
     traits = compressor.traits
@@ -40,6 +41,16 @@ def combine(
         raise ValueError(
             f"{memory!r} corrects the momentum that waits in the error, but {compressor!r} is "
             f"unbiased and leaves none; use NoMemory(), or a biased compressor such as TopK(0.01)."
+        )
+    if memory.corrects_momentum and traits.kind != "sparsifier":
+        raise ValueError(
+            f"{memory!r} drops the momentum of elements that are sent, and {compressor!r} leaves "
+            f"none out, so that nothing would remain; use LocalMomentum(), or a sparsifier."
+        )
+    if memory.corrects_momentum and scheme is not None and not scheme.encodes_own:
+        raise ValueError(
+            f"{memory!r} drops the momentum of elements that a worker has sent, but {scheme!r} "
+            f"encodes means of several workers; use AllGather(), or another memory."
         )
     if memory.feeds_back and not traits.conserves:
         raise ValueError(

@@ -22,8 +22,12 @@ class MomentumCorrection(OwnMomentum):
 
     ``u_t = m·u_{t−1} + g_t``, ``v_t = v_{t−1} + u_t``, and v is compressed. With ``nesterov``
     ``u_t = m·(u_{t−1} + g_t)``, ``v_t = v_{t−1} + u_t + g_t``. Where an element of v is sent, that
-    of u is set to zero too (*factor masking*): its stale momentum is dropped. A parameter that is
-    sent whole is not masked: nothing is delayed, and that equals SGD with momentum.
+    of u is set to zero too (*factor masking*): its stale momentum is dropped. A parameter of which
+    every element is sent is not masked: nothing is delayed, and that equals SGD with momentum.
+
+    For sparsifiers. Of what a quantiser or a low-rank method sends, no element is left out, so all
+    of u would be zero after each step: use ``LocalMomentum`` or ``GlobalMomentum`` with these. A
+    scheme must encode each worker's own elements, which ``Hierarchical`` does not.
 
     Use plain SGD without momentum and without weight decay: both are done here, in the right order.
     Or AdamW with ``betas=(0.0, 0.999)``, whose weight decay is no part of the gradient.
@@ -43,7 +47,7 @@ class MomentumCorrection(OwnMomentum):
 
     Raises:
         ValueError: a value outside these ranges; at fit start, an optimizer with momentum or weight
-            decay; an unbiased compressor.
+            decay; a compressor that is unbiased or no sparsifier, ``Hierarchical``.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, MomentumCorrection, TopK
@@ -89,9 +93,10 @@ class MomentumCorrection(OwnMomentum):
         yield from exchange(total)
         # Factor masking, unless the whole parameter was sent.
         sent = before != total
+        waits = (before != 0) & ~sent
         for _, start, stop in bucket.spans():
             part = slice(start, stop)
-            velocity[part].masked_fill_(sent[part] & total[part].any(), 0)
+            velocity[part].masked_fill_(sent[part] & waits[part].any(), 0)
 
     def _gradient(self, bucket: Bucket, like: Tensor) -> Tensor:
         """Return the gradient, clipped, with weight decay."""

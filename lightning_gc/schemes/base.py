@@ -28,6 +28,8 @@ class Scheme(Settings, abc.ABC):
         joint: the result is the same if parts of a tensor are encoded together.
         scatters: each worker gets its own shard of each parameter's mean, as with FSDP, and what is
             sent dense goes through ``dense`` too.
+        encodes_own: what each worker encodes first are its own elements, so that what changes in
+            its buffer is what it has sent.
         waits: how often the scheme itself makes the host wait for an accelerator, for each tensor;
             besides, every message whose lengths vary does so once.
     """
@@ -35,6 +37,7 @@ class Scheme(Settings, abc.ABC):
     averages: bool = False
     joint: bool = False
     scatters: bool = False
+    encodes_own: bool = True
     waits: int = 0
 
     @abc.abstractmethod

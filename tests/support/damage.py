@@ -14,7 +14,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from lightning_gc import MomentumCorrection, PerParameter, PowerSGD
+from lightning_gc import LocalMomentum, PerParameter, PowerSGD
 from lightning_gc.controllers import Accordion
 from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
 from lightning_gc.synchronizer.checksum import checksum, with_checksum
@@ -42,7 +42,7 @@ class Saves(pl.Callback):
 def strategy(workers: int = 2, **options: Any) -> Any:
     """Return one with all kinds of state: two buffers, the compressor's, a controller's."""
     options = {"controller": Accordion(low=4, high=1, interval=1, threshold=0.2)} | options
-    memory = MomentumCorrection()
+    memory = LocalMomentum()
     return SimulatedDDPStrategy(PerParameter(POWER), memory, workers=workers, **options)
 
 

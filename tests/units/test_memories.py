@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from lightning_gc import (
+    DGC,
     DIANA,
     QSGD,
     SAEF,
     ErrorReset,
     GlobalMomentum,
+    Hierarchical,
     Identity,
     LocalMomentum,
     MomentumCorrection,
+    PowerSGD,
     Residual,
     SignSGD,
     StepAhead,
@@ -93,6 +96,16 @@ def test_momentum_correction(nesterov: bool, clip: float | None, decay: float) -
         kept = engine.state_dict()["memory"]["w"]
         np.testing.assert_allclose(kept["error"].numpy(), v[i]["w"], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(kept["momentum"].numpy(), u[i]["w"], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_sent_whole_and_rounded_keeps_its_momentum() -> None:
+    """What rounding leaves in the error is no element that waits."""
+    exact, rounded = (
+        run(MomentumCorrection(0.9), TopK(1.0, value_dtype=dtype))[0]
+        for dtype in ("float32", "bfloat16")
+    )
+    for one, other in zip(exact, rounded, strict=True):
+        np.testing.assert_allclose(one["w"], other["w"], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -254,6 +267,8 @@ def test_weighted_error(alpha: float, beta: float) -> None:
         (lambda: SAEF(1.0), "momentum"),
         (lambda: Engine(QSGD(), MomentumCorrection()), "unbiased"),
         (lambda: Engine(Identity(), MomentumCorrection()), "unbiased"),
+        (lambda: Engine(PowerSGD(2), MomentumCorrection()), "use LocalMomentum"),
+        (lambda: Engine(DGC(), scheme=Hierarchical(2)), "encodes means of several workers"),
         (lambda: Engine(SignSGD(), Residual()), "EFSignSGD"),
         (lambda: Engine(SignSGD(), ErrorReset()), "EFSignSGD"),
     ],

@@ -50,7 +50,9 @@ class SignSGD(Codec):
     traits = Traits(kind="quantiser", conserves=False, default_memory="none")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        nonzero, positive = buffer != 0, buffer > 0
+        # Votes are whole numbers, so what arrives for a second encoding is zero up to rounding.
+        least = 0.5 / bucket.workers if bucket.phase else 0.0
+        nonzero, positive = buffer.abs() > least, buffer > least
         votes = nonzero.any().float().view(1)
         if not payload_validation.on_host(buffer) or not nonzero.all():
             draw = bucket.generator(shared=False)

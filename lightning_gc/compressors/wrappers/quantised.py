@@ -38,7 +38,8 @@ class Quantised(Codec):
 
     The paper proves convergence with error feedback where C is a contraction: for an unbiased Q
     where its variance ω is below 1, so ``QSGD`` needs blocks of fewer than 4·s² elements, 196 for
-    4 bits. Not here: its variant for ω > 1, which divides by 1 + ω, and sending every H steps.
+    4 bits. Its sending every H steps is ``LocalStepsStrategy``; its variant for ω > 1, which
+    divides by 1 + ω, is not here.
 
     Args:
         sparsifier: a ``SparseCodec``, by default ``TopK(0.01)``. Its knob is this compressor's; its

@@ -51,6 +51,19 @@ def test_a_vote_of_one(kind: str) -> None:
     assert set(np.abs(got)) == ({1.0} if x.any() else {0.0})
 
 
+@pytest.mark.parametrize("workers", [4, 6, 12])
+def test_a_tie_in_two_shots_is_a_coin(workers: int) -> None:
+    """Also where halves of W do not add up to zero exactly: 1/W is rounded."""
+    numel, steps, source = 600, 12, np.random.default_rng(0)
+    lockstep = Lockstep(workers, SignSGD(), None, TwoShot())
+    both = np.repeat([[1.0], [-1.0]], workers // 2, axis=0).repeat(numel, axis=1)
+    votes, total = source.permuted(both, axis=0), np.zeros(numel)
+    for _ in range(steps):
+        result = lockstep.step([{"w": torch.tensor(vote).float()} for vote in votes])
+        total += result.mean["w"].numpy()
+    assert (np.abs(total) == steps).mean() < 0.02  # 2/2¹² of coins
+
+
 def test_a_tensor_of_zeros_does_not_vote() -> None:
     gradients = [*drawn(1, 100), np.zeros(100, np.float32), np.zeros(100, np.float32)]
     got = step(Lockstep(3, SignSGD(), None, AllGather()), gradients).mean["w"].numpy()
