@@ -105,7 +105,8 @@ def page(rows: list[Row]) -> str:
     text += table(["", *(f"{h} units, W = {w}" for h, w in some)], lines)
     for place in some:
         text += f"\n## {place[0]} units, {place[1]} workers\n\n"
-        text += "Of the winners: perplexities and ratio. Of the best 8 in 60, and two of a search at least: the rest.\n\n"
+        text += "Of the winners: perplexities and ratio. Of the best 8 in 60, and two of a search "
+        text += "at least: the rest.\n\n"
         head = ["", "test", "validation", "encoding ratio", "CPU s per epoch"]
         head += ["best epoch", "rate", "dropout", "momentum"]
         lines = []
