@@ -10,6 +10,9 @@ decisions are every eighth step, so a turn after a change is eight steps.
 
 All arms of a seed have the same weights and batches, and the same rate; their loss is the mean over
 workers of the last steps' training loss when the time is up.
+
+Every run goes to ``varying_link.json`` as soon as it is there; with equal options it is not made
+again. Delete the file to measure anew.
 """
 
 from __future__ import annotations
@@ -141,10 +144,15 @@ def work(options: argparse.Namespace) -> list[dict[str, float]]:
         enable_model_summary=False,
     )
     trainer.fit(module, loader)
-    if not course.steps or course.steps[-1].at < options.seconds:
-        raise RuntimeError(f"{options.most_steps} steps were over before the time; --most-steps.")
+    check_length(course.steps, options.most_steps)
     dist.destroy_process_group()
     return [asdict(step) for step in course.steps]
+
+
+def check_length(steps: list[Step], most: int) -> None:
+    """Raise RuntimeError if batches were over before the time."""
+    if len(steps) >= most:
+        raise RuntimeError(f"{most} steps were over before the time; --most-steps.")
 
 
 def measure(options: argparse.Namespace, arm: str, seed: int, *more: str) -> list[Step]:
@@ -244,6 +252,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def read(path: Path, options: dict[str, float]) -> dict[str, Any]:
+    """Return the target and the runs that there are of equal options; else none."""
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return known if known.get("options") == options else {"options": options, "runs": {}}
+
+
 def main() -> None:
     """Measure, print, write."""
     options = parse()
@@ -252,14 +266,27 @@ def main() -> None:
         return
     check_privileges("This benchmark")
     seconds = options.seconds
-    fast = measure(options, str(LEVELS[0]), 0, f"--seconds={seconds / 3}", "--calibrate")
-    target = (1 + options.spare) * statistics.median(step.seconds for step in fast[TURN:])
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "varying_link.json"
+    known = read(
+        path, {name: getattr(options, name) for name in ("seconds", "spare", "most_steps")}
+    )
+    if "target" not in known:
+        fast = measure(options, str(LEVELS[0]), 0, f"--seconds={seconds / 3}", "--calibrate")
+        median = statistics.median(step.seconds for step in fast[TURN:])
+        known["target"] = (1 + options.spare) * median
+        path.write_text(json.dumps(known))
+    target = known["target"]
     found: dict[str, list[list[Step]]] = {arm: [] for arm in options.arms}
     for seed in options.seeds:
         for arm, runs in found.items():
-            runs.append(measure(options, arm, seed, f"--seconds={seconds}", f"--target={target}"))
-            steps = len(runs[-1])
-            sys.stderr.write(f"{arm}, seed {seed}: {steps} steps, {final_loss(runs[-1]):.3f}\n")
+            name = f"{arm}, seed {seed}"
+            if name not in known["runs"]:
+                steps = measure(options, arm, seed, f"--seconds={seconds}", f"--target={target}")
+                known["runs"][name] = [asdict(step) for step in steps]
+                path.write_text(json.dumps(known))
+            runs.append([Step(**step) for step in known["runs"][name]])
+            sys.stderr.write(f"{name}: {len(runs[-1])} steps, {final_loss(runs[-1]):.3f}\n")
     thirds = [f"step, {link}" for link in (FAST, SLOW, FAST)]
     head = ["", "steps", *thirds, "steps within 1.15 × target, %", "loss at the end"]
     table = markdown(head, [line(arm, runs, seconds, target) for arm, runs in found.items()])
@@ -278,7 +305,6 @@ steps, mean and standard deviation over seeds.
 ![Seconds of a step, density and loss over the run]({stem.name}.svg)
 """
     sys.stdout.write(text)
-    options.out.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".md").write_text(text)
     draw(found, seconds, target, stem.with_suffix(".svg"))
 

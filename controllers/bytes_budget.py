@@ -70,7 +70,7 @@ class BytesBudget(Controller):
         return {"plan": {}}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        curves = finite(observation.error_curves)
+        curves = finite(observation.error_curves, self.levels)
         if not curves or (observation.epoch + 1) % self.interval:
             reason = "No new error curves, so levels stay."
             return Decision(self.first, state["plan"], reason), state

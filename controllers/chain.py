@@ -74,7 +74,19 @@ class Chain(Controller):
             max_epochs=None if epochs is None else epochs - self.at_epoch,
             progress=None if over is None else (over - since) / max(1 - since, 1e-9),
         )
-        if begins:  # as in a new run
-            shifted = replace(shifted, metrics={}, gradient_norms={}, sent_elements=0.0, steps=0)
+        if begins:  # as in a new run, of which nothing has been measured
+            shifted = Observation(
+                shifted.epoch,
+                shifted.next_learning_rate,
+                shifted.next_learning_rate,
+                total_error=shifted.total_error,  # of the whole run, for the log
+                total_error_update=shifted.total_error_update,
+                rates_ahead=shifted.rates_ahead,
+                num_elements=shifted.num_elements,
+                sizes=shifted.sizes,
+                num_compressed=shifted.num_compressed,
+                max_epochs=shifted.max_epochs,
+                progress=shifted.progress,
+            )
         decision, new = self.then.decide(shifted, state["then"])
         return decision, {**state, "then": new, "over": since}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .bandwidth_aware import check_ladder
 from .base import Controller, Decision, KnobLike, Observation, State
 from .needs import Needs
 
@@ -16,8 +15,9 @@ class CongestionAIMD(Controller):
 
     Every ``every`` steps, with ``T`` the mean seconds of the latest requests: the level becomes
     ``max(least, down·level)`` if ``T > seconds``, else ``min(most, level + up)``. It needs no rate
-    of the link and no proportion between level and bytes, and comes to a new link in some
-    ``log(level ratio)/log(down)`` decisions; ``BandwidthAware`` in one, if its estimates hold.
+    of the link and no proportion between level and bytes. It comes down to a slower link in some
+    ``log(level ratio)/log(down)`` decisions, and up to a faster one in ``(level difference)/up``;
+    ``BandwidthAware`` in one, if its estimates hold.
 
     Seconds differ between two runs, and so do levels; see ``BandwidthAware``.
 
@@ -59,7 +59,13 @@ class CongestionAIMD(Controller):
     trace: str = ""
 
     def __post_init__(self) -> None:
-        check_ladder("CongestionAIMD", (self.least, self.most), self.every)
+        if not 0 < self.least < self.most < math.inf:
+            raise ValueError(
+                f"CongestionAIMD(least={self.least!r}, most={self.most!r}): finite levels above 0, "
+                f"least below most."
+            )
+        if self.every < 1:
+            raise ValueError(f"CongestionAIMD(every={self.every!r}): a number of steps, 1 or more.")
         if not 0 < self.seconds < math.inf:
             raise ValueError(f"CongestionAIMD(seconds={self.seconds!r}): give seconds above 0.")
         if not self.least <= self.first <= self.most:

@@ -18,7 +18,8 @@ class LayerBudget(Controller):
     leaves of parameter l's gradient, summed over the epoch, and ``s_l(c)`` its bytes, the levels
     are those that minimise ``Σ s_l(c_l)`` subject to ``Σ ε_l(c_l)² ≤ error·Σ ε_l(reference)²``. A
     plan is kept unless a new one saves 3 % of its bytes, or it exceeds the new budget: a change of
-    rank redraws PowerSGD's factors.
+    rank redraws PowerSGD's factors. The budget is never exceeded, unless even the levels of least
+    error do; then these are taken, with a warning.
 
     For sparsifiers the optimum is one common threshold, which ``HardThreshold`` has without any of
     this; ranks and bits gain more. Fewer bytes at equal squared error are not fewer at equal loss:
@@ -76,7 +77,7 @@ class LayerBudget(Controller):
         return {"plan": {}}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        curves, plan = finite(observation.error_curves), dict(state["plan"])
+        curves, plan = finite(observation.error_curves, self.levels), dict(state["plan"])
         if not curves or (observation.epoch + 1) % self.interval:
             reason = "No new error curves, so levels stay."
             return Decision(self.reference, plan, reason), state
@@ -99,6 +100,12 @@ class LayerBudget(Controller):
         keeps = before.error <= budget and after.nbytes > _WORTH * before.nbytes
         if keeps:
             new, after = plan, before
+        warning = ""
+        if after.error > budget * (1 + 1e-9):  # sums of the same numbers may differ
+            warning = (
+                f"{self!r}: even the levels of least error have {after.error / dense.error:.3g} "
+                f"times the reference's; raise error, or give levels that send more."
+            )
         saved = 1 - after.nbytes / dense.nbytes if dense.nbytes else 0.0
         used = after.error / budget if budget else 0.0
         fewest = sum(
@@ -112,7 +119,7 @@ class LayerBudget(Controller):
         }
         what = "The plan stays" if keeps else f"A new plan for {len(curves)} parameters"
         reason = f"{what}: {saved:.0%} of the bytes saved at {used:.2f} of the error's budget."
-        return Decision(self.reference, new, reason, figures), {"plan": new}
+        return Decision(self.reference, new, reason, figures, warning), {"plan": new}
 
 
 _WORTH = 0.97

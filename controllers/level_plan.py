@@ -22,11 +22,18 @@ class Totals(NamedTuple):
     nbytes: float
 
 
-def finite(curves: Mapping[str, Curve]) -> dict[str, Curve]:
-    """Return the curves of which every figure is finite; levels of other parameters stay."""
+def finite(curves: Mapping[str, Curve], levels: Sequence[float]) -> dict[str, Curve]:
+    """Return the curves at these levels, of which every figure is finite; others' levels stay.
+
+    Curves have more points where another controller needs them too.
+    """
+    own = {
+        name: Curve(curve.norm, tuple(dict.fromkeys(at(curve, level) for level in levels)))
+        for name, curve in curves.items()
+    }
     return {
         name: curve
-        for name, curve in curves.items()
+        for name, curve in own.items()
         if math.isfinite(curve.norm**2)
         and all(math.isfinite(p.error**2) and math.isfinite(p.nbytes) for p in curve.points)
     }

@@ -20,7 +20,8 @@ class RoundSchedule(Controller):
 
     Args:
         every: H in order, each at least 1.
-        by: ``"epoch"``, one value per epoch; ``"progress"``, all values in equal parts of the run.
+        by: ``"epoch"``, one value per epoch; ``"progress"``, the values in equal parts of the run,
+            as for ``Schedule``.
         levels: the controller of levels; None leaves them as they are.
 
     Raises:

@@ -16,7 +16,9 @@ class Schedule(Controller):
 
     Args:
         levels: in order; None sends uncompressed.
-        by: ``"epoch"``, one level per epoch; ``"progress"``, all levels in equal parts of the run.
+        by: ``"epoch"``, one level per epoch; ``"progress"``, the levels in equal parts of the run,
+            rounded to whole epochs: a run of fewer epochs than levels leaves some of them out, the
+            last one too.
 
     Raises:
         ValueError: no levels, an invalid one, an unknown ``by``; ``"progress"`` in a run without an

@@ -32,19 +32,25 @@ def append(path: str | Path, observation: Observation, state: State, decision: D
         file.write(json.dumps(line) + "\n")
 
 
-def replay(controller: Controller, path: str | Path) -> Iterator[tuple[Decision, Decision]]:
+def replay(
+    controller: Controller, path: str | Path, another: bool = False
+) -> Iterator[tuple[Decision, Decision]]:
     """Yield each decision of a trace, and what the controller decides on the same observation.
 
     A trace of the same controller gives equal pairs, bit for bit: floats are written so that they
     are read back exactly.
 
     Args:
-        controller: any; that of the run, or another to be tried on its course.
+        controller: that of the run, or another to be tried on its course.
         path: of the file.
+        another: it is another one, or has other settings: it begins with its own state and goes on
+            with that, not with the states in the file.
     """
+    own = controller.init()
     for text in Path(path).read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        decision, _ = controller.decide(_observation(line["observation"]), line["state"])
+        state = own if another else line["state"]
+        decision, own = controller.decide(_observation(line["observation"]), state)
         yield Decision(**line["decision"]), decision
 
 

@@ -200,6 +200,10 @@ def _fit(options: argparse.Namespace) -> int:
     read_any(options.config)
     try:
         run(["fit", "--config", str(options.config), *options.rest])
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # of which Lightning makes code 1
+            return INTERRUPTED
+        raise
     except Exception:
         traceback.print_exc()  # the user's own code: all of it is of interest
         return FAILED

@@ -49,8 +49,9 @@ class NetworkModel(Settings):
         schedule: pairs of a step and the bandwidth from it on, in ascending order of steps, for
             controllers that follow a link; before the first, ``bandwidth_gbps``.
 
-    ``latencies_us`` and ``knee_bytes`` are of ``request``, single requests as they are sent: a ring
-    for means and all-gathers, whatever the topology.
+    ``latencies_us``, ``knee_bytes`` and ``schedule`` are of ``request``, single requests as they
+    are sent: a ring for means and all-gathers, whatever the topology. ``seconds``, and so what the
+    monitor estimates, goes by ``bandwidth_gbps`` throughout.
 
     Raises:
         ValueError: a bandwidth that is not above 0, a negative latency or knee, an unknown topology
@@ -126,7 +127,7 @@ class NetworkModel(Settings):
         return ExchangeRecord(messages, nbytes, seconds)
 
     def seconds(self, workers: int, message_bytes: float = 0, wire_bytes: float = 0) -> float:
-        """Return the estimated seconds of communication of one step.
+        """Return the estimated seconds of communication of one step, at ``bandwidth_gbps``.
 
         Args:
             workers: ``W``.

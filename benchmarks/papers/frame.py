@@ -70,6 +70,7 @@ class Experiment:
         draw: draws the plot.
         seeds: how many, unless the command line says so.
         data: what ``--data`` must be; empty: there is none.
+        free: tasks that need none.
         before: returns the cells that a cell's settings depend on. They are run first, those that
             have no row; the cell is given to ``train`` with their rows as ``cell["before"]``.
         after: writes what there is besides page and plot; gets rows, and the files' common stem.
@@ -84,6 +85,7 @@ class Experiment:
     draw: Callable[[list[Row], Figure], None]
     seeds: int = 3
     data: str = ""
+    free: frozenset[str] = frozenset({"digits"})
     before: Before = lambda cell: ()
     after: Callable[[list[Row], Path], None] = lambda rows, stem: None
 
@@ -132,7 +134,7 @@ def main(experiment: Experiment) -> int:
     add = parser.add_argument
     add("--data", type=Path, default=os.environ.get("PAPERS_DATA"), help=experiment.data)
     add("--seeds", type=int, default=experiment.seeds, help="(default: %(default)s)")
-    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of all cells")
+    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of all cells with it")
     add("--only", nargs="+", default=[], metavar="NAME=VALUE", help="cells to run; any of several")
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     add("--page", action="store_true", help="run nothing")
@@ -141,11 +143,12 @@ def main(experiment: Experiment) -> int:
     changes = {name: given[-1] for name, given in _pairs(options.set).items()}
     only = _pairs(options.only)
     cells = experiment.cells(options.seeds)
-    if unknown := (changes.keys() | only.keys()) - cells[0].keys():
-        parser.error(f"{', '.join(sorted(unknown))}: cells have {', '.join(cells[0])}.")
-    cells = [cell | changes for cell in cells]
+    known = {name: None for cell in cells for name in cell}  # in order
+    if unknown := (changes.keys() | only.keys()) - known.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: cells have {', '.join(known)}.")
+    cells = [cell | {n: v for n, v in changes.items() if n in cell} for cell in cells]
     chosen = [] if options.page else [cell for cell in cells if _is_among(cell, only)]
-    needs = [cell for cell in chosen if experiment.data and cell.get("task") != "digits"]
+    needs = [cell for cell in chosen if experiment.data and cell.get("task") not in experiment.free]
     if needs and options.data is None:
         parser.error(f"--data: {experiment.data} (or the environment variable PAPERS_DATA).")
     if options.jobs < 1:
@@ -201,7 +204,7 @@ def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
 
 
 def _is_among(cell: Cell, only: dict[str, list[Any]]) -> bool:
-    return all(cell[name] in given for name, given in only.items())
+    return all(name in cell and cell[name] in given for name, given in only.items())
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, list[Any]]:

@@ -115,10 +115,11 @@ def apart(rows: list[Row], runs: list[Row]) -> list[float]:
 
 
 def share(rows: list[Row], runs: list[Row]) -> list[float]:
-    """Return the runs' bytes in units of their reference's."""
+    """Return the runs' bytes in units of their reference's, of the same seed."""
     task, knob = runs[0]["task"], runs[0]["knob"]
     reference = where(rows, task=task, knob=knob, arm=f"{KNOBS[knob][2]:g}")
-    return [run["bytes"] / other["bytes"] for run, other in zip(runs, reference, strict=False)]
+    theirs = {row["seed"]: row["bytes"] for row in reference}
+    return [run["bytes"] / theirs[run["seed"]] for run in runs if run["seed"] in theirs]
 
 
 def page(rows: list[Row]) -> str:
@@ -154,7 +155,7 @@ def claims(rows: list[Row]) -> list[Claim]:
             for name in plans(knob, task):
                 runs = where(rows, task=task, knob=knob, arm=name)
                 reference = where(rows, task=task, knob=knob, arm=f"{KNOBS[knob][2]:g}")
-                if min(len(runs), len(reference)) < 2:
+                if min(len(runs), len(reference)) < 2 or not share(rows, runs):
                     continue
                 if name != BY_SIZE:
                     found.append(saves(f"{task}, {knob}, {name}", rows, runs, reference))
@@ -202,7 +203,6 @@ def _dots(ax: Axes, groups: list[list[Row]], how: str, colour: str, label: str) 
 
 
 if __name__ == "__main__":
-    experiment = Experiment(
-        "layers", ABOUT, cells, train, page, claims, draw, data="an .npz file of CIFAR-10"
-    )
-    sys.exit(frame.main(experiment))
+    parts = ("layers", ABOUT, cells, train, page, claims, draw)
+    free = frozenset({"words", "digits"})
+    sys.exit(frame.main(Experiment(*parts, data="an .npz file of CIFAR-10", free=free)))

@@ -293,6 +293,16 @@ def draw(rows: list[Row], figure: Figure) -> None:
 if __name__ == "__main__":
     sys.exit(
         frame.main(
-            Experiment("total_error", ABOUT, cells, train, page, claims, draw, data="a folder")
+            Experiment(
+                "total_error",
+                ABOUT,
+                cells,
+                train,
+                page,
+                claims,
+                draw,
+                data="a folder",
+                free=frozenset({"words", "digits"}),
+            )
         )
     )

@@ -98,7 +98,8 @@ class Advice:
             raise ValueError(
                 f"There is nothing to write: {self.verdict or 'nothing was measured'}."
             )
-        section = strategy_section(row, self.methods[row.method or ""], self.ddp)
+        assert row.method is not None
+        section = strategy_section(row, self.methods[row.method], self.ddp)
         write_yaml(Path(path), self.sections, section, self.trainer)
 
     def plot(self, path: str | Path) -> None:
@@ -148,8 +149,8 @@ def advise(
         config: path of a YAML file with LightningCLI's model, data and trainer, or its sections.
         methods: candidates, as for ``lightning-gc bench``; by default 16 bits, 4 bits, top-k by
             several schemes, low rank.
-        budget_seconds: for all; less than a quarter of it for what methods compute is too little
-            for large models, and leaves candidates out.
+        budget_seconds: for all; three tenths of it are for what methods compute. Where that is too
+            little for a large model, candidates are left out.
         workers: ask about so many instead; nothing is measured by turns then.
         link: ask about links of this nominal rate, as ``"1gbit"`` or ``"100mbit"``; likewise.
         predict_only: measure no method by turns, and give no verdict.
@@ -260,7 +261,7 @@ def show(advice: Advice, config: Path, out: Path) -> None:
     lines = [limits(advice.situation)]
     lines += [f"Not predicted: {name}: {why}." for name, why in advice.missing.items()]
     if advice.verdict is None:
-        best = advice.rows[0]
+        best = next(row for row in advice.rows if row.every == 1)
         lines.append(
             f"Predicted, not measured, so no verdict: the shortest step is {best.name}'s, "
             f"{best.seconds:.4f} s."
@@ -268,7 +269,10 @@ def show(advice: Advice, config: Path, out: Path) -> None:
     else:
         lines.append(f"{advice.verdict} Accuracy is not judged: tune the learning rate anew.")
     print_line("\n".join(lines))
-    stem = out / config.stem
+    # Names of their own, and not with_suffix, which would cut "lm-1.5".
+    report, figures, drawing, suggested = (
+        out / f"{config.stem}.advised.{kind}" for kind in ("md", "json", "svg", "yaml")
+    )
     facts = {
         "measured": advice.measured,
         "predicted": [{n: v for n, v in vars(row).items() if n != "drawn"} for row in advice.rows],
@@ -279,18 +283,17 @@ def show(advice: Advice, config: Path, out: Path) -> None:
         "workers": advice.situation.workers,
         "link": link_line(advice.situation.link),
     }
-    write_json(stem.with_suffix(".json"), facts)
+    write_json(figures, facts)
     page = f"# {config.stem}\n\n{markdown(COLUMNS, table)}\n" + "\n\n".join(lines) + "\n"
-    stem.with_suffix(".md").write_text(page, encoding="utf-8")
-    advice.plot(stem.with_suffix(".svg"))
-    written = [stem.with_suffix(suffix) for suffix in (".md", ".json", ".svg")]
+    report.write_text(page, encoding="utf-8")
+    advice.plot(drawing)
+    written = [report, figures, drawing]
     if advice.suggestion() is not None:
-        advice.yaml(stem.with_suffix(".yaml"))
-        written.append(stem.with_suffix(".yaml"))
-        lines.append("")
+        advice.yaml(suggested)
+        written.append(suggested)
     print_line("\n".join(map(str, written)))
     if advice.suggestion() is not None:
-        print_line(f"Next: lightning-gc fit {stem.with_suffix('.yaml')}")
+        print_line(f"Next: lightning-gc fit {suggested}")
 
 
 def limits(situation: Situation) -> str:

@@ -60,7 +60,7 @@ class Situation:
         workers: W.
         link: between them.
         contention: as for ``timeline``.
-        overhead: likewise.
+        overhead: likewise; of DDP's wrapper, which local steps do not have.
     """
 
     module: Module

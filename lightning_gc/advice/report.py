@@ -13,7 +13,7 @@ import yaml
 from lightning_gc.advice.alpha_beta import HasSeconds
 from lightning_gc.advice.prediction import Row
 from lightning_gc.advice.timeline import Timeline
-from lightning_gc.controllers import Plan
+from lightning_gc.controllers import BySize, Plan
 from lightning_gc.registry import path_of
 from lightning_gc.tuning.method import Method
 from lightning_gc.tuning.study_rules import given_fields
@@ -56,26 +56,25 @@ def link_line(link: HasSeconds) -> str:
     return "; ".join(parts)
 
 
-def strategy_section(row: Row, method: Method | None, settings: Mapping[str, Any]) -> Any:
+def strategy_section(row: Row, method: Method, settings: Mapping[str, Any]) -> Any:
     """Return the file's ``trainer.strategy`` for a row.
 
     Args:
         row: what is suggested.
-        method: its method; None is plain DDP.
+        method: its method.
         settings: further ones of DDP.
     """
     more = dict(settings)
     if row.bucket_cap_mb is not None:
         more["bucket_cap_mb"] = row.bucket_cap_mb
-    if method is None:
-        return {"class_path": "pytorch_lightning.strategies.DDPStrategy", "init_args": more}
     compressor = method.make_compressor({})
     memory, scheme = method.memory_and_scheme()
     parts: dict[str, Any] = {"compressor": compressor, "memory": memory}
     if scheme is not None:
         parts["scheme"] = scheme
-    if row.whole:
-        parts["controller"] = plan_of(row, method)
+    controller = plan_of(row, method) if row.whole else method.controller
+    if controller is not None:
+        parts["controller"] = controller
     named = {name: _as_yaml(part) for name, part in parts.items()}
     return {"class_path": "lightning_gc.CompressedDDPStrategy", "init_args": named | more}
 
@@ -115,7 +114,7 @@ def _as_yaml(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     fields = {name: _as_yaml(each) for name, each in given_fields(value).items()}
-    if isinstance(value, Plan):
+    if isinstance(value, Plan | BySize):
         fields["levels"] = dict(value.levels)
     return {"class_path": path_of(type(value)), **({"init_args": fields} if fields else {})}
 

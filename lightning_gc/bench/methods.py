@@ -22,10 +22,15 @@ def select_methods(words: Sequence[str], known: Mapping[str, Method]) -> dict[st
         known: the methods of the file.
 
     Raises:
-        ValueError: an unknown name or field, a value or combination that is refused.
+        ValueError: an unknown name or field, a value or combination that is refused, local steps.
     """
     methods = {word: known.get(word) or parse_method(word) for word in words}
-    for method in methods.values():
+    for word, method in methods.items():
+        if method.rounds is not None or method.rounds_space:
+            raise ValueError(
+                f"{word} has local steps (rounds): most of its steps exchange nothing, so that "
+                f"single ones tell little. Leave it out here; lightning-gc tune compares it."
+            )
         make_strategy(method)
     return methods
 

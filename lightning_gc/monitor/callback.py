@@ -119,8 +119,8 @@ class Monitor:
         self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
         # Of local steps few have an exchange: one is logged if such a step was in its round.
         last = self._index - trainer.strategy.steps_since_exchange
-        every = trainer.log_every_n_steps
-        logs = bool(trainer.loggers) and (self._index + 1) // every > last // every
+        every = trainer.log_every_n_steps  # 0: never
+        logs = bool(trainer.loggers and every) and (self._index + 1) // every > last // every
         for engine, recording in zip(*parts(trainer), strict=True):
             engine.statistics.norms_wanted = recording.timing = logs
 

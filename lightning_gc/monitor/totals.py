@@ -49,7 +49,8 @@ class Totals:
 
         Args:
             workers: W.
-            network: model that estimates the communication of simulated workers; None: measured.
+            network: model that estimates the communication of simulated workers, whatever its
+                ``schedule``; None: measured.
         """
         steps = max(self.steps, 1)
         figures = {

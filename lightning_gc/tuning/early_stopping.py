@@ -38,6 +38,8 @@ def look_up(metric: str, logged: Mapping[str, Any], kind: str, hook: str) -> flo
 class BestTracker:
     """Tracks the best value of the metric and the epochs since then.
 
+    Epochs without a validation are not counted here, nor below.
+
     Args:
         experiment: its metric, and which of two values is better.
 

@@ -42,8 +42,9 @@ class Experiment:
             those that its gradients may take encoded. The dense baseline has no budget.
         pruner: ``"median"`` stops a trial that is worse than the median of the others at that
             epoch, ``"none"`` stops none.
-        warmup: epochs before a trial may be pruned.
-        patience: consecutive epochs without an improvement after which a run stops. None: never.
+        warmup: epochs before a trial may be pruned; as for ``patience``, those with a validation.
+        patience: consecutive epochs without an improvement after which a run stops. Those without a
+            validation, by the Trainer's ``check_val_every_n_epoch``, do not count. None: never.
         seed: of the draws, and of weights and data order in all trials.
         seeds: of the final runs, with the best hyper-parameters. More may be added later.
         workers: simulated workers of a trial that runs on one device, in this process.

@@ -91,6 +91,7 @@ def train(stopping: EarlyStopping, trial: optuna.trial.BaseTrial, seed: int) -> 
     # Other processes have no access to the study: every value is drawn here.
     method.suggest_compressor(trial)
     method.suggest_memory(trial)
+    method.suggest_rounds(trial)
     getattr(experiment.build, "suggest", experiment.build)(trial)
     return fit_in_subprocess(experiment, method, trial.params, stopping.update, seed, final)
 

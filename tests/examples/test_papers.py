@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 
 import cell_runs
 import frame
+import layers
 import tuned_rate
 
 
@@ -172,6 +173,46 @@ def test_only_some_values_of_a_setting(monkeypatch, tmp_path) -> None:
     tried = experiment(train, [{"arm": arm} for arm in ("a", "b", "c")])
     start(tried, monkeypatch, tmp_path, "--only", "arm=a", "arm=c", "seed=0")
     assert ran == ["a", "c"]
+
+
+def test_cells_of_several_tasks_have_settings_of_their_own(monkeypatch, tmp_path, capsys) -> None:
+    ran = []
+
+    def train(cell, data):
+        ran.append({name: cell[name] for name in ("hidden", "width") if name in cell})
+        return {"loss": 1.0}
+
+    tried = experiment(train, [{"task": "words", "hidden": 8}, {"task": "photos", "width": 4}])
+    assert start(tried, monkeypatch, tmp_path, "--only", "width=4") == 0
+    assert ran == [{"width": 4}]
+    assert start(tried, monkeypatch, tmp_path, "--set", "hidden=2") == 0
+    assert ran[1:] == [{"hidden": 2}]
+    with pytest.raises(SystemExit):
+        start(tried, monkeypatch, tmp_path, "--only", "depth=4")
+    assert "cells have task, hidden, seed, width" in capsys.readouterr().err
+
+
+def test_data_are_demanded_for_tasks_that_need_them(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.delenv("PAPERS_DATA", raising=False)
+    tried = experiment(lambda cell, data: {"loss": 1.0}, [{"task": t} for t in ("words", "cifar")])
+    tried = dataclasses.replace(tried, data="a file", free=frozenset({"words"}))
+    assert start(tried, monkeypatch, tmp_path, "--only", "task=words") == 0
+    with pytest.raises(SystemExit):
+        start(tried, monkeypatch, tmp_path)
+    assert "--data: a file" in capsys.readouterr().err
+
+
+def test_bytes_of_a_plan_are_compared_with_the_same_seeds() -> None:
+    settings = {"task": "words", "knob": "rank"}
+    rows = [
+        {**settings, "arm": arm, "seed": seed, "bytes": nbytes * 2**seed, "loss": 1.0}
+        for arm, nbytes in (("4", 100), ("plan", 50))
+        for seed in range(3)
+    ]
+    runs = [row for row in rows if row["arm"] == "plan" and row["seed"] > 0]
+    assert layers.share(rows, runs) == [0.5, 0.5]
+    without = [row for row in rows if (row["arm"], row["seed"]) != ("4", 1)]
+    assert layers.share(without, runs) == [0.5]
 
 
 def test_a_cell_whose_other_one_has_failed_says_so(monkeypatch, tmp_path) -> None:

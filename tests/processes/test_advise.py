@@ -18,11 +18,18 @@ import yaml
 
 from lightning_gc import cli
 from lightning_gc.advice import session
-from lightning_gc.advice.command import rate
-from lightning_gc.advice.prediction import Row
-from lightning_gc.advice.session import Session
+from lightning_gc.advice.alpha_beta import Link, LinkByKind
+from lightning_gc.advice.command import Advice, rate, show
+from lightning_gc.advice.prediction import Row, Situation, pieces_for, predict
+from lightning_gc.advice.report import strategy_section
+from lightning_gc.advice.session import WHOLE, Session
+from lightning_gc.advice.timeline import Module
+from lightning_gc.advice.traces import Asked, Trace
+from lightning_gc.advice.verdict import Verdict
 from lightning_gc.bench.baselines import FP16, PLAIN
-from tests.processes.test_bench import CONFIG, Line
+from lightning_gc.controllers import BySize, Chain, Fixed
+from lightning_gc.tuning import Method
+from tests.processes.test_bench import CONFIG, LOCAL, Line
 from tests.support.fitting import unwarned
 from tests.support.processes import ROOT, run_in_processes
 
@@ -38,7 +45,7 @@ class Plain(Line):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    Path("line.yaml").write_text(CONFIG.replace("test_bench.Line", "test_advise.Plain"))
+    Path("line.yaml").write_text(CONFIG.replace("test_bench.Line", "test_advise.Plain") + LOCAL)
 
 
 def run(worker: int, where: str, words: tuple[str, ...], favours: str = "") -> tuple[int, str]:
@@ -70,7 +77,7 @@ def test_from_probe_to_a_file_that_trains() -> None:
     (code, said), (other, silence) = run_in_processes(run, 2, os.getcwd(), words, "topk")
     assert code == other == cli.OK, said
     assert silence == ""
-    found = json.loads(Path("runs/advice/line.json").read_text())
+    found = json.loads(Path("runs/advice/line.advised.json").read_text())
     assert {PLAIN, FP16} < set(found["measured"])
     predicted = {row["name"]: row for row in found["predicted"]}
     for name, row in found["measured"].items():
@@ -80,8 +87,10 @@ def test_from_probe_to_a_file_that_trains() -> None:
     assert found["verdict"]["choice"].startswith("topk:density=0.05")
     assert "Use topk:density=0.05" in said
     assert "Next: lightning-gc fit" in said
-    assert Path("runs/advice/line.svg").read_text().startswith("<?xml")
-    section = yaml.safe_load(Path("runs/advice/line.yaml").read_text())["trainer"]["strategy"]
+    assert Path("runs/advice/line.advised.svg").read_text().startswith("<?xml")
+    section = yaml.safe_load(Path("runs/advice/line.advised.yaml").read_text())["trainer"][
+        "strategy"
+    ]
     assert section["class_path"] == "lightning_gc.CompressedDDPStrategy"
     assert section["init_args"]["compressor"]["init_args"] == {"density": 0.05}
     run_in_processes(fit, 2, os.getcwd())
@@ -91,7 +100,7 @@ def fit(worker: int, where: str) -> None:
     os.chdir(where)
     sys.path.insert(0, where)
     with unwarned():
-        assert cli.main(["fit", "runs/advice/line.yaml"]) == cli.OK
+        assert cli.main(["fit", "runs/advice/line.advised.yaml"]) == cli.OK
 
 
 @pytest.mark.processes
@@ -102,9 +111,9 @@ def test_another_cluster_is_predicted_only() -> None:
     (code, said), _ = run_in_processes(run, 2, os.getcwd(), words)
     assert code == cli.OK, said
     assert "Predicted, not measured, so no verdict" in said
-    found = json.loads(Path("runs/advice/line.json").read_text())
+    found = json.loads(Path("runs/advice/line.advised.json").read_text())
     assert (found["measured"], found["verdict"], found["workers"]) == ({}, None, 8)
-    assert not Path("runs/advice/line.yaml").exists()
+    assert not Path("runs/advice/line.advised.yaml").exists()
     # 33 kB twice over 1 Mbit/s, not less, and a twentieth of them with top-k.
     seconds = {row["name"]: row["seconds"] for row in found["predicted"]}
     assert seconds[PLAIN] > 2 * 7 / 8 * 4 * (128 * 64 + 64) * 8 / 1e6
@@ -163,6 +172,7 @@ def test_ctrl_c_leaves_a_sentence_and_no_process() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--methods", "local"], "local has local steps"),
         (["--link", "fast"], "write the rate as 1gbit"),
         (["--workers", "1"], "at least 2 exchange gradients"),
         (["--budget-seconds", "1"], "give 10 or more"),
@@ -184,6 +194,92 @@ def test_what_is_wrong_is_said_in_a_sentence(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert cli.main(["advise", "line.yaml", *words]) == cli.USAGE
     assert said in capsys.readouterr().err
+
+
+def advice(verdict: Verdict | None = None) -> Advice:
+    """Return what two workers might find on a slow link, where local steps are the shortest."""
+    nbytes = (4 << 20,) * 10
+    pieces = pieces_for(nbytes)
+
+    def traces(share: float) -> list[Trace]:
+        return [
+            Trace(2, (Asked("Mean", int(share * sum(nbytes[i] for i in piece))),), (0.001, 0.001))
+            for piece in pieces
+        ]
+
+    link = Link(0.1, 100.0)
+    situation = Situation(
+        Module(0.05, 0.1, 0.01),
+        tuple(map(str, range(10))),
+        nbytes,
+        tuple(0.01 * (i + 1) for i in range(10)),
+        pieces,
+        {WHOLE: traces(1.0), "cast": traces(0.5)},
+        WHOLE,
+        2,
+        LinkByKind(link, link, link),
+    )
+    rows = tuple(predict(situation, {}))
+    measured = {"cast": {"seconds": 1.0, "low": 1.0, "high": 1.0, "bytes": 1}} if verdict else {}
+    methods, sections = {"cast": Method("cast")}, {"model": {"class_path": "m.M"}}
+    return Advice(rows, measured, verdict, situation, methods, {}, sections, {"devices": 2}, {})
+
+
+def test_files_have_names_of_their_own(tmp_path: Path) -> None:
+    """Also where they are written beside the configuration, and for names with several dots."""
+    found = advice(Verdict("cast", "it is shorter", True))
+    configs = [tmp_path / name for name in ("config.yaml", "lm-1.5.yaml", "lm-1.6.yaml")]
+    for config in configs:
+        config.write_text("# mine")
+        show(found, config, tmp_path)
+        assert config.read_text() == "# mine"
+    written = {path.name for path in tmp_path.iterdir()} - {config.name for config in configs}
+    assert written == {
+        f"{config.stem}.advised.{kind}"
+        for config in configs
+        for kind in ("md", "json", "svg", "yaml")
+    }
+
+
+def test_local_steps_are_never_suggested(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = advice()
+    assert found.rows[0].every > 1
+    show(found, tmp_path / "line.yaml", tmp_path)
+    assert "so no verdict: the shortest step is cast's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("controller", "written"),
+    [
+        (
+            Fixed(0.05),
+            {"class_path": "lightning_gc.controllers.Fixed", "init_args": {"level": 0.05}},
+        ),
+        (
+            Chain(Fixed(0.05), BySize({1024: 0.03, 8192: 0.007}), 1),
+            {
+                "class_path": "lightning_gc.controllers.Chain",
+                "init_args": {
+                    "first": {
+                        "class_path": "lightning_gc.controllers.Fixed",
+                        "init_args": {"level": 0.05},
+                    },
+                    "then": {
+                        "class_path": "lightning_gc.controllers.BySize",
+                        "init_args": {"levels": {1024: 0.03, 8192: 0.007}},
+                    },
+                    "at_epoch": 1,
+                },
+            },
+        ),
+    ],
+)
+def test_a_method_keeps_its_controller(controller: Any, written: Any) -> None:
+    row = Row("x", "x", None, (), 1, 1.0, 1.0)
+    section = strategy_section(row, Method("x", "topk", controller=controller), {})
+    assert section["init_args"]["controller"] == written
 
 
 def test_rates() -> None:

@@ -38,6 +38,13 @@ model:
 data: {class_path: tests.processes.test_bench.Points}
 trainer: {accelerator: cpu, max_epochs: 1, accumulate_grad_batches: 2, num_sanity_val_steps: 0}
 """
+LOCAL = """
+tune:
+  name: local
+  metric: m
+  space: {}
+  methods: {local: {compressor: topk, rounds: {every: 8}}}
+"""
 OURS = "topk:density=0.25,scheme=two_shot"
 WEIGHTS, BIAS = 128 * 64, 64
 GONE = 9
@@ -181,6 +188,7 @@ def disagree(worker: int, folder: str) -> tuple[int, str]:
         (["line.yaml", "--compressor", "topk:depth=1"], {}, "depth"),
         (["line.yaml", "--compressor", "topk:scheme=all_reduce"], {}, "are not linear"),
         (["line.yaml", "--compressor", "topk:scheme=star"], {}, "'star' is not a scheme"),
+        (["line.yaml", "--compressor", "local"], {"model:": f"{LOCAL}model:"}, "has local steps"),
         (["line.yaml"], {"MASTER_ADDR": None}, "torchrun --nproc-per-node 2 -m lightning_gc bench"),
         (["line.yaml"], {"WORLD_SIZE": "1"}, "One worker has nobody to send to"),
         (["line.yaml"], {"WORLD_SIZE": "3"}, "3 workers, of which 2 on this machine"),

@@ -20,6 +20,7 @@ from lightning_gc.tuning import open_storage, yaml_config
 from lightning_gc.tuning.trial_leases import counts
 from tests.support.fitting import unwarned
 from tests.support.processes import run_in_processes
+from tests.support.tuning import Bowl
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -99,6 +100,21 @@ def test_fit_of_any_file_of_lightnings(folder: Path) -> None:
     Path("plain.yaml").write_text(yaml.safe_dump(sections))
     assert run("fit", "plain.yaml") == cli.OK
     assert run("tune", "plain.yaml") == cli.USAGE
+
+
+def test_fit_that_ctrl_c_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning answers by ignoring further ones, and with exit code 1."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bowl, "training_step", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        code = run("fit", "toy.yaml", "--trainer.logger", "false")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert code == cli.INTERRUPTED
 
 
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:

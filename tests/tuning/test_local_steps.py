@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import optuna
 import pytest
 
-from lightning_gc.tuning import Method, Rounds
+from lightning_gc.tuning import Method, Rounds, trial
+from lightning_gc.tuning.early_stopping import EarlyStopping
 from lightning_gc.tuning.parameter_space import parse_all
-from tests.support.tuning import compare, denser
+from tests.support.tuning import bowl, compare, denser, experiment
 
 
 def test_h_is_drawn_and_bytes_fall_with_it(tmp_path: Path) -> None:
@@ -16,3 +18,13 @@ def test_h_is_drawn_and_bytes_fall_with_it(tmp_path: Path) -> None:
     trials = studies["cast"].trials
     sent = {trial.params["rounds.every"]: trial.user_attrs["wire_bytes"] for trial in trials}
     assert sent == {1: pytest.approx(2 * sent[2]), 2: sent[2]}
+
+
+def test_h_is_drawn_before_real_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no access to the study, only to what was drawn."""
+    method = Method("cast", rounds_space=parse_all({"every": [1, 2]}))
+    rules = experiment(bowl, workers=1, devices=2)
+    given: list[set[str]] = []
+    monkeypatch.setattr(trial, "fit_in_subprocess", lambda *args: given.append(set(args[2])))
+    trial.train(EarlyStopping(rules, method), optuna.create_study().ask(), seed=0)
+    assert given == [{"compressor.dtype", "rounds.every", "x"}]

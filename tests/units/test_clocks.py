@@ -197,6 +197,16 @@ def test_the_loop_writes_a_trace_that_replays(tmp_path: Path, make: Any) -> None
     assert {now.level for _, now in other} == {0.3}
 
 
+def test_another_controller_on_a_trace_has_its_own_state(tmp_path: Path) -> None:
+    path, aware = tmp_path / "trace.jsonl", BandwidthAware((0.5, 0.1, 0.01), step_seconds=0.01)
+    slow = Observation(0, exchanges=(ExchangeRecord(1, 1e6, 0.5),))
+    for _ in range(3):
+        append(path, slow, aware.init(), Decision(0.01))
+    control = CongestionAIMD(seconds=0.05, first=0.1, down=0.5)
+    now = [now.level for _, now in replay(control, path, another=True)]
+    assert now == [0.05, 0.025, 0.0125]
+
+
 def test_requests_of_a_network() -> None:
     network = NetworkModel(
         1.0, 100.0, latencies_us={"Gather": 30.0}, knee_bytes=1000, schedule=((5, 2.0), (9, 0.5))

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
@@ -83,6 +83,23 @@ def test_an_epoch_and_a_step_are_counted_by_themselves() -> None:
     total = monitor.state_dict()["total"]
     assert total["steps"] == 12
     assert total["sent"] / total["elements"] == pytest.approx(0.3, abs=0.01)
+
+
+def test_a_trainer_that_logs_no_steps_still_logs_epochs(tmp_path: Path) -> None:
+    """``log_every_n_steps=0`` is Lightning's never."""
+    logger = CSVLogger(tmp_path, name="", version="run")
+    settings: dict[str, Any] = {"logger": logger, "log_every_n_steps": 0}
+    with unwarned():
+        fit(
+            SimulatedDDPStrategy(TopK(0.1), workers=2),
+            Plain,
+            lambda: common_batches(48, 4),
+            callbacks=[CompressionMonitor()],
+            **settings,
+        )
+    header = (tmp_path / "run" / "metrics.csv").read_text().partition("\n")[0]
+    assert "compression_epoch/wire_bytes" in header
+    assert "compression/wire_bytes" not in header
 
 
 class Settled(Plain):

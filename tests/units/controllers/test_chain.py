@@ -12,11 +12,14 @@ from lightning_gc.controllers import (
     Accordion,
     Chain,
     Controller,
+    Curve,
     Decision,
     EstimatedThreshold,
+    ExchangeRecord,
     Fixed,
     Needs,
     Observation,
+    Point,
     Schedule,
     TotalError,
     TotalErrorBudget,
@@ -91,6 +94,55 @@ def test_what_the_second_one_is_told() -> None:
         [0, 3, round(1 / 3, 9), {"m": 2}, {"w": 3.0}, 0.1, 7],
         [1, 3, round(2 / 3, 9), {"m": 3}, {"w": 4.0}, 0.1, 7],
     ]
+
+
+@dataclass(frozen=True)
+class Listener(Controller):
+    """Keeps all that it was told."""
+
+    def init(self) -> dict[str, Any]:
+        return {"told": []}
+
+    def decide(self, observation: Observation, state: Any) -> tuple[Decision, Any]:
+        return Decision(0.5), {"told": [*state["told"], observation]}
+
+
+def test_the_second_one_begins_as_in_a_new_run() -> None:
+    """Seconds, curves, requests and bytes are those of the first one's levels."""
+    new: dict[str, Any] = {
+        "learning_rate": 0.1,
+        "next_learning_rate": 0.1,
+        "rates_ahead": (0.1, 0.05),
+        "sizes": {"w": 100},
+        **WHOLE,
+    }
+    told = Observation(
+        1,
+        max_epochs=5,
+        progress=0.4,
+        metrics={"m": 1.0},
+        step_metrics=("m",),
+        gradient_norms={"w": 1.0},
+        error_norms={"w": 1.0},
+        gradient_scale=1.0,
+        wire_bytes=7.0,
+        dense_bytes=9.0,
+        gradient_noise=1.0,
+        gradient_squared=1.0,
+        gradient_dissimilarity=1.0,
+        levels={"w": 0.5},
+        error_curves={"w": Curve(1.0, (Point(0.5, 1.0, 1.0),))},
+        step_seconds=0.3,
+        phase_seconds={"communicate": 0.1},
+        exchanges=(ExchangeRecord(1, 1e6, 0.1),),
+        latency_us=1.0,
+        bandwidth_gbps=1.0,
+        link_r2=1.0,
+        **(SENT | new | {"learning_rate": 1.0}),
+    )
+    chain = Chain(Fixed(1), Listener(), at_epoch=2)
+    _, state = chain.decide(told, chain.init())
+    assert state["then"]["told"] == [Observation(-1, max_epochs=3, progress=0.0, **new)]
 
 
 def test_turns_within_epochs_go_to_the_one_whose_epoch_it_is() -> None:

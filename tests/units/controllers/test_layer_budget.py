@@ -92,6 +92,27 @@ def test_never_over_the_bytes(seed: int, share: float) -> None:
         assert plan.error <= uniform.error * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    "budget", [LayerBudget(4.0, (4.0, 8.0), error=2.0), BytesBudget(1.0, (4.0, 8.0), first=4.0)]
+)
+def test_levels_of_others_are_not_taken(budget: LayerBudget | BytesBudget) -> None:
+    """A chain draws curves at the levels of both its controllers."""
+    found = curves(5)
+    alone = {n: c._replace(points=c.points[2:]) for n, c in found.items()}
+    decision, _ = budget.decide(seen(found), budget.init())
+    assert decision == budget.decide(seen(alone), budget.init())[0]
+
+
+def test_a_plan_over_its_budget_of_error_is_said() -> None:
+    found = {"w": Curve(9.0, (Point(1, 3.0, 100), Point(4, 2.9, 400)))}
+    budget = LayerBudget(4, (1, 4), error=0.1)
+    decision, _ = budget.decide(seen(found), budget.init())
+    assert (decision.level, decision.levels) == (4, {})
+    assert "even the levels of least error" in decision.warning
+    within = replace(budget, error=1.0)
+    assert not within.decide(seen(found), within.init())[0].warning
+
+
 def test_a_plan_stays_until_another_is_worth_it() -> None:
     budget, found = LayerBudget(4.0, LEVELS), curves(1)
     first, state = budget.decide(seen(found), budget.init())
