@@ -17,18 +17,17 @@ tests the weights of its best epoch; a file ``runs/penn_treebank/stop`` ends it 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import dated_page  # noqa: E402
 import optuna  # noqa: E402
 import torch  # noqa: E402
 from tune_language_model import LanguageModel  # noqa: E402, F401 - configs/thesis.yaml names it
@@ -131,10 +130,10 @@ def tabulate(size: str) -> str:
     old = [name for name, run in runs.items() if "ratios" not in run]
     if old:
         sys.exit(f"{folder}: {', '.join(old)} is from when densities were too high; run it again.")
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "pytorch-lightning"))
+    versions = dated_page.versions("torch", "pytorch-lightning")
     first = next(iter(runs.values()))
     lines = [
-        f"# Penn Treebank, the {size} model, {datetime.date.today():%Y-%m-%d}",
+        dated_page.title(f"Penn Treebank, the {size} model"),
         "",
         f"`configs/thesis.yaml`, {UNITS[size]} units, one worker, seed 42, one run of each method",
         f"by `benchmarks/penn_treebank.py --data ptb/ --size {size} --method NAME`. Rates are",
@@ -203,8 +202,7 @@ def main() -> None:
     if options.table:
         text = tabulate(options.size)
         size = "" if options.size == "medium" else f"_{options.size}"
-        name = f"penn_treebank{size}_{datetime.date.today():%Y%m%d}.md"
-        (ROOT / "benchmarks" / "results" / name).write_text(text)
+        dated_page.write(dated_page.RESULTS, f"penn_treebank{size}", text)
         print(text)  # noqa: T201
         return
     if options.data is None or options.method is None:

@@ -14,19 +14,19 @@ byte; the seconds as far as this machine's cores go. With --shaped also on links
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
 import time
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dated_page
 import namespaces
 import torch
+from dated_page import say
 from scaling_plot import draw
 from scaling_runs import SMALL, on_loopback, work
 
@@ -199,9 +199,9 @@ def checked(mbit: float, lines: list[list[str]]) -> str:
 
 def head(options: argparse.Namespace, shapes: Shapes) -> str:
     """Return how all this came about."""
-    parts = ", ".join(f"{part} {version(part)}" for part in ("lightning-gc", "torch"))
+    parts = dated_page.versions("lightning-gc", "torch")
     command = " ".join(["benchmarks/scaling.py", *sys.argv[1:]])
-    return f"""# Scaling, {datetime.date.today()}
+    return f"""{dated_page.title("Scaling")}
 
 `python {command}` with Python {sys.version.split()[0]}, {parts}, {os.cpu_count()} CPUs.
 
@@ -222,12 +222,6 @@ def data(traces: Any, patterns: dict[Key, Pattern], checks: Any) -> dict[str, An
         },
         "checks": [{"mbit": mbit, "lines": lines} for mbit, lines in checks],
     }
-
-
-def say(text: str) -> None:
-    """Write a line at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def parse() -> argparse.Namespace:
@@ -251,7 +245,7 @@ def parse() -> argparse.Namespace:
     # What a quick run measures is worth nothing, so it goes where nothing is kept.
     quick = ROOT / "runs" / "scaling"
     if options.out is None:
-        options.out = quick if options.quick else Path(__file__).with_name("results")
+        options.out = quick if options.quick else dated_page.RESULTS
     if options.plot is None:
         folder = quick if options.quick else ROOT / "docs" / "images"
         options.plot = folder / "scaling.svg"
@@ -281,16 +275,11 @@ def main() -> None:
     modelled = {str(link): model(patterns, link, nbytes(shapes)) for link in links}
     draw(options.plot, points(), {link: drawn for link, (_, drawn) in modelled.items()})
     checks = [(mbit, real(options, traces, mbit)) for mbit in dict.fromkeys((0.0, options.shaped))]
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"scaling_{datetime.date.today():%Y%m%d}"
     parts = [f"## The model: {link}\n\n{table}" for link, (table, _) in modelled.items()]
     parts.append(f"## What was measured\n\n{kernels(patterns, traces)}\n{_MEASURED}\n")
     parts += [checked(mbit, lines) for mbit, lines in checks if lines]
     text = f"{head(options, shapes)}\n" + "\n".join(parts)
-    stem.with_suffix(".md").write_text(text)
-    stem.with_suffix(".json").write_text(
-        json.dumps(data(traces, patterns, checks), indent=1) + "\n"
-    )
+    stem = dated_page.write(options.out, "scaling", text, data(traces, patterns, checks))
     say(f"{text}\n{stem}.md, {stem}.json, {options.plot}: {time.monotonic() - began:.0f} s")
 
 
