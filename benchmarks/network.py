@@ -24,19 +24,12 @@ import dated_page
 import torch
 import torch.distributed as dist
 from models import MODELS, build
-from namespaces import INTERFACE, Link, check_privileges, launch, network
-from network_methods import LIMIT, METHODS, check_methods, make_strategy, steps_between
-from pytorch_lightning import Trainer
+from namespaces import Link, check_privileges, launch, network, sent_bytes
+from network_methods import LIMIT, METHODS, check_methods, steps_between, train
 
-from lightning_gc.bench.baselines import NONE
 from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
 from lightning_gc.bench.table import COLUMNS, cells
 from lightning_gc.text_table import markdown
-
-
-def counter(_: Any = None) -> int:
-    """Return the bytes that this worker's interface has sent."""
-    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
 def turn(
@@ -58,30 +51,11 @@ def turn(
         rate: times the model's learning rate.
         seed: of the weights, equal on all workers, and of the data.
     """
-    worker, workers = dist.get_rank(), dist.get_world_size()
-    alone = method == NONE  # Lightning clears these variables after every fit
-    os.environ |= {"WORLD_SIZE": "1" if alone else str(workers), "LOCAL_RANK": "0"}
-    os.environ["NODE_RANK"] = "0" if alone else str(worker)
     torch.manual_seed(seed)
-    module, loader = build(model, steps, seed * workers + worker + 1)
+    module, loader = build(model, steps, seed * dist.get_world_size() + dist.get_rank() + 1)
     module.rate *= rate
-    watch = StepTimer(counter)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=1 if alone else workers,
-        strategy=make_strategy(method, grace),
-        callbacks=[watch],
-        max_steps=steps,
-        use_distributed_sampler=False,
-        gradient_clip_val=module.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, loader)
-    dist.barrier()
+    watch = StepTimer(lambda _: sent_bytes())
+    train(method, module, loader, steps, [watch], clip=module.clip, grace=grace)
     return watch
 
 

@@ -26,7 +26,7 @@ import dated_page
 import torch
 import torch.distributed as dist
 from models import MODELS, build
-from namespaces import INTERFACE, Link, check_privileges, launch, network
+from namespaces import Link, check_privileges, launch, network, sent_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -69,11 +69,6 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Compressor | None, Scheme | None]] =
 }
 
 
-def sent(interface: str) -> int:
-    """Return the bytes that this node has sent through an interface."""
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
-
-
 def turn(way: str, steps: int) -> dict[str, list[float]]:
     """Train for so many steps after the warm-up; return seconds, and the node's bytes, of each."""
     wrap, compressor, scheme = WAYS[way]
@@ -89,7 +84,7 @@ def turn(way: str, steps: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"seconds": [], "between": [], "inside": []}
     for step, batch in enumerate(loader):
         dist.barrier()
-        before, began = (sent(INTERFACE), sent("lo")), time.perf_counter()
+        before, began = (sent_bytes(), sent_bytes("lo")), time.perf_counter()
         optimizer.zero_grad()
         words, following = batch
         logits = model(words)
@@ -101,8 +96,8 @@ def turn(way: str, steps: int) -> dict[str, list[float]]:
         dist.barrier()
         if step >= WARMUP:
             found["seconds"].append(seconds)
-            found["between"].append(sent(INTERFACE) - before[0])
-            found["inside"].append(sent("lo") - before[1])
+            found["between"].append(sent_bytes() - before[0])
+            found["inside"].append(sent_bytes("lo") - before[1])
     if handle is not None:
         handle.close()
     return found

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import dated_page
 import torch
 import torch.distributed as dist
-from namespaces import INTERFACE, check_privileges, launch, network
+from namespaces import check_privileges, launch, network, sent_bytes
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import LambdaCallback
 from torch import Tensor, nn
@@ -59,10 +59,9 @@ class Reading(NamedTuple):
         """Wait until all workers are here and their bytes have left; then read."""
         dist.barrier()
         time.sleep(0.2)  # the kernel sends what it holds
-        sent = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text()
         lines = Path("/proc/self/net/snmp").read_text().splitlines()
         names, values = (line.split() for line in lines if line.startswith("Tcp:"))
-        return cls(counted, float(sent), float(values[names.index("RetransSegs")]))
+        return cls(counted, float(sent_bytes()), float(values[names.index("RetransSegs")]))
 
     def since(self, start: Reading, rounds: int) -> Reading:
         """Return what was sent since ``start``, per round."""
