@@ -30,7 +30,19 @@ from dated_page import say
 from scaling_plot import draw
 from scaling_runs import SMALL, on_loopback, work
 
-from lightning_gc import QSGD, SCHEMES, AllReduce, Cast, Compressor, Identity, RandomK, Scheme, TopK
+from lightning_gc import (
+    QSGD,
+    AllGather,
+    AllReduce,
+    Cast,
+    Compressor,
+    Identity,
+    RandomK,
+    Scheme,
+    SparseReduce,
+    TopK,
+    TwoShot,
+)
 from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange, last_that_pays
 from lightning_gc.advice.traces import Pattern, Shapes, Trace, pattern, trace
 from lightning_gc.text_table import markdown
@@ -47,6 +59,8 @@ COMPRESSORS: dict[str, Compressor] = {
     "TopK(0.01), bfloat16": TopK(0.01, value_dtype="bfloat16"),
     "RandomK(0.01)": RandomK(0.01),
 }
+# Those of nodes have no pattern over W, and AllGatherOrTwoShot is one of these two.
+SCHEMES = (AllGather(), AllReduce(), SparseReduce(), TwoShot())
 DENSE = "dense"
 SEEN, CHECKED, MOST = (3, 4, 8, 16), (3, 4, 8), 1024  # two workers merge messages
 SHOWN = (2, 8, 64, 1024)
@@ -59,7 +73,7 @@ def configurations() -> Configurations:
     """Return each compressor with every scheme that takes it; what can be averaged, is."""
     found: Configurations = {}
     for name, compressor in COMPRESSORS.items():
-        for scheme in (cls() for cls in SCHEMES.values()):
+        for scheme in SCHEMES:
             try:
                 scheme.check(compressor)
             except ValueError:
