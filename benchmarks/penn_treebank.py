@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -150,10 +151,12 @@ def tabulate(size: str) -> str:
         "learning rate": [f"{r['learning_rate']:g}" for r in runs.values()],
         "dropout": [f"{r['dropout']:g}" for r in runs.values()],
         "epochs run (of 50 at most)": [str(len(r["validation"])) for r in runs.values()],
-        "seconds per epoch": [f"{_mean(r['seconds']):.0f}" for r in runs.values()],
+        "seconds per epoch": [f"{statistics.fmean(r['seconds']):.0f}" for r in runs.values()],
         "best validation perplexity": [f"{min(r['validation']):.2f}" for r in runs.values()],
-        "in epoch": [str(1 + _least(r["validation"])) for r in runs.values()],
-        "**test perplexity**": [_or_none(r["test"]) for r in runs.values()],
+        "in epoch": [str(1 + r["validation"].index(min(r["validation"]))) for r in runs.values()],
+        "**test perplexity**": [
+            f"{r['test']:.2f}" if r["test"] is not None else "not reached" for r in runs.values()
+        ],
         "thesis, test perplexity": [f"{PUBLISHED[size, name]:.2f}" for name in runs],
     }
     lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
@@ -172,18 +175,6 @@ def tabulate(size: str) -> str:
         "50 epochs in float32. Nothing is sent: one worker, whose error feedback is what counts.",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _least(values: list[float]) -> int:
-    return values.index(min(values))
-
-
-def _or_none(value: float | None) -> str:
-    return "not reached" if value is None else f"{value:.2f}"
 
 
 def main() -> None:
