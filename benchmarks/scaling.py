@@ -96,9 +96,10 @@ def nbytes(shapes: Shapes) -> int:
 
 def kernels(patterns: dict[Key, Pattern], traces: dict[Key, list[Trace]]) -> str:
     """Return the table of what has been measured."""
+    least, most = SEEN[0], SEEN[-1]
     columns = [
-        *("", "bytes sent, W = 2", "W = 16", "foretold", "compress, ms", "then, ms"),
-        *("then at W = 16, ms", "per further worker, ms", "pattern off by at most"),
+        *("", f"bytes sent, W = {least}", f"W = {most}", "foretold", "compress, ms", "then, ms"),
+        *(f"then at W = {most}, ms", "per further worker, ms", "pattern off by at most"),
     ]
     lines = []
     for key, found in patterns.items():
@@ -189,7 +190,7 @@ def real(options: argparse.Namespace, traces: dict[Key, list[Trace]], mbit: floa
 
 
 _MEASURED = """Bytes sent: one worker's in a step, as its transport counts them. *Foretold*: what
-the pattern of W = 2, 4, 8 says of the busiest worker's bytes at W = 16, against the truth.
+the pattern of fewer workers says of the busiest worker's bytes at the largest W, against the truth.
 *Compress* is the time before the first request, *then* all after it: decoding, and in schemes of
 two rounds averaging and encoding again. All in one thread, the median of a few steps."""
 _LOOPBACK = """Loopback has no link speed of its own: it is taken from the dense all-reduce of the
@@ -283,7 +284,7 @@ def main() -> None:
     traces = {}
     for key, pair in ours.items():
         traces[key] = [trace(*pair, shapes, workers, options.repeat) for workers in SEEN]
-        say(f"{', '.join(key)}: {1e3 * sum(traces[key][0].seconds):.1f} ms among 2 workers")
+        say(f"{', '.join(key)}: {1e3 * sum(traces[key][0].seconds):.1f} ms among {SEEN[0]} workers")
     patterns = {key: pattern(seen) for key, seen in traces.items()}
     links = [Link(gbps, options.latency_us) for gbps in options.gbps]
     modelled = {str(link): model(patterns, link, nbytes(shapes)) for link in links}
