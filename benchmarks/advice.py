@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
 import json
 import os
 import statistics
@@ -22,9 +21,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import dated_page
 import torch
 import torch.distributed as dist
 from advice_models import sections
+from dated_page import say
 from models import MODELS
 from namespaces import Link, check_privileges, launch, network
 
@@ -200,12 +201,6 @@ def worst(errors: list[float]) -> str:
     return f"{statistics.median(sizes):.1%}, {max(sizes):.1%}"
 
 
-def say(text: str) -> None:
-    """Write a line at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -218,7 +213,7 @@ def main() -> None:
     add("--model", nargs="+", choices=MODELS, default=["lstm8", "resnet18", "mlp"])
     add("--budget-seconds", type=float, default=120.0)
     add("--times", type=int, default=10, help="of repeat")
-    add("--out", type=Path, default=Path(__file__).with_name("results"))
+    add("--out", type=Path, default=dated_page.RESULTS)
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.mbit is None:
@@ -229,12 +224,10 @@ def main() -> None:
     check_privileges("The benchmark of the advice")
     kinds = {"probe": probes, "predict": predictions, "repeat": repeated}
     text = kinds[options.what](options)
-    head = f"# Advice: {options.what}, {datetime.date.today()}\n\n"
+    head = f"{dated_page.title(f'Advice: {options.what}')}\n\n"
     head += f"`python benchmarks/advice.py {' '.join(sys.argv[1:])}`, {os.cpu_count()} CPUs.\n\n"
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"advice_{options.what}_{datetime.date.today():%Y%m%d}.md"
-    path.write_text(head + text)
-    say(f"\n{text}\n{path}")
+    stem = dated_page.write(options.out, f"advice_{options.what}", head + text)
+    say(f"\n{text}\n{stem}.md")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ method has diverged at both rates, or failed.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import multiprocessing
@@ -22,13 +21,13 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import dated_page  # noqa: E402
 import language_model  # noqa: E402
 import pytorch_lightning as pl  # noqa: E402
 import torch  # noqa: E402
@@ -212,8 +211,7 @@ def main() -> int:
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--keep", action="store_true", help="take finished runs of these settings as they are")
     add("--runs", type=Path, default=Path("runs", "catalogue"), help="(default: %(default)s)")
-    results = Path(__file__).with_name("results")
-    add("--out", type=Path, default=results, help="folder of the dated files")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder of the dated files")
     options = parser.parse_args()
     names = sorted({DENSE, *options.methods}, key=lambda name: (name != DENSE, name))
     settings = [getattr(options, name) for name in ("epochs", "steps", "hidden", "workers", "seed")]
@@ -223,13 +221,11 @@ def main() -> int:
         for rate in (DIRECTION_RATES if is_direction(compressor(name)) else RATES)
     ]
     rows = run(tasks, options.jobs, options.runs, options.keep)
-    versions = [f"{part} {version(part)}" for part in ("lightning-gc", "torch")]
-    machine = ", ".join([f"Python {sys.version.split()[0]}", *versions, f"{os.cpu_count()} CPUs"])
-    stem = options.out / f"catalogue_{datetime.date.today():%Y%m%d}"
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    text = page(rows, machine, stem.with_suffix(".svg").name)
-    stem.with_suffix(".md").write_text(text)
-    stem.with_suffix(".json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    versions = dated_page.versions("lightning-gc", "torch")
+    machine = f"Python {sys.version.split()[0]}, {versions}, {os.cpu_count()} CPUs"
+    stem = dated_page.stem(options.out, "catalogue")
+    text = page(rows, machine, f"{stem.name}.svg")
+    dated_page.write(options.out, "catalogue", text, {"rows": rows})
     draw(rows, stem.with_suffix(".svg"))
     sys.stdout.write(f"{text}\nWrote {stem}.md, .json and .svg.\n")
     return int(any(all(map(lost, runs)) for runs in pairs(rows).values()))

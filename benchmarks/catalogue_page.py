@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import dated_page
 import matplotlib as mpl
 
 mpl.use("Agg")
@@ -75,7 +75,7 @@ def page(rows: Sequence[Row], machine: str, plot: str) -> str:
         f"- {r['name']} at {r['rate']:g}: {r['failed']}\n" for r in rows if "failed" in r
     )
     limit = f", at most {first['steps']} steps each" if first["steps"] else ""
-    return f"""# Catalogue, {datetime.date.today()}
+    return f"""{dated_page.title("Catalogue")}
 
 `python benchmarks/catalogue.py` with {machine}.
 

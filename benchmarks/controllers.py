@@ -7,7 +7,6 @@ writes them into a dated file, and says what holds of what is expected. Exits wi
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -15,10 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dated_page import RESULTS, columns, say, title, versions, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -47,12 +46,6 @@ class Claim(NamedTuple):
     text: str
     found: str
     holds: bool
-
-
-def say(text: str) -> None:
-    """Write a line."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def run(options: str, seed: int, out: Path, keep: bool) -> Summary:
@@ -124,11 +117,6 @@ def language_model(out: Path, keep: bool) -> Summary:
     return dict(summary)
 
 
-def columns(*names: str) -> str:
-    """Return the head of a Markdown table; numbers stand to the right."""
-    return f"| {' | '.join(names)} |\n|---|{'---:|' * (len(names) - 1)}\n"
-
-
 def comparison(table: dict[str, list[Summary]]) -> str:
     """Return the table of all methods."""
     text = columns("", "accuracy, %", "of each seed", "bytes per step", "ratio", "density")
@@ -162,8 +150,7 @@ def page(
     lines: Sequence[Claim],
 ) -> str:
     """Return the dated file's text."""
-    parts = ("lightning-gc", "torch", "pytorch-lightning", "scikit-learn")
-    versions = ", ".join(f"{part} {version(part)}" for part in parts)
+    ran = versions("lightning-gc", "torch", "pytorch-lightning", "scikit-learn")
     first = table["dense"][0]["settings"]
     seconds = statistics.mean(run["seconds"] for runs in table.values() for run in runs)
     said = "".join(f"| {c.text} | {c.found} | {'yes' if c.holds else 'NO'} |\n" for c in lines)
@@ -171,10 +158,10 @@ def page(
     for epoch, (level, density) in enumerate(zip(words["levels"], words["densities"], strict=True)):
         spent += f"| {epoch + 1} | {level:.3e} | {density:.3%} |\n"
     methods = "\n".join(f"- {name}: `{how}`" for name, how in METHODS.items())
-    return f"""# Controllers, {datetime.date.today()}
+    return f"""{title("Controllers")}
 
 `python benchmarks/controllers.py --seeds {" ".join(map(str, options.seeds))}` with
-Python {sys.version.split()[0]}, {versions}, {os.cpu_count()} CPUs.
+Python {sys.version.split()[0]}, {ran}, {os.cpu_count()} CPUs.
 
 `examples/vision.py` on scikit-learn's digits: {first["workers"]} workers, {first["epochs"]}
 epochs, learning rate {first["learning_rate"]}, {seconds:.0f} s a run from start to end. Accuracy is
@@ -213,8 +200,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs", "controllers"))
     parser.add_argument("--keep", action="store_true", help="take finished runs as they are")
-    results = Path(__file__).with_name("results")
-    parser.add_argument("--out", type=Path, default=results, help="folder of the dated file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the dated file")
     options = parser.parse_args()
     table: dict[str, list[Summary]] = {name: [] for name in METHODS}
     for seed in options.seeds:
@@ -226,8 +212,7 @@ def main() -> int:
     lines = claims(table, released, words)
     text = page(options, table, released, words, lines)
     say(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"controllers_{datetime.date.today():%Y%m%d}.md").write_text(text)
+    write(options.out, "controllers", text)
     return int(not all(line.holds for line in lines))
 
 

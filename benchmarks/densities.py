@@ -8,11 +8,11 @@ writes a dated file.
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import dated_page
 import torch
 from models import build
 from torch import Tensor
@@ -106,9 +106,9 @@ def main() -> None:
     add("--numel", type=int, default=1_000_000, help="of drawn tensors (default: %(default)s)")
     add("--draws", type=int, default=5, help="(default: %(default)s)")
     add("--steps", type=int, default=40, help="of training (default: %(default)s)")
-    add("--out", type=Path, default=Path(__file__).with_name("results"), help="folder")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder")
     options = parser.parse_args()
-    text = f"""# Densities, {datetime.date.today()}
+    text = f"""{dated_page.title("Densities")}
 
 `python benchmarks/densities.py`: elements sent over elements wanted, median and range, of
 {options.draws} tensors of {options.numel:,} elements, and of the large matrices of a two-layer LSTM
@@ -126,10 +126,9 @@ in its steps {options.steps // 4} to {options.steps}, without and with error fee
                 line.append(cell(found, density))
             lines.append([f"`{name}`", *line])
         part = f"\n{markdown(columns, lines)}"
-        print(part, flush=True)  # noqa: T201
+        dated_page.say(part)
         text += part
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"densities_{datetime.date.today():%Y%m%d}.md").write_text(text)
+    dated_page.write(options.out, "densities", text)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dated_page
 import torch
 from torch import nn
 
@@ -222,7 +221,7 @@ def main() -> None:
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     add("--workers", nargs="+", type=int, default=[2, 4], metavar="W")
     add("--repeats", type=int, default=15, help="(default: %(default)s)")
-    add("--out", type=Path, default=Path(__file__).with_name("results"), help="folder")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -236,9 +235,9 @@ def main() -> None:
                 rows.append([*size, str(workers), method, *figures])
                 sys.stderr.write(f"{' '.join(rows[-1])}\n")
     head = ("model", "parameters", "tensors", "W", "method", "copies", "encode", "decode", "ms")
-    versions = f"torch {version('torch')}, numpy {version('numpy')}, {os.cpu_count()} CPUs"
+    versions = f"{dated_page.versions('torch', 'numpy')}, {os.cpu_count()} CPUs"
     table = markdown(head, rows, left=("model", "method"))
-    text = f"""# CPU time of a step's compression, {datetime.date.today()}
+    text = f"""{dated_page.title("CPU time of a step's compression")}
 
 `python benchmarks/engine_step.py` with {versions}: one worker's engine, one thread, medians of
 {options.repeats}. `copies`: the whole engine, in multiples of one `copy_` of all buckets; `encode`
@@ -246,8 +245,7 @@ and `decode`: of these, inside codecs (low-rank methods have none); `ms`: the wh
 
 {table}"""
     sys.stdout.write(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"engine_step_{datetime.date.today():%Y%m%d}.md").write_text(text)
+    dated_page.write(options.out, "engine_step", text)
 
 
 if __name__ == "__main__":

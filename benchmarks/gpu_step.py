@@ -9,7 +9,6 @@ what they send where a method gathers payloads. Methods take turns; the medians 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc as garbage
 import statistics
 import sys
@@ -17,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dated_page
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ def main() -> None:
     add("--batch", type=int, default=8, help="texts of 1,024 words (default: %(default)s)")
     add("--steps", type=int, default=20, help="in each turn (default: %(default)s)")
     add("--rounds", type=int, default=3, help="turns of each method (default: %(default)s)")
-    add("--out", type=Path, default=Path(__file__).with_name("results"), help="folder")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs a GPU; on the CPU there is engine_step.py.")
@@ -137,7 +137,7 @@ def main() -> None:
     head = ("method", "ms a step", f"beside {NONE}", "GiB", f"beside {PLAIN}")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     versions = f"torch {version('torch')}, NCCL {nccl}, Lightning {version('pytorch-lightning')}"
-    text = f"""# What compression costs a GPU, {datetime.date.today()}
+    text = f"""{dated_page.title("What compression costs a GPU")}
 
 `python benchmarks/gpu_step.py --batch {options.batch}` on one {torch.cuda.get_device_name()} with
 {versions}: GPT-2, {options.batch} texts of 1,024 words a step, bfloat16 by autocast, AdamW; medians
@@ -146,8 +146,7 @@ decoded, nothing travels.
 
 {markdown(head, rows, left=("method",))}"""
     sys.stdout.write(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"gpu_step_{datetime.date.today():%Y%m%d}.md").write_text(text)
+    dated_page.write(options.out, "gpu_step", text)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,16 @@ chosen, below which no coding gets without knowing more. Prints tables and write
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dated_page
 import torch
 
 from lightning_gc import QSGD, Codec, HardThreshold, TopK
@@ -121,12 +120,12 @@ def main() -> None:
     add = parser.add_argument
     add("--numel", type=int, default=25_000_000, help="elements (default: %(default)s)")
     add("--repeats", type=int, default=15, help="(default: %(default)s)")
-    add("--out", type=Path, default=Path(__file__).with_name("results"), help="folder")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
     times, sizes = measure(Bench(options.numel, options.repeats))
-    versions = f"torch {version('torch')}, numpy {version('numpy')}, {os.cpu_count()} CPUs"
-    text = f"""# The hot path on a CPU, {datetime.date.today()}
+    versions = f"{dated_page.versions('torch', 'numpy')}, {os.cpu_count()} CPUs"
+    text = f"""{dated_page.title("The hot path on a CPU")}
 
 `python benchmarks/hot_path.py` with {versions}: {options.numel:,} float32, one thread.
 Times are multiples of one `copy_` of the tensor, medians of {options.repeats}.
@@ -134,8 +133,7 @@ Times are multiples of one `copy_` of the tensor, medians of {options.repeats}.
 {times}
 {sizes}"""
     sys.stdout.write(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"hot_path_{datetime.date.today():%Y%m%d}.md").write_text(text)
+    dated_page.write(options.out, "hot_path", text)
 
 
 if __name__ == "__main__":

@@ -26,18 +26,18 @@ Reference:
 from __future__ import annotations
 
 import argparse
-import datetime
 import multiprocessing
 import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+import dated_page
 import torch
+from dated_page import columns
 from logistic_regression import Regression, madelon
 from rich.progress import track
 from torch import Tensor
@@ -175,22 +175,16 @@ def arrival(r: Run) -> float:
 
 def table(runs: dict[str, list[Run]]) -> str:
     """Return the Markdown tables: how fast, and at what price."""
-    text = f"| f − f* in epoch | {' | '.join(map(str, SHOWN))} | below 0.1 in epoch |\n"
-    text += f"|---|{'---:|' * (len(SHOWN) + 1)}\n"
+    text = columns("f − f* in epoch", *map(str, SHOWN), "below 0.1 in epoch")
     for name, row in runs.items():
         cells = [f"{middle(row, gap(epoch)):.1e}" for epoch in SHOWN]
         text += f"| {name} | {' | '.join(cells)} | {middle(row, arrival):g} |\n"
-    text += (
-        f"\n| f − f* after epoch | {' | '.join(map(str, SHOWN))} |\n|---|{'---:|' * len(SHOWN)}\n"
-    )
+    text += "\n" + columns("f − f* after epoch", *map(str, SHOWN))
     for name, row in runs.items():
         cells = [f"{middle(row, last(epoch)):.1e}" for epoch in SHOWN]
         text += f"| {name} | {' | '.join(cells)} |\n"
-    text += (
-        "\n| per worker | threshold | density | least to most | Σ‖e‖² "
-        "| 32 bits an element | payload | wire |\n"
-    )
-    text += f"|---|{'---:|' * 7}\n"
+    bits = ("32 bits an element", "payload", "wire")
+    text += "\n" + columns("per worker", "threshold", "density", "least to most", "Σ‖e‖²", *bits)
     for name, row in runs.items():
         spread = f"{min(r.density for r in row):.3%} – {max(r.density for r in row):.3%}"
         cut = f"{middle(row, lambda r: r.threshold):.3g}" if row[0].threshold else ""
@@ -220,11 +214,11 @@ def claims(runs: dict[str, list[Run]], smoothness: float, best: float) -> dict[s
 
 def page(seeds: int, tables: str, held: dict[str, bool]) -> str:
     """Return the dated file's text."""
-    versions = ", ".join(f"{part} {version(part)}" for part in ("lightning-gc", "torch"))
+    versions = dated_page.versions("lightning-gc", "torch")
     said = "\n".join(
         f"- {'holds' if ok else 'DOES NOT HOLD'}: {claim}" for claim, ok in held.items()
     )
-    return f"""# Madelon, {datetime.date.today()}
+    return f"""{dated_page.title("Madelon")}
 
 `python benchmarks/madelon.py --data data/madelon --seeds {seeds}` with
 Python {sys.version.split()[0]}, {versions}, {os.cpu_count()} CPUs.
@@ -251,8 +245,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the training file")
     parser.add_argument("--seeds", type=int, default=5, help="how many runs of each method")
-    results = Path(__file__).with_name("results")
-    parser.add_argument("--out", type=Path, default=results, help="folder of the dated file")
+    parser.add_argument(
+        "--out", type=Path, default=dated_page.RESULTS, help="folder of the dated file"
+    )
     options = parser.parse_args()
     if options.seeds < 1:
         parser.error("--seeds must be at least 1.")
@@ -275,8 +270,7 @@ def main() -> int:
     held = claims(runs, smoothness, best)
     text = page(options.seeds, table(runs), held)
     sys.stdout.write(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"madelon_{datetime.date.today():%Y%m%d}.md").write_text(text)
+    dated_page.write(options.out, "madelon", text)
     return int(not all(held.values()))
 
 

@@ -65,6 +65,11 @@ class Link:
             tc(f"{tell} dev {INTERFACE} {parent} {worse}")
 
 
+def sent_bytes(interface: str = INTERFACE) -> int:
+    """Return what the namespace that this process is in has sent through an interface."""
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
 def has_netem(space: str) -> bool:
     """Return whether this kernel can delay packets."""
     words = f"tc -n {space} qdisc replace dev lo root netem delay 0ms".split()

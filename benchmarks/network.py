@@ -13,31 +13,23 @@ time_to_loss.py asks. Needs Linux, root and iproute2.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dated_page
 import torch
 import torch.distributed as dist
 from models import MODELS, build
-from namespaces import INTERFACE, Link, check_privileges, launch, network
-from network_methods import LIMIT, METHODS, check_methods, make_strategy, steps_between
-from pytorch_lightning import Trainer
+from namespaces import Link, check_privileges, launch, network, sent_bytes
+from network_methods import LIMIT, METHODS, check_methods, steps_between, train
 
-from lightning_gc.bench.baselines import NONE
 from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
 from lightning_gc.bench.table import COLUMNS, cells
 from lightning_gc.text_table import markdown
-
-
-def counter(_: Any = None) -> int:
-    """Return the bytes that this worker's interface has sent."""
-    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
 def turn(
@@ -59,30 +51,11 @@ def turn(
         rate: times the model's learning rate.
         seed: of the weights, equal on all workers, and of the data.
     """
-    worker, workers = dist.get_rank(), dist.get_world_size()
-    alone = method == NONE  # Lightning clears these variables after every fit
-    os.environ |= {"WORLD_SIZE": "1" if alone else str(workers), "LOCAL_RANK": "0"}
-    os.environ["NODE_RANK"] = "0" if alone else str(worker)
     torch.manual_seed(seed)
-    module, loader = build(model, steps, seed * workers + worker + 1)
+    module, loader = build(model, steps, seed * dist.get_world_size() + dist.get_rank() + 1)
     module.rate *= rate
-    watch = StepTimer(counter)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=1 if alone else workers,
-        strategy=make_strategy(method, grace),
-        callbacks=[watch],
-        max_steps=steps,
-        use_distributed_sampler=False,
-        gradient_clip_val=module.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, loader)
-    dist.barrier()
+    watch = StepTimer(lambda _: sent_bytes())
+    train(method, module, loader, steps, [watch], clip=module.clip, grace=grace)
     return watch
 
 
@@ -134,8 +107,7 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="turns of each method")
     add("--steps", type=int, default=15, help="measured steps of a turn")
     add("--grace", type=Path, metavar="DIR", help="a checkout of GRACE, to measure it too")
-    results = Path(__file__).with_name("results")
-    add("--out", type=Path, default=results, help="folder of the dated files")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder of the dated files")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 2:
@@ -163,23 +135,18 @@ def main() -> None:
                     rows = summary(launch(__file__, arguments, spaces, timeout=3000))
                 found.append({"workers": workers, "link": str(link), "model": model, "rows": rows})
                 table = markdown(COLUMNS[:-1], [row[:-1] for row in cells(rows)])  # no losses
-                part = f"## {MODELS[model]}, {workers} workers, {link}\n\n{table}\n"
-                sys.stdout.write(part)
-                sys.stdout.flush()
-                text += part
-    parts = ("lightning-gc", "torch", "pytorch-lightning")
-    versions = ", ".join(f"{part} {version(part)}" for part in parts)
-    head = f"""# Slow networks, {datetime.date.today()}
+                part = f"## {MODELS[model]}, {workers} workers, {link}\n\n{table}"
+                dated_page.say(part)
+                text += f"{part}\n"
+    versions = dated_page.versions("lightning-gc", "torch", "pytorch-lightning")
+    head = f"""{dated_page.title("Slow networks")}
 
 `python benchmarks/network.py {" ".join(sys.argv[1:])}` with Python {sys.version.split()[0]},
 {versions}, {os.cpu_count()} CPUs. Medians of {options.rounds} x {options.steps} steps, means over
 workers; bytes by the interface's counter, per worker.
 
 """
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"network_{datetime.date.today():%Y%m%d}"
-    stem.with_suffix(".md").write_text(head + text)
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    dated_page.write(options.out, "network", head + text, found)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""What the network benchmark measures: the limit, what torch and GRACE have, and ours."""
+"""What the network benchmark trains with: the limit, what torch and GRACE have, and ours."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from grace import HELPER, SETTINGS, GraceStrategy, has_grace
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.utils.data import DataLoader
 
 from lightning_gc import (
     QSGD,
@@ -112,3 +116,40 @@ def make_strategy(method: str, grace: Path | None = None) -> Any:
         return GraceStrategy(grace, method, **settings)
     compressor, more = OURS[method]
     return CompressedDDPStrategy(compressor, **settings, **more)
+
+
+def train(
+    method: str,
+    module: LightningModule,
+    loader: DataLoader[Any],
+    steps: int,
+    callbacks: list[Callback],
+    *,
+    clip: float | None = None,
+    grace: Path | None = None,
+) -> None:
+    """Train with a method as one of the workers, each a node; wait until all have done so.
+
+    Without synchronisation every worker trains alone.
+    """
+    worker, workers = dist.get_rank(), dist.get_world_size()
+    alone = method == NONE
+    # Lightning clears these variables after every fit.
+    os.environ |= {"WORLD_SIZE": "1" if alone else str(workers), "LOCAL_RANK": "0"}
+    os.environ["NODE_RANK"] = "0" if alone else str(worker)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=1 if alone else workers,
+        strategy=make_strategy(method, grace),
+        callbacks=callbacks,
+        max_steps=steps,
+        use_distributed_sampler=False,
+        gradient_clip_val=clip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader)
+    dist.barrier()

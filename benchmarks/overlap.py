@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -21,8 +20,8 @@ import torch
 import torch.distributed as dist
 from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network
-from network_methods import LIMIT, METHODS, make_strategy
-from pytorch_lightning import Callback, Trainer
+from network_methods import LIMIT, METHODS, train
+from pytorch_lightning import Callback
 
 from lightning_gc.bench.baselines import NONE, PLAIN
 from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
@@ -64,28 +63,10 @@ class Clock(Callback):
 
 def turn(method: str, model: str, steps: int, trace: Path | None) -> dict[str, list[float]]:
     """Train from the same weights with a method; return seconds of each measured step."""
-    worker, workers = dist.get_rank(), dist.get_world_size()
-    alone = method == NONE
-    os.environ |= {"WORLD_SIZE": "1" if alone else str(workers), "LOCAL_RANK": "0"}
-    os.environ["NODE_RANK"] = "0" if alone else str(worker)
     torch.manual_seed(0)
-    module, loader = build(model, WARMUP_STEPS + steps, worker + 1)
+    module, loader = build(model, WARMUP_STEPS + steps, dist.get_rank() + 1)
     watch, clock = StepTimer(lambda _: 0), Clock(trace)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=1 if alone else workers,
-        strategy=make_strategy(method),
-        callbacks=[watch, clock],
-        max_steps=WARMUP_STEPS + steps,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, loader)
-    dist.barrier()
+    train(method, module, loader, WARMUP_STEPS + steps, [watch, clock])
     phases = {phase: clock.phases[phase][WARMUP_STEPS:] for phase in PHASES}
     return {"step": watch.seconds[WARMUP_STEPS:], **phases}
 

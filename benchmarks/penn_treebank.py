@@ -17,18 +17,18 @@ tests the weights of its best epoch; a file ``runs/penn_treebank/stop`` ends it 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
+import statistics
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import dated_page  # noqa: E402
 import optuna  # noqa: E402
 import torch  # noqa: E402
 from tune_language_model import LanguageModel  # noqa: E402, F401 - configs/thesis.yaml names it
@@ -131,10 +131,10 @@ def tabulate(size: str) -> str:
     old = [name for name, run in runs.items() if "ratios" not in run]
     if old:
         sys.exit(f"{folder}: {', '.join(old)} is from when densities were too high; run it again.")
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "pytorch-lightning"))
+    versions = dated_page.versions("torch", "pytorch-lightning")
     first = next(iter(runs.values()))
     lines = [
-        f"# Penn Treebank, the {size} model, {datetime.date.today():%Y-%m-%d}",
+        dated_page.title(f"Penn Treebank, the {size} model"),
         "",
         f"`configs/thesis.yaml`, {UNITS[size]} units, one worker, seed 42, one run of each method",
         f"by `benchmarks/penn_treebank.py --data ptb/ --size {size} --method NAME`. Rates are",
@@ -151,10 +151,12 @@ def tabulate(size: str) -> str:
         "learning rate": [f"{r['learning_rate']:g}" for r in runs.values()],
         "dropout": [f"{r['dropout']:g}" for r in runs.values()],
         "epochs run (of 50 at most)": [str(len(r["validation"])) for r in runs.values()],
-        "seconds per epoch": [f"{_mean(r['seconds']):.0f}" for r in runs.values()],
+        "seconds per epoch": [f"{statistics.fmean(r['seconds']):.0f}" for r in runs.values()],
         "best validation perplexity": [f"{min(r['validation']):.2f}" for r in runs.values()],
-        "in epoch": [str(1 + _least(r["validation"])) for r in runs.values()],
-        "**test perplexity**": [_or_none(r["test"]) for r in runs.values()],
+        "in epoch": [str(1 + r["validation"].index(min(r["validation"]))) for r in runs.values()],
+        "**test perplexity**": [
+            f"{r['test']:.2f}" if r["test"] is not None else "not reached" for r in runs.values()
+        ],
         "thesis, test perplexity": [f"{PUBLISHED[size, name]:.2f}" for name in runs],
     }
     lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
@@ -175,18 +177,6 @@ def tabulate(size: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _least(values: list[float]) -> int:
-    return values.index(min(values))
-
-
-def _or_none(value: float | None) -> str:
-    return "not reached" if value is None else f"{value:.2f}"
-
-
 def main() -> None:
     """Train, or write the table."""
     parser = argparse.ArgumentParser(
@@ -203,8 +193,7 @@ def main() -> None:
     if options.table:
         text = tabulate(options.size)
         size = "" if options.size == "medium" else f"_{options.size}"
-        name = f"penn_treebank{size}_{datetime.date.today():%Y%m%d}.md"
-        (ROOT / "benchmarks" / "results" / name).write_text(text)
+        dated_page.write(dated_page.RESULTS, f"penn_treebank{size}", text)
         print(text)  # noqa: T201
         return
     if options.data is None or options.method is None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import datetime
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dated_page
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -244,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     for option, _, _ in METHODS.values():
         parser.add_argument(f"--{option}", type=Path, metavar="DIR", help="a checkout")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--out", type=Path, default=dated_page.RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # their buffers have it
@@ -262,7 +262,7 @@ def main() -> None:
         parser.error("give at least one checkout.")
     head = ("", "after 1 step", "20", str(STEPS), "the way they went", "what differs")
     table = markdown(head, rows, left=("", head[-1]))
-    text = f"""# Beside published code, {datetime.date.today()}
+    text = f"""{dated_page.title("Beside published code")}
 
 `python benchmarks/published.py` with checkouts of all, in float64: {WORKERS} workers with unlike
 data, the largest difference between two weights of theirs and ours, relative to the largest weight;
@@ -270,8 +270,7 @@ and how far the weights have moved, relative to their norm.
 
 {table}"""
     sys.stdout.write(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"published_{datetime.date.today():%Y%m%d}.md").write_text(text)
+    dated_page.write(options.out, "published", text)
 
 
 if __name__ == "__main__":

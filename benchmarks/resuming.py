@@ -8,17 +8,16 @@ workers of a model with 100 million parameters. Prints tables, writes a dated fi
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import statistics
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dated_page
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -153,9 +152,7 @@ def plot(found: dict[str, list[float]], path: Path) -> None:
 
 def page(found: dict[str, list[float]], rows: list[tuple[str, float, float, float]]) -> str:
     """Return the dated file's text."""
-    versions = ", ".join(
-        f"{n} {version(n)}" for n in ("lightning-gc", "torch", "pytorch-lightning")
-    )
+    versions = dated_page.versions("lightning-gc", "torch", "pytorch-lightning")
     ours = found["not interrupted"]
     steps = (10, len(ours) // AFTER, len(ours))
     loss = "".join(
@@ -164,7 +161,7 @@ def page(found: dict[str, list[float]], rows: list[tuple[str, float, float, floa
         for way, row in found.items()
     )
     size = "".join(f"| {n} | {mb:,.0f} | {c:.2f} | {w:.2f} |\n" for n, mb, c, w in rows)
-    return f"""# Resuming, {datetime.date.today()}
+    return f"""{dated_page.title("Resuming")}
 
 `python benchmarks/resuming.py` with Python {sys.version.split()[0]}, {versions},
 {os.cpu_count()} CPUs.
@@ -191,16 +188,15 @@ seconds are medians of a worker's. A checkpoint of the same model with Adam's st
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    results = Path(__file__).with_name("results")
-    parser.add_argument("--out", type=Path, default=results, help="folder of the dated file")
+    parser.add_argument(
+        "--out", type=Path, default=dated_page.RESULTS, help="folder of the dated file"
+    )
     options = parser.parse_args()
     found, rows = curves(), sizes()
     text = page(found, rows)
     sys.stdout.write(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = f"resuming_{datetime.date.today():%Y%m%d}"
-    (options.out / f"{stem}.md").write_text(text)
-    plot(found, options.out / f"{stem}.png")
+    stem = dated_page.write(options.out, "resuming", text)
+    plot(found, stem.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -14,23 +14,35 @@ byte; the seconds as far as this machine's cores go. With --shaped also on links
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
 import time
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dated_page
 import namespaces
 import torch
+from dated_page import say
 from scaling_plot import draw
 from scaling_runs import SMALL, on_loopback, work
 
-from lightning_gc import QSGD, SCHEMES, AllReduce, Cast, Compressor, Identity, RandomK, Scheme, TopK
+from lightning_gc import (
+    QSGD,
+    AllGather,
+    AllReduce,
+    Cast,
+    Compressor,
+    Identity,
+    RandomK,
+    Scheme,
+    SparseReduce,
+    TopK,
+    TwoShot,
+)
 from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange, last_that_pays
 from lightning_gc.advice.traces import Pattern, Shapes, Trace, pattern, trace
 from lightning_gc.text_table import markdown
@@ -47,6 +59,8 @@ COMPRESSORS: dict[str, Compressor] = {
     "TopK(0.01), bfloat16": TopK(0.01, value_dtype="bfloat16"),
     "RandomK(0.01)": RandomK(0.01),
 }
+# Those of nodes have no pattern over W, and AllGatherOrTwoShot is one of these two.
+SCHEMES = (AllGather(), AllReduce(), SparseReduce(), TwoShot())
 DENSE = "dense"
 SEEN, CHECKED, MOST = (3, 4, 8, 16), (3, 4, 8), 1024  # two workers merge messages
 SHOWN = (2, 8, 64, 1024)
@@ -59,7 +73,7 @@ def configurations() -> Configurations:
     """Return each compressor with every scheme that takes it; what can be averaged, is."""
     found: Configurations = {}
     for name, compressor in COMPRESSORS.items():
-        for scheme in (cls() for cls in SCHEMES.values()):
+        for scheme in SCHEMES:
             try:
                 scheme.check(compressor)
             except ValueError:
@@ -82,9 +96,10 @@ def nbytes(shapes: Shapes) -> int:
 
 def kernels(patterns: dict[Key, Pattern], traces: dict[Key, list[Trace]]) -> str:
     """Return the table of what has been measured."""
+    least, most = SEEN[0], SEEN[-1]
     columns = [
-        *("", "bytes sent, W = 2", "W = 16", "foretold", "compress, ms", "then, ms"),
-        *("then at W = 16, ms", "per further worker, ms", "pattern off by at most"),
+        *("", f"bytes sent, W = {least}", f"W = {most}", "foretold", "compress, ms", "then, ms"),
+        *(f"then at W = {most}, ms", "per further worker, ms", "pattern off by at most"),
     ]
     lines = []
     for key, found in patterns.items():
@@ -175,7 +190,7 @@ def real(options: argparse.Namespace, traces: dict[Key, list[Trace]], mbit: floa
 
 
 _MEASURED = """Bytes sent: one worker's in a step, as its transport counts them. *Foretold*: what
-the pattern of W = 2, 4, 8 says of the busiest worker's bytes at W = 16, against the truth.
+the pattern of fewer workers says of the busiest worker's bytes at the largest W, against the truth.
 *Compress* is the time before the first request, *then* all after it: decoding, and in schemes of
 two rounds averaging and encoding again. All in one thread, the median of a few steps."""
 _LOOPBACK = """Loopback has no link speed of its own: it is taken from the dense all-reduce of the
@@ -199,9 +214,9 @@ def checked(mbit: float, lines: list[list[str]]) -> str:
 
 def head(options: argparse.Namespace, shapes: Shapes) -> str:
     """Return how all this came about."""
-    parts = ", ".join(f"{part} {version(part)}" for part in ("lightning-gc", "torch"))
+    parts = dated_page.versions("lightning-gc", "torch")
     command = " ".join(["benchmarks/scaling.py", *sys.argv[1:]])
-    return f"""# Scaling, {datetime.date.today()}
+    return f"""{dated_page.title("Scaling")}
 
 `python {command}` with Python {sys.version.split()[0]}, {parts}, {os.cpu_count()} CPUs.
 
@@ -222,12 +237,6 @@ def data(traces: Any, patterns: dict[Key, Pattern], checks: Any) -> dict[str, An
         },
         "checks": [{"mbit": mbit, "lines": lines} for mbit, lines in checks],
     }
-
-
-def say(text: str) -> None:
-    """Write a line at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def parse() -> argparse.Namespace:
@@ -251,7 +260,7 @@ def parse() -> argparse.Namespace:
     # What a quick run measures is worth nothing, so it goes where nothing is kept.
     quick = ROOT / "runs" / "scaling"
     if options.out is None:
-        options.out = quick if options.quick else Path(__file__).with_name("results")
+        options.out = quick if options.quick else dated_page.RESULTS
     if options.plot is None:
         folder = quick if options.quick else ROOT / "docs" / "images"
         options.plot = folder / "scaling.svg"
@@ -275,22 +284,17 @@ def main() -> None:
     traces = {}
     for key, pair in ours.items():
         traces[key] = [trace(*pair, shapes, workers, options.repeat) for workers in SEEN]
-        say(f"{', '.join(key)}: {1e3 * sum(traces[key][0].seconds):.1f} ms among 2 workers")
+        say(f"{', '.join(key)}: {1e3 * sum(traces[key][0].seconds):.1f} ms among {SEEN[0]} workers")
     patterns = {key: pattern(seen) for key, seen in traces.items()}
     links = [Link(gbps, options.latency_us) for gbps in options.gbps]
     modelled = {str(link): model(patterns, link, nbytes(shapes)) for link in links}
     draw(options.plot, points(), {link: drawn for link, (_, drawn) in modelled.items()})
     checks = [(mbit, real(options, traces, mbit)) for mbit in dict.fromkeys((0.0, options.shaped))]
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"scaling_{datetime.date.today():%Y%m%d}"
     parts = [f"## The model: {link}\n\n{table}" for link, (table, _) in modelled.items()]
     parts.append(f"## What was measured\n\n{kernels(patterns, traces)}\n{_MEASURED}\n")
     parts += [checked(mbit, lines) for mbit, lines in checks if lines]
     text = f"{head(options, shapes)}\n" + "\n".join(parts)
-    stem.with_suffix(".md").write_text(text)
-    stem.with_suffix(".json").write_text(
-        json.dumps(data(traces, patterns, checks), indent=1) + "\n"
-    )
+    stem = dated_page.write(options.out, "scaling", text, data(traces, patterns, checks))
     say(f"{text}\n{stem}.md, {stem}.json, {options.plot}: {time.monotonic() - began:.0f} s")
 
 

@@ -12,7 +12,6 @@ the limit. Ways take turns. All ranks share this machine's cores: ratios in a ta
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -20,14 +19,14 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dated_page
 import torch
 import torch.distributed as dist
 from models import MODELS, build
-from namespaces import INTERFACE, Link, check_privileges, launch, network
+from namespaces import Link, check_privileges, launch, network, sent_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -70,11 +69,6 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Compressor | None, Scheme | None]] =
 }
 
 
-def sent(interface: str) -> int:
-    """Return the bytes that this node has sent through an interface."""
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
-
-
 def turn(way: str, steps: int) -> dict[str, list[float]]:
     """Train for so many steps after the warm-up; return seconds, and the node's bytes, of each."""
     wrap, compressor, scheme = WAYS[way]
@@ -90,7 +84,7 @@ def turn(way: str, steps: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"seconds": [], "between": [], "inside": []}
     for step, batch in enumerate(loader):
         dist.barrier()
-        before, began = (sent(INTERFACE), sent("lo")), time.perf_counter()
+        before, began = (sent_bytes(), sent_bytes("lo")), time.perf_counter()
         optimizer.zero_grad()
         words, following = batch
         logits = model(words)
@@ -102,8 +96,8 @@ def turn(way: str, steps: int) -> dict[str, list[float]]:
         dist.barrier()
         if step >= WARMUP:
             found["seconds"].append(seconds)
-            found["between"].append(sent(INTERFACE) - before[0])
-            found["inside"].append(sent("lo") - before[1])
+            found["between"].append(sent_bytes() - before[0])
+            found["inside"].append(sent_bytes("lo") - before[1])
     if handle is not None:
         handle.close()
     return found
@@ -153,8 +147,7 @@ def main() -> None:
     add("--mbit", type=float, nargs="+", default=[100, 1000], help="of the link between nodes")
     add("--rounds", type=int, default=2, help="turns of each way")
     add("--steps", type=int, default=6, help="measured steps of a turn")
-    results = Path(__file__).with_name("results")
-    add("--out", type=Path, default=results, help="folder of the dated files")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder of the dated files")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -168,22 +161,18 @@ def main() -> None:
         with network(NODES, link) as spaces:
             answers = launch(__file__, arguments, spaces, timeout=1500, local=LOCAL)
         shown, found[str(link)] = table(answers)
-        part = f"## {MODELS['gpt']}, {NODES} nodes of {LOCAL} ranks, {link} between\n\n{shown}\n"
-        sys.stdout.write(part)
-        sys.stdout.flush()
-        text += part
-    versions = ", ".join(f"{part} {version(part)}" for part in ("lightning-gc", "torch"))
-    head = f"""# A model in shards on slow links, {datetime.date.today()}
+        part = f"## {MODELS['gpt']}, {NODES} nodes of {LOCAL} ranks, {link} between\n\n{shown}"
+        dated_page.say(part)
+        text += f"{part}\n"
+    versions = dated_page.versions("lightning-gc", "torch")
+    head = f"""{dated_page.title("A model in shards on slow links")}
 
 `python benchmarks/sharded_links.py` with Python {sys.version.split()[0]}, {versions},
 {os.cpu_count()} CPUs. Medians of {options.rounds} x {options.steps} steps, means over ranks; bytes
 of a node, by its interfaces' counters.
 
 """
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"sharded_links_{datetime.date.today():%Y%m%d}"
-    stem.with_suffix(".md").write_text(head + text)
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    dated_page.write(options.out, "sharded_links", head + text, found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ in the results file already are not measured again. Needs Linux, root and iprout
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 import network as bench
 import torch
 import torch.distributed as dist
+from dated_page import RESULTS, title, write
 from models import MODELS
 from namespaces import Link, check_privileges, launch, network
 from network_methods import LIMIT, METHODS, check_methods
@@ -163,24 +163,23 @@ def table(results: Results, options: argparse.Namespace) -> str:
         sys.stderr.write(" | ".join(lines[-1]) + "\n")
     head = ["", "rate, times the model's", "steps", *(f"seconds, {link}" for link in seconds)]
     means = ", ".join(f"{goal:.3f}" for goal in targets)
-    title = f"{MODELS[options.model[0]]}; losses after {options.steps} steps of plain DDP: {means}"
-    return f"## {title}\n\n{markdown(head, lines)}\n"
+    what = f"{MODELS[options.model[0]]}; losses after {options.steps} steps of plain DDP: {means}"
+    return f"## {what}\n\n{markdown(head, lines)}\n"
 
 
 def parse() -> argparse.Namespace:
     """Return the command line; what is suppressed is for workers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    results = Path(__file__).with_name("results")
     add = parser.add_argument
     add("--model", nargs=1, choices=MODELS, default=["lstm8"])
     add("--methods", nargs="+", choices=METHODS, help="all that can be measured, if left out")
     add("--grace", type=Path, metavar="DIR", help="a checkout of GRACE, to measure it too")
     add("--steps", type=int, default=200, help="of plain DDP, whose loss is the target")
     add("--limit", type=int, default=300, help="steps after which a method has not reached it")
-    newest = max(results.glob("network_*.json"), default=results / "network.json")
+    newest = max(RESULTS.glob("network_*.json"), default=RESULTS / "network.json")
     add("--seconds", type=Path, default=newest, help="rows of benchmarks/network.py")
     add("--fits", type=Path, default=Path("time_to_loss.json"), help="losses, kept between calls")
-    add("--out", type=Path, default=results, help="folder of the dated file")
+    add("--out", type=Path, default=RESULTS, help="folder of the dated file")
     add("--rates", type=float, nargs="+", help=argparse.SUPPRESS)
     add("--seeds", type=int, nargs="+", help=argparse.SUPPRESS)
     add("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -201,15 +200,13 @@ def main() -> None:
     check_privileges("This benchmark")
     text = table(Results(options.fits, options), options)
     sys.stdout.write(text)
-    head = f"""# Seconds to plain DDP's loss, {datetime.date.today()}
+    head = f"""{title("Seconds to plain DDP's loss")}
 
 `python benchmarks/time_to_loss.py {" ".join(sys.argv[1:])}`: {WORKERS} workers; seconds of a step
 from `{options.seconds.name}`. Means and standard deviations of {len(SEEDS)} seeds.
 
 """
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = f"time_to_loss_{options.model[0]}_{datetime.date.today():%Y%m%d}.md"
-    options.out.joinpath(name).write_text(head + text)
+    write(options.out, f"time_to_loss_{options.model[0]}", head + text)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import dated_page
 import torch
 import torch.distributed as dist
-from namespaces import INTERFACE, check_privileges, launch, network
+from namespaces import check_privileges, launch, network, sent_bytes
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import LambdaCallback
 from torch import Tensor, nn
@@ -59,10 +59,9 @@ class Reading(NamedTuple):
         """Wait until all workers are here and their bytes have left; then read."""
         dist.barrier()
         time.sleep(0.2)  # the kernel sends what it holds
-        sent = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text()
         lines = Path("/proc/self/net/snmp").read_text().splitlines()
         names, values = (line.split() for line in lines if line.startswith("Tcp:"))
-        return cls(counted, float(sent), float(values[names.index("RetransSegs")]))
+        return cls(counted, float(sent_bytes()), float(values[names.index("RetransSegs")]))
 
     def since(self, start: Reading, rounds: int) -> Reading:
         """Return what was sent since ``start``, per round."""
@@ -171,9 +170,8 @@ def table(title: str, lines: Readings) -> str:
 
 def page(workers: Sequence[int], steps: int, tables: str) -> str:
     """Return the dated file's text."""
-    parts = ("lightning-gc", "torch", "pytorch-lightning")
-    versions = ", ".join(f"{part} {version(part)}" for part in parts)
-    return f"""# True bytes, {datetime.date.today()}
+    versions = dated_page.versions("lightning-gc", "torch", "pytorch-lightning")
+    return f"""{dated_page.title("True bytes")}
 
 `python benchmarks/true_bytes.py --workers {" ".join(map(str, workers))} --steps {steps}` with
 Python {sys.version.split()[0]}, {versions}, {os.cpu_count()} CPUs.
@@ -191,8 +189,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=20, help="steps in the window")
     parser.add_argument("--workers", type=int, nargs="+", default=[2], help="one number or several")
-    results = Path(__file__).with_name("results")
-    parser.add_argument("--out", type=Path, default=results, help="folder of the dated file")
+    parser.add_argument(
+        "--out", type=Path, default=dated_page.RESULTS, help="folder of the dated file"
+    )
     parser.add_argument("--task", choices=[*METHODS, REQUESTS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < 1 or not all(2 <= workers <= 16 for workers in options.workers):
@@ -217,9 +216,8 @@ def main() -> int:
         tables.append(table(f"{workers} workers, a request", kinds))
         sys.stdout.write("\n".join((*tables[-2:], "")))
         held += [*fits.values(), *list(kinds.values())[: len(kinds) // 2]]  # the long ones
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"true_bytes_{datetime.date.today():%Y%m%d}.md"
-    path.write_text(page(options.workers, options.steps, "\n".join(tables)))
+    text = page(options.workers, options.steps, "\n".join(tables))
+    dated_page.write(options.out, "true_bytes", text)
     return int(any(abs(reading.excess()) > TOLERANCE for row in held for reading in row))
 
 

@@ -19,10 +19,10 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dated_page
 import torch
 import torch.distributed as dist
 from models import MODELS, build
@@ -119,7 +119,7 @@ def main() -> None:
     add("--models", nargs="+", choices=MODELS, default=["lstm8", "lstm32"])
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     add("--steps", type=int, default=60, help="measured steps (default: %(default)s)")
-    add("--out", type=Path, default=Path(__file__).with_name("results"), help="folder")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder")
     options = parser.parse_args()
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -128,16 +128,15 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
         found = list(pool.map(partial(work, options=options), range(WORKERS)))
-    versions = f"torch {version('torch')}, {os.cpu_count()} CPUs"
-    text = f"""# Verification, {datetime.date.today()}
+    versions = f"{dated_page.versions('torch')}, {os.cpu_count()} CPUs"
+    text = f"""{dated_page.title("Verification")}
 
 `python benchmarks/verification.py` with {versions}:
 {WORKERS} workers of one thread over loopback, {options.steps} steps of each.
 
 {table(found)}"""
     sys.stdout.write(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"verification_{datetime.date.today():%Y%m%d}.md").write_text(text)
+    dated_page.write(options.out, "verification", text)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Two or four workers; every method at several learning rates, with AdamW's moment
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import sys
@@ -80,11 +81,6 @@ def cells(seeds: int) -> list[Cell]:
     kinds += [(2, arm, m) for arm in FEW for m in (MOMENTA if arm in ARMS else (0.0,))]
     named = ({"arm": arm, "workers": w, "momentum": momentum} for w, arm, momentum in kinds)
     return tuned_rate.cells(named, RATES, seeds)
-
-
-def before(cell: Cell) -> list[Cell]:
-    """Return the runs that choose the rate."""
-    return tuned_rate.trials(cell, RATES)
 
 
 def train(cell: Cell, data: Path | None) -> Row:
@@ -179,4 +175,5 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 if __name__ == "__main__":
     parts = (ABOUT, cells, train, page, claims, draw)
+    before = functools.partial(tuned_rate.trials, rates=RATES)
     sys.exit(frame.main(Experiment("adam", *parts, before=before)))

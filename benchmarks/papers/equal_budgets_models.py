@@ -13,6 +13,7 @@ from typing import Any
 import tasks
 import transformer_module
 from catalogue import is_direction
+from transformer import WIDTH
 
 from lightning_gc import Memory
 
@@ -85,7 +86,7 @@ MODELS = {
         rates=(0.00075, 0.012),
         directions=(0.00075, 0.012),
         train=transformer,
-        width=transformer_module.WIDTH,
+        width=WIDTH,
         epochs=2,
         # Compressed gradients often train better without: benchmarks/papers/adam.py.
         momenta=(0.9, 0.0),

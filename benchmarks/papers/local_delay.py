@@ -8,6 +8,7 @@ Four workers, H = 8; training goes on for so many steps until a result is taken 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import sys
 from pathlib import Path
@@ -43,11 +44,6 @@ def cells(seeds: int) -> list[Cell]:
     """Return all arms at all delays."""
     kinds = ({"arm": arm, "delay": delay} for arm in ARMS for delay in DELAYS)
     return tuned_rate.cells(kinds, RATES, seeds)
-
-
-def before(cell: Cell) -> list[Cell]:
-    """Return the runs that choose the rate."""
-    return tuned_rate.trials(cell, RATES)
 
 
 def train(cell: Cell, data: Path | None) -> Row:
@@ -100,4 +96,5 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 if __name__ == "__main__":
     parts = (ABOUT, cells, train, page, claims, draw)
+    before = functools.partial(tuned_rate.trials, rates=RATES)
     sys.exit(frame.main(Experiment("local_delay", *parts, before=before)))

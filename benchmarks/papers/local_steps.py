@@ -9,6 +9,7 @@ learning rates. At H = 1 gradients are exchanged, as in DDP; above, how far weig
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import sys
@@ -36,8 +37,6 @@ from lightning_gc import (
 WORKERS = 4
 RATES = (0.0015, 0.003, 0.006, 0.012, 0.024)
 PERIODS = (1, 4, 8, 32, 128)
-
-
 ARMS = {
     "dense": Arm(Identity()),
     "QSGD(4)": Arm(QSGD(4)),
@@ -77,11 +76,6 @@ every 4,096 elements, as means of four bins.
 def cells(seeds: int) -> list[Cell]:
     """Return all arms at all rates."""
     return tuned_rate.cells(({"arm": arm, "every": every} for arm, every in KINDS), RATES, seeds)
-
-
-def before(cell: Cell) -> list[Cell]:
-    """Return the runs that choose the rate."""
-    return tuned_rate.trials(cell, RATES)
 
 
 def train(cell: Cell, data: Path | None) -> Row:
@@ -175,4 +169,5 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 if __name__ == "__main__":
     parts = (ABOUT, cells, train, page, claims, draw)
+    before = functools.partial(tuned_rate.trials, rates=RATES)
     sys.exit(frame.main(Experiment("local_steps", *parts, before=before)))

@@ -13,11 +13,10 @@ import tasks
 import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
-from transformer import LENGTH, WIDTH, Transformer
+from transformer import LENGTH, Transformer
 from tune_language_model import Text
 
 CLIP = 1.0
-__all__ = ["WIDTH", "WordTransformer", "train"]
 
 
 class WordTransformer(pl.LightningModule):

@@ -8,6 +8,9 @@ import pytest
 from lightning_gc import QSGD, AllGather, AllReduce, Cast, RandomK, Scheme, TopK, TwoShot
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import scaling
+import scaling_plot
+
 from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange, last_that_pays
 from lightning_gc.advice.traces import Asked, Pattern, Trace, pattern, sent, trace
 
@@ -35,6 +38,14 @@ def test_volumes_are_what_the_transport_counts(compressor, scheme: Scheme) -> No
     assert sent(found.at(5)) == pytest.approx(
         trace(compressor, scheme, SHAPES, 5, 1).sent, rel=0.05
     )
+
+
+def test_what_the_benchmark_models_has_a_pattern_and_a_line(tmp_path: Path) -> None:
+    lines = {}
+    for key, pair in scaling.configurations().items():
+        pattern([trace(*pair, SHAPES, workers, 1) for workers in scaling.SEEN])
+        lines[key] = [1.0] * len(scaling.points())
+    scaling_plot.draw(tmp_path / "scaling.svg", scaling.points(), {"a link": lines})
 
 
 def made(workers: int) -> Trace:

@@ -92,13 +92,10 @@ def scatter(rank: int, ranks: int, compressor: Any, steps: int = 3) -> list[Scat
     found = []
     for index in range(steps):
         watched.seen = []
-        generator = torch.Generator().manual_seed(10 * index + rank)
-        rows = torch.randn(5, 6, generator=generator)
-        net.zero_grad()
-        net(rows, aside=index % 2 == 1).square().mean().backward()
-        for name, grad in {n: p.grad for n, p in net.named_parameters() if p.requires_grad}.items():
-            if grad is not None:  # what the exchange has left is what the optimizer gets
-                _check_gradient(name, grad, watched.seen, ranks)
+        net.backward(index, rank)
+        for name, param in net.named_parameters():
+            if param.grad is not None:  # what the exchange has left is what the optimizer gets
+                _check_gradient(name, param.grad, watched.seen, ranks)
         shapes, grads, means = (list(part) for part in zip(*watched.seen, strict=True))
         found.append(Scattered(shapes, grads, means, recording.sent_bytes))
     watched.close()

@@ -64,6 +64,13 @@ class Net(nn.Module):
         output: Tensor = head(hidden) * self.gain
         return output
 
+    def backward(self, step: int, rank: int) -> None:
+        """Compute the gradients of a rank's rows in a step."""
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        rows = torch.randn(5, 6, generator=generator)
+        self.zero_grad()
+        self(rows, aside=step % 2 == 1).square().mean().backward()
+
 
 class Ranks:
     """One rank of R · S; a process may exchange with several compressors in turn."""
@@ -107,10 +114,7 @@ class Ranks:
         found = []
         for index in range(steps):
             step.clear()
-            generator = torch.Generator().manual_seed(10 * index + self.rank)
-            rows = torch.randn(5, 6, generator=generator)
-            net.zero_grad()
-            net(rows, aside=index % 2 == 1).square().mean().backward()
+            net.backward(index, self.rank)
             self._check_gradients(workers, step)
             shapes, grads, means = (list(part) for part in zip(*step, strict=True))
             errors = {n: t.clone() for n, t in workers.first.errors().items()}

@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from lightning_gc.strategies.for_pytorch_lightning import LocalStepsStrategy
 from lightning_gc.testing import LocalLockstep
 from tests.support.accelerator import BACKEND, DEVICE, WORKERS
 from tests.support.fitting import digest, fit, plain
-from tests.support.models import own_batches
+from tests.support.models import Doubling, own_batches
 
 RATE, FALL = 0.05, 0.9
 
@@ -23,8 +22,8 @@ def local(compressor: Any, **options: Any) -> LocalStepsStrategy:
     return LocalStepsStrategy(compressor, process_group_backend=BACKEND, **options)
 
 
-class Learner(pl.LightningModule):
-    """Learns to double its input, at a rate that falls with every step.
+class Learner(Doubling):
+    """Trained at a rate that falls with every step.
 
     Args:
         momentum: of its SGD.
@@ -40,11 +39,10 @@ class Learner(pl.LightningModule):
         broken: tuple[int, int] = (-1, -1),
         seed: int = 0,
     ) -> None:
-        super().__init__()
         torch.manual_seed(seed)
-        norm = nn.BatchNorm1d(40) if batch_norm else nn.Tanh()
-        self.body = nn.Sequential(nn.Linear(8, 40), norm, nn.Linear(40, 40))
-        self.head = nn.Linear(40, 4)
+        super().__init__()
+        if batch_norm:
+            self.body[1] = nn.BatchNorm1d(40)
         self.momentum, self.broken = momentum, broken
         self.trained: list[str] = []
         self.validated: list[str] = []
@@ -52,18 +50,14 @@ class Learner(pl.LightningModule):
     def noted(self) -> dict[str, Any]:
         return {"trained": self.trained, "validated": self.validated}
 
-    def loss(self, batch: Tensor) -> Tensor:
-        output: Tensor = self.head(self.body(batch))
-        return (output - batch[:, :4] * 2).square().mean()
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.trained.append(digest(self))
         broken = (self.global_rank, self.global_step) == self.broken
-        return self.loss(batch) * (float("inf") if broken else 1.0)
+        return self.loss(batch, batch_idx) * (float("inf") if broken else 1.0)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.validated.append(whole_digest(self))
-        self.log("val_loss", self.loss(batch), sync_dist=True)
+        self.log("val_loss", self.loss(batch, batch_idx), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         sgd = torch.optim.SGD(self.parameters(), lr=RATE, momentum=self.momentum)
@@ -151,7 +145,7 @@ def by_a_plain_loop(
         for worker, model in enumerate(models):
             (optimizer,), (falling,) = made[worker]
             optimizer.zero_grad()
-            model.loss(data[worker][step]).backward()
+            model.loss(data[worker][step], step).backward()
             optimizer.step()
             falling["scheduler"].step()
         under_way[:] = [(left - 1, common, sent) for left, common, sent in under_way]

@@ -12,7 +12,20 @@ from tests.support.fitting import arrays, digest
 Sums = dict[str, Tensor]
 
 
-class Books(pl.LightningModule):
+class Doubling(pl.LightningModule):
+    """Learns to double its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 40))
+        self.head = nn.Linear(40, 4)
+
+    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output: Tensor = self.head(self.body(batch))
+        return (output - batch[:, :4] * 2).square().mean()
+
+
+class Books(Doubling):
     """Adds up what every worker's own gradient was and what the optimizer was given.
 
     ``local`` is computed beside DDP by ``torch.autograd.grad``, ``applied`` is read from ``.grad``
@@ -21,10 +34,8 @@ class Books(pl.LightningModule):
 
     def __init__(self, compiled: bool = False) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 40))
         if compiled:
             self.body = torch.compile(self.body, backend="eager")  # type: ignore[assignment]
-        self.head = nn.Linear(40, 4)
         self.local: Sums = {}
         self.applied: Sums = {}
         self.pending: Sums = {}
@@ -38,13 +49,6 @@ class Books(pl.LightningModule):
             "applied": arrays(self.applied),
             "skipped": self.skipped,
         }
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.body(x))
-        return result
-
-    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self(batch) - batch[:, :4] * 2).square().mean()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.loss(batch, batch_idx)
@@ -162,23 +166,17 @@ class Manual(Books):
         ]
 
 
-class Plain(pl.LightningModule):
-    """Learns to double its input, and notes which rows it has seen, and the level of every step."""
+class Plain(Doubling):
+    """Notes which rows it has seen, and the level of every step."""
 
     def __init__(self, rate: float = 0.02) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 40))
-        self.head = nn.Linear(40, 4)
         self.rate = rate
         self.seen: list[list[float]] = []
         self.levels: list[dict[str, float | None]] = []
 
     def noted(self) -> dict[str, Any]:
         return {"seen": self.seen, "levels of steps": self.levels}
-
-    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
-        output: Tensor = self.head(self.body(batch))
-        return (output - batch[:, :4] * 2).square().mean()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.seen.append(batch[:, 0].tolist())
