@@ -18,14 +18,12 @@ again. Delete the file to measure anew.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ mpl.use("Agg")
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from dated_page import RESULTS, stem, title, versions, write
 from matplotlib.figure import Figure
 from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network
@@ -244,8 +243,8 @@ def parse() -> argparse.Namespace:
     add("--seconds", type=float, default=90, help="of each run")
     add("--spare", type=float, default=0.15, help="the target's share over a fast link's step")
     add("--most-steps", type=int, default=2000, help="for which there are batches")
-    results = Path(__file__).with_name("results")
-    add("--out", type=Path, default=results, help="folder of the dated files")
+    add("--kept", type=Path, default=Path("varying_link.json"), help="runs, kept between calls")
+    add("--out", type=Path, default=RESULTS, help="folder of the dated files")
     add("--target", type=float, default=1.0, help=argparse.SUPPRESS)
     add("--calibrate", action="store_true", help=argparse.SUPPRESS)
     add("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -266,8 +265,7 @@ def main() -> None:
         return
     check_privileges("This benchmark")
     seconds = options.seconds
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "varying_link.json"
+    path = options.kept
     known = read(
         path, {name: getattr(options, name) for name in ("seconds", "spare", "most_steps")}
     )
@@ -290,23 +288,23 @@ def main() -> None:
     thirds = [f"step, {link}" for link in (FAST, SLOW, FAST)]
     head = ["", "steps", *thirds, "steps within 1.15 × target, %", "loss at the end"]
     table = markdown(head, [line(arm, runs, seconds, target) for arm, runs in found.items()])
-    stem = options.out / f"varying_link_{datetime.date.today():%Y%m%d}"
-    text = f"""# A link whose speed changes, {datetime.date.today()}
+    picture = stem(options.out, "varying_link").with_suffix(".svg")
+    text = f"""{title("A link whose speed changes")}
 
 `python benchmarks/varying_link.py {" ".join(sys.argv[1:])}`: {MODELS[MODEL]}, {WORKERS} workers,
 `TopK`, {seconds:g} s a run, of which the middle third at {SLOW}, the others at {FAST}. Target of
 `BandwidthAware`: {target:.3f} s a step, {options.spare:.0%} over the median of density {LEVELS[0]}
-at {FAST}. torch {version("torch")}, {os.cpu_count()} CPUs; {len(options.seeds)} seeds. Steps within
+at {FAST}. {versions("torch")}, {os.cpu_count()} CPUs; {len(options.seeds)} seeds. Steps within
 1.15 × target: but for the {TURN} after the start and each change. Loss: mean of the last {LAST}
 steps, mean and standard deviation over seeds.
 
 {table}
 
-![Seconds of a step, density and loss over the run]({stem.name}.svg)
+![Seconds of a step, density and loss over the run]({picture.name})
 """
     sys.stdout.write(text)
-    stem.with_suffix(".md").write_text(text)
-    draw(found, seconds, target, stem.with_suffix(".svg"))
+    write(options.out, "varying_link", text)
+    draw(found, seconds, target, picture)
 
 
 if __name__ == "__main__":

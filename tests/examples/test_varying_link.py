@@ -42,7 +42,19 @@ def test_an_abort_costs_the_run_that_was_under_way(
 
     monkeypatch.setattr(varying_link, "measure", measure)
     monkeypatch.setattr(varying_link, "check_privileges", lambda what: None)
-    words = ["x", "--out", str(tmp_path), "--arms", "0.1", "0.01", "--seeds", "0", "1"]
+    words = [
+        "x",
+        "--out",
+        str(tmp_path),
+        "--kept",
+        str(tmp_path / "runs.json"),
+        "--arms",
+        "0.1",
+        "0.01",
+        "--seeds",
+        "0",
+        "1",
+    ]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(RuntimeError, match="died"):
         varying_link.main()
