@@ -235,7 +235,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
 
     def _handles_in(self, state: Mapping[str, Any]) -> dict[str, Attached]:
         """Return those of the modules among the values of ``state``, by the values' names."""
-        modules = {name: getattr(v, "module", v) for name, v in state.items()}
+        modules = {n: getattr(v, "module", v) for n, v in state.items() if isinstance(v, nn.Module)}
         return {name: self._attached[m] for name, m in modules.items() if m in self._attached}
 
     def _checkpoint(self, handles: dict[str, Attached]) -> FabricCheckpoint:
