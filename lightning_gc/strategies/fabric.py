@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -98,7 +98,6 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
         verification(verify, owner)
         self.controller, self.verify, self.state = controller, verify, state
         self._attached: dict[nn.Module, Attached] = {}  # by the wrapped module
-        self._exchanged: dict[Tensor, str] = {}
         self._optimizers: list[Optimizer] = []
         super().__init__(**ddp_kwargs)
 
@@ -161,7 +160,6 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
             getattr(self.precision, "scaler", None),
             self._timeout,
             self.verify,
-            exchanged=self._exchanged,
         )
         return ddp
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import abc
 import copy
 import sys
+import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,9 @@ class Attached(abc.ABC):
         parts: sums over the ranks that have a worker's parameters together.
     """
 
+    _open: ClassVar[weakref.WeakSet[Attached]] = weakref.WeakSet()
+    """Of this process: one optimizer may have the parameters of several modules."""
+
     def __init__(
         self,
         workers: Workers,
@@ -57,6 +61,12 @@ class Attached(abc.ABC):
         if controller is not None:
             self._control = ControlLoop(controller, workers)
             self._control.attach()
+        self._open.add(self)
+
+    @property
+    def _exchanged(self) -> dict[Tensor, str]:
+        """Parameter -> name, of all modules of this process whose handles are open."""
+        return {param: name for each in self._open for param, name in each._workers.names.items()}
 
     @property
     def levels(self) -> dict[str, float | None]:
@@ -214,6 +224,7 @@ class Attached(abc.ABC):
             PeerError: the last exchange failed; and other errors of the last step.
         """
         self._detach()
+        self._open.discard(self)
         self._synchronizer.close(failed=sys.exception() is not None)
         self._synchronizer.check()
 
