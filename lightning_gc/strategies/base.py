@@ -197,6 +197,12 @@ class CompressedStrategy(Resuming, SingleTrainer):
         state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         return state
 
+    def teardown(self) -> None:
+        """End; weights that an exception in the backward pass has left moved ahead are restored."""
+        if self._lookahead is not None:
+            self._lookahead.put_back()
+        super().teardown()  # type: ignore[misc]
+
     def _active_engine(self) -> Engine:
         """Return the engine of the worker whose batch is running."""
         return self.engines[0]

@@ -136,7 +136,7 @@ class LocalHooks(CompressedStrategy):
         return {} if self._rounds is None else self._rounds.figures
 
     def teardown(self) -> None:
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
         self._all_rounds = self.local_workers.rounds = ()
 
     def _arrive(self) -> None:
