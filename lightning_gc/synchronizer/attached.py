@@ -148,7 +148,7 @@ class Attached(abc.ABC):
             )
         moment = partial(Moment, metrics or {}, **run)
         first = dist.get_rank(self._everybody) == 0
-        peers = Peers(first, self._device, self._mean, self._parts)
+        peers = Peers(first, self._device, self._mean, self._parts, self._everybody)
         self._control.decide(epoch, self._optimizers, moment, peers)
 
     def _mean(self, tensor: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ class ControlLoop:
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
     def _apply_decision(self, peers: Peers, text: str | None) -> None:
-        said = json.loads(broadcast_text(text, peers.device))
+        said = json.loads(broadcast_text(text, peers.device, peers.group))
         if "error" in said:
             raise RuntimeError(
                 f"The controller failed on worker 0, so all workers stop. {said['error']}"

@@ -220,12 +220,15 @@ def gather_text(text: str, transport: Transport, device: torch.device) -> list[s
     return [_decoded(payload[0]) for payload in texts]
 
 
-def broadcast_text(text: str | None, device: torch.device) -> str:
-    """Return worker 0's text on all workers of the default group, without pickle.
+def broadcast_text(
+    text: str | None, device: torch.device, group: dist.ProcessGroup | None = None
+) -> str:
+    """Return worker 0's text on all workers of the group, without pickle.
 
     Args:
         text: worker 0's; ignored on the others.
         device: one that the group's backend can send from: a GPU with NCCL.
+        group: of the workers; None is the default group.
 
     Communication pattern:
         Two broadcasts: the length in bytes, as int64, and the text in UTF-8.
@@ -236,10 +239,11 @@ def broadcast_text(text: str | None, device: torch.device) -> str:
     """
     if not dist.is_initialized():
         return text or ""
-    own, worker = _encoded(text or "", device), dist.get_rank()
+    own, worker = _encoded(text or "", device), dist.get_rank(group)
+    source = 0 if group is None else dist.get_process_group_ranks(group)[0]
     announced = torch.tensor([own.numel()], dtype=torch.int64, device=device)
-    with naming_peers("broadcast", "a controller's decision", worker, dist.get_world_size()):
-        dist.broadcast(announced, src=0)
+    with naming_peers("broadcast", "a controller's decision", worker, dist.get_world_size(group)):
+        dist.broadcast(announced, src=source, group=group)
         length = int(announced)
         if not 0 <= length <= MAX_TEXT:
             raise ValueError(
@@ -248,7 +252,7 @@ def broadcast_text(text: str | None, device: torch.device) -> str:
             )
         data = own if worker == 0 else own.new_empty(length)
         if length:
-            dist.broadcast(data, src=0)
+            dist.broadcast(data, src=source, group=group)
     return _decoded(data)
 
 

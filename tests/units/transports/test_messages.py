@@ -154,12 +154,12 @@ def test_broadcast_takes_any_length_and_any_bytes(
     """Worker 0 is played by a function that fills in what it likes."""
     wire: list[Tensor] = []
 
-    def receive(tensor: Tensor, src: int) -> None:
+    def receive(tensor: Tensor, src: int, group: None) -> None:
         assert src == 0
         tensor.copy_(wire.pop(0))
 
-    fakes: dict[str, Any] = {"is_initialized": lambda: True, "get_rank": lambda: 1}
-    fakes |= {"get_world_size": lambda: 2, "broadcast": receive}
+    fakes: dict[str, Any] = {"is_initialized": lambda: True, "get_rank": lambda _: 1}
+    fakes |= {"get_world_size": lambda _: 2, "broadcast": receive}
     for name, fake in fakes.items():
         monkeypatch.setattr(dist, name, fake)
 
