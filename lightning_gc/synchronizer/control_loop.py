@@ -92,6 +92,13 @@ class ControlLoop:
         for each, account in zip(self.statistics, self._workers.accounts, strict=True):
             each.attach(account)
 
+    def begin_anew(self) -> None:
+        """Observe from this step on: that is where the engines have been set to."""
+        self._seen_step = self._epoch_step = self._step
+        for each in self.statistics:
+            each.begin()
+            each.epoch.end_epoch()
+
     def decide(
         self,
         epoch: int,

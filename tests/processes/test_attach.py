@@ -5,7 +5,6 @@ import io
 import math
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -197,26 +196,6 @@ def overflowing(worker: int) -> list[str]:
 def test_an_overflow_on_one_worker_leaves_no_trace() -> None:
     for a, b in run_in_processes(overflowing, 2):
         assert a == b
-
-
-def in_a_group(worker: int) -> dict[str, float | None]:
-    """Workers 1 and 2 of three attach; worker 0 is busy with something else."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    group = dist.new_group([1, 2], timeout=timedelta(seconds=20))
-    levels: dict[str, float | None] = {}
-    if worker > 0:
-        ddp = DistributedDataParallel(nn.Linear(64, 64), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        handle = attach(ddp, TopK(0.1), controller=Fixed(0.05), optimizers=optimizer)
-        handle.begin_epoch(0)
-        levels = handle.levels
-        handle.close()
-    dist.barrier()
-    return levels
-
-
-def test_a_controller_decides_for_the_group_of_its_module() -> None:
-    assert run_in_processes(in_a_group, 3) == [{}, {"weight": 0.05}, {"weight": 0.05}]
 
 
 def handled(worker: int) -> dict[str, Any]:
