@@ -99,6 +99,10 @@ class ControlLoop:
             each.begin()
             each.epoch.end_epoch()
 
+    def pause(self) -> None:
+        """Note that validation begins, which is no part of a step."""
+        self._steps.pause(self._step)
+
     def decide(
         self,
         epoch: int,
@@ -209,9 +213,7 @@ class ControlLoop:
             ahead = self._forecast.ahead(self._step, rate, now.rates_to_come)
         sizes = {name: param.numel() for param, name in self._workers.compressed().items()}
         levels = self._workers.levels() if steps else {}
-        measured = clock_figures(
-            self.controller.needs, self.statistics, self._steps, steps, peers.mean_of
-        )
+        measured = clock_figures(self.controller.needs, self.statistics, self._steps, peers.mean_of)
         for each in self.statistics:
             each.begin()
         # Lightning does not restore a checkpoint's metrics.
