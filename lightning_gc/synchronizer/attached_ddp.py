@@ -60,10 +60,15 @@ class AttachedDDP(Attached):
             verify=verify,
         )
         group = ddp.process_group
-        super().__init__(
-            workers, synchronizer, controller, optimizers, device, group, group, Parts()
-        )
-        ddp.register_comm_hook(None, synchronizer.hook)
+        try:
+            super().__init__(
+                workers, synchronizer, controller, optimizers, device, group, group, Parts()
+            )
+            ddp.register_comm_hook(None, synchronizer.hook)
+        except BaseException:  # such as that of a module that has a hook already
+            self._open.discard(self)
+            synchronizer.close(failed=True)
+            raise
         # Not by the communication hook, which is not called if all that is trained is new.
         self._watching = ddp.register_forward_hook(self._refuse_unsynchronised)
 

@@ -1,11 +1,14 @@
 """``attach`` more than once, in a group, and a handle that is reset, loaded again or closed."""
 
+import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import TopK, attach
@@ -79,3 +82,26 @@ def begun_again(worker: int) -> list[int]:
 def test_a_reset_keeps_the_step() -> None:
     """A controller counts on, and random numbers are not drawn again."""
     assert run_in_processes(begun_again, 1) == [[0, 3, 2]]
+
+
+def attached_twice(worker: int) -> list[Any]:
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(nn.Linear(64, 64))
+    handle = attach(ddp, TopK(0.1))
+
+    def left() -> tuple[int, int]:
+        return threading.active_count(), len(distributed_c10d._world.pg_map)
+
+    before = left()
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        attach(ddp, TopK(0.1))
+    after = left()
+    handle.close()
+    handle.close()
+    return [before == after, *left()]
+
+
+def test_a_second_attach_leaves_nothing_behind_and_a_second_close_does_nothing() -> None:
+    for same, threads, groups in run_in_processes(attached_twice, 2):
+        assert same
+        assert (threads, groups) == (1, 1)
