@@ -243,8 +243,9 @@ class Attached(abc.ABC):
         Raises:
             PeerError: the last exchange failed; and other errors of the last step.
         """
-        self._detach()
-        self._open.discard(self)
+        if self in self._open:
+            self._open.discard(self)
+            self._detach()
         self._synchronizer.close(failed=sys.exception() is not None)
         self._synchronizer.check()
 
