@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +22,7 @@ from lightning_gc.transports.base import (
     lengths_of,
 )
 from lightning_gc.transports.p2p import PIECE, swap, swap_of_unknown_lengths
-from lightning_gc.transports.peer_error import MessageError, PeerError, explained, naming_peers
+from lightning_gc.transports.peer_error import MessageError, naming_peers
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -78,18 +77,12 @@ class Distributed(Transport):
             PeerError: a peer has died, hangs or makes other requests (with NCCL only as the class
                 says), or has sent something else than it announced.
         """
-        started = time.monotonic()
-        try:
+        with naming_peers(_NAMES[type(request)], self.purpose, self.worker, self.workers):
             if isinstance(request, Mean):
                 return self._mean(request)
             if isinstance(request, Gather):
                 return self._gather(request)
             return self._exchange(request)
-        except PeerError:
-            raise
-        except RuntimeError as error:
-            what, me = _NAMES[type(request)], self.worker
-            raise explained(error, what, self.purpose, me, self.workers, started) from error
 
     def _mean(self, request: Mean) -> Reply:
         tensors = [t.contiguous() for t in request.tensors]
