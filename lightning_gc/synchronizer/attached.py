@@ -98,7 +98,10 @@ class Attached(abc.ABC):
         self._synchronizer.check()
 
     def reset(self) -> None:
-        """Set errors and the compressor's state to zero, as for weights from elsewhere."""
+        """Set errors and the compressor's state to zero, as for weights from elsewhere.
+
+        The count of steps goes on.
+        """
         self._workers.first.reset(self._workers.first.step)
 
     def set_levels(

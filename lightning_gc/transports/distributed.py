@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,12 @@ from lightning_gc.transports.base import (
     lengths_of,
 )
 from lightning_gc.transports.p2p import PIECE, swap, swap_of_unknown_lengths
-from lightning_gc.transports.peer_error import MessageError, naming_peers
+from lightning_gc.transports.peer_error import (
+    MessageError,
+    explained,
+    is_from_backend,
+    naming_peers,
+)
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,12 +83,18 @@ class Distributed(Transport):
             PeerError: a peer has died, hangs or makes other requests (with NCCL only as the class
                 says), or has sent something else than it announced.
         """
-        with naming_peers(_NAMES[type(request)], self.purpose, self.worker, self.workers):
+        started = time.monotonic()
+        try:
             if isinstance(request, Mean):
                 return self._mean(request)
             if isinstance(request, Gather):
                 return self._gather(request)
             return self._exchange(request)
+        except RuntimeError as error:
+            if not is_from_backend(error):
+                raise
+            what, me = _NAMES[type(request)], self.worker
+            raise explained(error, what, self.purpose, me, self.workers, started) from error
 
     def _mean(self, request: Mean) -> Reply:
         tensors = [t.contiguous() for t in request.tensors]
