@@ -52,8 +52,7 @@ class EpochStatistics:
         self.scale = scale
         self._store = ErrorBuffers(("sum",))
         self._first: int | None = None
-        self._squares: list[Tensor] = []
-        self._squares_before = 0.0  # of the epoch's part before a checkpoint
+        self._squares: Tensor | float = 0.0  # Σ‖g_t‖² over the epoch
         self._errors: Tensor | float = 0.0
         self._update_errors: Tensor | float = 0.0
         self._recent: Tensor | float = 0.0  # Σ‖g_t‖² since the last decision
@@ -70,7 +69,8 @@ class EpochStatistics:
             return
         self._store.flat(bucket)["sum"].add_(bucket.grad)
         if self.moments:
-            self._squares.append(torch.linalg.vector_norm(bucket.grad, dtype=torch.float64) ** 2)
+            norm = torch.linalg.vector_norm(bucket.grad, dtype=torch.float64)
+            self._squares = self._squares + norm**2
 
     def see_error(self, bucket: Bucket, error: Tensor, rates: Mapping[str, float]) -> None:
         """Add the squared norm of one bucket's error, left by a step at these learning rates."""
@@ -123,15 +123,13 @@ class EpochStatistics:
 
     def squares(self) -> float:
         """Return ``Σ‖g_t‖²`` over the epoch."""
-        since = float(torch.stack(self._squares).sum()) if self._squares else 0.0
-        return self._squares_before + since
+        return float(self._squares)
 
     def end_epoch(self) -> None:
         """Reset the epoch's sums, but not the total error."""
         for kept in self._store.named.values():
             kept["sum"].zero_()
-        self._squares.clear()
-        self._squares_before = 0.0
+        self._squares = 0.0
         self._first = None
 
     def own_state(self) -> dict[str, Any]:
@@ -149,7 +147,7 @@ class EpochStatistics:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Resume from ``own_state()``."""
         self._store.load({name: {"sum": tensor} for name, tensor in state["sums"].items()})
-        self._squares, self._squares_before = [], float(state["squares"])
+        self._squares = float(state["squares"])
         self._first = round(state["first"]) if "first" in state else None
         self._errors = float(state["total_error"])
         if self.errors and "total_error_update" not in state:

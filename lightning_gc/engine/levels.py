@@ -20,10 +20,15 @@ class Levels:
     """
 
     def __init__(self, compressor: Compressor) -> None:
-        self.compressor = self._common_compressor = compressor
+        self._first = compressor
         self.traits = compressor.traits
+        self.forget()
+
+    def forget(self) -> None:
+        """Go back to the compressor's own level, as if none had been set."""
+        self.compressor = self._common_compressor = self._first
         self.uncompressed = False
-        self._common = compressor.level
+        self._common = self._first.level
         self._by_name: dict[str, float | None] = {}
         self.changed = False
 

@@ -123,6 +123,11 @@ class CompressedStrategy(Resuming, SingleTrainer):
             epoch = int(trainer.current_epoch)
             self.control_loop.decide(epoch, self.optimizers, moment, self._peers())  # type: ignore[attr-defined]
 
+    def on_validation_start(self) -> None:
+        super().on_validation_start()  # type: ignore[misc]
+        if self.control_loop is not None:
+            self.control_loop.pause()
+
     def _peers(self) -> Peers:
         mean = partial(self.reduce, reduce_op="mean")  # type: ignore[attr-defined]
         return Peers(self.global_rank == 0, self.root_device, mean, self.parts)  # type: ignore[attr-defined]
@@ -196,6 +201,12 @@ class CompressedStrategy(Resuming, SingleTrainer):
             self._lookahead.put_back()
         state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         return state
+
+    def teardown(self) -> None:
+        """End; weights that an exception in the backward pass has left moved ahead are restored."""
+        if self._lookahead is not None:
+            self._lookahead.put_back()
+        super().teardown()  # type: ignore[misc]
 
     def _active_engine(self) -> Engine:
         """Return the engine of the worker whose batch is running."""

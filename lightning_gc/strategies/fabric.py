@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -98,7 +98,6 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
         verification(verify, owner)
         self.controller, self.verify, self.state = controller, verify, state
         self._attached: dict[nn.Module, Attached] = {}  # by the wrapped module
-        self._exchanged: dict[Tensor, str] = {}
         self._optimizers: list[Optimizer] = []
         super().__init__(**ddp_kwargs)
 
@@ -161,7 +160,6 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
             getattr(self.precision, "scaler", None),
             self._timeout,
             self.verify,
-            exchanged=self._exchanged,
         )
         return ddp
 
@@ -235,7 +233,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
 
     def _handles_in(self, state: Mapping[str, Any]) -> dict[str, Attached]:
         """Return those of the modules among the values of ``state``, by the values' names."""
-        modules = {name: getattr(v, "module", v) for name, v in state.items()}
+        modules = {n: getattr(v, "module", v) for n, v in state.items() if isinstance(v, nn.Module)}
         return {name: self._attached[m] for name, m in modules.items() if m in self._attached}
 
     def _checkpoint(self, handles: dict[str, Attached]) -> FabricCheckpoint:

@@ -88,7 +88,7 @@ class LocalHooks(CompressedStrategy):
             warn_of_few_rounds(self.compressor, steps, self.plan.every)
 
     def on_validation_start(self) -> None:
-        super().on_validation_start()  # type: ignore[misc]
+        super().on_validation_start()
         if self._rounds is not None and self.show == "common":
             self._rounds.weights.show()
 
@@ -136,7 +136,7 @@ class LocalHooks(CompressedStrategy):
         return {} if self._rounds is None else self._rounds.figures
 
     def teardown(self) -> None:
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
         self._all_rounds = self.local_workers.rounds = ()
 
     def _arrive(self) -> None:

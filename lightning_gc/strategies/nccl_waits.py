@@ -16,7 +16,7 @@ def warn_of_blocking_waits(trainer: Any) -> None:
 
     Lightning 2.6 reads the result on the host, where nothing ends the wait for a dead worker.
     """
-    if os.environ.get(_BLOCKING) != "1" or "nccl" not in dist.get_backend():
+    if os.environ.get(_BLOCKING) != "1" or "nccl" not in dist.get_backend_config():
         return
     if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
         warnings.warn(

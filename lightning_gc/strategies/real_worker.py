@@ -45,7 +45,7 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
 
     def teardown(self) -> None:
         self._close()
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
 
     def _close(self) -> None:
         if self._synchronizer is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 import copy
 import sys
+import warnings
+import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,9 @@ class Attached(abc.ABC):
         parts: sums over the ranks that have a worker's parameters together.
     """
 
+    _open: ClassVar[weakref.WeakSet[Attached]] = weakref.WeakSet()
+    """Of this process: one optimizer may have the parameters of several modules."""
+
     def __init__(
         self,
         workers: Workers,
@@ -57,6 +62,12 @@ class Attached(abc.ABC):
         if controller is not None:
             self._control = ControlLoop(controller, workers)
             self._control.attach()
+        self._open.add(self)
+
+    @property
+    def _exchanged(self) -> dict[Tensor, str]:
+        """Parameter -> name, of all modules of this process whose handles are open."""
+        return {param: name for each in self._open for param, name in each._workers.names.items()}
 
     @property
     def levels(self) -> dict[str, float | None]:
@@ -87,8 +98,11 @@ class Attached(abc.ABC):
         self._synchronizer.check()
 
     def reset(self) -> None:
-        """Set errors and the compressor's state to zero, as for weights from elsewhere."""
-        self._workers.first.reset(0)
+        """Set errors and the compressor's state to zero, as for weights from elsewhere.
+
+        The count of steps goes on.
+        """
+        self._workers.first.reset(self._workers.first.step)
 
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None
@@ -138,7 +152,7 @@ class Attached(abc.ABC):
             )
         moment = partial(Moment, metrics or {}, **run)
         first = dist.get_rank(self._everybody) == 0
-        peers = Peers(first, self._device, self._mean, self._parts)
+        peers = Peers(first, self._device, self._mean, self._parts, self._everybody)
         self._control.decide(epoch, self._optimizers, moment, peers)
 
     def _mean(self, tensor: Tensor) -> Tensor:
@@ -171,13 +185,18 @@ class Attached(abc.ABC):
             raise RuntimeError("A step is under way, so its errors are not final; save after it.")
         control, kept = self._control, None
         if control is not None:
-            kept = {"loop": control.state_dict({}), "worker": control.statistics[0].own_state()}
+            kept = {
+                "controller": repr(control.controller),
+                "loop": control.state_dict({}),
+                "worker": control.statistics[0].own_state(),
+            }
         return attached_state(self._workers, kept)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state_dict()`` of the same worker, bit for bit.
 
-        Call it on all workers. All states are checked before any is loaded.
+        Call it on all workers. All states are checked before any is loaded. Another controller than
+        the state's begins anew, with a warning.
 
         Raises:
             ValueError: on all workers, if one's state is damaged, or that of another worker, number
@@ -198,12 +217,26 @@ class Attached(abc.ABC):
                 )
         there = each_tensor(dict(state), lambda tensor: tensor.to(self._device))
         self._workers.first.load_state_dict(copy.deepcopy(there["engine"]))
+        self._workers.first.levels.forget()
         if state["levels"] is not None:
             self._workers.set_levels(*state["levels"])
         self._workers.regroup(state["layout"])
-        if self._control is not None and state["control"] is not None:
-            self._control.load_state_dict(state["control"]["loop"])
-            self._control.statistics[0].load_own_state(there["control"]["worker"])
+        if self._control is not None:
+            self._load_control(self._control, there["control"])
+
+    def _load_control(self, control: ControlLoop, state: Mapping[str, Any] | None) -> None:
+        control.begin_anew()
+        now = repr(control.controller)
+        before = now if state is None else state.get("controller", now)
+        if before != now:
+            if self._workers.first.worker == 0:
+                warnings.warn(
+                    f"Resumed with changes. Controller {before} is now {now}: it begins anew.",
+                    stacklevel=3,
+                )
+        elif state is not None:
+            control.load_state_dict(state["loop"])
+            control.statistics[0].load_own_state(state["worker"])
 
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow.
@@ -213,7 +246,9 @@ class Attached(abc.ABC):
         Raises:
             PeerError: the last exchange failed; and other errors of the last step.
         """
-        self._detach()
+        if self in self._open:
+            self._open.discard(self)
+            self._detach()
         self._synchronizer.close(failed=sys.exception() is not None)
         self._synchronizer.check()
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.controllers import Controller
@@ -31,7 +30,6 @@ class AttachedDDP(Attached):
         scaler: of fp16 training.
         timeout: of every collective.
         verify: what workers compare.
-        exchanged: parameter -> name, of all modules that share an optimizer with this one.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class AttachedDDP(Attached):
         scaler: torch.amp.GradScaler | None,
         timeout: timedelta | None,
         verify: Verify,
-        exchanged: dict[Tensor, str] | None = None,
     ) -> None:
         check_settings(configuration, controller, optimizers)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -51,8 +48,6 @@ class AttachedDDP(Attached):
         warn_of_one_queue(ddp)
         workers = Workers(configuration)
         workers.name(ddp.module)
-        self._exchanged = workers.names if exchanged is None else exchanged
-        self._exchanged.update(workers.names)
         device = next(iter(workers.names)).device
         synchronizer = Synchronizer(
             workers,
@@ -65,10 +60,15 @@ class AttachedDDP(Attached):
             verify=verify,
         )
         group = ddp.process_group
-        super().__init__(
-            workers, synchronizer, controller, optimizers, device, group, group, Parts()
-        )
-        ddp.register_comm_hook(None, synchronizer.hook)
+        try:
+            super().__init__(
+                workers, synchronizer, controller, optimizers, device, group, group, Parts()
+            )
+            ddp.register_comm_hook(None, synchronizer.hook)
+        except BaseException:  # such as that of a module that has a hook already
+            self._open.discard(self)
+            synchronizer.close(failed=True)
+            raise
         # Not by the communication hook, which is not called if all that is trained is new.
         self._watching = ddp.register_forward_hook(self._refuse_unsynchronised)
 

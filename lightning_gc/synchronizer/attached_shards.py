@@ -79,7 +79,7 @@ class AttachedShards(Attached):
 
     def _refuse_unsynchronised(self, *passed: Any) -> None:
         self._exchange.buckets.refuse_interrupted()
-        refuse_new_parameters(self._model, self._workers.names, self._optimizers)
+        refuse_new_parameters(self._model, self._exchanged, self._optimizers)
 
     def _replicate(self) -> None:
         for unit in self._units:

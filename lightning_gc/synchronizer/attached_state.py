@@ -36,7 +36,12 @@ _STATE: dict[str, Structure] = {
     "layout": Listed(Listed(TEXT)),
     "engine": Record(ENGINE_STATE),
     "levels": Optional(Pair(LEVEL, Each(LEVEL))),
-    "control": Optional(Record({"loop": CONTROL_STATE, "worker": WorkerStatistics.structure})),
+    "control": Optional(
+        Record(
+            {"loop": CONTROL_STATE, "worker": WorkerStatistics.structure},
+            {"controller": TEXT},  # not in states of before
+        )
+    ),
 }
 _OF_SHARDS: dict[str, Structure] = {"shard": WHOLE, "shards": COUNT}
 _SINCE_2: dict[str, Structure] = {"run": TEXT, CHECKSUM: TEXT}

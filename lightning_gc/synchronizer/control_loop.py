@@ -92,6 +92,17 @@ class ControlLoop:
         for each, account in zip(self.statistics, self._workers.accounts, strict=True):
             each.attach(account)
 
+    def begin_anew(self) -> None:
+        """Observe from this step on: that is where the engines have been set to."""
+        self._seen_step = self._epoch_step = self._step
+        for each in self.statistics:
+            each.begin()
+            each.epoch.end_epoch()
+
+    def pause(self) -> None:
+        """Note that validation begins, which is no part of a step."""
+        self._steps.pause(self._step)
+
     def decide(
         self,
         epoch: int,
@@ -170,7 +181,7 @@ class ControlLoop:
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
     def _apply_decision(self, peers: Peers, text: str | None) -> None:
-        said = json.loads(broadcast_text(text, peers.device))
+        said = json.loads(broadcast_text(text, peers.device, peers.group))
         if "error" in said:
             raise RuntimeError(
                 f"The controller failed on worker 0, so all workers stop. {said['error']}"
@@ -202,9 +213,7 @@ class ControlLoop:
             ahead = self._forecast.ahead(self._step, rate, now.rates_to_come)
         sizes = {name: param.numel() for param, name in self._workers.compressed().items()}
         levels = self._workers.levels() if steps else {}
-        measured = clock_figures(
-            self.controller.needs, self.statistics, self._steps, steps, peers.mean_of
-        )
+        measured = clock_figures(self.controller.needs, self.statistics, self._steps, peers.mean_of)
         for each in self.statistics:
             each.begin()
         # Lightning does not restore a checkpoint's metrics.

@@ -84,6 +84,7 @@ class Unit:
         self._module, self._group = module, group
         self._replicated: Any = None  # what says that there are replicas, while it is put aside
         self._own_scatter: Any = None  # FSDP2's, while it is replaced
+        self._fills_itself = False  # zeros for parameters without a gradient, if it is not told to
 
     @property
     def ranks(self) -> list[int]:
@@ -153,6 +154,11 @@ class Unit:
         return factor is not None or bool(forced)
 
     @property
+    def keeps_from_replicas(self) -> bool:
+        """Whether the user has switched the all-reduce over replicas off."""
+        return not self._group.all_reduce_grads
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type in which gradients are reduced."""
         policy = self._group.mp_policy
@@ -202,8 +208,7 @@ class Unit:
     def listen(self, hook: Hook) -> None:
         """Call ``hook`` with each reduced tensor; parameters without a gradient are zeros in it."""
         self._module.set_all_reduce_hook(hook)
-        if fills_unused():
-            self._module.set_reduce_scatter_unused_params(True, recurse=False)
+        self._fill_unused()
 
     def scatter_by(self, comm: Any) -> None:
         """Let ``comm``, of the interface of torch's ``ReduceScatter``, do the reduce-scatters.
@@ -212,16 +217,21 @@ class Unit:
         """
         self._own_scatter = self._group._reduce_scatter_comm
         self._module.set_custom_reduce_scatter(comm)
-        if fills_unused():
-            self._module.set_reduce_scatter_unused_params(True, recurse=False)
+        self._fill_unused()
 
     def forget(self) -> None:
         """Call no hook any more."""
         self._group._all_reduce_hook = None
+        self._group.reduce_scatter_unused_params = self._fills_itself
 
     def scatter_itself(self) -> None:
         """Let FSDP2 do its own reduce-scatters again."""
         self._group._reduce_scatter_comm = self._own_scatter
+        self._group.reduce_scatter_unused_params = self._fills_itself
+
+    def _fill_unused(self) -> None:
+        self._fills_itself = getattr(self._group, "reduce_scatter_unused_params", False)
+        self._group.reduce_scatter_unused_params = True  # no torch before 2.13 reads it
 
 
 def fills_unused() -> bool:

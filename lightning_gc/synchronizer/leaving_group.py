@@ -35,7 +35,7 @@ def leave(group: dist.ProcessGroup, failed: bool) -> None:
 
 def waits_for_others(group: dist.ProcessGroup) -> bool:
     """Return whether destroying the group is a collective."""
-    return "nccl" in dist.get_backend(group)
+    return "nccl" in dist.get_backend_config(group)
 
 
 def _abort(group: dist.ProcessGroup) -> None:

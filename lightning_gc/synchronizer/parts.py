@@ -49,8 +49,12 @@ class ShardParts(Parts):
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group, in float64."""
         there = tensor.to(self._device, torch.float64, copy=True)
-        me, size = dist.get_rank(), dist.get_world_size()
-        with naming_peers("all-reduce", "sums over the shards of a node", me, size):
+        me, ranks = dist.get_rank(self._group), dist.get_process_group_ranks(self._group)
+        purpose = (
+            f"sums over the shards of a node, whose workers 0, 1, ... are the ranks "
+            f"{', '.join(map(str, ranks))}"
+        )
+        with naming_peers("all-reduce", purpose, me, len(ranks)):
             dist.all_reduce(there, group=self._group)
         return there
 

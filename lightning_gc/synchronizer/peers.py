@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.synchronizer.parts import Parts
@@ -20,12 +21,14 @@ class Peers:
         device: one that the group's backend can send from.
         mean: returns a tensor's mean over workers.
         parts: sums over the parts of a worker, where several processes have them.
+        group: of all processes; None is the default group.
     """
 
     decides: bool
     device: torch.device
     mean: Callable[[Tensor], Tensor]
     parts: Parts = Parts()  # noqa: RUF009 - has no state
+    group: dist.ProcessGroup | None = None
 
     def mean_of(self, rows: Iterable[Sequence[float]]) -> list[float]:
         """Return the mean over workers, in one message; one row per worker of this process."""

@@ -171,6 +171,12 @@ class ShardBuckets:
             )
         if unit.divides_itself:
             raise RuntimeError(_DIVIDES.format(unit.name))
+        if unit.keeps_from_replicas:
+            raise RuntimeError(
+                f"{unit.name} has set_requires_all_reduce(False), but what a pass reduces is "
+                f"exchanged between replicas. To accumulate gradients use "
+                f"set_requires_gradient_sync(False), and True in the last pass."
+            )
         if reduced.numel() != unit.padded_numel():
             fix = (
                 "Let all of them take part in the loss"

@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_gc.synchronizer.equal_start import broadcast_all
 from lightning_gc.synchronizer.fsdp_units import units_of
@@ -79,8 +80,11 @@ class ShardExchange:
             "names and shapes of parameters": digest_of(whole),
         }
         check_agreement(same | dict(agreed), Distributed(), device)
-        broadcast_all((workers.local(param) for param in model.parameters()), between)
-        broadcast_all(model.buffers())
+        sharded, plain = list[Tensor](), list[Tensor]()  # plain: ignored_params, which are frozen
+        for param in model.parameters():
+            (sharded if isinstance(param, DTensor) else plain).append(param)
+        broadcast_all(map(workers.local, sharded), between)
+        broadcast_all((*plain, *model.buffers()))
         self.parts = ShardParts(node, device)
         on_all_ranks(partial(self._synchronize, between, columns, timeout, before_round), device)
         workers.run = gather_text(workers.run, Distributed(), device)[0]

@@ -17,8 +17,9 @@ PHASES = (COMPUTE, COMPRESS, COMMUNICATE, DECODE)
 class StepClock:
     """Adds up the time from one batch to the next of the same epoch.
 
-    So validation between epochs, and what else is done there, is left out; so is the last step of
-    an epoch. On CUDA a host that runs ahead of its device is told by the clock on average only.
+    So what is done between epochs is left out, and so is the last step of an epoch if no validation
+    follows. Validation is left out wherever it is. On CUDA a host that runs ahead of its device is
+    told by the clock on average only.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,12 @@ class StepClock:
         self._spent, self._steps = 0.0, 0
         return found
 
+    def pause(self, step: int) -> None:
+        """Note that validation begins after so many steps, within an epoch or after it."""
+        if self._last is not None:
+            self.see(step, self._last[2])
+        self._last = None
+
     def resume(self) -> None:
         """Go on after a decision, which is made between two batches and is no part of a step."""
         if self._last is not None:
@@ -49,7 +56,6 @@ def clock_figures(
     needs: Needs,
     statistics: Sequence[WorkerStatistics],
     clock: StepClock,
-    steps: int,
     mean: Callable[[list[list[float]]], list[float]],
 ) -> dict[str, Any]:
     """Return the fields of an observation that come from clocks, as far as they are declared.
@@ -58,7 +64,6 @@ def clock_figures(
         needs: the controller's.
         statistics: of each worker of this process.
         clock: of steps.
-        steps: since the last decision.
         mean: rows, one per worker of this process -> their mean over all workers.
 
     Communication pattern:
@@ -70,7 +75,8 @@ def clock_figures(
         phases = [each.phases() for each in statistics]
         rows = [[spent, timed, *(p.get(name, 0.0) for name in PHASES)] for p in phases]
         seconds, stepped, *means = mean(rows)
-        per_step = {n: s / max(steps, 1) for n, s in zip(PHASES, means, strict=True) if s}
+        steps = max(statistics[0].timed_steps, 1)
+        per_step = {n: s / steps for n, s in zip(PHASES, means, strict=True) if s}
         step = seconds / stepped if stepped else 0.0
         if statistics[0].modelled:  # simulated workers take turns
             step = sum(per_step.values())

@@ -104,6 +104,7 @@ class Synchronizer:
         if hurried and timeout is not None:
             _set_pg_timeout(timeout, self._group)
         self._background = Background(recording, device)
+        self._left = False
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
         self._compared: torch.futures.Future[Tensor] | None = None  # of the last verified round
 
@@ -177,12 +178,15 @@ class Synchronizer:
     def close(self, failed: bool = False) -> None:
         """Finish queued buckets, stop the thread and leave the group; after a failure, at once.
 
+        To close again does nothing.
+
         Args:
             failed: whether this worker stops by an error of its own, elsewhere.
         """
         stopped = self._background.close()
         failed = failed or self._background.error is not None or bool(self._round)
-        if stopped:
+        if stopped and not self._left:
+            self._left = True
             leave(self._group, failed)
 
 

@@ -20,7 +20,8 @@ _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 def warn_of_one_queue(ddp: DistributedDataParallel) -> None:
     """Warn if kernels of both groups share the one queue that the environment leaves a GPU."""
-    if "nccl" not in dist.get_backend(ddp.process_group) or os.environ.get(_QUEUES) != "1":
+    backends = dist.get_backend_config(ddp.process_group)
+    if "nccl" not in backends or os.environ.get(_QUEUES) != "1":
         return
     others = []
     if any(isinstance(child, nn.SyncBatchNorm) for child in ddp.module.modules()):

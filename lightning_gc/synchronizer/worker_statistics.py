@@ -36,6 +36,8 @@ class WorkerStatistics:
     )
     """What ``own_state`` returns."""
 
+    _account: Recorder
+
     def __init__(self, engine: Engine, controller: Controller) -> None:
         self.engine = engine
         needs = controller.needs
@@ -43,14 +45,18 @@ class WorkerStatistics:
         self._keeps_exchanges = needs.link
         engine.statistics.epoch = self.epoch
         self._seen_tally = dataclasses.replace(engine.statistics.tally)
+        self._timed_from = engine.step
 
     def attach(self, account: Recorder) -> None:
-        """Use the byte account of a new fit, before all else."""
+        """Use the byte account of a new fit, before all else; of the last one, add what is new."""
+        nbytes, seconds, exchanges = 0, dict[str, float](), tuple[ExchangeRecord, ...]()
+        if hasattr(self, "_account"):
+            nbytes, seconds, exchanges = self._bytes(), self.phases(), self.exchanges()
         self._account = account
         if self._keeps_exchanges:
-            account.exchanges = deque(maxlen=KEPT)
-        self._seen_seconds = account.seconds()
-        self._seen_bytes = account.sent_bytes
+            account.exchanges = deque(exchanges, maxlen=KEPT)
+        self._seen_seconds = _minus(account.seconds(), seconds)
+        self._seen_bytes = account.sent_bytes - nbytes
 
     def figures(self) -> list[float]:
         """Return bytes, dense bytes and elements sent since then, total errors, ‖g‖² since then."""
@@ -66,8 +72,12 @@ class WorkerStatistics:
 
     def phases(self) -> dict[str, float]:
         """Return phase -> seconds since then."""
-        now, seen = self._account.seconds(), self._seen_seconds
-        return {phase: seconds - seen.get(phase, 0.0) for phase, seconds in now.items()}
+        return _minus(self._account.seconds(), self._seen_seconds)
+
+    @property
+    def timed_steps(self) -> int:
+        """Steps that ``phases`` has the seconds of: those before a resume are not known."""
+        return self.engine.step - self._timed_from
 
     @property
     def modelled(self) -> bool:
@@ -80,7 +90,7 @@ class WorkerStatistics:
 
     def begin(self) -> None:
         """Count from here: a decision has been made."""
-        self._seen_seconds = self._account.seconds()
+        self._time_from_here()
         if self._account.exchanges is not None:
             self._account.exchanges.clear()
         self._seen_bytes = self._account.sent_bytes
@@ -98,6 +108,7 @@ class WorkerStatistics:
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Resume from ``own_state()``, or from the mean of several."""
+        self._time_from_here()
         self._seen_bytes = self._account.sent_bytes - round(state["bytes"])
         now = vars(self.engine.statistics.tally)
         # A checkpoint of 0.1 has no grad_elements: what was sent whole before it is not counted.
@@ -105,5 +116,12 @@ class WorkerStatistics:
         self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in counts.items()})
         self.epoch.load_own_state(state["observer"])
 
+    def _time_from_here(self) -> None:
+        self._seen_seconds, self._timed_from = self._account.seconds(), self.engine.step
+
     def _bytes(self) -> int:
         return self._account.sent_bytes - self._seen_bytes
+
+
+def _minus(some: Mapping[str, float], less: Mapping[str, float]) -> dict[str, float]:
+    return {name: some.get(name, 0.0) - less.get(name, 0.0) for name in {**some, **less}}

@@ -111,6 +111,7 @@ class Workers:
         ``revocable``: optimizer steps may be skipped, as by a gradient scaler.
         """
         self.accounts = accounts
+        self.regrouping = None
         self.run = secrets.token_hex(4)
         if not self.engines:
             self.engines = [self._engine(a.worker, a.workers) for a in accounts]

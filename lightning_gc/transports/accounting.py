@@ -164,7 +164,8 @@ class Stopwatch:
         if isinstance(self._mark, torch.cuda.Event) and isinstance(now, torch.cuda.Event):
             self._events.append((phase, self._mark, now))
         elif isinstance(self._mark, float) and isinstance(now, float):
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
+            with self._adding:
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
         self._mark = now
 
     def take(self) -> dict[str, float]:

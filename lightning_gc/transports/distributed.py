@@ -23,7 +23,12 @@ from lightning_gc.transports.base import (
     lengths_of,
 )
 from lightning_gc.transports.p2p import PIECE, swap, swap_of_unknown_lengths
-from lightning_gc.transports.peer_error import MessageError, PeerError, explained, naming_peers
+from lightning_gc.transports.peer_error import (
+    MessageError,
+    explained,
+    is_from_backend,
+    naming_peers,
+)
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -85,9 +90,9 @@ class Distributed(Transport):
             if isinstance(request, Gather):
                 return self._gather(request)
             return self._exchange(request)
-        except PeerError:
-            raise
         except RuntimeError as error:
+            if not is_from_backend(error):
+                raise
             what, me = _NAMES[type(request)], self.worker
             raise explained(error, what, self.purpose, me, self.workers, started) from error
 
@@ -220,12 +225,15 @@ def gather_text(text: str, transport: Transport, device: torch.device) -> list[s
     return [_decoded(payload[0]) for payload in texts]
 
 
-def broadcast_text(text: str | None, device: torch.device) -> str:
-    """Return worker 0's text on all workers of the default group, without pickle.
+def broadcast_text(
+    text: str | None, device: torch.device, group: dist.ProcessGroup | None = None
+) -> str:
+    """Return worker 0's text on all workers of the group, without pickle.
 
     Args:
         text: worker 0's; ignored on the others.
         device: one that the group's backend can send from: a GPU with NCCL.
+        group: of the workers; None is the default group.
 
     Communication pattern:
         Two broadcasts: the length in bytes, as int64, and the text in UTF-8.
@@ -236,10 +244,11 @@ def broadcast_text(text: str | None, device: torch.device) -> str:
     """
     if not dist.is_initialized():
         return text or ""
-    own, worker = _encoded(text or "", device), dist.get_rank()
+    own, worker = _encoded(text or "", device), dist.get_rank(group)
+    source = 0 if group is None else dist.get_process_group_ranks(group)[0]
     announced = torch.tensor([own.numel()], dtype=torch.int64, device=device)
-    with naming_peers("broadcast", "a controller's decision", worker, dist.get_world_size()):
-        dist.broadcast(announced, src=0)
+    with naming_peers("broadcast", "a controller's decision", worker, dist.get_world_size(group)):
+        dist.broadcast(announced, src=source, group=group)
         length = int(announced)
         if not 0 <= length <= MAX_TEXT:
             raise ValueError(
@@ -248,7 +257,7 @@ def broadcast_text(text: str | None, device: torch.device) -> str:
             )
         data = own if worker == 0 else own.new_empty(length)
         if length:
-            dist.broadcast(data, src=0)
+            dist.broadcast(data, src=source, group=group)
     return _decoded(data)
 
 

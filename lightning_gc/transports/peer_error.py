@@ -36,7 +36,7 @@ class WaitError(RuntimeError):
 
 def is_from_backend(error: BaseException) -> bool:
     """Return whether an error comes from torch.distributed; Gloo's have no class of their own."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistError | WaitError):
         return True
     return type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS)
 

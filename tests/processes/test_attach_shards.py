@@ -225,3 +225,46 @@ REFUSED = {
 def test_refused_on_all_ranks(found: Any, case: str) -> None:
     for rank in found:
         assert REFUSED[case] in rank["refused"][case]
+
+
+class Extra(nn.Module):
+    """Has a layer that is not used, and a frozen table outside of FSDP2."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.table = nn.Parameter(torch.full((3,), float(rank)), requires_grad=False)
+        fully_shard(self, mesh=mesh_of(2, 1), ignored_params={self.table})
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+def besides(rank: int) -> dict[str, Any]:
+    dist.init_process_group(BACKEND)
+    found: dict[str, Any] = {}
+    net: Any = Extra(rank)
+    handle = attach(net, TopK(0.1))
+    found["table"] = net.table.tolist()
+    net(torch.ones(2, 8)).sum().backward()
+    handle.close()
+    again = attach(net, TopK(0.1))
+    handle.close()  # which takes nothing off the new one
+    net(torch.ones(2, 8)).sum().backward()
+    found["steps"] = again.state_dict()["engine"]["step"]
+    again.close()
+    net.zero_grad()
+    net(torch.ones(2, 8)).sum().backward()
+    found["unused"] = net.unused.weight.grad is None
+    handle = attach(net, TopK(0.1))
+    net.set_requires_all_reduce(False)
+    with pytest.raises(RuntimeError, match=r"use set_requires_gradient_sync\(False\)"):
+        net(torch.ones(2, 8)).sum().backward()
+    return found
+
+
+def test_what_a_model_has_besides_is_left_as_it_was() -> None:
+    """A frozen parameter outside of FSDP2 starts equal; unused ones get no gradient afterwards."""
+    for found in run_in_processes(besides, 2):
+        assert found == {"table": [0.0] * 3, "steps": 1, "unused": True}

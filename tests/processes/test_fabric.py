@@ -109,11 +109,11 @@ def saved_and_loaded(worker: int, package: str, folder: str) -> list[Any]:
         straight, first, second = (FabricLoop(package, worker, *method) for _ in range(3))
         for loop in (straight, first):
             epochs(loop, method, 0, 6)
-        saved = {"model": first.model, "optimizer": first.wrapped, "step": 6}
+        saved = {"model": first.model, "optimizer": first.wrapped, "step": 6, "losses": [1.0]}
         first.fabric.save(file, saved)
-        into = {"model": second.model, "optimizer": second.wrapped, "step": 0}
+        into = {"model": second.model, "optimizer": second.wrapped, "step": 0, "losses": []}
         assert second.fabric.load(file, into) == {}
-        assert into["step"] == 6
+        assert (into["step"], into["losses"]) == (6, [1.0])
         for loop in (straight, second):
             epochs(loop, method, 6, STEPS)
         first.run(6, 8)  # goes on, saves again under the name, leaves no file of the first

@@ -178,6 +178,13 @@ def requests(worker: int, workers: int) -> None:
     with pytest.raises(ValueError, match="announces 3 elements where at most 2 are possible"):
         transport.fulfil(Gather((torch.zeros(3),), (2,)))
 
+    full = torch.OutOfMemoryError("no memory is left")  # of this worker; no peer has failed
+    with (
+        mock.patch.object(distributed, "_all_gather", side_effect=full),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        transport.fulfil(Gather((torch.zeros(3),)))
+
     cpu = torch.device("cpu")
     texts = gather_text("wörker " * worker, transport, cpu)
     assert texts == ["wörker " * i for i in range(workers)]

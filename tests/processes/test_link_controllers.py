@@ -3,16 +3,20 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from lightning_gc import NetworkModel, PerParameter, PowerSGD, SimulatedDDPStrategy, TopK
-from lightning_gc.controllers import BandwidthAware, Controller, GainSearch, LayerBudget
+from lightning_gc.controllers import BandwidthAware, Controller, GainSearch, LayerBudget, Needs
 from lightning_gc.controllers.trace import replay
-from tests.support.fitting import ddp, fit, unwarned
-from tests.support.models import Books, common_batches, own_batches
+from lightning_gc.synchronizer import step_clock
+from tests.support.fitting import ddp, fit, quiet_trainer, unwarned
+from tests.support.models import Books, Plain, common_batches, own_batches
 from tests.support.processes import run_in_processes
+from tests.units.test_clocks import Asks
 
 LADDER = (0.5, 0.25, 0.1)
 
@@ -85,3 +89,32 @@ def test_levels_by_error_curves_in_training(compressor: Any, controller: Control
     assert left["levels"]
     assert set(left["levels"].values()) <= set(allowed)
     assert "No " not in left["reason"]
+
+
+class Validating(Plain):
+    """A batch takes a second by the clock that it sets, a validation 100."""
+
+    now = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.now += 1.0
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.now += 100.0
+
+
+def validated(worker: int) -> list[float]:
+    controller, module = Asks(Needs(seconds=True)), Validating()
+    clock = SimpleNamespace(perf_counter=lambda: module.now)
+    settings: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 6, "val_check_interval": 2}
+    trainer = quiet_trainer(ddp(TopK(0.1), controller=controller), devices=1, **settings)
+    with unwarned(), mock.patch.object(step_clock, "time", clock):
+        trainer.fit(module, own_batches(worker, 6), own_batches(worker, 1))
+    return [told.step_seconds for told in controller.told if told.steps]
+
+
+@pytest.mark.processes
+def test_validation_within_an_epoch_is_no_part_of_a_step() -> None:
+    (seconds,) = run_in_processes(validated, 1)
+    assert set(seconds) == {1.0}

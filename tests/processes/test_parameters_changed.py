@@ -8,11 +8,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from lightning_fabric import Fabric
 from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import SimulatedDDPStrategy, TopK, attach
+from lightning_gc import CompressedFabricStrategy, SimulatedDDPStrategy, TopK, attach
 from tests.support.fitting import ddp, digest, quiet_trainer, unwarned
 from tests.support.models import Plain, own_batches
 from tests.support.processes import run_in_processes
@@ -158,3 +159,50 @@ def test_attach() -> None:
     assert zero == one
     for name, (_, sentence) in CHANGES.items():
         assert re.match(sentence, zero.get(name, "nothing")), name
+
+
+def trained_together(worker: int) -> str:
+    """One optimizer has the parameters of two modules, until the handle of one is closed."""
+    dist.init_process_group("gloo")
+    modules = [DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2)]
+    optimizer = torch.optim.SGD([p for each in modules for p in each.parameters()], lr=0.1)
+    handles = [attach(each, TopK(0.1), optimizers=optimizer) for each in modules]
+    one, two = modules
+    two(one(torch.randn(4, 8))).square().mean().backward()
+    handles[1].close()
+    try:
+        one(torch.randn(4, 8))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        handles[0].close()
+    return "nothing"
+
+
+def test_attached_modules_may_share_an_optimizer() -> None:
+    for said in run_in_processes(trained_together, 2):
+        assert re.match(r"Parameter group 0 of SGD has a tensor of shape \(8, 8\)", said)
+
+
+def set_up_twice(worker: int) -> str:
+    """The second time with a frozen body, which is unfrozen later."""
+    strategy = CompressedFabricStrategy(TopK(0.1))
+    with unwarned():
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        model = frozen()
+        model.body.requires_grad_(True)
+        fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model.body.requires_grad_(False)
+        wrapped, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.body.requires_grad_(True)
+    try:
+        wrapped(torch.randn(4, 8))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_fabric_exchanged_before_is_not_exchanged_now() -> None:
+    for said in run_in_processes(set_up_twice, 2):
+        assert re.match("body.0.weight was unfrozen, added or replaced", said)

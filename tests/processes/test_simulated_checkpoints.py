@@ -15,10 +15,12 @@ from lightning_gc import HardThreshold, PerParameter, TopK
 from lightning_gc.controllers import Accordion, TotalErrorBudget
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.models import GoesOn, Plain, common_batches, common_rows
 from tests.support.processes import run_in_processes
 from tests.support.resuming import Crash, checkpoint, side_files
 from tests.support.simulation import fit_case, real, simulated
+from tests.units.test_control_loop import Listens
 
 pytestmark = pytest.mark.processes
 EVERYWHERE = PerParameter(TopK(0.05))
@@ -194,3 +196,23 @@ def test_a_second_fit_goes_on() -> None:
     assert engine is not None
     assert engine.step == 20
     assert trainer.accumulate_grad_batches == 1
+
+
+@pytest.mark.parametrize("state", ["full", "off"])
+def test_a_controller_that_begins_anew_counts_from_the_resumed_step(
+    state: Any, tmp_path: Path
+) -> None:
+    """Another one than in the checkpoint, and the same where no state is restored."""
+    path, told = str(tmp_path / "last.ckpt"), []
+    begins: list[Any] = [(1, None, "full"), (2, path, state)]
+    for epochs, resume, kept in begins:
+        controller = Listens()
+        strategy = SimulatedDDPStrategy(TopK(0.1), controller=controller, workers=2, state=kept)
+        trainer = quiet_trainer(strategy, max_epochs=epochs, limit_train_batches=4)
+        with unwarned():
+            trainer.fit(Plain(), common_batches(), ckpt_path=resume)
+            trainer.save_checkpoint(path)
+        told.append([each.steps for each in controller.told])
+    assert told == [[0], [0]]
+    assert strategy.engine is not None
+    assert strategy.engine.step == 8

@@ -154,6 +154,60 @@ def test_steps_are_timed_within_epochs_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert clock.take() == (2.0, 1)
 
 
+def test_validation_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the second batch of an epoch of three, and after the third."""
+    now = iter([0.0, 1.0, 3.0, 100.0, 104.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    clock = StepClock()
+    clock.see(0, 0)
+    clock.see(1, 0)
+    clock.pause(2)
+    clock.see(2, 0)
+    clock.pause(3)
+    clock.pause(3)  # as of another validation loader
+    assert clock.take() == (7.0, 3)
+
+
+def test_seconds_of_phases_are_of_the_steps_since_a_resume() -> None:
+    """And of all steps since the decision where the same process begins a second fit."""
+    asked, peers = Asks(Needs(seconds=True, link=True)), Peers(True, CPU, mean=lambda t: t)
+    loops = []
+    for _ in range(2):
+        made = training(NetworkModel(0.01, 500.0))
+        control = ControlLoop(asked, made.workers)
+        control.attach()
+        loops.append((made, control))
+    (first, control), (second, resumed) = loops
+    draw = np.random.default_rng(0)
+
+    def steps(made: Training, count: int) -> None:
+        for _ in range(count):
+            made.step(draw.standard_normal((2, 4096)))
+
+    control.decide(0, [first.sgd], lambda: Moment({}), peers)
+    steps(first, 3)
+    for old, new in zip(first.workers.engines, second.workers.engines, strict=True):
+        new.load_state_dict(old.state_dict())
+    resumed.load_state_dict(control.state_dict({}))
+    for before, after in zip(control.statistics, resumed.statistics, strict=True):
+        after.load_own_state(before.own_state())
+    steps(second, 3)
+    resumed.decide(1, [second.sgd], lambda: Moment({}), peers)
+
+    first.ledger = Ledger(2, NetworkModel(0.01, 500.0))
+    first.workers.start(first.ledger.pages, revocable=False)
+    control.attach()
+    steps(first, 3)
+    control.decide(1, [first.sgd], lambda: Moment({}), peers)
+    _, after_resume, after_second = asked.told
+    assert after_resume.steps == after_second.steps == 6
+    assert after_resume.wire_bytes == after_second.wire_bytes > 0
+    expected = 500e-6 + 8 * after_second.wire_bytes / 6 / 1e7
+    for told in (after_resume, after_second):
+        assert told.phase_seconds["communicate"] == pytest.approx(expected)
+    assert len(after_second.exchanges) == 6
+
+
 def observation() -> Observation:
     return Observation(
         3,

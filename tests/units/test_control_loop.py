@@ -314,3 +314,6 @@ def test_the_layout_of_a_checkpoint_is_used_if_it_has_the_same_parameters() -> N
     for other in ([["w"], ["new"]], [], [["w", "w"]]):
         workers.regroup(other)
         assert workers.regrouping is None
+    workers.regroup([["w"]])
+    workers.start(workers.accounts, revocable=False)  # another fit, before the first round
+    assert workers.regrouping is None

@@ -1,5 +1,6 @@
 """Statistics collected for controllers match sums made by hand."""
 
+import gc
 import math
 
 import numpy as np
@@ -40,6 +41,21 @@ def test_gradients_are_unscaled_and_finite() -> None:
     step_alone(engine, w=torch.tensor([1024.0, 2048.0]))
     step_alone(engine, w=torch.tensor([float("inf"), 0.0]))
     assert engine.statistics.epoch.norms()["w"] == pytest.approx(math.sqrt(5))
+
+
+def test_moments_of_a_long_epoch_take_no_more_memory() -> None:
+    engine = Engine(layerwise(TopK(0.5)))
+    engine.statistics.epoch = EpochStatistics(moments=True)
+
+    def live() -> int:
+        return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+    counts = set()
+    for value in range(1, 11):
+        step_alone(engine, w=torch.tensor([float(value)]))
+        counts.add(live() if value > 5 else 0)
+    assert len(counts) == 2
+    assert engine.statistics.epoch.squares() == 385.0
 
 
 def test_total_error_is_the_sum_of_squares() -> None:

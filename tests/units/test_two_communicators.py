@@ -16,7 +16,9 @@ PLAIN, SYNCED = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.SyncBatchNorm(2
 def starts(
     module: nn.Module, unused: bool, queues: str | None, backend: str, patch: pytest.MonkeyPatch
 ) -> None:
-    patch.setattr(dist, "get_backend", lambda group: backend)
+    # A group that was made without naming a backend has no other name.
+    patch.setattr(dist, "get_backend", lambda group: "undefined")
+    patch.setattr(dist, "get_backend_config", lambda group: backend)
     patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if queues is not None:
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)

@@ -75,6 +75,8 @@ class Restoring:
         step = main.get("step") if isinstance(main, dict) else 0
         for each in engines:
             each.reset(step if isinstance(step, int) else 0)
+        if self.host.control_loop is not None:
+            self.host.control_loop.begin_anew()
 
     def _read_and_compare(self, main: Any, path: Any) -> list[Tree]:
         """Return ``_collect``; raise on all workers if one cannot, or has another checkpoint."""
@@ -182,8 +184,10 @@ class Restoring:
             state = {"memory": kept.memory, "compressor": compressor, **common}
             engine.load_state_dict(each_tensor(state, self._there))
         same_controller = changed[0].same_controller
-        if control is not None and main["turn"] is not None and same_controller:
-            control.load_state_dict(main["turn"])
+        if control is not None:
+            control.begin_anew()
+            if main["turn"] is not None and same_controller:
+                control.load_state_dict(main["turn"])
         workers.regroup(main["layout"])
         for name, part in workers.common.items():
             if name in main.get("common", {}):

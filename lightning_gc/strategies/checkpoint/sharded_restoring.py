@@ -66,6 +66,8 @@ class ShardedRestoring:
         if main is None or self.off or SHARDED not in main or main["torn"]:
             self._say_why_none(main, target)
             engines[0].reset(step if isinstance(step, int) else 0)
+            if self.host.control_loop is not None:
+                self.host.control_loop.begin_anew()
             return
         folder = folder_of(target, str(main.get("stem")))
         own: list[Tree] = []

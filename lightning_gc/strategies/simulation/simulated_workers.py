@@ -202,4 +202,4 @@ class SimulatedWorkers(CompressedStrategy):
     def teardown(self) -> None:
         if self._units is not None:
             self._units.restore()
-        super().teardown()  # type: ignore[misc]
+        super().teardown()

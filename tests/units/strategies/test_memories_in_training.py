@@ -108,43 +108,51 @@ def test_all_step_ahead_to_the_same_place_once_errors_are_averaged(every: int) -
         assert torch.equal(first, module.step_from[step]) == (step == 0)  # it has moved
 
 
-def test_what_is_saved_after_an_exception_has_not_moved(tmp_path: Any) -> None:
-    """In the middle of a forward pass, of a backward pass, and between them."""
+class Breaks(Watching):
+    """Fails in the fourth step."""
 
-    class Breaks(Watching):
-        where = ""
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
 
-        def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss = super().loss(batch, batch_idx)
-            if len(self.forward_at) == 8:
-                if self.where == "forward":
-                    raise RuntimeError(self.where)
-                if self.where == "backward":
-                    loss.register_hook(self.breaks)
-            return loss
-
-        def on_before_backward(self, loss: Tensor) -> None:
-            if len(self.forward_at) == 8 and self.where == "between":
+    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().loss(batch, batch_idx)
+        if len(self.forward_at) == 8:
+            if self.where == "forward":
                 raise RuntimeError(self.where)
+            if self.where == "backward":
+                loss.register_hook(self.breaks)
+        return loss
 
-        def breaks(self, *_: Any) -> None:
+    def on_before_backward(self, loss: Tensor) -> None:
+        if len(self.forward_at) == 8 and self.where == "between":
             raise RuntimeError(self.where)
 
-    for where in ("forward", "between", "backward"):
+    def breaks(self, *_: Any) -> None:
+        raise RuntimeError(self.where)
+
+
+def fourth_step_from() -> Tensor:
+    """Return the weights with which the fourth step begins."""
+    torch.manual_seed(0)
+    clean = Watching()
+    train(StepAhead(), clean, limit_train_batches=4)
+    return clean.step_from[3]
+
+
+@pytest.mark.parametrize("where", ["forward", "between", "backward"])
+def test_an_exception_leaves_nothing_moved(where: str, tmp_path: Any) -> None:
+    """In the middle of a forward pass, of a backward pass, and between them; saved and not."""
+    for saving in ([OnExceptionCheckpoint(tmp_path, where)], []):
         torch.manual_seed(0)
-        module = Breaks()
-        module.where = where
-        saving = OnExceptionCheckpoint(tmp_path, where)
+        module = Breaks(where)
         with pytest.raises(RuntimeError, match=where):
-            train(StepAhead(), module, callbacks=[saving], default_root_dir=str(tmp_path))
-        saved = torch.load(tmp_path / f"{where}.ckpt", weights_only=True)
-        # Steps 0 to 2 were made from what was noted; the fourth was to begin where the third led.
-        assert not torch.equal(saved["state_dict"]["head.weight"], module.forward_at[-1])
+            train(StepAhead(), module, callbacks=saving, default_root_dir=str(tmp_path))
+        assert not torch.equal(module.head.weight, module.forward_at[-1])
         assert len(module.step_from) == 3
-        torch.manual_seed(0)
-        clean = Watching()
-        train(StepAhead(), clean, limit_train_batches=4)
-        assert torch.equal(saved["state_dict"]["head.weight"], clean.step_from[3])
+        assert torch.equal(module.head.weight, fourth_step_from())
+    saved = torch.load(tmp_path / f"{where}.ckpt", weights_only=True)
+    assert torch.equal(saved["state_dict"]["head.weight"], fourth_step_from())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ def trainer() -> pl.Trainer:
 
 
 def starts(trainer: Any, blocking: str, backend: str, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dist, "get_backend", lambda: backend)
+    # A group that was made without naming a backend has no other name.
+    patch.setattr(dist, "get_backend", lambda: "undefined")
+    patch.setattr(dist, "get_backend_config", lambda: backend)
     patch.setenv("TORCH_NCCL_BLOCKING_WAIT", blocking)
     warn_of_blocking_waits(trainer)
 

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc.flow import Exchange, Gather, Reply, Request
+from lightning_gc.synchronizer.parts import ShardParts
 from lightning_gc.synchronizer.validation import check_agreement
 from lightning_gc.transports import Simulated, Transport
 from lightning_gc.transports.base import Message, as_bytes, check_lengths, laid_out, lengths_of
 from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text
+from lightning_gc.transports.peer_error import PeerError
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 CPU = torch.device("cpu")
@@ -154,12 +156,12 @@ def test_broadcast_takes_any_length_and_any_bytes(
     """Worker 0 is played by a function that fills in what it likes."""
     wire: list[Tensor] = []
 
-    def receive(tensor: Tensor, src: int) -> None:
+    def receive(tensor: Tensor, src: int, group: None) -> None:
         assert src == 0
         tensor.copy_(wire.pop(0))
 
-    fakes: dict[str, Any] = {"is_initialized": lambda: True, "get_rank": lambda: 1}
-    fakes |= {"get_world_size": lambda: 2, "broadcast": receive}
+    fakes: dict[str, Any] = {"is_initialized": lambda: True, "get_rank": lambda _: 1}
+    fakes |= {"get_world_size": lambda _: 2, "broadcast": receive}
     for name, fake in fakes.items():
         monkeypatch.setattr(dist, name, fake)
 
@@ -181,3 +183,18 @@ def test_broadcast_takes_any_length_and_any_bytes(
 
 def test_without_other_workers_a_text_is_its_own_broadcast() -> None:
     assert broadcast_text("alone", CPU) == "alone"
+
+
+def test_sums_over_shards_name_the_ranks_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of the ranks 4 and 5; which of all it is says nothing of whom it waits for."""
+
+    def fail(tensor: Tensor, group: Any) -> None:
+        raise RuntimeError("gloo: Connection closed by peer")
+
+    fakes = {"get_rank": lambda group=None: 5 if group is None else 1, "all_reduce": fail}
+    fakes |= {"get_world_size": lambda group=None: 8 if group is None else 2}
+    for name, fake in {**fakes, "get_process_group_ranks": lambda group: [4, 5]}.items():
+        monkeypatch.setattr(dist, name, fake)
+    node: Any = object()
+    with pytest.raises(PeerError, match=r"Worker 1: all-reduce with worker 0 .* the ranks 4, 5\."):
+        ShardParts(node, CPU).total(torch.ones(1))

@@ -1,5 +1,6 @@
 """A stopwatch keeps no more CUDA events than the device is behind; events here are pretended."""
 
+import threading
 import weakref
 from typing import Any
 
@@ -83,3 +84,24 @@ def test_events_end_though_nobody_takes_the_seconds() -> None:
     assert len(Event.live) <= 13
     assert watch.take() == {"compress": 1000.0, "communicate": 1000.0, "decode": 1000.0}
     assert watch.take() == {}
+
+
+def test_seconds_that_are_taken_while_they_are_added_are_counted_once() -> None:
+    """The monitor takes them in another thread, here where they have been read, but not written."""
+    watch, taken = Stopwatch(), list[dict[str, float]]()
+    taker = threading.Thread(target=lambda: taken.append(watch.take()))
+
+    class Slow(dict[str, float]):
+        def get(self, key: str, default: Any = None) -> Any:
+            found = super().get(key, default)
+            if threading.current_thread() is not taker:
+                taker.start()
+                taker.join(0.5)
+            return found
+
+    watch._seconds = Slow(compute=10.0)
+    watch.start(torch.device("cpu"))
+    watch.lap("compute")
+    taker.join()
+    assert taken[0]["compute"] >= 10
+    assert watch.take().get("compute", 0.0) < 10

@@ -1,0 +1,107 @@
+"""``attach`` more than once, in a group, and a handle that is reset, loaded again or closed."""
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc import TopK, attach
+from lightning_gc.controllers import Accordion, Fixed
+from tests.processes.test_attach import Loop
+from tests.support.processes import run_in_processes
+from tests.units.test_control_loop import Listens
+
+pytestmark = pytest.mark.processes
+
+
+def in_a_group(worker: int) -> dict[str, float | None]:
+    """Workers 1 and 2 of three attach; worker 0 is busy with something else."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=20))
+    levels: dict[str, float | None] = {}
+    if worker > 0:
+        ddp = DistributedDataParallel(nn.Linear(64, 64), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        handle = attach(ddp, TopK(0.1), controller=Fixed(0.05), optimizers=optimizer)
+        handle.begin_epoch(0)
+        levels = handle.levels
+        handle.close()
+    dist.barrier()
+    return levels
+
+
+def test_a_controller_decides_for_the_group_of_its_module() -> None:
+    assert run_in_processes(in_a_group, 3) == [{}, {"weight": 0.05}, {"weight": 0.05}]
+
+
+def rolled_back(worker: int) -> None:
+    dist.init_process_group("gloo")
+    fixed = Loop(worker, TopK(0.05), controller=Fixed(0.2))
+    other = Loop(worker, TopK(0.05), controller=Accordion(low=0.5, high=0.1, interval=1))
+    fixed.handle.begin_epoch(0)
+    fixed.run(0, 3)
+    with pytest.warns(UserWarning, match=r"Controller Fixed.* is now Accordion.*: it begins anew"):
+        other.handle.load_state_dict(fixed.handle.state_dict())
+    other.handle.begin_epoch(1, {"loss": 1.0}, max_epochs=2)
+    assert set(other.handle.levels.values()) <= {0.5, 0.1}
+
+    plain = Loop(worker, TopK(0.05))
+    first, levels = plain.handle.state_dict(), plain.handle.levels
+    plain.handle.set_levels(0.5)
+    plain.handle.load_state_dict(first)
+    assert plain.handle.levels == levels
+    for loop in (fixed, other, plain):
+        loop.handle.close()
+
+
+def test_what_was_set_after_a_state_was_saved_is_gone_once_it_is_loaded() -> None:
+    """Levels, and the state of another controller, which this one could not read."""
+    run_in_processes(rolled_back, 1)
+
+
+def begun_again(worker: int) -> list[int]:
+    dist.init_process_group("gloo")
+    controller = Listens()
+    loop = Loop(worker, TopK(0.05), controller=controller)
+    loop.handle.begin_epoch(0)
+    loop.run(0, 3)
+    loop.handle.reset()
+    for epoch in (1, 2):
+        loop.handle.begin_epoch(epoch)
+        loop.run(3, 5)
+    loop.handle.close()
+    return [told.steps for told in controller.told]
+
+
+def test_a_reset_keeps_the_step() -> None:
+    """A controller counts on, and random numbers are not drawn again."""
+    assert run_in_processes(begun_again, 1) == [[0, 3, 2]]
+
+
+def attached_twice(worker: int) -> list[Any]:
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(nn.Linear(64, 64))
+    handle = attach(ddp, TopK(0.1))
+
+    def left() -> tuple[int, int]:
+        return threading.active_count(), len(distributed_c10d._world.pg_map)
+
+    before = left()
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        attach(ddp, TopK(0.1))
+    after = left()
+    handle.close()
+    handle.close()
+    return [before == after, *left()]
+
+
+def test_a_second_attach_leaves_nothing_behind_and_a_second_close_does_nothing() -> None:
+    for same, threads, groups in run_in_processes(attached_twice, 2):
+        assert same
+        assert (threads, groups) == (1, 1)
