@@ -32,7 +32,7 @@ class Silent(Transport):
 class PretendedUnit:
     """A unit of one parameter, whose hook the test calls."""
 
-    dtype, divides_itself = torch.float32, False
+    dtype, divides_itself, keeps_from_replicas = torch.float32, False, False
     ranks = (0, 1)
 
     def __init__(self, name: str) -> None:
