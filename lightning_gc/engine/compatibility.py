@@ -22,8 +22,8 @@ def combine(
     Raises:
         ValueError: a scheme that does not work with the compressor, a memory that corrects momentum
             with a compressor that is unbiased or no sparsifier or with a scheme that encodes means
-            of workers, or one with error feedback and a compressor whose result is
-            no mean of what was sent.
+            of workers, or one with error feedback and a compressor whose result is no mean of what
+            was sent.
     """
     traits = compressor.traits
     if memory is None:

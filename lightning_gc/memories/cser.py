@@ -16,9 +16,9 @@ class CSER(Memory):
     ``e_t = e_{t−1} + (g_t − C(g_t))`` with ``g_t = ∇f(w_t − γ·e_{t−1})``, and the mean of C(g_t) is
     applied; in every ``every``-th step ``e_{t−1} + g_t`` is sent uncompressed, and ``e_t = 0``. So
     worker i's model is ``w − γ·e``: it has made all of its own step at once, and all models are
-    the same again after a reset (under ``Hierarchical``, of what its node could not send, shared
-    out). An error is not compressed a second time, as it is by error
-    feedback; between resets it is local training. γ is the learning rate.
+    the same again after a reset. (Under ``Hierarchical`` it is ahead by its share of what its node
+    has left, not by what it has left itself.) An error is not compressed a second time, as it is by
+    error feedback; between resets it is local training. γ is the learning rate.
 
     The strategy moves the weights during the forward and backward pass and restores them bit for
     bit; validation, checkpoints and the optimizer see w, which is the mean of all models plus the

@@ -92,8 +92,9 @@ class MomentumCorrection(OwnMomentum):
         before = total.add_(velocity).clone()
         yield from exchange(total)
         # Factor masking, unless the whole parameter was sent.
-        sent = before != total
-        waits = (before != 0) & ~sent
+        stays = before == total
+        waits = torch.logical_and(stays, before)
+        sent = stays.logical_not_()
         for _, start, stop in bucket.spans():
             part = slice(start, stop)
             velocity[part].masked_fill_(sent[part] & waits[part].any(), 0)
