@@ -1,5 +1,6 @@
 """Wheel and source distribution contain exactly the packages in the tree."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -85,3 +86,11 @@ def test_wheel_imports_without_the_tree(built: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(tmp_path)) == 2
+
+
+def test_constraints_leave_to_torch_what_its_builds_pin() -> None:
+    """Its CUDA builds want one exact version of these; another one pinned lets no install pass."""
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().split()}
+    theirs = re.compile("triton|nvidia-.*|cuda-.*")
+    assert "torch" in pinned
+    assert not [name for name in pinned if theirs.fullmatch(name)]

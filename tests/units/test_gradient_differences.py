@@ -37,7 +37,7 @@ def test_gradient_differences(memory: Memory, alpha: float) -> None:
             sent = []
             for i in range(WORKERS):
                 x = made[i][name] - h[i][name]
-                sends = top(x) & ~(name == "w" and i in idle)
+                sends = top(x) & (name != "w" or i not in idle)
                 sent.append(np.where(sends, x, 0))
                 h[i][name] = h[i][name] + alpha * sent[-1]
             mean[name] = before + averaged(sent)
@@ -93,7 +93,7 @@ def test_saef() -> None:
             for i in range(WORKERS):
                 m[i][name] = mu * m[i][name] + made[i][name]
                 delta = common + rate * m[i][name]
-                sends = top(delta) & ~(name == "w" and i in idle)
+                sends = top(delta) & (name != "w" or i not in idle)
                 sent.append(np.where(sends, delta, 0))
                 e[i][name] = delta - sent[-1]
             mean[name] = averaged(sent) / rate
