@@ -14,6 +14,10 @@ from lightning_gc.bucket import Bucket
 from lightning_gc.engine.error_buffers import ErrorBuffers, to_host
 from lightning_gc.engine.state_structure import FINITE, FLOATS, NUMBER, Each, Record
 
+PIECE = 1 << 16
+"""Elements of a tensor on the host whose squares torch adds up at once, in float32: of 25 million
+it is off by 0.3 %, of these by less than one in a million."""
+
 
 class EpochStatistics:
     """Adds up, on the device, the statistics that a controller declares.
@@ -68,9 +72,8 @@ class EpochStatistics:
         if self.first_only and bucket.step != self._first:
             return
         self._store.flat(bucket)["sum"].add_(bucket.grad)
-        if self.moments:
-            norm = torch.linalg.vector_norm(bucket.grad, dtype=torch.float64)
-            self._squares = self._squares + norm**2
+        if self.moments and bucket.names:
+            self._squares = self._squares + _squares(bucket, bucket.grad).sum()
 
     def see_error(self, bucket: Bucket, error: Tensor, rates: Mapping[str, float]) -> None:
         """Add the squared norm of one bucket's error, left by a step at these learning rates."""
@@ -162,4 +165,8 @@ class EpochStatistics:
 
 def _squares(bucket: Bucket, flat: Tensor) -> Tensor:
     """Return squared norms, float64, ``(parameters,)``: the same in whatever bucket they are."""
-    return torch.stack(torch._foreach_norm(list(bucket.split(flat).values()))).double() ** 2
+    size = PIECE if flat.device.type == "cpu" else max(bucket.numel, 1)
+    pieces = [flat.narrow(0, a, b - a).split(size) for _, a, b in bucket.spans()]
+    norms = torch._foreach_norm([piece for each in pieces for piece in each])
+    squared = torch.stack(norms).double() ** 2
+    return torch.stack([each.sum() for each in squared.split([len(each) for each in pieces])])

@@ -69,6 +69,19 @@ def test_total_error_is_the_sum_of_squares() -> None:
     assert engine.statistics.epoch.total_error == pytest.approx(expected)
 
 
+def test_squares_of_a_large_tensor_are_those_of_float64() -> None:
+    """In one float32 sum, torch's are off by 3e-4 at this size."""
+    engine = Engine(layerwise(TopK(0.001)))
+    engine.statistics.epoch = epoch = EpochStatistics(moments=True, errors=True, scale=True)
+    gradient = torch.randn(5_000_000, generator=cases.generator(0))
+    step_alone(engine, w=gradient.clone(), b=torch.ones(3))
+    error = engine.errors()["w"].double().square().sum()
+    assert epoch.total_error == pytest.approx(float(error), rel=1e-6)
+    squared = pytest.approx(float(gradient.double().square().sum()) + 3, rel=1e-6)
+    assert epoch.squares() == squared
+    assert epoch.squared_gradients == squared
+
+
 @pytest.mark.parametrize("lr_aware", [False, True])
 def test_total_error_in_units_of_the_update(lr_aware: bool) -> None:
     """Σ γ_t²·‖e_t‖² by NumPy, where learning rates change and differ between parameters.
