@@ -1,4 +1,4 @@
-"""Session: measures link, module, DDP and methods in turn, predicts, and measures the best."""
+"""Session: measures link, module, methods and DDP in turn, predicts, and measures the best."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_gc.advice.module_timing import Busy, ModuleTiming
 from lightning_gc.advice.prediction import Row, Situation, pieces_for, shortlist
 from lightning_gc.advice.report import plan_of
 from lightning_gc.advice.timeline import Module
-from lightning_gc.bench.baselines import BF16, FP16, NONE, PLAIN, baseline_strategy
+from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, baseline_strategy
 from lightning_gc.bench.comparison import Say, take_turns
 from lightning_gc.bench.method_run import BenchError, BenchSetup, Measurement, measure, train
 from lightning_gc.bench.step_timing import WARMUP_STEPS
@@ -31,7 +31,7 @@ from lightning_gc.transports.peer_error import PeerError
 from lightning_gc.tuning.method import Method
 
 STEPS = 6
-"""Measured steps of the module and of plain DDP, before anything is predicted."""
+"""Measured steps of the module and of DDP without an exchange, before anything is predicted."""
 BEST = 3
 """Compressed rows that are measured."""
 ROUNDS, FEWEST, MOST = 3, 4, 20
@@ -97,7 +97,7 @@ class Session:
         return fit_all(self.probes)
 
     def situation(self, target: Target, link: LinkByKind) -> Situation:
-        """Time module, methods and plain DDP; return what is known of the target."""
+        """Time module, methods and DDP's wrapper; return what is known of the target."""
         workers = target.workers or self.setup.worker.world_size
         timing, module = self._module_turn()
         order = self._order(timing)
@@ -133,8 +133,7 @@ class Session:
             link,
             contention,
         )
-        # What DDP costs beyond the model, be it here or on another link.
-        overhead = max(self._dense_turn() - here.step(here.plain(None)).seconds, 0.0)
+        overhead = max(self._wrapped_turn() - module.step, 0.0)
         asked = link if target.gbps is None else at_rate(link, target.gbps)
         return replace(here, workers=workers, link=asked, overhead=overhead)
 
@@ -244,13 +243,17 @@ class Session:
         self.say("timed it beside a busy thread")
         return float(min(max(max(slowed) / module.backward - 1, 0.0), 1.0))
 
-    def _dense_turn(self) -> float:
-        """Return the seconds of a step of plain DDP, and note what a turn takes besides steps."""
+    def _wrapped_turn(self) -> float:
+        """Return the seconds of a step in DDP that sends nothing; note what a turn takes besides.
+
+        What DDP adds is not read off a step of plain DDP: there it is as large as what the probe
+        of a slow link is off by, which grows with the bytes.
+        """
         began = time.monotonic()
-        measured = measure(replace(self.setup, steps=STEPS), PLAIN, None)
+        measured = measure(replace(self.setup, steps=STEPS), NO_EXCHANGE, None)
         median = statistics.median(measured.seconds)
         self._turn_seconds = max(time.monotonic() - began - (WARMUP_STEPS + STEPS) * median, 0.0)
-        self.say(f"timed plain DDP: {median:.4f} s per step")
+        self.say(f"timed DDP without an exchange: {median:.4f} s per step")
         return max(float(each) for each in self._gather(median))
 
     def _gather(self, value: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -15,12 +16,23 @@ NONE, PLAIN = "no synchronisation", "plain DDP"
 FP16, POWER_SGD = "torch fp16 hook", "torch PowerSGD hook"
 RANK = 2  # of PowerSGD
 BF16 = "torch bf16 hook"
+NO_EXCHANGE = "DDP without an exchange"
 BASELINES = (NONE, PLAIN, FP16, POWER_SGD)
 
 
-_SIXTEEN_BITS: dict[str, Any] = {
+def keep_local(state, bucket):  # type: ignore[no-untyped-def]
+    """Leave every worker its own gradients: a hook that sends nothing; DDP inspects annotations."""
+    grad = bucket.buffer()
+    devices = [grad.device] if grad.device.type == "cuda" else []
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(grad)
+    return future
+
+
+_HOOKS: dict[str, Any] = {
     FP16: default_hooks.fp16_compress_hook,
     BF16: default_hooks.bf16_compress_hook,
+    NO_EXCHANGE: keep_local,
 }
 
 
@@ -50,7 +62,7 @@ def baseline_strategy(method: str, process_group_backend: str, **settings: Any) 
     """Return a new strategy of a baseline.
 
     Args:
-        method: one of ``BASELINES``, or ``BF16``.
+        method: one of ``BASELINES``, ``BF16`` or ``NO_EXCHANGE``.
         process_group_backend: ``"gloo"`` or ``"nccl"``.
         settings: further ones of ``DDPStrategy``.
     """
@@ -59,8 +71,8 @@ def baseline_strategy(method: str, process_group_backend: str, **settings: Any) 
         return UnsynchronisedStrategy(**settings)
     if method == PLAIN:
         return pl.strategies.DDPStrategy(**settings)
-    if method in _SIXTEEN_BITS:
-        return HookStrategy((None, _SIXTEEN_BITS[method]), **settings)
+    if method in _HOOKS:
+        return HookStrategy((None, _HOOKS[method]), **settings)
     if process_group_backend == "gloo":
         # PowerSGD chains callbacks on Gloo's futures; with several buckets these can dead-lock.
         settings["bucket_cap_mb"] = 10_000
@@ -72,12 +84,13 @@ def computed_bytes(method: str, parameters: Iterable[Tensor], workers: int) -> i
     """Return the bytes of gradients that one worker sends in a step, by a ring all-reduce.
 
     Args:
-        method: one of ``BASELINES``, or ``BF16``.
+        method: one of ``BASELINES``, ``BF16`` or ``NO_EXCHANGE``.
         parameters: those with gradients, which have their dtype.
         workers: W.
     """
     sizes = {
         NONE: lambda p: 0,
+        NO_EXCHANGE: lambda p: 0,
         PLAIN: lambda p: p.numel() * p.element_size(),
         FP16: lambda p: p.numel() * 2,
         BF16: lambda p: p.numel() * 2,

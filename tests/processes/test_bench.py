@@ -24,6 +24,7 @@ from lightning_gc.bench.baselines import (
     PLAIN,
     POWER_SGD,
     computed_bytes,
+    keep_local,
     low_rank_numel,
 )
 from lightning_gc.bench.table import COLUMNS, cells
@@ -235,6 +236,29 @@ def test_cells() -> None:
     ]
     assert cells({"topk": rows["topk"]})[0][2:4] == ["nan", "nan"]
     assert markdown(COLUMNS[:2], [["a", "b"]]) == "|  | s per step |\n| --- | ---: |\n| a | b |\n"
+
+
+def wrapped(worker: int) -> tuple[list[float], list[float]]:
+    """Return a gradient in DDP under ``keep_local``, and the worker's own."""
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    ddp = nn.parallel.DistributedDataParallel(module)
+    ddp.register_comm_hook(None, keep_local)
+    inputs = torch.full((1, 3), worker + 1.0)
+    ddp(inputs).sum().backward()
+    assert module.weight.grad is not None
+    found = module.weight.grad.flatten().tolist()
+    (own,) = torch.autograd.grad(module(inputs).sum(), [module.weight])
+    torch.distributed.destroy_process_group()
+    return found, own.flatten().tolist()
+
+
+@pytest.mark.processes
+def test_without_an_exchange_gradients_are_the_workers_own() -> None:
+    (one, ones), (two, twos) = run_in_processes(wrapped, 2)
+    assert (one, two) == (ones, twos)
+    assert one != two
 
 
 @pytest.mark.parametrize("shape", [(100,), (100, 50), (2, 50), (4, 5), (16, 3, 3, 3), ()])
