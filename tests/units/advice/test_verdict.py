@@ -10,11 +10,12 @@ from lightning_gc.advice.verdict import judge
 from tests.support.replay import patient
 
 Rows = dict[str, dict[str, Any]]
+SENT = {"ddp": 32.0, "cast": 16.0, "qsgd": 4.0, "topk": 1.0}
 
 
 def rows(spread: float = 0.02, **seconds: float) -> Rows:
     return {
-        name: {"seconds": s, "low": s * (1 - spread), "high": s * (1 + spread)}
+        name: {"seconds": s, "low": s * (1 - spread), "high": s * (1 + spread), "bytes": SENT[name]}
         for name, s in seconds.items()
     }
 
@@ -35,6 +36,11 @@ def verdict(found: Rows, limit: float = 0.1) -> Any:
         (rows(0.2, ddp=1.0, cast=1.0, topk=0.98), None, False, "idle machine"),
         # Between 16 bits and a method that quartiles do not tell apart, 16 bits.
         (rows(0.1, ddp=1.0, cast=0.5, topk=0.44), "cast", True, "50% shorter"),
+        # Of two that are as fast to within 5 %, the one that sends more.
+        (rows(ddp=1.0, cast=0.8, topk=0.3, qsgd=0.31), "qsgd", True, "69% shorter"),
+        (rows(ddp=1.0, cast=0.8, topk=0.3, qsgd=0.32), "topk", True, "70% shorter"),
+        # ... but not one that is no tenth faster than 16 bits.
+        (rows(ddp=1.0, cast=0.5, topk=0.44, qsgd=0.455), "topk", True, "56% shorter"),
     ],
 )
 def test_rules(found: Rows, choice: str | None, certain: bool, word: str) -> None:
