@@ -20,6 +20,7 @@ import tasks
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from lightning_gc import QSGD, Compressor, PowerSGD, TopK
 from lightning_gc.controllers import BySize, Controller, Fixed, LayerBudget
@@ -191,9 +192,13 @@ def draw(rows: list[Row], figure: Figure) -> None:
                 runs = where(rows, task=task, knob=knob, arm=name)
                 _dots(ax, [runs] if runs else [], mark, colour, f"{knob}, {name}")
         ax.set(title=task, xscale="log", xlabel="bytes per step and worker")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.grid(color="0.9")
     figure.axes[0].set_ylabel("validation loss")
-    figure.axes[-1].legend(frameon=False, fontsize=7)
+    shown = figure.axes[-1].get_legend_handles_labels()
+    figure.legend(*shown, loc="outside lower center", ncols=4, frameon=False, fontsize=7)
 
 
 def _dots(ax: Axes, groups: list[list[Row]], how: str, colour: str, label: str) -> None:
