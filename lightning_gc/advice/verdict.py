@@ -52,7 +52,7 @@ def judge(rows: Measured, dense: str, sixteen: str, limit: float) -> Verdict:
     """
     plain = rows[dense]["seconds"]
     others = {name: row for name, row in rows.items() if name != dense}
-    best = min(others, key=lambda name: float(others[name]["seconds"]))
+    best = fastest = min(others, key=lambda name: float(others[name]["seconds"]))
     over: list[tuple[str, float]] = [(dense, LEAST_GAIN)]  # what a suggestion must be faster than
     if sixteen in rows and _gain(rows[sixteen], rows[dense]) >= LEAST_GAIN:
         over.append((sixteen, LEAST_GAIN_OVER_16_BITS))
@@ -78,7 +78,8 @@ def judge(rows: Measured, dense: str, sixteen: str, limit: float) -> Verdict:
         return Verdict(None, f"{room}.", True)
     if not _faster(rows[best], rows[dense], LEAST_GAIN):
         return Verdict(None, f"{_noise(best, dense, rows)}, though {best} took {took}.", False)
-    return Verdict(best, f"{took} with plain DDP, {_words(gain)}.", True)
+    tie = f"; {fastest} is as fast, and sends less" if best not in (fastest, sixteen) else ""
+    return Verdict(best, f"{took} with plain DDP, {_words(gain)}{tie}.", True)
 
 
 def _gain(row: Mapping[str, Any], dense: Mapping[str, Any]) -> float:

@@ -169,4 +169,6 @@ def _squares(bucket: Bucket, flat: Tensor) -> Tensor:
     pieces = [flat.narrow(0, a, b - a).split(size) for _, a, b in bucket.spans()]
     norms = torch._foreach_norm([piece for each in pieces for piece in each])
     squared = torch.stack(norms).double() ** 2
+    if len(norms) == len(pieces):  # no sum per parameter, which on a device is a kernel each
+        return squared
     return torch.stack([each.sum() for each in squared.split([len(each) for each in pieces])])

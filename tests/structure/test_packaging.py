@@ -1,4 +1,4 @@
-"""Wheel and source distribution contain exactly the packages in the tree."""
+"""Wheel and source distribution hold exactly the packages in the tree; tested versions install."""
 
 import re
 import subprocess
