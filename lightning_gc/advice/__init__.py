@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_gc.advice.command import Advice as Advice
-    from lightning_gc.advice.command import advise as advise
+    from lightning_gc.advice.advising import Advice as Advice
+    from lightning_gc.advice.advising import advise as advise
 
 __all__ = ["Advice", "advise"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the command when it is asked for: parts of this package need no Lightning."""
+    """Import them when they are asked for: parts of this package need no Lightning."""
     if name in __all__:
-        from lightning_gc.advice import command
+        from lightning_gc.advice import advising
 
-        return getattr(command, name)
+        return getattr(advising, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

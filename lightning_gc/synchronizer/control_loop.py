@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_gc.controllers import Controller, Curve, Decision, Observation
 from lightning_gc.controllers.trace import append
 from lightning_gc.synchronizer.error_curves import error_curves
+from lightning_gc.synchronizer.gradient_moments import gradient_moments
 from lightning_gc.synchronizer.peers import Peers
 from lightning_gc.synchronizer.rate_forecast import Forecast
 from lightning_gc.synchronizer.step_clock import StepClock, clock_figures
@@ -253,15 +254,16 @@ class ControlLoop:
     def _close_epoch(self, peers: Peers) -> dict[str, Any]:
         """Return the observation's fields that are of whole epochs; start the next epoch."""
         steps, self._epoch_step = self._step - self._epoch_step, self._step
-        moments = self._moments(peers, steps)
+        epochs = [each.epoch for each in self.statistics]
+        moments = gradient_moments(epochs, steps, self._workers.first.workers, peers)
         watched = self.controller.needs.gradients != "none" and steps
         norms = self.statistics[0].epoch.norms() if watched else {}
         curves: dict[str, Curve] = {}
         if self.controller.needs.curves and steps and peers.decides:
             summed = self.statistics[0].epoch.summed()
             curves = error_curves(self._workers.first, summed, self.controller.needs.curves)
-        for each in self.statistics:
-            each.epoch.end_epoch()
+        for epoch in epochs:
+            epoch.end_epoch()
         return {
             "gradient_norms": self._compressed(norms, peers),
             "error_curves": curves,
@@ -274,27 +276,6 @@ class ControlLoop:
         compressed = set(self._workers.compressed().values())
         whole = peers.parts.norms_of(norms, self._workers.names.values())
         return {name: norm for name, norm in whole.items() if name in compressed}
-
-    def _moments(self, peers: Peers, steps: int) -> dict[str, float]:
-        """Estimate E‖g−∇fᵢ‖², ‖∇fᵢ‖² and meanᵢ‖∇fᵢ−∇f‖², with the 1/steps bias removed."""
-        epochs = [each.epoch for each in self.statistics]
-        if not epochs[0].moments or steps < 2:
-            return {}
-        means = [epoch.sum() / steps for epoch in epochs]
-        owns = [float(mean.double().square().sum()) for mean in means]
-        spread = [
-            (epoch.squares() / steps - own) * steps / (steps - 1)
-            for epoch, own in zip(epochs, owns, strict=True)
-        ]
-        mean = peers.mean(sum(means[1:], means[0]) / len(means))
-        together = float(peers.parts.total(mean.double().square().sum()))
-        noise, own = peers.whole_of(zip(spread, owns, strict=True))
-        apart = own - together - noise / steps * (1 - 1 / self._workers.first.workers)
-        return {
-            "gradient_noise": max(noise, 0.0),
-            "gradient_squared": own - noise / steps,
-            "gradient_dissimilarity": apart,
-        }
 
 
 def _norms(named: Mapping[str, Tensor]) -> dict[str, float]:

@@ -18,8 +18,9 @@ import yaml
 
 from lightning_gc import cli
 from lightning_gc.advice import session
+from lightning_gc.advice.advising import Advice, rate
 from lightning_gc.advice.alpha_beta import Link, LinkByKind
-from lightning_gc.advice.command import Advice, rate, show
+from lightning_gc.advice.command import show
 from lightning_gc.advice.prediction import Row, Situation, pieces_for, predict
 from lightning_gc.advice.report import strategy_section
 from lightning_gc.advice.session import WHOLE, Session

@@ -23,6 +23,7 @@ from lightning_gc.synchronizer import Workers, attached
 from lightning_gc.synchronizer.attached_ddp import AttachedDDP
 from lightning_gc.synchronizer.configuration import configure
 from lightning_gc.synchronizer.control_loop import ControlLoop
+from lightning_gc.synchronizer.gradient_moments import gradient_moments
 from lightning_gc.synchronizer.peers import Peers
 from lightning_gc.transports.simulated_accounting import Ledger
 
@@ -140,7 +141,7 @@ def test_the_first_decision(way: Any, steps: int, monkeypatch: pytest.MonkeyPatc
             assert isinstance(resumed.epoch._squares, torch.Tensor)
             assert resumed.epoch._squares.device == CUDA
         with pytest.raises(Reached):
-            resumed.control._moments(Peers(True, CUDA, mean), 3)
+            gradient_moments([resumed.epoch], 3, 1, Peers(True, CUDA, mean))
     assert devices == [CUDA]
 
 

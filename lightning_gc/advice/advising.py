@@ -1,0 +1,224 @@
+"""advise: whether compression would help a model on these machines, and which method."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_gc.advice.prediction import Row, Situation, predict, shortlist
+from lightning_gc.advice.report import cells, link_line, plot, strategy_section, write_yaml
+from lightning_gc.advice.session import SIXTEEN, Session, Target
+from lightning_gc.advice.verdict import Verdict, judge
+from lightning_gc.bench.baselines import PLAIN
+from lightning_gc.bench.methods import select_methods
+from lightning_gc.bench.preparation import explained, prepare, process_group
+from lightning_gc.bench.sigterm import SigtermCallback
+from lightning_gc.bench.worker_device import WorkerRank
+from lightning_gc.catalogue.rows import bound
+from lightning_gc.tuning.method import Method
+from lightning_gc.tuning.terminal_progress import quiet_libraries
+from lightning_gc.tuning.yaml_config import methods_in, read
+
+METHODS = (
+    SIXTEEN,
+    "qsgd",
+    "topk",
+    "topk:value_dtype=bfloat16",
+    "topk:value_dtype=bfloat16,scheme=sparse_reduce",
+    "topk:value_dtype=bfloat16,scheme=two_shot",
+    "powersgd:rank=2",
+)
+"""Candidates, where none are named."""
+SHOWN, LOCAL_SHOWN = 6, 2
+"""Rows of the table besides those measured: without and with local steps."""
+STOPPED = 130
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([gm])bit", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was found.
+
+    Attributes:
+        rows: predicted, shortest step first.
+        measured: name -> ``seconds``, ``low``, ``high``, ``bytes``; empty if nothing was measured.
+        verdict: None if nothing was measured.
+        situation: what the prediction rests on.
+        methods: candidates by name.
+        missing: method -> why it was not predicted.
+        sections: of the user's file.
+        trainer: settings of the Trainer for the file that is written.
+        ddp: further settings of DDP for it.
+    """
+
+    rows: tuple[Row, ...]
+    measured: Mapping[str, Mapping[str, Any]]
+    verdict: Verdict | None
+    situation: Situation
+    methods: Mapping[str, Method]
+    missing: Mapping[str, str]
+    sections: Mapping[str, Any] = field(repr=False)
+    trainer: Mapping[str, Any] = field(repr=False)
+    ddp: Mapping[str, Any] = field(repr=False)
+
+    def suggestion(self) -> Row | None:
+        """Return the suggested row; None: do nothing, or no verdict."""
+        choice = None if self.verdict is None else self.verdict.choice
+        return next((row for row in self.rows if row.name == choice), None)
+
+    def yaml(self, path: str | Path) -> None:
+        """Write the user's file with the suggested strategy; ``lightning-gc fit`` runs it.
+
+        Raises:
+            ValueError: nothing is suggested.
+        """
+        row = self.suggestion()
+        if row is None:
+            raise ValueError(
+                f"There is nothing to write: {self.verdict or 'nothing was measured'}."
+            )
+        assert row.method is not None
+        section = strategy_section(row, self.methods[row.method], self.ddp)
+        write_yaml(Path(path), self.sections, section, self.trainer)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a step with plain DDP above one with the best row, as predicted."""
+        best = self.suggestion() or next(iter(shortlist(self.rows, 1)), None)
+        steps = {row.name: row.drawn for row in self.rows if row.name == PLAIN and row.drawn}
+        if best is not None and best.drawn is not None and best.method in self.methods:
+            steps[best.name] = best.drawn
+        plot(Path(path), steps)
+
+    def table(self, count: int = SHOWN) -> list[list[str]]:
+        """Return the texts of what was measured and of the best rows besides."""
+        bounds = {
+            name: " ".join(bound(method.make_compressor({}), 1 << 18).split())
+            for name, method in self.methods.items()
+        }
+        first = [row for row in self.rows if row.name in self.measured]
+        others = [row for row in self.rows if row.name not in self.measured and row.every == 1]
+        local = [row for row in self.rows if row.every > 1][:LOCAL_SHOWN]
+        text = cells([*first, *others[:count], *local], self.measured, bounds)
+        known = {row.name for row in first}
+        for name, seen in self.measured.items():
+            if name not in known:  # torch's hook
+                spread = f"{seen['seconds']:.4f} ({seen['low']:.4f}-{seen['high']:.4f})"
+                text.insert(0, [name, "", spread, "", f"{seen['bytes']:,.0f}", "rounded"])
+        return text
+
+
+def advise(
+    config: str | Path | Mapping[str, Any],
+    methods: Sequence[str] = (),
+    *,
+    budget_seconds: float = 120.0,
+    workers: int | None = None,
+    link: str | None = None,
+    predict_only: bool = False,
+    timeout: float = 120.0,
+    find_unused_parameters: bool = False,
+    say: Any = None,
+) -> Advice:
+    """Return whether compression would help a model on these machines, and which.
+
+    Called by every worker, started by torchrun. The verdict rests on measured seconds; prediction
+    chooses what to measure and answers what-ifs.
+
+    Args:
+        config: path of a YAML file with LightningCLI's model, data and trainer, or its sections.
+        methods: candidates, as for ``lightning-gc bench``; by default 16 bits, 4 bits, top-k by
+            several schemes, low rank.
+        budget_seconds: for all; three tenths of it are for what methods compute. Where that is too
+            little for a large model, candidates are left out.
+        workers: ask about so many instead; nothing is measured by turns then.
+        link: ask about links of this nominal rate, as ``"1gbit"`` or ``"100mbit"``; likewise.
+        predict_only: measure no method by turns, and give no verdict.
+        timeout: of every collective, in seconds.
+        find_unused_parameters: as for DDP.
+        say: called with lines of progress.
+
+    Communication pattern:
+        A probe of each kind of request, some steps of plain DDP, and turns of the best candidates.
+
+    Raises:
+        ValueError: an invalid file, method or rate; a model that optimizes manually.
+        BenchError: a worker has failed.
+    """
+    target = Target(workers, None if link is None else rate(link))
+    if workers is not None and workers < 2:
+        raise ValueError(f"advise(workers={workers!r}): at least 2 exchange gradients.")
+    if budget_seconds < 10:
+        raise ValueError(f"advise(budget_seconds={budget_seconds:g}): give 10 or more.")
+    began = time.monotonic()
+    worker = WorkerRank.from_environment("advise")
+    stop_at_once(worker.rank)
+    quiet_libraries()
+    tell = (say or (lambda text: None)) if worker.rank == 0 else (lambda text: None)
+    sections = config if isinstance(config, Mapping) else read(config, needed=("model",))
+    setup, device = prepare(
+        sections,
+        worker,
+        6,
+        timeout,
+        find_unused_parameters=find_unused_parameters,
+        say=tell,
+    )
+    chosen = select_methods([SIXTEEN, *(methods or METHODS)], methods_in(sections))
+    asked = {"methods": list(chosen), "budget": budget_seconds, "target": target}
+    same = {name: repr(value) for name, value in asked.items()} | {"predict": str(predict_only)}
+    with process_group(setup, device, same), explained():
+        SigtermCallback(worker.rank, "the link and the module")
+        session = Session(setup, chosen, device, tell, began + budget_seconds, budget_seconds)
+        found = session.find_link()
+        tell(f"link: {link_line(found)}")
+        situation = session.situation(target, found)
+        rows = predict(situation, session.knobs(situation.costs))
+        measured: dict[str, dict[str, Any]] = {}
+        if not (predict_only or workers or link):
+            measured = session.measure(rows)
+    verdict = None
+    if measured:
+        ours = {name: row for name, row in measured.items() if name != session.hook}
+        sixteen = next(row.name for row in shortlist(rows, len(rows)) if row.method == SIXTEEN)
+        verdict = judge(ours, PLAIN, sixteen, situation.module.step)
+    nodes = worker.world_size // worker.local_world_size
+    return Advice(
+        tuple(rows),
+        measured,
+        verdict,
+        situation,
+        chosen,
+        session.missing,
+        sections,
+        {"devices": worker.local_world_size, "num_nodes": nodes, "accelerator": device.type},
+        setup.ddp,
+    )
+
+
+def rate(text: str) -> float:
+    """Return 10⁹ bits per second of ``"1gbit"`` or ``"100mbit"``."""
+    found = _RATE.fullmatch(text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"--link {text!r}: write the rate as 1gbit, 2.5gbit or 100mbit.")
+    return float(found[1]) * (1.0 if found[2].lower() == "g" else 1e-3)
+
+
+def stop_at_once(rank: int) -> None:
+    """On Ctrl-C leave without waiting for other workers, of whom worker 0 says so."""
+
+    def leave(*_: Any) -> None:
+        if rank == 0:
+            sys.stderr.write("lightning-gc: Stopped. Nothing was written.\n")
+            sys.stderr.flush()
+        os._exit(STOPPED)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, leave)
