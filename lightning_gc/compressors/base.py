@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -19,13 +19,15 @@ from lightning_gc.compressors.traits import Knob, Traits, Waits
 from lightning_gc.flow import Flow, Limits, Mean, Payload
 from lightning_gc.settings import Settings
 
+Joint = Literal["no", "parts", "shards"]
+
 
 class CodecScheme(Protocol):
     """What a codec needs of a scheme; see ``lightning_gc.schemes``."""
 
     @property
-    def joint(self) -> bool:
-        """Whether the result is the same if parts of a tensor are encoded together."""
+    def joint(self) -> Joint:
+        """What may be encoded together."""
 
     @property
     def scatters(self) -> bool:

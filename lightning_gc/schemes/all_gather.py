@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, limits_of
+from lightning_gc.compressors.base import Codec, Joint, limits_of
 from lightning_gc.flow import Flow, Gather
 from lightning_gc.schemes.base import Scheme
 
@@ -26,7 +27,7 @@ class AllGather(Scheme):
         AllGather()
     """
 
-    joint = True
+    joint: ClassVar[Joint] = "parts"
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         payload = codec.send(buffer, bucket)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, Collective, Compressor, dense
+from lightning_gc.compressors.base import Codec, Collective, Compressor, Joint, dense
 from lightning_gc.flow import Flow
 from lightning_gc.settings import Settings
 
@@ -25,7 +26,9 @@ class Scheme(Settings, abc.ABC):
 
     Attributes:
         averages: payloads are averaged before decoding, so the codec must be linear.
-        joint: the result is the same if parts of a tensor are encoded together.
+        joint: ``"parts"`` if the result is the same where parts of a tensor are encoded together;
+            ``"shards"`` if a tensor is cut into W equal shards, and the result is the same where
+            shards of several tensors are encoded together.
         scatters: each worker gets its own shard of each parameter's mean, as with FSDP, and what is
             sent dense goes through ``dense`` too.
         encodes_own: what each worker encodes first are its own elements, so that what changes in
@@ -35,7 +38,7 @@ class Scheme(Settings, abc.ABC):
     """
 
     averages: bool = False
-    joint: bool = False
+    joint: ClassVar[Joint] = "no"
     scatters: bool = False
     encodes_own: bool = True
     waits: int = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, limits_of
+from lightning_gc.compressors.base import Codec, Joint, limits_of
 from lightning_gc.flow import Exchange, Flow, Gather
 from lightning_gc.schemes.base import Scheme
 from lightning_gc.schemes.shards import padded, unpad
@@ -33,6 +34,8 @@ class TwoShot(Scheme):
         Tang et al., "1-bit Adam", ICML 2021 (the compressed all-reduce). There the second error has
         its own buffer.
     """
+
+    joint: ClassVar[Joint] = "shards"
 
     def encodings(self, workers: int) -> int:
         return workers + 1

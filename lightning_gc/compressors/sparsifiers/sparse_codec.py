@@ -126,7 +126,7 @@ class _JointSelection(SparseCodec):
         )
 
     def taken(self, numel: int) -> int:
-        return sum(part.stop - part.start for part in self.parts)
+        return min(numel, sum(part.stop - part.start for part in self.parts))
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 0; each part keeps its codec's bound."""

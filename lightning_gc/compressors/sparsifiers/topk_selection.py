@@ -15,8 +15,10 @@ from torch import Tensor
 from lightning_gc.kernels import select
 from lightning_gc.kernels.dispatch import fused
 
+_SMALL = 1 << 14  # elements, of which torch finds the largest before a sample would be taken
 _PIECE = 1 << 16  # elements: 256 KB, so that a piece and what is made of it stay in the cache
-_HITS = 256  # elements of a sample that are expected to be among the k largest
+_HITS = 64, 256  # elements of a sample that are expected to be among the k largest: least, most
+_CANDIDATES = 16  # of the k largest, for each of a sample: its cost and theirs are then alike
 _INTEGERS: dict[torch.dtype, Any] = {  # as wide as numbers that NumPy knows
     torch.float32: np.int32,
     torch.float64: np.int64,
@@ -56,8 +58,11 @@ def largest(buffer: Tensor, k: int) -> Tensor:
     On the host a sample gives a threshold that somewhat more than k elements reach, and the k
     largest are sought among those. Of equal ones the first are taken, unless ``topk`` is used.
     """
+    if _on_host(buffer) and buffer.numel() <= _SMALL:
+        return _by_torch(buffer, k)
     # An odd distance, or in a matrix with an even row length the sample is from half the columns.
-    wanted = min(_HITS * buffer.numel() // max(k, 1), 1 << 17)
+    hits = min(max(k // _CANDIDATES, _HITS[0]), _HITS[1])
+    wanted = min(hits * buffer.numel() // max(k, 1), 1 << 17)
     sample = buffer[:: (buffer.numel() // max(wanted, 1)) | 1].abs()
     expected = sample.numel() * k / max(buffer.numel(), 1)
     rank = int(1.05 * expected + 4 * expected**0.5) + 1
@@ -65,6 +70,10 @@ def largest(buffer: Tensor, k: int) -> Tensor:
         found = reaching(buffer, kth_largest(sample, rank))
         if k <= found.numel() < buffer.numel() // 2:
             return best(buffer, found, k)
+    return _by_torch(buffer, k)
+
+
+def _by_torch(buffer: Tensor, k: int) -> Tensor:
     return torch.topk(buffer.abs(), k, sorted=False).indices.sort().values
 
 
@@ -87,8 +96,11 @@ def kth_largest(magnitudes: Tensor, k: int) -> Tensor:
     """Return the k-th largest of ``(n,)`` magnitudes, 0-dim; NaN is larger than all, as in topk."""
     if not _on_host(magnitudes):
         return torch.topk(magnitudes, k, sorted=False).values.min()
-    place = magnitudes.numel() - k
-    return magnitudes.new_tensor(float(np.partition(magnitudes.numpy(), place)[place]))
+    numbers = magnitudes.numpy()
+    if 2 * np.count_nonzero(numbers) < len(numbers):  # many equal numbers are slow to part
+        numbers = numbers[numbers != 0]
+    place = len(numbers) - k
+    return magnitudes.new_tensor(float(np.partition(numbers, place)[place]) if place >= 0 else 0.0)
 
 
 def smallest(buffer: Tensor) -> float:

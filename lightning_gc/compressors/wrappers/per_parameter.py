@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, CodecScheme, Compressor, Part
+from lightning_gc.compressors.base import Codec, CodecScheme, Compressor, Joint, Part
+from lightning_gc.compressors.wrappers.rows import Rows, flow_in_rows
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.flow import Flow, Mean, together
 
@@ -33,7 +34,8 @@ class PerParameter(Wrapper):
 
     Communication pattern:
         As the inner one's, with the payloads of all parameters in one message. Under ``AllGather``
-        sparsifiers' payloads are one: values, and positions in the bucket.
+        and ``TwoShot`` sparsifiers' payloads are one: values, and positions in the bucket, or in a
+        worker's shards of all parameters.
 
     Example:
         >>> from lightning_gc import PerParameter, TopK
@@ -46,14 +48,16 @@ class PerParameter(Wrapper):
     others_dense: bool = field(default=False, repr=False)
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        joint = scheme is not None and scheme.joint
-        plan = _plan(self, tuple(bucket.shapes.items()), joint)
+        joint = "no" if scheme is None else scheme.joint
+        plan = _plan(self, tuple(bucket.shapes.items()), joint, bucket.workers)
         flows, means = [], list[Tensor]()
         for part in plan.alone:
             span = slice(part.start, part.stop)
             inner = bucket.part(part.name, part.start, part.stop)
             flows.append(part.codec.flow(inner, buffer[span], out[span], scheme))
-        if plan.joint is not None:
+        if plan.joint is not None and plan.rows is not None and scheme is not None:
+            flows.append(flow_in_rows(plan.joint, plan.rows, bucket, buffer, out, scheme))
+        elif plan.joint is not None:
             flows.append(plan.joint.flow(bucket, buffer, out, scheme))
         whole = plan.dense
         if scheme is not None and scheme.scatters:
@@ -78,12 +82,16 @@ class _Plan(NamedTuple):
     alone: list[Part]  # each has a payload of its own
     joint: Codec | None  # has one payload for all others that are compressed
     dense: dict[str, slice]
+    rows: Rows | None  # as which it sees them, if not as they lie in the bucket
 
 
 # Levels change per epoch and shapes never; flows are made in every step.
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    compressor: PerParameter, shapes: tuple[tuple[str, tuple[int, ...]], ...], joint: bool
+    compressor: PerParameter,
+    shapes: tuple[tuple[str, tuple[int, ...]], ...],
+    joint: Joint,
+    workers: int,
 ) -> _Plan:
     levels = dict(compressor.levels)
     others = None if compressor.others_dense else compressor.inner
@@ -96,8 +104,11 @@ def _plan(
             dense[name] = slice(start, stop)
         elif start < stop:
             parts.append(Part(inner, name, start, stop))
-    codec = parts[0].codec.joined(tuple(parts)) if joint and len(parts) > 1 else None
-    return _Plan([] if codec is not None else parts, codec, dense)
+    if joint == "no" or len(parts) < 2:
+        return _Plan(parts, None, dense, None)
+    rows = Rows(tuple(parts), workers) if joint == "shards" else None
+    codec = parts[0].codec.joined(tuple(parts) if rows is None else rows.in_row())
+    return _Plan([] if codec is not None else parts, codec, dense, rows)
 
 
 def _at(compressor: Compressor, level: float | None) -> Compressor | None:

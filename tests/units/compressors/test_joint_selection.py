@@ -15,13 +15,15 @@ from lightning_gc import (
     Residual,
     SizeSwitch,
     TopK,
+    TwoShot,
 )
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding import elias_fano
-from lightning_gc.compressors import SIDCo
+from lightning_gc.compressors import SIDCo, VarianceCriterion
 from lightning_gc.engine import Engine
-from lightning_gc.flow import Gather, Mean, Payload, resume
+from lightning_gc.flow import Exchange, Gather, Mean, Payload, resume
 from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
 from lightning_gc.transports import Simulated
 
 SHAPES = {
@@ -36,24 +38,36 @@ NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
 @dataclass(frozen=True)
-class Apart(AllGather):
+class GatheredApart(AllGather):
     """Encodes parameter by parameter."""
 
-    joint = False
+    joint = "no"
 
 
-def train(compressor: Compressor, memory: Memory, apart: bool, steps: int = 4) -> list[Tensor]:
-    """Return the means and errors of three workers, of gradients that differ in scale."""
-    scheme = Apart() if apart else AllGather()
+@dataclass(frozen=True)
+class CutApart(TwoShot):
+    """Encodes parameter by parameter."""
+
+    joint = "no"
+
+
+APART = {AllGather(): GatheredApart(), TwoShot(): CutApart()}
+
+
+def train(
+    compressor: Compressor, memory: Memory, scheme: Scheme, steps: int = 4, workers: int = 3
+) -> list[Tensor]:
+    """Return the means and errors of all workers, of gradients that differ in scale."""
     engines = [
-        Engine(compressor, memory, scheme, worker=worker, workers=3, seed=7) for worker in range(3)
+        Engine(compressor, memory, scheme, worker=worker, workers=workers, seed=7)
+        for worker in range(workers)
     ]
     draw, found = torch.Generator().manual_seed(0), list[Tensor]()
     sizes = [torch.Size(shape).numel() for shape in SHAPES.values()]
     scales = torch.repeat_interleave(torch.logspace(-3, 3, len(sizes)), torch.tensor(sizes))
     for _ in range(steps):
         grads = [torch.randn(NUMEL, generator=draw) * scales for _ in engines]
-        Simulated(3).run([e.flow(g, SHAPES) for e, g in zip(engines, grads, strict=True)])
+        Simulated(workers).run([e.flow(g, SHAPES) for e, g in zip(engines, grads, strict=True)])
         for engine, grad in zip(engines, grads, strict=True):
             engine.advance()
             found += [grad, *(error.flatten() for error in engine.errors().values())]
@@ -61,6 +75,10 @@ def train(compressor: Compressor, memory: Memory, apart: bool, steps: int = 4) -
     return [*found, torch.tensor([t.elements for t in tallies] + [t.sent for t in tallies])]
 
 
+SCHEMES = pytest.mark.parametrize("scheme", APART, ids=repr)
+
+
+@SCHEMES
 @pytest.mark.parametrize("memory", [Residual(), NoMemory()], ids=repr)
 @pytest.mark.parametrize(
     "compressor",
@@ -70,6 +88,7 @@ def train(compressor: Compressor, memory: Memory, apart: bool, steps: int = 4) -
         PerParameter(SizeSwitch(TopK(0.05, "bfloat16", "sampled"))),
         PerParameter(SizeSwitch(SIDCo(0.05))),
         PerParameter(HardThreshold(0.5)),
+        PerParameter(VarianceCriterion()),
         PerParameter(TopK(0.05), levels=(("second", 0.3), ("third", None))),
         PerParameter(TopK(0.05), levels=(("second", 0.3),), others_dense=True),
         PerParameter(SizeSwitch(TopK(0.05)), levels=(("bias", 0.5), ("first", 1.0))),
@@ -77,11 +96,36 @@ def train(compressor: Compressor, memory: Memory, apart: bool, steps: int = 4) -
     ids=repr,
 )
 def test_results_are_those_of_parameters_by_themselves(
-    compressor: Compressor, memory: Memory
+    compressor: Compressor, memory: Memory, scheme: Scheme
 ) -> None:
-    ours, slow = (train(compressor, memory, apart) for apart in (False, True))
+    ours, slow = (train(compressor, memory, each) for each in (scheme, APART[scheme]))
     assert len(ours) == len(slow)
     assert all(torch.equal(a, b) for a, b in zip(ours, slow, strict=True))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 70])
+def test_shards_of_all_parameters_are_those_of_each_by_itself(workers: int) -> None:
+    """With 70 workers shards of ``norm`` have one element, and the last ones are padding alone.
+
+    Padding that was chosen is counted as sent then, up to as many elements as there are.
+    """
+    pair, compressor = (TwoShot(), CutApart()), PerParameter(TopK(0.05))
+    ours, slow = (train(compressor, Residual(), each, 2, workers) for each in pair)
+    assert all(torch.equal(a, b) for a, b in zip(ours[:-1], slow[:-1], strict=True))
+    assert workers == 70 or torch.equal(ours[-1], slow[-1])
+
+
+def test_a_bucket_cut_into_shards_has_one_payload_for_each_worker() -> None:
+    engine = Engine(PerParameter(SizeSwitch(TopK(0.05))), scheme=TwoShot(), workers=3)
+    flow = engine.flow(torch.randn(NUMEL), SHAPES)
+    mean = next(flow)
+    assert isinstance(mean, Mean)
+    exchange = resume(flow, list(mean.tensors))
+    assert isinstance(exchange, Exchange)
+    numels = [-(-n // 3) for n in (40 * 30, 64 * 20, 33 * 34)]
+    for values, positions in exchange.payloads:
+        assert values.numel() == sum(round(0.05 * n) for n in numels)
+        assert positions.dtype == torch.uint8
 
 
 def test_a_bucket_has_one_payload_and_one_dense_tensor() -> None:
@@ -138,7 +182,9 @@ class ByShape(SizeSwitch):
         return TopK(0.05, "bfloat16" if shape == (40, 30) else "float32")
 
 
+@SCHEMES
 @pytest.mark.parametrize("inner", [Halved(0.05), ByShape(TopK(0.05))], ids=repr)
-def test_what_cannot_be_joined_is_not(inner: Compressor) -> None:
-    ours, slow = (train(PerParameter(inner), Residual(), apart) for apart in (False, True))
+def test_what_cannot_be_joined_is_not(inner: Compressor, scheme: Scheme) -> None:
+    pair = scheme, APART[scheme]
+    ours, slow = (train(PerParameter(inner), Residual(), each) for each in pair)
     assert all(torch.equal(a, b) for a, b in zip(ours, slow, strict=True))

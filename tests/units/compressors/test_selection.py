@@ -44,6 +44,28 @@ def test_largest(kind: str, k: int) -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("zeros", [0.0, 0.4, 0.6, 0.999, 1.0])
+@pytest.mark.parametrize("nans", [0, 3])
+@pytest.mark.parametrize("k", [1, 5, 400, 1000])
+def test_kth_largest(zeros: float, nans: int, k: int) -> None:
+    """That of a sort, in which NaN comes first."""
+    draw = torch.Generator().manual_seed(0)
+    magnitudes = torch.rand(1000, generator=draw)
+    magnitudes[torch.randperm(1000, generator=draw)[: int(zeros * 1000)]] = 0.0
+    magnitudes[:nans] = float("nan")
+    wanted = magnitudes.sort(descending=True).values[k - 1]
+    found = topk_selection.kth_largest(magnitudes, k)
+    assert torch.equal(found, wanted) or bool(found.isnan() and wanted.isnan())
+
+
+@pytest.mark.parametrize("numel", [1, 100, 2**14, 2**14 + 1])
+def test_small_tensors(numel: int) -> None:
+    buffer = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    k = max(1, numel // 50)
+    wanted = buffer.abs().sort(descending=True).indices[:k].sort().values
+    assert torch.equal(topk_selection.largest(buffer, k), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     buffer = torch.randn(70_000, generator=torch.Generator().manual_seed(0)).to(dtype)
