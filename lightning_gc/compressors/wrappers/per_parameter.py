@@ -107,7 +107,7 @@ def _plan(
     if joint == "no" or len(parts) < 2:
         return _Plan(parts, None, dense, None)
     rows = Rows(tuple(parts), workers) if joint == "shards" else None
-    codec = parts[0].codec.joined(tuple(parts) if rows is None else rows.in_row())
+    codec = parts[0].codec.joined(tuple(parts) if rows is None else rows.in_row)
     return _Plan([] if codec is not None else parts, codec, dense, rows)
 
 

@@ -6,6 +6,7 @@ with rows, and every parameter is cut as it would be by itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -18,7 +19,7 @@ from lightning_gc.compressors.base import Codec, CodecScheme, Part
 from lightning_gc.flow import Flow
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Where the shards of a bucket's parameters lie in W rows.
 
@@ -30,8 +31,9 @@ class Rows:
     parts: tuple[Part, ...]
     workers: int
 
+    @functools.cached_property
     def in_row(self) -> tuple[Part, ...]:
-        """Return the parts of a row, with where their shards lie in it."""
+        """The parts of a row, with where their shards lie in it."""
         found, stop = list[Part](), 0
         for part in self.parts:
             start, stop = stop, stop - (part.start - part.stop) // self.workers
@@ -40,7 +42,7 @@ class Rows:
 
     def of(self, flat: Tensor) -> Tensor:
         """Return a copy of the parts of ``flat``, ``(numel,)``, as rows, ``(W, size)``."""
-        rows = flat.new_zeros(self.workers, self.in_row()[-1].stop)
+        rows = flat.new_zeros(self.workers, self.in_row[-1].stop)
         for row, here in self._pairs(rows, flat):
             row.copy_(here)
         return rows
@@ -53,7 +55,7 @@ class Rows:
     def _pairs(self, rows: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return views of one shape of rows and of ``flat``: full shards, and one that is not."""
         pairs = []
-        for part, place in zip(self.parts, self.in_row(), strict=True):
+        for part, place in zip(self.parts, self.in_row, strict=True):
             size, mine = place.stop - place.start, flat[part.start : part.stop]
             full, rest = divmod(mine.numel(), size)
             block = rows[:, place.start : place.stop]
@@ -65,7 +67,7 @@ class Rows:
     def shards(self, flat: Tensor, index: int) -> dict[str, Tensor]:
         """Return shard ``index`` of each parameter of ``flat``, not padded."""
         found = {}
-        for part, place in zip(self.parts, self.in_row(), strict=True):
+        for part, place in zip(self.parts, self.in_row, strict=True):
             size = place.stop - place.start
             start = min(part.start + index * size, part.stop)
             found[part.name] = flat[start : min(start + size, part.stop)]
