@@ -18,7 +18,7 @@ from lightning_gc.kernels.dispatch import fused
 _SMALL = 1 << 14  # elements, of which torch finds the largest before a sample would be taken
 _PIECE = 1 << 16  # elements: 256 KB, so that a piece and what is made of it stay in the cache
 _HITS = 64, 256  # elements of a sample that are expected to be among the k largest: least, most
-_CANDIDATES = 16  # of the k largest, for each of a sample: its cost and theirs are then alike
+_CANDIDATES = 16  # of the k largest, for each such element: of a small k the sample is smaller
 _INTEGERS: dict[torch.dtype, Any] = {  # as wide as numbers that NumPy knows
     torch.float32: np.int32,
     torch.float64: np.int64,
