@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,16 @@ class DynamicTree(Blockwise8Bit):
 
 def _values(device: torch.device) -> Tensor:
     """Return the 256 values, ascending, float32; made there, since a copy would be waited for."""
+    # Not kept on a GPU: another stream could read them before they are made.
+    return _on_host() if device.type == "cpu" else _made(device)
+
+
+@functools.cache  # making them takes longer than a small tensor's codes
+def _on_host() -> Tensor:
+    return _made(torch.device("cpu"))
+
+
+def _made(device: torch.device) -> Tensor:
     positive = []
     for decade in range(_DECADES):
         places = torch.arange(2**decade, dtype=torch.float64, device=device)
