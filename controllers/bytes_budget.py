@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .base import Controller, Decision, Observation, State
 from .knapsack import Option, solve
-from .level_plan import check_levels, finite, squared, totals
+from .level_plan import check_settings, finite, replaced, squared, totals
 from .needs import Needs
 
 
@@ -54,13 +54,11 @@ class BytesBudget(Controller):
         object.__setattr__(self, "levels", tuple(self.levels))
         for level in self.levels:
             self._check_level(level)
-        check_levels("BytesBudget", self.levels, "first", self.first)
+        check_settings("BytesBudget", self.levels, "first", self.first, self.interval)
         if not 0 < self.bytes_per_step < float("inf"):
             raise ValueError(
                 f"BytesBudget(bytes_per_step={self.bytes_per_step!r}): above 0, such as 200_000."
             )
-        if self.interval < 1:
-            raise ValueError(f"BytesBudget(interval={self.interval!r}): whole epochs, 1 or more.")
 
     @property
     def needs(self) -> Needs:
@@ -78,13 +76,7 @@ class BytesBudget(Controller):
             [Option(p.nbytes, squared(curve, p, self.relative)) for p in curve.points]
             for curve in curves.values()
         ]
-        chosen = solve(items, self.bytes_per_step)
-        levels = {
-            name: curve.points[i].level
-            for (name, curve), i in zip(curves.items(), chosen, strict=True)
-        }
-        others = {name: level for name, level in state["plan"].items() if name not in levels}
-        plan = others | {name: level for name, level in levels.items() if level != self.first}
+        plan = replaced(state["plan"], curves, solve(items, self.bytes_per_step), self.first)
         found = totals(curves, plan, self.first, self.relative)
         uniform = totals(curves, {}, self.first, self.relative)
         warning = ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .base import Controller, Decision, Observation, State
 from .knapsack import Option, solve
-from .level_plan import check_levels, finite, squared, totals
+from .level_plan import check_settings, finite, replaced, squared, totals
 from .needs import Needs
 
 
@@ -63,11 +63,9 @@ class LayerBudget(Controller):
         object.__setattr__(self, "levels", tuple(self.levels))
         for level in self.levels:
             self._check_level(level)
-        check_levels("LayerBudget", self.levels, "reference", self.reference)
+        check_settings("LayerBudget", self.levels, "reference", self.reference, self.interval)
         if not 0 < self.error < float("inf"):
             raise ValueError(f"LayerBudget(error={self.error!r}): a factor above 0, such as 1.")
-        if self.interval < 1:
-            raise ValueError(f"LayerBudget(interval={self.interval!r}): whole epochs, 1 or more.")
 
     @property
     def needs(self) -> Needs:
@@ -87,13 +85,7 @@ class LayerBudget(Controller):
             [Option(squared(curve, p, self.relative), p.nbytes) for p in curve.points]
             for curve in curves.values()
         ]
-        chosen = solve(items, budget)
-        levels = {
-            name: curve.points[i].level
-            for (name, curve), i in zip(curves.items(), chosen, strict=True)
-        }
-        others = {name: level for name, level in plan.items() if name not in levels}
-        new = others | {n: level for n, level in levels.items() if level != self.reference}
+        new = replaced(plan, curves, solve(items, budget), self.reference)
         before, after = (
             totals(curves, each, self.reference, self.relative) for each in (plan, new)
         )

@@ -1,4 +1,4 @@
-"""Level plan: items of a knapsack from error curves, and the decision made of what is chosen."""
+"""Level plan: what a level per parameter costs by error curves, and a plan's replacement."""
 
 from __future__ import annotations
 
@@ -65,9 +65,28 @@ def totals(
     return Totals(error, nbytes)
 
 
-def check_levels(owner: str, levels: Sequence[float], name: str, level: float) -> None:
-    """Raise ValueError for too few levels, or one that is not among them."""
+def replaced(
+    plan: Mapping[str, Level], curves: Mapping[str, Curve], chosen: Sequence[int], default: float
+) -> dict[str, Level]:
+    """Return a plan in which each curve's parameter has the level of its chosen point.
+
+    Parameters at the default level are not listed; those without a curve keep their levels.
+    """
+    new = {
+        name: curve.points[i].level
+        for (name, curve), i in zip(curves.items(), chosen, strict=True)
+    }
+    others = {name: level for name, level in plan.items() if name not in new}
+    return others | {name: level for name, level in new.items() if level != default}
+
+
+def check_settings(
+    owner: str, levels: Sequence[float], name: str, level: float, interval: int
+) -> None:
+    """Raise ValueError for too few levels, one that is not among them, or epochs below 1."""
     if len(set(levels)) < 2:
         raise ValueError(f"{owner}(levels={tuple(levels)!r}): give two or more to choose from.")
     if level not in levels:
         raise ValueError(f"{owner}({name}={level!r}): it must be one of levels={tuple(levels)!r}.")
+    if interval < 1:
+        raise ValueError(f"{owner}(interval={interval!r}): whole epochs, 1 or more.")
