@@ -47,11 +47,8 @@ def combine(
             f"{memory!r} drops the momentum of elements that are sent, and {compressor!r} leaves "
             f"none out, so that nothing would remain; use LocalMomentum(), or a sparsifier."
         )
-    if memory.corrects_momentum and scheme is not None and not scheme.encodes_own:
-        raise ValueError(
-            f"{memory!r} drops the momentum of elements that a worker has sent, but {scheme!r} "
-            f"encodes means of several workers; use AllGather(), or another memory."
-        )
+    if scheme is not None:
+        scheme.check_memory(memory)
     if memory.feeds_back and not traits.conserves:
         raise ValueError(
             f"{memory!r} feeds back what was not sent, but the result of {compressor!r} is no mean "

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Collective, Compressor, Joint, dense
 from lightning_gc.flow import Flow
+from lightning_gc.memories import Memory
 from lightning_gc.settings import Settings
 
 
@@ -31,8 +32,6 @@ class Scheme(Settings, abc.ABC):
             shards of several tensors are encoded together.
         scatters: each worker gets its own shard of each parameter's mean, as with FSDP, and what is
             sent dense goes through ``dense`` too.
-        encodes_own: what each worker encodes first are its own elements, so that what changes in
-            its buffer is what it has sent.
         waits: how often the scheme itself makes the host wait for an accelerator, for each tensor;
             besides, every message whose lengths vary does so once.
     """
@@ -40,7 +39,6 @@ class Scheme(Settings, abc.ABC):
     averages: bool = False
     joint: ClassVar[Joint] = "no"
     scatters: bool = False
-    encodes_own: bool = True
     waits: int = 0
 
     @abc.abstractmethod
@@ -75,3 +73,6 @@ class Scheme(Settings, abc.ABC):
                 f"{self!r} averages payloads, but those of {compressor!r} are not linear: their "
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
             )
+
+    def check_memory(self, memory: Memory) -> None:
+        """Raise ValueError if the memory cannot be used with this scheme."""

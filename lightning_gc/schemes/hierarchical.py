@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Compressor, wire_of
 from lightning_gc.flow import Flow
+from lightning_gc.memories import Memory
 from lightning_gc.schemes.all_gather import AllGather
 from lightning_gc.schemes.base import Scheme
 from lightning_gc.schemes.shards import book, padded, toward, unpad
@@ -65,8 +66,6 @@ class Hierarchical(Scheme):
 
     workers_per_node: int = 8
 
-    encodes_own = False
-
     def __post_init__(self) -> None:
         if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
             raise ValueError(
@@ -80,6 +79,13 @@ class Hierarchical(Scheme):
             raise ValueError(
                 f"{self!r} averages in nodes first, but the workers of {compressor!r} vote, and "
                 f"each node would have one vote only. Use TwoShot()."
+            )
+
+    def check_memory(self, memory: Memory) -> None:
+        if memory.corrects_momentum:
+            raise ValueError(
+                f"{memory!r} drops the momentum of elements that a worker has sent, but {self!r} "
+                f"encodes means of several workers; use AllGather(), or another memory."
             )
 
     def neighbours(self, workers: int) -> int:
