@@ -1,10 +1,11 @@
-"""Ours beside the code that was published with three papers: the same weights, step by step?
+"""Ours beside the code that was published with four papers: the same weights, step by step?
 
-    python benchmarks/published.py --ef21 DIR --stc DIR --powersgd DIR
+    python benchmarks/published.py --ef21 DIR --stc DIR --powersgd DIR --sketched DIR
 
 Each DIR is a checkout of yours: of GitHub's IgorSokoloff/ef21_experiments_source_code (NeurIPS
-2021), felisat/federated-learning (STC) and epfml/powersgd (``paper-code``). Nothing of them is
-copied; their functions are called where they are. Four workers with unlike data take steps of
+2021), felisat/federated-learning (STC) and epfml/powersgd (``paper-code``); in the last one are
+two, dhroth/sketchedsgd and nikitaivkin/csh. Nothing of them is copied; their functions are called
+where they are. Four workers with unlike data take steps of
 gradient descent on a shared problem, once with their compression and once with ours, from the same
 start, in float64. Shown is the largest difference between two weights, relative to the largest.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import copy
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lightning_gc as gc
+from lightning_gc.compressors.sparsifiers import sketched_sgd
 from lightning_gc.testing import Lockstep
 from lightning_gc.text_table import markdown
 
@@ -216,6 +219,60 @@ def powersgd(folder: Path, problem: Problem) -> tuple[list[Tensor], list[Tensor]
     return courses[0], descend(start, rate, ours(problem.squares, lockstep))
 
 
+@contextlib.contextmanager
+def choosing(places: Tensor, signs: Tensor) -> Iterator[None]:
+    """Let our sketches have these places and signs, ``(rows, numel)``, and their choice of equals.
+
+    Elements that share a sum have equal estimates.
+    """
+    kept = sketched_sgd._hashed, sketched_sgd._largest
+
+    def hashed(like: Tensor, seed: int, row: int, width: int) -> tuple[Tensor, Tensor]:
+        return places[row] + row * width, signs[row].to(like.dtype, copy=True)
+
+    def largest(numbers: Tensor, count: int) -> Tensor:
+        return torch.topk(numbers**2, count, sorted=False).indices.sort().values
+
+    sketched_sgd._hashed, sketched_sgd._largest = hashed, largest
+    try:
+        yield
+    finally:
+        sketched_sgd._hashed, sketched_sgd._largest = kept
+
+
+def sketched(folder: Path, problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
+    """The paper's aggregation; our sketches have their hashes, which are the same in all steps."""
+    torch.set_default_dtype(torch.float32)
+    known = {"np": np, "torch": torch, "copy": copy, "LARGEPRIME": 2**61 - 1, "cache": {}}
+    table = functions(folder / "csh" / "csvec" / "csvec.py", known)
+    path = folder / "sketchedsgd" / "sketchedsgd" / "sketched_optimizer.py"
+    theirs = functions(path, {"np": np, "torch": torch})
+    numel, few, rate = CLASSES * FEATURES, 10, 0.02
+    compressor = gc.SketchedSGD(few / numel)
+    rows, columns = compressor.rows, compressor.columns * few
+    server = theirs.SketchedSum.__new__(theirs.SketchedSum)  # its __init__ wants a model
+    sketches = [table.CSVec(numel, columns, rows, device="cpu") for _ in range(WORKERS)]
+    errors = [torch.zeros(numel) for _ in range(WORKERS)]
+    settings = SimpleNamespace(k=few, p1=0, p2=compressor.candidates, doTransferHalf=False)
+    vars(server).update(us=[torch.zeros(numel) for _ in range(WORKERS)], vs=errors, opt=settings)
+    vars(server).update(numWorkers=WORKERS, workerSketches=sketches, _doSlowSketching=True)
+    server.sketchMask = torch.ones(numel, dtype=torch.bool)
+
+    def gradients(weights: Tensor) -> list[Tensor]:
+        return [grad.float() for grad in problem.squares(weights.double())]
+
+    def step(weights: Tensor) -> Tensor:
+        for error, grad in zip(errors, gradients(weights), strict=True):
+            error += grad.view(-1)
+        return server._aggAndZeroSketched().view_as(weights) / WORKERS
+
+    start = torch.zeros(CLASSES, FEATURES)
+    course = descend(start, rate, step)
+    with choosing(sketches[0].buckets, sketches[0].signs):
+        lockstep = Lockstep(WORKERS, compressor)
+        return course, descend(start, rate, ours(gradients, lockstep))
+
+
 METHODS = {
     "EF21, TopK": (
         "ef21",
@@ -236,6 +293,13 @@ METHODS = {
         "1e-8 added to norms, we P and Q by Householder. Without the 1e-8 the differences are "
         "4e-16, 2e-13 and 7e-4: the method amplifies what is rounded.",
     ),
+    "SketchedSGD": (
+        "sketched",
+        sketched,
+        "In float32, as their code is, without momentum. Ours has their hashes here, and chooses "
+        "among equal estimates as they do; by itself it draws others in each step, and takes the "
+        "first.",
+    ),
 }
 
 
@@ -247,11 +311,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=dated_page.RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)  # their buffers have it
     rows = []
     for name, (option, compare, words) in METHODS.items():
         if (folder := getattr(options, option)) is None:
             continue
+        torch.set_default_dtype(torch.float64)  # of their buffers
         theirs, own = compare(folder, Problem())
         gaps = [
             float((a - b).abs().max() / a.abs().max()) for a, b in zip(theirs, own, strict=True)
@@ -264,9 +328,9 @@ def main() -> None:
     table = markdown(head, rows, left=("", head[-1]))
     text = f"""{dated_page.title("Beside published code")}
 
-`python benchmarks/published.py` with checkouts of all, in float64: {WORKERS} workers with unlike
-data, the largest difference between two weights of theirs and ours, relative to the largest weight;
-and how far the weights have moved, relative to their norm.
+`python benchmarks/published.py` with checkouts of all, in float64 unless said: {WORKERS} workers
+with unlike data, the largest difference between two weights of theirs and ours, relative to the
+largest weight; and how far the weights have moved, relative to their norm.
 
 {table}"""
     sys.stdout.write(text)

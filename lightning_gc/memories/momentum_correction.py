@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class MomentumCorrection(OwnMomentum):
     ``u_t = m·u_{t−1} + g_t``, ``v_t = v_{t−1} + u_t``, and v is compressed. With ``nesterov``
     ``u_t = m·(u_{t−1} + g_t)``, ``v_t = v_{t−1} + u_t + g_t``. Where an element of v is sent, that
     of u is set to zero too (*factor masking*): its stale momentum is dropped. A parameter of which
-    every element is sent is not masked: nothing is delayed, and that equals SGD with momentum.
+    every element is sent is never masked: nothing is delayed, and that equals SGD with momentum.
 
     For sparsifiers. Of what a quantiser or a low-rank method sends, no element is left out, so all
     of u would be zero after each step: use ``LocalMomentum`` or ``GlobalMomentum`` with these. A
@@ -40,6 +40,10 @@ class MomentumCorrection(OwnMomentum):
             worker's own is clipped to ``clip/√W``. None: no clipping. By parameter, as in the
             authors' code, not over the model, since buckets are exchanged one by one.
         weight_decay: λ of ``g + λ·w``, added after clipping and before the velocity, at least 0.
+        masking: where u is set to zero. ``"sent"``: where something was sent, as in the paper and
+            the authors' code. ``"sampled"``: where ``|v|`` exceeds the least magnitude of every
+            hundredth element of the parameter, as a thesis on the method words it: nearly
+            everywhere. ``"none"``: nowhere, so that momentum goes on with what is delayed.
 
     Law:
         Nothing is lost of the velocities: ``Σ mean_t + mean over workers of v_T`` is the sum over
@@ -61,6 +65,7 @@ class MomentumCorrection(OwnMomentum):
     nesterov: bool = False
     clip: float | None = None
     weight_decay: float = 0.0
+    masking: Literal["sent", "sampled", "none"] = "sent"
 
     buffers = ("error", "momentum")
     space = (Range("momentum", 0.1, 0.9),)
@@ -75,6 +80,11 @@ class MomentumCorrection(OwnMomentum):
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(
                 f"MomentumCorrection(weight_decay={self.weight_decay!r}): use 0 for none, or 1e-4."
+            )
+        if self.masking not in ("sent", "sampled", "none"):
+            raise ValueError(
+                f"MomentumCorrection(masking={self.masking!r}): use 'sent', as the paper has it, "
+                f"'sampled' or 'none'."
             )
 
     @property
@@ -91,13 +101,16 @@ class MomentumCorrection(OwnMomentum):
             velocity.mul_(self.momentum).add_(gradient)
         before = total.add_(velocity).clone()
         yield from exchange(total)
+        if self.masking == "none":
+            return
         # Factor masking, unless the whole parameter was sent.
         stays = before == total
         waits = torch.logical_and(stays, before)
         sent = stays.logical_not_()
         for _, start, stop in bucket.spans():
             part = slice(start, stop)
-            velocity[part].masked_fill_(sent[part] & waits[part].any(), 0)
+            mask = sent[part] if self.masking == "sent" else _above_sample(before[part])
+            velocity[part].masked_fill_(mask & waits[part].any(), 0)
 
     def _gradient(self, bucket: Bucket, like: Tensor) -> Tensor:
         """Return the gradient, clipped, with weight decay."""
@@ -130,4 +143,10 @@ class MomentumCorrection(OwnMomentum):
 
     @classmethod
     def examples(cls) -> tuple[MomentumCorrection, ...]:
-        return (cls(), cls(nesterov=True, clip=1.0))
+        return (cls(), cls(nesterov=True, clip=1.0), cls(masking="sampled"))
+
+
+def _above_sample(numbers: Tensor) -> Tensor:
+    """Return which magnitudes exceed the least of a sample, of one in a hundred."""
+    magnitudes = numbers.abs()
+    return magnitudes > magnitudes[::100].sort().values[:1]

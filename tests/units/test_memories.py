@@ -98,6 +98,35 @@ def test_momentum_correction(nesterov: bool, clip: float | None, decay: float) -
         np.testing.assert_allclose(kept["momentum"].numpy(), u[i]["w"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("masking", ["sampled", "none"])
+def test_momentum_that_is_masked_otherwise(masking: Any) -> None:
+    """Where v exceeds the least of a hundredth of it, or nowhere; 300 elements, 5 sent."""
+    lockstep = Lockstep(1, TopK(5 / 300), MomentumCorrection(0.9, masking=masking))
+    u, v = np.zeros(300), np.zeros(300)
+    for step in range(STEPS):
+        grad = np.random.default_rng(step).standard_normal(300)
+        u = 0.9 * u + grad
+        v = v + u
+        sent = np.argsort(-np.abs(v))[:5]
+        least = min(abs(v[0]), abs(v[100]), abs(v[200]))
+        u = np.where(np.abs(v) > least, 0, u) if masking == "sampled" else u
+        expected = np.zeros(300)
+        expected[sent] = v[sent]
+        v[sent] = 0
+        mean = lockstep.step([{"w": torch.tensor(grad).float()}]).mean["w"]
+        np.testing.assert_allclose(mean.numpy(), expected, rtol=1e-4, atol=1e-5)
+    kept = lockstep.engines[0].state_dict()["memory"]["w"]["momentum"]
+    np.testing.assert_allclose(kept.numpy(), u, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("masking", ["sent", "sampled", "none"])
+@pytest.mark.parametrize("shape", [(0,), (4,)])
+def test_what_is_sent_whole_is_masked_by_no_rule(masking: Any, shape: tuple[int, ...]) -> None:
+    lockstep = Lockstep(1, TopK(1.0), MomentumCorrection(0.5, masking=masking))
+    means = [lockstep.step([{"w": torch.ones(shape)}]).mean["w"] for _ in range(2)]
+    assert means[1].tolist() == [1.5] * shape[0]
+
+
 def test_what_is_sent_whole_and_rounded_keeps_its_momentum() -> None:
     """What rounding leaves in the error is no element that waits."""
     exact, rounded = (
@@ -256,6 +285,7 @@ def test_weighted_error(alpha: float, beta: float) -> None:
         (lambda: Residual(gain=0.0), "gain"),
         (lambda: MomentumCorrection(1.0), "momentum"),
         (lambda: MomentumCorrection(clip=0.0), "clip"),
+        (lambda: MomentumCorrection(masking="all"), "use 'sent'"),  # type: ignore[arg-type]
         (lambda: MomentumCorrection(weight_decay=-1.0), "weight_decay"),
         (lambda: GlobalMomentum(-0.1), "momentum"),
         (lambda: LocalMomentum(1.0), "momentum"),
