@@ -217,7 +217,9 @@ class Attached(abc.ABC):
                 )
         there = each_tensor(dict(state), lambda tensor: tensor.to(self._device))
         self._workers.first.load_state_dict(copy.deepcopy(there["engine"]))
-        self._workers.first.levels.forget()
+        if self._control is not None:
+            self._control.begin_anew()
+        self._workers.forget_levels()
         if state["levels"] is not None:
             self._workers.set_levels(*state["levels"])
         self._workers.regroup(state["layout"])
@@ -225,7 +227,6 @@ class Attached(abc.ABC):
             self._load_control(self._control, there["control"])
 
     def _load_control(self, control: ControlLoop, state: Mapping[str, Any] | None) -> None:
-        control.begin_anew()
         now = repr(control.controller)
         before = now if state is None else state.get("controller", now)
         if before != now:

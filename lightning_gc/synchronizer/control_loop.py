@@ -71,16 +71,7 @@ class ControlLoop:
         self.controller = controller
         self._workers = workers
         self.statistics = [WorkerStatistics(engine, controller) for engine in workers.engines]
-        self.state = controller.init()
-        self.decision: Decision | None = None
-        self.ended = True
-        self._epoch: int | None = None  # of the last decision
-        self._pause = 0  # steps between decisions within an epoch; 0: none
-        self._epoch_step = self._step  # first step of the epoch
-        self._rate = 0.0
-        self._metrics: dict[str, float] = {}  # from a checkpoint
-        self._resumed = -1  # step of that checkpoint
-        self._seen_step = self._step  # of the last decision
+        self._begin()
         self._forecast = Forecast()
         self._steps = StepClock()
 
@@ -89,16 +80,31 @@ class ControlLoop:
         return self._workers.first.step
 
     def attach(self) -> None:
-        """Use the byte accounts of a new fit, one per worker."""
+        """Use the byte accounts of a new fit, one per worker, and its rounds."""
         for each, account in zip(self.statistics, self._workers.accounts, strict=True):
             each.attach(account)
+        self._set_every(self._every)
 
     def begin_anew(self) -> None:
-        """Observe from this step on: that is where the engines have been set to."""
-        self._seen_step = self._epoch_step = self._step
+        """Forget all decisions, and observe from the step on to which the engines have been set."""
+        self._begin()
+        self._workers.forget_levels()
+        self._set_every(None)
         for each in self.statistics:
             each.begin()
             each.epoch.end_epoch()
+
+    def _begin(self) -> None:
+        self.state = self.controller.init()
+        self.decision: Decision | None = None
+        self.ended = True
+        self._every: int | None = None  # H in force; None: the plan's
+        self._epoch: int | None = None  # of the last decision
+        self._pause = 0  # steps between decisions within an epoch; 0: none
+        self._rate = 0.0
+        self._metrics: dict[str, float] = {}  # from a checkpoint
+        self._resumed = -1  # step of that checkpoint
+        self._seen_step = self._epoch_step = self._step  # of the last decision; epoch's first
 
     def pause(self) -> None:
         """Note that validation begins, which is no part of a step."""
@@ -155,17 +161,25 @@ class ControlLoop:
             "steps": self._step - self._seen_step,
             "epoch_steps": self._step - self._epoch_step,
             "metrics": {name: float(value) for name, value in metrics.items()},
+            "levels": self._workers.first.levels.requested(),
+            "every": self._every,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state_dict``; the engine's step must have been restored."""
+        """Resume from ``state_dict``, after ``begin_anew``; the engine's step has been restored."""
         self.state, self.ended, self._epoch = state["state"], state["ended"], state["epoch"]
         self._pause, self._rate = state["pause"], state["rate"]
         self._seen_step = self._step - state["steps"]
         self._epoch_step = self._step - state["epoch_steps"]
         self._metrics, self._resumed = state["metrics"], self._step
         if state["decision"] is not None:
-            self._carry_out(Decision(**state["decision"]))
+            self.decision = Decision(**state["decision"])
+        if "levels" in state:
+            if state["levels"] is not None:
+                self._workers.set_levels(*state["levels"])
+            self._set_every(state["every"])
+        elif self.decision is not None:  # all that a state of before tells
+            self._carry_out(self.decision)
 
     def _call_policy(self, observation: Observation, epoch: int, steps: int | None) -> str:
         """Let the controller decide; return the text to broadcast."""
@@ -198,8 +212,12 @@ class ControlLoop:
         if not decision.keeps_levels:
             self._workers.set_levels(decision.level, decision.levels)
         if decision.every is not None:
-            for rounds in self._workers.rounds:
-                rounds.set_every(decision.every)
+            self._set_every(decision.every)
+
+    def _set_every(self, every: int | None) -> None:
+        self._every = every
+        for rounds in self._workers.rounds:
+            rounds.set_every(every)
 
     def _observe(
         self, epoch: int, rate: float, now: Moment, peers: Peers, ended: bool

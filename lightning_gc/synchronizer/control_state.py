@@ -14,6 +14,7 @@ from lightning_gc.engine.state_structure import (
     WHOLE,
     Each,
     Optional,
+    Pair,
     Record,
 )
 
@@ -39,6 +40,8 @@ CONTROL_STATE = Record(
         "steps": INTEGER,
         "epoch_steps": INTEGER,
         "metrics": Each(NUMBER),
-    }
+    },
+    # In force; a decision may keep what was. Not in states of before.
+    {"levels": Optional(Pair(LEVEL, Each(LEVEL))), "every": Optional(COUNT)},
 )
 """What ``ControlLoop.state_dict`` returns."""

@@ -89,8 +89,7 @@ class LocalRounds:
     Attributes:
         weights: the common ones.
         position: steps of the round that are done.
-        every: H of the rounds to come, unless they grow; the plan's, or what a controller has set.
-        controlled: whether a controller has set it.
+        chosen: H as a controller has set it; None: the plan's.
         length: H of this round; of growing ones ``plan.every`` until it is known.
         rate: learning rate before this round, if rounds grow; None before the first one.
         since: by fragment, steps since its last exchange began.
@@ -124,8 +123,8 @@ class LocalRounds:
         buffers = {plain_name(name): buffer for name, buffer in module.named_buffers()}
         self.weights = CommonWeights(module, params, buffers, plan.fragments, outer)
         self.position = 0
-        self.every = self.length = plan.every
-        self.controlled = False
+        self.length = plan.every
+        self.chosen: int | None = None
         self.rate: float | None = None
         self.since = [0] * plan.fragments
         self.waited = 0
@@ -144,15 +143,22 @@ class LocalRounds:
         """Whether this worker's weights may differ from the common ones."""
         return self.flight is not None or any(self.since)
 
-    def set_every(self, every: int) -> None:
-        """Set H from the next round on; from this one, if it has not begun.
+    @property
+    def every(self) -> int:
+        """H of the rounds to come, unless they grow."""
+        return self.plan.every if self.chosen is None else self.chosen
+
+    def set_every(self, every: int | None) -> None:
+        """Set H from the next round on; from this one, if it has not begun. None: the plan's.
 
         Raises:
             ValueError: too few steps for the plan's fragments and delay.
         """
-        self.every, self.controlled = dataclasses.replace(self.plan, every=every).every, True
+        if every is not None:
+            dataclasses.replace(self.plan, every=every)  # checks it
+        self.chosen = every
         if not self.position:
-            self.length = every
+            self.length = self.every
 
     def stepped(self, ends: bool, rate: float = 0.0) -> Waits:
         """Count an optimizer step; exchange what is due, or everything if it was the last one.

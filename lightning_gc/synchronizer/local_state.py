@@ -93,7 +93,7 @@ class CommonState:
         if len(state["since"]) == len(rounds.since):  # else the fit has other fragments
             if rounds.plan.growing is not None:
                 rounds.rate = state["rate"]
-            if rounds.plan.growing is not None or rounds.controlled:
+            if rounds.plan.growing is not None or rounds.chosen is not None:
                 rounds.length = state["length"]
             rounds.position = state["position"] % rounds.length
             rounds.waited, rounds.since = state["waited"], list(state["since"])

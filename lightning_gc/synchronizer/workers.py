@@ -62,8 +62,8 @@ class BelongsToWorker(Protocol):
 class HasRounds(Protocol):
     """What exchanges every H steps."""
 
-    def set_every(self, every: int) -> None:
-        """Set H from the next round on."""
+    def set_every(self, every: int | None) -> None:
+        """Set H from the next round on; None: the plan's."""
 
 
 class Workers:
@@ -193,6 +193,11 @@ class Workers:
         """Set the levels of all workers, between rounds; see ``Engine.set_levels``."""
         for engine in self.engines:
             engine.set_levels(level, levels)
+
+    def forget_levels(self) -> None:
+        """Go back to the compressor's own level, as if none had been set."""
+        for engine in self.engines:
+            engine.levels.forget()
 
 
 def learning_rates_of(
