@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,22 +160,24 @@ def advise(
         raise ValueError(f"advise(budget_seconds={budget_seconds:g}): give 10 or more.")
     began = time.monotonic()
     worker = WorkerRank.from_environment("advise")
-    stop_at_once(worker.rank)
     quiet_libraries()
     tell = (say or (lambda text: None)) if worker.rank == 0 else (lambda text: None)
     sections = config if isinstance(config, Mapping) else read(config, needed=("model",))
-    setup, device = prepare(
-        sections,
-        worker,
-        6,
-        timeout,
-        find_unused_parameters=find_unused_parameters,
-        say=tell,
-    )
     chosen = select_methods([SIXTEEN, *(methods or METHODS)], methods_in(sections))
     asked = {"methods": list(chosen), "budget": budget_seconds, "target": target}
     same = {name: repr(value) for name, value in asked.items()} | {"predict": str(predict_only)}
-    with process_group(setup, device, same), explained():
+    with contextlib.ExitStack() as within:
+        within.enter_context(stopping_at_once(worker.rank))
+        setup, device = prepare(
+            sections,
+            worker,
+            6,
+            timeout,
+            find_unused_parameters=find_unused_parameters,
+            say=tell,
+        )
+        within.enter_context(process_group(setup, device, same))
+        within.enter_context(explained())
         SigtermCallback(worker.rank, "the link and the module")
         session = Session(setup, chosen, device, tell, began + budget_seconds, budget_seconds)
         found = session.find_link()
@@ -187,7 +190,8 @@ def advise(
     verdict = None
     if measured:
         ours = {name: row for name, row in measured.items() if name != session.hook}
-        sixteen = next(row.name for row in shortlist(rows, len(rows)) if row.method == SIXTEEN)
+        ranked = shortlist(rows, len(rows))
+        sixteen = next((row.name for row in ranked if row.method == SIXTEEN), SIXTEEN)
         verdict = judge(ours, PLAIN, sixteen, situation.module.step)
     nodes = worker.world_size // worker.local_world_size
     return Advice(
@@ -211,8 +215,12 @@ def rate(text: str) -> float:
     return float(found[1]) * (1.0 if found[2].lower() == "g" else 1e-3)
 
 
-def stop_at_once(rank: int) -> None:
+@contextlib.contextmanager
+def stopping_at_once(rank: int) -> Iterator[None]:
     """On Ctrl-C leave without waiting for other workers, of whom worker 0 says so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def leave(*_: Any) -> None:
         if rank == 0:
@@ -220,5 +228,8 @@ def stop_at_once(rank: int) -> None:
             sys.stderr.flush()
         os._exit(STOPPED)
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, leave)
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -120,6 +120,11 @@ class Session:
             self.transport,
             self.device,
         )
+        if WHOLE in self.missing:
+            raise ValueError(
+                f"What sending everything computes was not measured, and all predictions rest on "
+                f"it: {self.missing[WHOLE]}."
+            )
         self.shapes = {name: timing.sizes()[name][0] for name in names}
         here = Situation(
             module,

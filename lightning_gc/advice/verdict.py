@@ -57,8 +57,9 @@ def judge(rows: Measured, dense: str, sixteen: str, limit: float) -> Verdict:
     if sixteen in rows and _gain(rows[sixteen], rows[dense]) >= LEAST_GAIN:
         over.append((sixteen, LEAST_GAIN_OVER_16_BITS))
     worthy = [n for n in others if all(_faster(rows[n], rows[o], gain) for o, gain in over)]
-    if best in worthy:
-        near = [n for n in worthy if _gain(rows[best], rows[n]) < LEAST_GAIN]
+    if worthy:
+        fastest = min(worthy, key=lambda name: float(others[name]["seconds"]))
+        near = [n for n in worthy if _gain(rows[fastest], rows[n]) < LEAST_GAIN]
         best = max(near, key=lambda name: float(rows[name]["bytes"]))
     elif len(over) > 1:
         best = sixteen

@@ -50,6 +50,15 @@ def test_rules(found: Rows, choice: str | None, certain: bool, word: str) -> Non
     assert said.reason.endswith(".")
 
 
+@pytest.mark.parametrize("cast", [0.98, 0.8])
+def test_the_fastest_one_that_is_noisy_hides_no_other(cast: float) -> None:
+    """By its median topk is faster, but its quartiles overlap plain DDP's, or those of 16 bits."""
+    found = rows(ddp=1.0, cast=cast, qsgd=0.6) | rows(0.9, topk=0.5)
+    said = verdict(found)
+    assert (said.choice, said.certain) == ("qsgd", True)
+    assert "topk" not in said.reason
+
+
 def test_where_nothing_could_be_gained_it_says_so() -> None:
     said = verdict(rows(ddp=1.0, cast=1.0, topk=1.0), limit=0.97)
     assert str(said).startswith("Do nothing: without any exchange a step takes 0.9700 s")
