@@ -53,7 +53,7 @@ def test_rules(found: Rows, choice: str | None, certain: bool, word: str) -> Non
 @pytest.mark.parametrize("cast", [0.98, 0.8])
 def test_the_fastest_one_that_is_noisy_hides_no_other(cast: float) -> None:
     """By its median topk is faster, but its quartiles overlap plain DDP's, or those of 16 bits."""
-    found = rows(ddp=1.0, cast=cast, qsgd=0.6) | rows(0.9, topk=0.5)
+    found = rows(ddp=1.0, cast=cast, qsgd=0.6) | rows(1.0, topk=0.5)
     said = verdict(found)
     assert (said.choice, said.certain) == ("qsgd", True)
     assert "topk" not in said.reason
