@@ -17,7 +17,8 @@ class Tally:
     """Counts of elements and bytes, known without reading the data.
 
     ``elements`` and ``sent`` are of tensors that a compressor took, not of those sent whole, such
-    as those that a ``SizeSwitch`` leaves alone.
+    as those that a ``SizeSwitch`` leaves alone. Where schemes cut tensors into shards, a tensor of
+    fewer elements than workers may count as many as there are shards, for these are padded.
     """
 
     grad_elements: int = 0  # of all gradients

@@ -27,7 +27,9 @@ class MomentumCorrection(OwnMomentum):
 
     For sparsifiers. Of what a quantiser or a low-rank method sends, no element is left out, so all
     of u would be zero after each step: use ``LocalMomentum`` or ``GlobalMomentum`` with these. A
-    scheme must encode each worker's own elements, which ``Hierarchical`` does not.
+    scheme must encode each worker's own elements, which ``Hierarchical`` does not. ``TwoShot`` and
+    ``TwoHop`` give a shard's owner the error of what it encodes for all, and its u is set to zero
+    there too, though others may have sent it.
 
     Use plain SGD without momentum and without weight decay: both are done here, in the right order.
     Or AdamW with ``betas=(0.0, 0.999)``, whose weight decay is no part of the gradient.

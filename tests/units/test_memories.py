@@ -12,6 +12,7 @@ from lightning_gc import (
     DIANA,
     QSGD,
     SAEF,
+    AllGather,
     ErrorReset,
     GlobalMomentum,
     Hierarchical,
@@ -23,6 +24,7 @@ from lightning_gc import (
     SignSGD,
     StepAhead,
     TopK,
+    TwoShot,
     WeightedError,
 )
 from lightning_gc.engine import Engine
@@ -311,3 +313,14 @@ def test_refusals(make: Callable[[], Any], word: str) -> None:
 def test_weight_decay_needs_weights() -> None:
     with pytest.raises(ValueError, match=r"Engine\.flow\(weights=\.\.\.\)"):
         run(MomentumCorrection(weight_decay=0.1))
+
+
+def test_a_shards_owner_masks_what_comes_back_too() -> None:
+    """One element is sent: worker 1's is left out of what worker 0 encodes for all."""
+    first, other = torch.full((8,), 0.1), torch.full((8,), 0.1)
+    first[0], first[1], other[1] = 5.0, 1.0, 4.0
+    for scheme, error, momentum in ((TwoShot(), 5.0, 0.0), (AllGather(), 1.0, 1.0)):
+        lockstep = Lockstep(2, TopK(0.125), MomentumCorrection(0.9), scheme)
+        lockstep.step([{"w": first}, {"w": other}])
+        kept = lockstep.engines[0].state_dict()["memory"]["w"]
+        assert (kept["error"][1], kept["momentum"][1]) == (error, momentum)

@@ -19,6 +19,7 @@ from lightning_gc.flow import Payload
 from lightning_gc.kernels.accumulate import accumulate
 
 Varies = Literal["no", "step", "worker"]
+_OF_PAYLOADS = ("encode", "decode", "take", "wire", "send", "receive", "finish")
 
 
 class SparseCodec(Codec):
@@ -73,7 +74,7 @@ class SparseCodec(Codec):
     def own_payload(self) -> bool:
         """Whether a subclass encodes or decodes otherwise, so that payloads cannot be joined."""
         ours, own = SparseCodec, type(self)
-        return own.encode is not ours.encode or own.decode is not ours.decode
+        return any(getattr(own, name) is not getattr(ours, name) for name in _OF_PAYLOADS)
 
     def joined(self, parts: tuple[Part, ...]) -> Codec | None:
         codecs = [part.codec for part in parts if isinstance(part.codec, SparseCodec)]

@@ -24,6 +24,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.flow import Exchange, Gather, Mean, Payload, resume
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.testing import Lockstep
 from lightning_gc.transports import Simulated
 
 SHAPES = {
@@ -188,3 +189,29 @@ def test_what_cannot_be_joined_is_not(inner: Compressor, scheme: Scheme) -> None
     pair = scheme, APART[scheme]
     ours, slow = (train(PerParameter(inner), Residual(), each) for each in pair)
     assert all(torch.equal(a, b) for a, b in zip(ours, slow, strict=True))
+
+
+@dataclass(frozen=True)
+class OnlySigns(TopK):
+    """Changes what has been decoded, which a joint payload would not."""
+
+    def finish(self, out: Tensor, bucket: Bucket) -> None:
+        out.sign_()
+
+
+@dataclass(frozen=True)
+class OnlyOnes(TopK):
+    """Takes other values."""
+
+    def take(self, buffer: Tensor, positions: Tensor) -> Payload:
+        values, coded = super().take(buffer, positions)
+        return torch.ones_like(values), coded
+
+
+@pytest.mark.parametrize("codec", [OnlySigns(1.0), OnlyOnes(1.0)], ids=repr)
+@pytest.mark.parametrize("scheme", [AllGather(), TwoShot()], ids=repr)
+def test_what_a_codec_of_ones_own_does_besides_is_done(codec: Compressor, scheme: Scheme) -> None:
+    lockstep = Lockstep(1, codec, NoMemory(), scheme)
+    grads = {"a": torch.tensor([2.0, 3.0]), "b": torch.tensor([5.0])}
+    mean = lockstep.step([grads]).mean
+    assert (mean["a"].tolist(), mean["b"].tolist()) == ([1.0, 1.0], [1.0])
