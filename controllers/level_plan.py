@@ -73,8 +73,7 @@ def replaced(
     Parameters at the default level are not listed; those without a curve keep their levels.
     """
     new = {
-        name: curve.points[i].level
-        for (name, curve), i in zip(curves.items(), chosen, strict=True)
+        name: curve.points[i].level for (name, curve), i in zip(curves.items(), chosen, strict=True)
     }
     others = {name: level for name, level in plan.items() if name not in new}
     return others | {name: level for name, level in new.items() if level != default}

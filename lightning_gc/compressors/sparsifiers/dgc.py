@@ -26,8 +26,9 @@ class DGC(Preset, DensitySparsifier):  # type: ignore[override]
       gradient by itself, not the whole model's.
     - Threshold: estimated from 1 % of a tensor, but from 65,536 elements where that is more, or as
       many as hold 256 of those sent. 80 to 100 % of the density is sent, never more.
-    - Masking: momentum is set to zero where something was sent, as in the paper. (Some retell it
-      as where v is above the least magnitude of a 1 % sample, which would be nearly everywhere.)
+    - Masking: momentum is set to zero where something was sent, as in the paper. Some retell it as
+      where v is above the least magnitude of a 1 % sample, which is nearly everywhere:
+      ``MomentumCorrection(masking="sampled")``. None at all is ``masking="none"``.
     - Small and 1-D tensors go dense by default, as in the authors' code: ``SizeSwitch``.
 
     Args:

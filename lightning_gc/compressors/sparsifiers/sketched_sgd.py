@@ -17,6 +17,7 @@ from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.flow import Flow, Mean
 from lightning_gc.kernels import splitmix
 
+_MOST_ROWS = 15  # numbers of a sequence that are 2^60 apart
 _SENDABLE = 2.0**-32
 """Share of the largest float of which as many elements as there are can be added up."""
 
@@ -40,7 +41,7 @@ class SketchedSGD(DensitySparsifier, Collective):
 
     Args:
         density: k over the number of elements, in (0, 1]. Lower means more compression.
-        rows: of the sketch, odd. Higher means better estimates and more bytes.
+        rows: of the sketch, odd, 15 at most. Higher means better estimates and more bytes.
         columns: c/k, at least 1. Likewise.
         candidates: elements per k of which exact values are sent, at least 1. Likewise.
 
@@ -51,8 +52,8 @@ class SketchedSGD(DensitySparsifier, Collective):
     Each step computes ``rows`` hashes of every element.
 
     Raises:
-        ValueError: ``density`` outside (0, 1], an even number of ``rows``, ``columns`` or
-            ``candidates`` below 1.
+        ValueError: ``density`` outside (0, 1], an even number of ``rows`` or too many, ``columns``
+            or ``candidates`` below 1.
 
     Example:
         >>> import torch
@@ -77,10 +78,10 @@ class SketchedSGD(DensitySparsifier, Collective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rows < 1 or self.rows % 2 != 1:
+        if not 1 <= self.rows <= _MOST_ROWS or self.rows % 2 != 1:
             raise ValueError(
                 f"SketchedSGD(rows={self.rows!r}): an estimate is the median over rows, of which "
-                f"there must be an odd number; use 5."
+                f"there must be an odd number, {_MOST_ROWS} at most; use 5."
             )
         for field in ("columns", "candidates"):
             value = getattr(self, field)

@@ -85,7 +85,8 @@ def test_bytes_do_not_grow_with_workers() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="rows=4"):
-        SketchedSGD(rows=4)
+    for rows in (4, 17):  # the 17th row would have the places of the first
+        with pytest.raises(ValueError, match=f"rows={rows}"):
+            SketchedSGD(rows=rows)
     with pytest.raises(ValueError, match="candidates=0"):
         SketchedSGD(candidates=0)
