@@ -264,7 +264,8 @@ def sketched(folder: Path, problem: Problem) -> tuple[list[Tensor], list[Tensor]
     def step(weights: Tensor) -> Tensor:
         for error, grad in zip(errors, gradients(weights), strict=True):
             error += grad.view(-1)
-        return server._aggAndZeroSketched().view_as(weights) / WORKERS
+        total: Tensor = server._aggAndZeroSketched()
+        return total.view_as(weights) / WORKERS
 
     start = torch.zeros(CLASSES, FEATURES)
     course = descend(start, rate, step)
