@@ -183,13 +183,23 @@ class Engine:
         if state and self.loss_scaling.revocable:
             self.loss_scaling.back_up(self.buffers.live(bucket))
         resting = self.learning_rates.back_up(bucket, self.buffers) if self.memory.lr_aware else []
-        held = guard.hold(self._besides_error(state)) if guard is not None else []
-        exchange = BucketExchange(bucket, self.levels, self.scheme, guard, self.statistics)
+        held = guard.hold(self._held(state)) if guard is not None else []
+        exchange = BucketExchange(
+            bucket,
+            self.levels,
+            self.scheme,
+            guard,
+            self.statistics,
+            sets_aside=self.memory.sets_aside,
+            books=bool(held),
+        )
         yield from self.memory.flow(bucket, state, exchange)
         for buffer in state.values():  # NaN and overflow would stay for ever
             buffer.nan_to_num_(0.0, 0.0, 0.0)
         if guard is not None:
             guard.release(held)
+        if exchange.booked is not None:  # others' shards may be encoded by a worker that is idle
+            state[self.memory.buffers[0]].add_(exchange.booked.nan_to_num_(0.0, 0.0, 0.0))
         for live, copy in resting:
             live.copy_(copy)
         if state:
@@ -216,7 +226,7 @@ class Engine:
         if self.memory.lr_aware:
             self.learning_rates.follow(self.buffers)
 
-    def _besides_error(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+    def _held(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """Return this worker's own buffers; none if there is only an error, which is set aside."""
         if not self.memory.holds_idle:
             return []

@@ -26,7 +26,10 @@ class BucketExchange:
     scheme: Scheme | None  # None: the compressor is a Collective
     guard: Guard | None
     statistics: Statistics
+    sets_aside: bool  # what idle parameters would send
+    books: bool  # what the scheme adds to their errors
 
+    booked: Tensor | None = field(init=False, default=None)  # to idle parameters, else 0; (numel,)
     error: Tensor = field(init=False)  # after the exchange, (numel,)
     mean: Tensor = field(init=False)  # over workers, (numel,)
     norm_before: Tensor | None = field(init=False)  # compression; None if not measured
@@ -72,10 +75,11 @@ class BucketExchange:
         if self.guard is None:
             yield from flow
         else:
-            kept = buffer is not self.bucket.grad
+            kept = self.sets_aside and buffer is not self.bucket.grad
             aside = self.guard.set_aside(own) if kept else None
             yield from self.guard.watch(flow)
             if aside is not None:
+                self.booked = self.guard.of_idle(own) if self.books else None
                 own.add_(aside)
             self.guard.poison(mean)
         self.error, self.mean = own, mean

@@ -49,10 +49,13 @@ class Guard:
         """Move the errors of idle parameters out of ``buffer`` and return them, or None."""
         if self._on_host and not self.idle.any():
             return None
-        mask = self._mask(buffer)
-        aside = buffer.masked_fill(~mask, 0)  # not a product: infinity times zero is NaN
-        buffer.masked_fill_(mask, 0)
+        aside = self.of_idle(buffer)
+        buffer.masked_fill_(self._mask(buffer), 0)
         return aside
+
+    def of_idle(self, flat: Tensor) -> Tensor:
+        """Return a copy with zeros where parameters are not idle."""
+        return flat.masked_fill(~self._mask(flat), 0)  # not a product: infinity times zero is NaN
 
     def _mask(self, like: Tensor) -> Tensor:
         """Return a mask of the elements of idle parameters."""

@@ -66,8 +66,10 @@ class Memory(Settings, abc.ABC):
             multiplies them by γ_{t−1}/γ_t when a parameter's learning rate changes.
         common: those of ``buffers`` that are equal on all workers, computed from the mean.
         space: settings worth tuning, with their ranges.
-        holds_idle: where a parameter has no gradient on a worker, its buffers, but the error and
-            common ones, are put back after the round.
+        holds_idle: where a parameter has no gradient on a worker, its buffers, but common ones, are
+            put back after the round; what the scheme has added to the error is kept.
+        sets_aside: where a parameter has no gradient on a worker, what it would send is kept from
+            the exchange, and zeros are sent.
         stored: how buffers are kept between steps; None: in float32 or wider. Not for those that
             are ``lr_aware`` or ``common``.
         reads_weights: ``flow`` reads ``bucket.weights``.
@@ -81,6 +83,7 @@ class Memory(Settings, abc.ABC):
     lr_aware: bool = False
     common: tuple[str, ...] = ()
     holds_idle: bool = True
+    sets_aside: bool = True
     space: tuple[Range | Choice, ...] = ()
 
     @property

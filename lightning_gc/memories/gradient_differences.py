@@ -22,8 +22,9 @@ class GradientDifferences(Memory):
     # The first is what is compressed: compression in place must not change the estimate.
     buffers = ("error", "estimate", "mean_estimate")
     common = ("mean_estimate",)
-    # The estimate follows what was sent: in ``TwoShot`` that may be the rounding of a mean.
-    holds_idle = False
+    # A gradient of zero differs from the estimate like any other, and the estimate follows: it is
+    # applied whether or not a worker sends.
+    holds_idle = sets_aside = False
     conserves = False  # what a step leaves is sent when the gradient is still there in the next one
 
     @property

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import DIANA, EF21, QSGD, SAEF, AllGather, Memory, TwoShot
+from lightning_gc import DIANA, EF21, QSGD, SAEF, AllGather, Memory, TopK, TwoShot
 from lightning_gc.testing import Lockstep
 from tests.support.memories import (
     SHAPES,
@@ -24,10 +24,7 @@ from tests.support.memories import (
 
 @pytest.mark.parametrize(("memory", "alpha"), [(EF21(), 1.0), (DIANA(0.3), 0.3)])
 def test_gradient_differences(memory: Memory, alpha: float) -> None:
-    """``c = C(g − h)``, ``h + mean c`` is applied, ``h += α·c``; worker 1 has no gradient at times.
-
-    Its estimate rests then, and is applied all the same.
-    """
+    """``c = C(g − h)``, ``h + mean c`` is applied, ``h += α·c``; worker 1's g is 0 at times."""
     h, expected = zeros(), []
     for step in range(STEPS):
         idle = (1,) if step % 4 == 3 else ()
@@ -37,8 +34,7 @@ def test_gradient_differences(memory: Memory, alpha: float) -> None:
             sent = []
             for i in range(WORKERS):
                 x = made[i][name] - h[i][name]
-                sends = top(x) & (name != "w" or i not in idle)
-                sent.append(np.where(sends, x, 0))
+                sent.append(np.where(top(x), x, 0))
                 h[i][name] = h[i][name] + alpha * sent[-1]
             mean[name] = before + averaged(sent)
         expected.append(mean)
@@ -66,6 +62,19 @@ def test_common_estimate_is_the_mean_of_all(memory: Memory, compressor: Any, sch
             mean = averaged([state[name]["estimate"].double().numpy() for state in states])
             np.testing.assert_allclose(common, mean, rtol=1e-4, atol=1e-5)
             assert common.any()
+
+
+@pytest.mark.parametrize(
+    ("memory", "compressor"), [(EF21(), TopK(0.5)), (DIANA(0.25), QSGD(8))], ids=str
+)
+def test_a_gradient_that_has_become_zero_is_followed(memory: Memory, compressor: Any) -> None:
+    """A hinge: −1 below 1, then exactly 0. An estimate that rested would be applied for ever."""
+    lockstep, weights = Lockstep(2, compressor, memory), torch.zeros(4)
+    for _ in range(300):
+        grad = torch.where(weights < 1, -1.0, 0.0)
+        weights -= 0.1 * lockstep.step([{"w": grad.clone()}, {"w": grad.clone()}]).mean["w"]
+    assert bool((weights < 1.6).all()), weights
+    assert not lockstep.step([{"w": torch.zeros(4)}] * 2).mean["w"].any()
 
 
 def test_gradient_differences_of_steady_gradients_vanish() -> None:
