@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,16 +18,24 @@ class CommonBuffers:
     constants or count steps, and so are equal on all workers.
 
     Args:
-        named: buffer name -> buffer, equal on all workers now.
+        find: returns buffer name -> buffer, equal on all workers now. Called each time: a module
+            may assign a new tensor to a name.
     """
 
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
-        self.live = {name: b for name, b in named.items() if b.is_floating_point()}
-        self.common = {name: b.detach().clone() for name, b in self.live.items()}
+    def __init__(self, find: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._find = find
+        floats = {name: b for name, b in find().items() if b.is_floating_point()}
+        self.common = {name: b.detach().clone() for name, b in floats.items()}
+
+    @property
+    def live(self) -> dict[str, Tensor]:
+        """This worker's buffers."""
+        now = self._find()
+        return {name: now[name] for name in self.common}
 
     def difference(self) -> Tensor:
         """Return the common buffers minus this worker's, flat, float32; 0 where they are equal."""
-        parts = [torch.zeros(0)] if not self.live else []
+        parts = [torch.zeros(0)] if not self.common else []
         for name, live in self.live.items():
             common = self.common[name]
             gap = torch.where(live == common, 0.0, common.float() - live.float())
@@ -44,9 +52,10 @@ class CommonBuffers:
 
     def put(self, named: Mapping[str, Tensor]) -> None:
         """Set this worker's buffers, those that are named."""
+        now = self.live
         for name, value in named.items():
-            if name in self.live:
-                self.live[name].data.copy_(value)
+            if name in now:
+                now[name].data.copy_(value)
 
     def own(self) -> dict[str, Tensor]:
         """Return copies of this worker's buffers."""

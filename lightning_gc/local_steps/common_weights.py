@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ class CommonWeights:
     Args:
         module: holds the common weights now.
         params: name -> trained parameter.
-        buffers: name -> buffer.
+        buffers: returns name -> buffer.
         number: of fragments.
         outer: the step of the common weights.
 
@@ -31,7 +31,7 @@ class CommonWeights:
         self,
         module: nn.Module,
         params: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        buffers: Callable[[], Mapping[str, Tensor]],
         number: int,
         outer: OuterSGD,
     ) -> None:
@@ -49,7 +49,7 @@ class CommonWeights:
     def show(self) -> None:
         """Put the common weights and buffers into the module, and this worker's own aside."""
         if self._aside is None:
-            self._aside = self._own()
+            self._aside = self.held()
             self.go_back()
 
     def hide(self) -> None:
@@ -59,6 +59,22 @@ class CommonWeights:
             self._aside = None
             self._put(weights)
             self.buffers.put(buffers)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the module's weights or buffers are not the common ones."""
+        weights = any(not torch.equal(each.weights(), each.start()) for each in self.fragments)
+        common = self.buffers.common
+        return weights or any(
+            not torch.equal(live, common[name]) for name, live in self.buffers.live.items()
+        )
+
+    def begin(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Take weights, ``(numel,)`` for each fragment, and buffers for the common ones."""
+        for each, flat in zip(self.fragments, weights, strict=True):
+            each.anchor = flat.clone()
+        self.buffers.common = {name: buffer.clone() for name, buffer in buffers.items()}
+        self.go_back()
 
     def go_back(self) -> None:
         """Let this worker go on from the common weights and buffers."""
@@ -70,7 +86,7 @@ class CommonWeights:
 
         Of the buffers those that a ``state_dict`` has.
         """
-        weights, buffers = self._aside or self._own()
+        weights, buffers = self._aside or self.held()
         saved = {name.replace("_orig_mod.", "") for name in self._module.state_dict()}
         return self.named(weights), {n: b for n, b in buffers.items() if n in saved}
 
@@ -81,7 +97,7 @@ class CommonWeights:
 
     def drift(self) -> dict[str, Tensor]:
         """Return this worker's weights minus the common ones, by name."""
-        weights, _ = self._aside or self._own()
+        weights, _ = self._aside or self.held()
         pairs = zip(weights, self.fragments, strict=True)
         return self.named([own - each.start() for own, each in pairs])
 
@@ -96,7 +112,8 @@ class CommonWeights:
         pairs = zip(self.fragments, flats, strict=True)
         return {name: piece for each, flat in pairs for name, piece in each.named(flat).items()}
 
-    def _own(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def held(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return copies of the module's weights, one per fragment, and buffers."""
         return [each.weights() for each in self.fragments], self.buffers.own()
 
     def _put(self, flats: Sequence[Tensor]) -> None:

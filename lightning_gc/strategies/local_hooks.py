@@ -82,7 +82,16 @@ class LocalHooks(CompressedStrategy):
         return rounds.stepped(ends, rate)
 
     def on_train_start(self) -> None:
+        """Begin at the module's weights, where a callback has loaded others since ``setup``."""
         super().on_train_start()  # type: ignore[misc]
+        first = self._all_rounds[0]
+        moved = torch.tensor(float(first.weights.moved), device=self.root_device)  # type: ignore[attr-defined]
+        if not first.apart and float(self.reduce(moved, reduce_op="mean")):  # type: ignore[attr-defined]
+            self._start_alike()
+            weights, buffers = first.weights.held()
+            for rounds in self._all_rounds:
+                with rounds.present():
+                    rounds.weights.begin(weights, buffers)
         if self.controller is None and self.engines[0].worker == 0:
             steps = steps_of(self.lightning_module.trainer)  # type: ignore[attr-defined]
             warn_of_few_rounds(self.compressor, steps, self.plan.every)
@@ -124,6 +133,9 @@ class LocalHooks(CompressedStrategy):
             for worker, own in enumerate(self._own):
                 if not own.load_optimizers():
                     self._copy_optimizers(checkpoint, worker)
+
+    def _start_alike(self) -> None:
+        """Give all workers the weights and buffers of worker 0."""
 
     def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
         """Give a worker of this process worker 0's optimizers; Lightning has, to the first one."""

@@ -166,6 +166,9 @@ class LocalSteps(LocalHooks, RealWorker):
         self._broadcast_each_batch = broadcast_only(lambda: rounds.position == 0, trainer)
         process_shutdown.register()
 
+    def _start_alike(self) -> None:
+        take_over(self.lightning_module)  # type: ignore[attr-defined]
+
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make this worker's own step; exchange if a round is over, or the run."""
         output = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]

@@ -120,7 +120,10 @@ class LocalRounds:
         self.present = present
         self._engine, self._exchanger, self.plan = engine, exchanger, plan
         params = {name: param for param, name in names.items()}
-        buffers = {plain_name(name): buffer for name, buffer in module.named_buffers()}
+
+        def buffers() -> dict[str, Tensor]:
+            return {plain_name(name): buffer for name, buffer in module.named_buffers()}
+
         self.weights = CommonWeights(module, params, buffers, plan.fragments, outer)
         self.position = 0
         self.length = plan.every
@@ -159,6 +162,15 @@ class LocalRounds:
         self.chosen = every
         if not self.position:
             self.length = self.every
+
+    def restart(self) -> None:
+        """Forget place in the round, outer momentum and what is under way."""
+        self.flight, self.rate = None, None
+        self.position, self.length, self.waited = 0, self.every, 0
+        self.since = [0] * len(self.since)
+        for each in self.weights.fragments:
+            if each.velocity is not None:
+                each.velocity.zero_()
 
     def stepped(self, ends: bool, rate: float = 0.0) -> Waits:
         """Count an optimizer step; exchange what is due, or everything if it was the last one.

@@ -81,11 +81,20 @@ class CommonState:
         }
 
     def load_common_state(self, state: Any) -> None:
+        """Resume from ``common_state()``; the module of the first worker has the common weights.
+
+        Others, and what is kept of them, may be of steps that are taken back, as by a search for a
+        learning rate.
+        """
+        with self._rounds[0].present():
+            weights, buffers = self._rounds[0].weights.held()
         for rounds in self._rounds:
             with rounds.present():
+                rounds.weights.begin(weights, buffers)
                 self._load(rounds, state)
 
     def _load(self, rounds: LocalRounds, state: Any) -> None:
+        rounds.flight = None
         for each in rounds.weights.fragments:
             each.anchor = each.flat(state["anchor"], each.anchor)
             if each.velocity is not None:

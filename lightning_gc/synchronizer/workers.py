@@ -65,6 +65,9 @@ class HasRounds(Protocol):
     def set_every(self, every: int | None) -> None:
         """Set H from the next round on; None: the plan's."""
 
+    def restart(self) -> None:
+        """Forget all that is kept from step to step."""
+
 
 class Workers:
     """One engine per worker of this process: one in a real run, W in a simulated one.

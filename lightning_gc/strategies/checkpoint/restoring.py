@@ -75,6 +75,8 @@ class Restoring:
         step = main.get("step") if isinstance(main, dict) else 0
         for each in engines:
             each.reset(step if isinstance(step, int) else 0)
+        for rounds in self.host.local_workers.rounds:
+            rounds.restart()
         if self.host.control_loop is not None:
             self.host.control_loop.begin_anew()
 

@@ -84,7 +84,7 @@ class SimulatedDDP(SimulatedWorkers):
 
     def _begin_fit(self, module: Any) -> None:
         self._gradients = Gradients(self.names, self.workers)
-        self._buffers = Buffers(module.buffers(), self.workers)
+        self._buffers = Buffers(module, self.workers)
         self.local_workers.start(self._ledger.pages, revocable=self._scaler() is not None)
 
     def _begin_step(self) -> None:

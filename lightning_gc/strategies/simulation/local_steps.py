@@ -118,6 +118,9 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             rounds.append(LocalRounds(*each))
         self._keep(rounds)
 
+    def _start_alike(self) -> None:
+        self._replicas.share()
+
     def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
         with self._replicas.entered(worker):
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)  # type: ignore[attr-defined]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Buffers:
@@ -16,14 +14,18 @@ class Buffers:
     batch normalisation changes buffers without a version count.
 
     Args:
-        buffers: the module's, changed in place.
+        module: whose buffers are changed in place; to a name it may assign a new one.
         workers: W.
     """
 
-    def __init__(self, buffers: Iterable[Tensor], workers: int) -> None:
-        self._live = list(buffers) if workers > 1 else []
+    def __init__(self, module: nn.Module, workers: int) -> None:
+        self._module = module if workers > 1 else nn.Module()
         self._start = [buffer.clone() for buffer in self._live]
         self._own: dict[int, list[Tensor]] = {}
+
+    @property
+    def _live(self) -> list[Tensor]:
+        return list(self._module.buffers())
 
     def begin(self) -> None:
         self._own.clear()

@@ -33,11 +33,11 @@ class Replicas:
         workers: int,
         optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
     ) -> None:
+        self._module = module
         self._params = list(module.parameters())
-        self._tensors = [*self._params, *module.buffers()]
         self._optimizers = optimizers
-        self._own: list[list[Tensor]] = [[each.data for each in self._tensors]]
-        self._own += [[each.data.clone() for each in self._tensors] for _ in range(1, workers)]
+        here = [each.data for each in self._tensors()]
+        self._own = [here, *([each.clone() for each in here] for _ in range(1, workers))]
         self._states: list[list[Any]] = [[] for _ in range(workers)]
         self._grads: list[list[Tensor | None]] = []
         self.forget_gradients()
@@ -45,10 +45,11 @@ class Replicas:
 
     def enter(self, worker: int) -> None:
         """Give module and optimizers this worker's tensors, gradients among them."""
-        optimizers = self._optimizers()
+        optimizers, tensors = self._optimizers(), self._tensors()
+        self._own[self.present] = [each.data for each in tensors]
         self._grads[self.present] = [param.grad for param in self._params]
         self._states[self.present] = [each.state for each in optimizers]
-        for tensor, own in zip(self._tensors, self._own[worker], strict=True):
+        for tensor, own in zip(tensors, self._own[worker], strict=True):
             tensor.data = own
         for param, grad in zip(self._params, self._grads[worker], strict=True):
             param.grad = grad
@@ -66,6 +67,16 @@ class Replicas:
             yield
         finally:
             self.enter(before)
+
+    def share(self) -> None:
+        """Give all workers copies of the weights and buffers of the one that is present."""
+        for worker in range(len(self._own)):
+            if worker != self.present:
+                self._own[worker] = [each.data.clone() for each in self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        """Return weights and buffers; to these a module may assign new tensors."""
+        return [*self._params, *self._module.buffers()]
 
     def forget_gradients(self) -> None:
         """Set the gradients of all workers that are not present to None."""

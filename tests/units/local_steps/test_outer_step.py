@@ -1,5 +1,6 @@
 """The outer step is torch's SGD; fragments and buffers do what the reference does by names."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,7 @@ def test_running_statistics_become_the_mean_and_constants_keep_every_bit() -> No
          "count": torch.tensor(4)}
         for _ in range(3)
     ]  # fmt: skip
-    workers = [CommonBuffers(each) for each in named]
+    workers = [CommonBuffers(partial(dict, each)) for each in named]
     for worker, each in enumerate(named):
         each["mean"] += worker
         each["count"] += worker

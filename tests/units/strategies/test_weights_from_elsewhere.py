@@ -1,0 +1,103 @@
+"""Weights and buffers that callbacks or modules put in place of others are those that train."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import LearningRateFinder
+from torch import nn
+
+from lightning_gc import OuterSGD, TopK
+from lightning_gc.strategies.for_pytorch_lightning import (
+    LocalStepsStrategy,
+    SimulatedDDPStrategy,
+    SimulatedLocalStepsStrategy,
+)
+from tests.support.fitting import quiet_trainer, unwarned
+
+LOADED = 0.25
+
+
+class Module(pl.LightningModule):
+    """Learns to be zero; ``ema`` is assigned to, or changed in place."""
+
+    ema: torch.Tensor
+
+    def __init__(self, assigns: bool = False, loads: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.lr = nn.Linear(40, 40), 0.05
+        self.assigns, self.loads = assigns, loads
+        self.register_buffer("ema", torch.zeros(40))
+
+    def setup(self, stage: str) -> None:
+        self._load("setup")
+
+    def on_fit_start(self) -> None:
+        self._load("on_fit_start")
+
+    def _load(self, place: str) -> None:
+        if place == self.loads:
+            with torch.no_grad():
+                self.net.weight.fill_(LOADED)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        moved = 0.5 * self.ema + batch.mean(0)
+        if self.assigns:
+            self.ema = moved
+        else:
+            self.ema.copy_(moved)
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr, momentum=0.5)
+
+
+def trained(
+    strategy: Any, finder: bool = False, root: Path | None = None, **options: Any
+) -> Module:
+    torch.manual_seed(0)
+    module, draw = Module(**options), torch.Generator().manual_seed(2)
+    search = LearningRateFinder(num_training_steps=12, update_attr=False, early_stop_threshold=None)
+    rows: Any = torch.randn(48, 40, generator=draw)
+    with unwarned():
+        callbacks = [search] if finder else []
+        settings: Any = {"callbacks": callbacks, "max_epochs": 2, "default_root_dir": root}
+        data = torch.utils.data.DataLoader(rows, batch_size=4)
+        quiet_trainer(strategy, **settings).fit(module, data)
+    return module
+
+
+def local(**options: Any) -> SimulatedLocalStepsStrategy:
+    return SimulatedLocalStepsStrategy(TopK(0.1), workers=2, every=4, **options)
+
+
+def close(one: Module, other: Module) -> None:
+    """Up to the rounding of a mean of equal weights."""
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"state": "mean"}, {"state": "off"}, {"outer": OuterSGD.diloco()}, {"delay": 1}],
+    ids=str,
+)
+def test_a_search_for_a_learning_rate_leaves_no_trace(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    searched = trained(local(**options), finder=True, root=tmp_path)
+    close(searched, trained(local(**options)))
+
+
+@pytest.mark.parametrize("strategy", [local, lambda: LocalStepsStrategy(TopK(0.1), every=4)])
+def test_weights_loaded_when_the_fit_begins_are_those_of_all(strategy: Any) -> None:
+    close(trained(strategy(), loads="on_fit_start"), trained(strategy(), loads="setup"))
+
+
+@pytest.mark.parametrize(
+    "strategy", [local, lambda: SimulatedDDPStrategy(TopK(0.1), workers=2)], ids=["local", "ddp"]
+)
+def test_a_buffer_that_is_assigned_is_each_workers_own(strategy: Any) -> None:
+    close(trained(strategy(), assigns=True), trained(strategy()))
