@@ -60,7 +60,11 @@ def folder_of(path: Path, stem: str) -> Path:
 
     Within the checkpoint, if that is a folder, so that both are moved together; else beside it.
     """
-    return (path if path.is_dir() else path.parent) / side_files.FOLDER / stem
+    return _all_of(path) / stem
+
+
+def _all_of(path: Path) -> Path:
+    return (path if path.is_dir() else path.parent) / side_files.FOLDER
 
 
 def file_of(folder: Path, rank: int, ranks: int) -> Path:
@@ -202,10 +206,10 @@ class ShardedSaving:
 
 def remove(path: Path, keep: str = "") -> None:
     """Remove folders of a checkpoint's error state, except that of the stem ``keep``."""
-    parent = folder_of(path, keep).parent
+    parent = _all_of(path)
     if not parent.is_dir():
         return
     for each in parent.iterdir():
-        if each.name.startswith(f"{path.name}-step") and each.name != keep:
+        if side_files.belongs_to(path, each.name) and each.name != keep:
             shutil.rmtree(each, ignore_errors=True)
     side_files.tidy(path)

@@ -16,6 +16,7 @@ from fsspec.core import url_to_fs
 # A folder, because Lightning takes files beside a checkpoint for checkpoints, by their names.
 FOLDER = "lightning_gc_state"
 _NAME = re.compile(r"(?P<stem>(?P<base>.+)-step(?P<step>\d+).*)-worker(\d+)of(?P<workers>\d+)\.pt")
+_OWNED = re.compile(r"(?P<base>.+)-step\d+.*")  # the last "-step" is ours: a save's name has none
 
 
 def stem_of(checkpoint: Any, step: int, save: str) -> str:
@@ -25,6 +26,12 @@ def stem_of(checkpoint: Any, step: int, save: str) -> str:
     its old name must leave the old side files intact until all the new files are complete.
     """
     return f"{_split(checkpoint)[1]}-step{step}-{save}"
+
+
+def belongs_to(checkpoint: Any, name: str) -> bool:
+    """Return whether a file or folder of error state, or a part of one, is of this checkpoint."""
+    match = _OWNED.fullmatch(name)
+    return match is not None and match["base"] == _split(checkpoint)[1]
 
 
 def path_of(checkpoint: Any, stem: str, worker: int, workers: int) -> str:
@@ -94,7 +101,7 @@ def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
 
     Several workers may do so at once.
     """
-    folder, base = _split(checkpoint)
+    folder, _ = _split(checkpoint)
     fs, inner = url_to_fs(posixpath.join(folder, FOLDER))
     try:
         names = [posixpath.basename(str(path)) for path in fs.ls(inner, detail=False)]
@@ -102,7 +109,7 @@ def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
         return
     kept = tuple(f"{stem}-worker" for stem in keep)
     for name in names:
-        if name.startswith(f"{base}-step") and not (kept and name.startswith(kept)):
+        if belongs_to(checkpoint, name) and not (kept and name.startswith(kept)):
             with contextlib.suppress(OSError):  # removed already
                 fs.rm(posixpath.join(inner, name))
     tidy(checkpoint)

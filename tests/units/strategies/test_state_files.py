@@ -9,6 +9,7 @@ import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_gc.strategies.checkpoint import side_files
+from lightning_gc.strategies.checkpoint.sharded_saving import remove as remove_folders
 from lightning_gc.strategies.checkpoint.side_files import (
     FOLDER,
     exists,
@@ -69,6 +70,35 @@ def test_removed_are_those_of_the_checkpoint_only(root: str) -> None:
     remove(f"{root}/aa.ckpt")
     side_files.tidy(f"{root}/aa.ckpt")
     assert not fs.exists(inner) or not fs.ls(inner, False)
+
+
+def test_those_of_a_longer_name_stay(root: str) -> None:
+    """A checkpoint may be called as the side files of another one begin."""
+    kept = write(f"{root}/model-step2", 2) + write(f"{root}/model-step2-step3", 3)
+    written = write(f"{root}/model", 2)
+    old = path_of(f"{root}/model", "model-step1", 0, 2)  # as named before saves had names
+    half = f"{written[0]}.part"
+    for path in (old, half):
+        TorchCheckpointIO().save_checkpoint({}, path)
+    remove(f"{root}/model")
+    assert not any(exists(path) for path in [*written, old, half])
+    assert all(exists(path) for path in kept)
+    remove(f"{root}/model-step2")
+    assert [exists(path) for path in kept] == [False, False, True, True]
+
+
+def test_folders_of_a_longer_name_stay(tmp_path: Path) -> None:
+    """As above, with models in shards, whose checkpoints may be folders too."""
+    names = ["model-step1-run-1", "model-step2-run-1", "model-step2-step3-run-2"]
+    for stem in names:
+        (tmp_path / FOLDER / stem).mkdir(parents=True)
+    other = tmp_path / "model-step2"
+    other.mkdir()
+    remove_folders(tmp_path / "model", keep=names[1])
+    assert sorted(each.name for each in (tmp_path / FOLDER).iterdir()) == names[1:]
+    remove_folders(tmp_path / "model")
+    assert [each.name for each in (tmp_path / FOLDER).iterdir()] == names[2:]
+    assert other.is_dir()
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
