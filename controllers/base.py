@@ -55,6 +55,8 @@ class Observation:
         max_epochs: epochs of the whole run; None if it has no end.
         progress: finished share of the run, in [0, 1]; None if it has no end.
         ended: an epoch has just ended, or the run begins; False within an epoch.
+        resumed: the run has been resumed since the epoch began, or at its end, so a metric may be
+            missing that was logged before the checkpoint, or would have been without the stop.
         gradient_noise: ``E‖g − ∇f_i‖²``, estimated at the end of an epoch from its steps, mean over
             workers; 0 if not declared. What ∇f_i moves within the epoch counts as noise.
         gradient_squared: ``‖∇f_i‖²``, likewise. Unbiased, so it may be below 0.
@@ -95,6 +97,7 @@ class Observation:
     max_epochs: int | None = None
     progress: float | None = None
     ended: bool = True
+    resumed: bool = False
     gradient_noise: float = 0.0
     gradient_squared: float = 0.0
     gradient_dissimilarity: float = 0.0

@@ -41,7 +41,8 @@ class DynamicBitWidth(Controller):
 
     Raises:
         ValueError: settings out of range; at the end of the first epoch, a metric that was not
-            logged.
+            logged. Missing in a checkpoint from which a run is resumed, it is warned of, and the
+            level is kept for an epoch.
 
     Example:
         >>> from lightning_gc.controllers import DynamicBitWidth, Observation
@@ -97,6 +98,9 @@ class DynamicBitWidth(Controller):
         return {"step": 0, "epochs": 0, "released": 0, "loss": None}
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        missing = [name for name in self._read(observation) if name not in observation.metrics]
+        if observation.resumed and observation.epoch >= 0 and missing:
+            return self._without(missing), dict(state)
         decision, new = self._choose(observation, state)
         return replace(decision, warning=self._warning(observation)), new
 
@@ -149,12 +153,25 @@ class DynamicBitWidth(Controller):
         whole = f"{self.loss}_epoch"
         return whole if whole in observation.metrics else self.loss
 
+    def _read(self, observation: Observation) -> list[str]:
+        """Return the names of the metrics by which it decides, each once."""
+        loss = [] if self.loss_delta is None else [self._loss_name(observation)]
+        return list(dict.fromkeys([self.monitor, *loss]))
+
+    def _without(self, missing: list[str]) -> Decision:
+        """Return the decision after a resume from a checkpoint without these metrics."""
+        names = " and ".join(repr(name) for name in missing)
+        warning = (
+            f"DynamicBitWidth keeps its level for an epoch: the checkpoint was saved before the "
+            f"epoch's {names} was known. Save it at the end of the epoch, as "
+            f"ModelCheckpoint(save_on_train_epoch_end=True) does."
+        )
+        reason = f"{names} is not known after a resume, so the level is kept."
+        return Decision(reason=reason, warning=warning, keeps_levels=True)
+
     def _warning(self, observation: Observation) -> str:
         """Return a sentence about metrics of the last batch, after the first epoch only."""
-        read = [self.monitor]
-        if self.loss_delta is not None:
-            read.append(self._loss_name(observation))
-        found = [name for name in dict.fromkeys(read) if name in observation.step_metrics]
+        found = [name for name in self._read(observation) if name in observation.step_metrics]
         if observation.epoch != 0 or not found:
             return ""
         calls = " and ".join(f"self.log({name!r}, ..., on_epoch=True)" for name in found)

@@ -41,6 +41,27 @@ def step_metrics_of(trainer: Any) -> tuple[str, ...]:
     return tuple(sorted({meta.name for meta in metas if meta.on_step and not meta.on_epoch}))
 
 
+def metrics_due(trainer: Any) -> set[str]:
+    """Return the metrics whose values of the epoch under way are yet to come.
+
+    Lightning keeps their values of the epoch before: of training, until the epoch's end; of
+    validation, until it has run after the batch that has just ended.
+    """
+    fit, current = trainer.fit_loop, trainer.fit_loop.epoch_progress.current
+    if current.processed >= current.ready:
+        return set()  # the epoch has ended
+    collections = [fit.epoch_loop._results]
+    if trainer.training and fit.epoch_loop._should_check_val_fx(fit._data_fetcher):
+        collections.append(fit.epoch_loop.val_loop._results)
+    return {
+        name
+        for logged in collections
+        for each in logged.result_metrics
+        if each.meta.on_epoch
+        for name in logged._forked_name(each, on_step=False)
+    }
+
+
 def steps_of(trainer: Any) -> int | None:
     """Return the run's number of optimizer steps; None if unknown or without end."""
     epochs, per_epoch = trainer.max_epochs, _steps_per_epoch(trainer)

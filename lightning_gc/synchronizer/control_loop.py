@@ -103,7 +103,8 @@ class ControlLoop:
         self._pause = 0  # steps between decisions within an epoch; 0: none
         self._rate = 0.0
         self._metrics: dict[str, float] = {}  # from a checkpoint
-        self._resumed = -1  # step of that checkpoint
+        self._to_come: set[str] = set()  # those of them that were to change before the epoch's end
+        self._resumed = False  # within the epoch, or at its end
         self._seen_step = self._epoch_step = self._step  # of the last decision; epoch's first
 
     def pause(self) -> None:
@@ -146,11 +147,13 @@ class ControlLoop:
             return done > 0
         return self._pause > 0 and done >= max(min(self._seen_step, self._pause), 1)
 
-    def state_dict(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def state_dict(self, metrics: Mapping[str, Any], due: Iterable[str] = ()) -> dict[str, Any]:
         """Return the state, plain values that are equal on all workers.
 
-        It has the current ``metrics``, since a checkpoint precedes the decision that reads them.
+        It has the current ``metrics``, since a checkpoint precedes the decision that reads them,
+        and names those that are ``due``: their values of the epoch under way are yet to come.
         """
+        current = {name: float(value) for name, value in metrics.items()}
         return {
             "state": self.state,
             "decision": None if self.decision is None else dataclasses.asdict(self.decision),
@@ -160,7 +163,8 @@ class ControlLoop:
             "rate": self._rate,
             "steps": self._step - self._seen_step,
             "epoch_steps": self._step - self._epoch_step,
-            "metrics": {name: float(value) for name, value in metrics.items()},
+            "metrics": self._metrics | current,
+            "due": sorted({*due, *(self._to_come - current.keys())}),
             "levels": self._workers.first.levels.requested(),
             "every": self._every,
         }
@@ -171,7 +175,8 @@ class ControlLoop:
         self._pause, self._rate = state["pause"], state["rate"]
         self._seen_step = self._step - state["steps"]
         self._epoch_step = self._step - state["epoch_steps"]
-        self._metrics, self._resumed = state["metrics"], self._step
+        self._metrics, self._to_come = state["metrics"], set(state.get("due", ()))
+        self._resumed = True
         if state["decision"] is not None:
             self.decision = Decision(**state["decision"])
         if "levels" in state:
@@ -235,9 +240,12 @@ class ControlLoop:
         measured = clock_figures(self.controller.needs, self.statistics, self._steps, peers.mean_of)
         for each in self.statistics:
             each.begin()
+        if ended:  # what is due by now and has not come is of an epoch before
+            self._metrics = {n: v for n, v in self._metrics.items() if n not in self._to_come}
+            self._to_come = set()
         # Lightning does not restore a checkpoint's metrics.
-        before = self._metrics if self._resumed == self._step else {}
-        metrics = before | {name: float(value) for name, value in now.metrics.items()}
+        metrics = self._metrics | {name: float(value) for name, value in now.metrics.items()}
+        resumed, self._resumed = self._resumed, self._resumed and not ended
         return Observation(
             epoch=epoch - 1,
             learning_rate=self._rate if steps else rate,
@@ -258,6 +266,7 @@ class ControlLoop:
             max_epochs=now.max_epochs,
             progress=now.progress,
             ended=ended,
+            resumed=resumed,
             levels=levels,
             **measured,
             **(self._close_epoch(peers) if ended else self._first_batch(peers)),

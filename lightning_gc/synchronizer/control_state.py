@@ -13,6 +13,7 @@ from lightning_gc.engine.state_structure import (
     TEXT,
     WHOLE,
     Each,
+    Listed,
     Optional,
     Pair,
     Record,
@@ -41,7 +42,7 @@ CONTROL_STATE = Record(
         "epoch_steps": INTEGER,
         "metrics": Each(NUMBER),
     },
-    # In force; a decision may keep what was. Not in states of before.
-    {"levels": Optional(Pair(LEVEL, Each(LEVEL))), "every": Optional(COUNT)},
+    # In force; a decision may keep what was. Neither they nor "due" are in states of before.
+    {"levels": Optional(Pair(LEVEL, Each(LEVEL))), "every": Optional(COUNT), "due": Listed(TEXT)},
 )
 """What ``ControlLoop.state_dict`` returns."""

@@ -105,6 +105,39 @@ def test_a_state_of_before_a_decision_takes_the_decision_back() -> None:
     assert control._workers.levels() == {"w": 0.2}
 
 
+def test_it_is_told_until_an_epoch_has_ended() -> None:
+    controller = Within()
+    control = loop(controller)
+    decide(control, 0)
+    state = control.state_dict({"a": 1.0, "b": 2.0}, due=["b"])
+    CONTROL_STATE.check(state)
+    control.begin_anew()
+    control.load_state_dict(state)
+    again = control.state_dict({"c": 3.0})  # saved before the next decision
+    assert (again["metrics"], again["due"]) == ({"a": 1.0, "b": 2.0, "c": 3.0}, ["b"])
+    for step, epoch in ((1, 0), (2, 1), (3, 2)):
+        control._workers.first.rounds.step = step
+        decide(control, epoch)
+    assert [each.resumed for each in controller.told] == [False, True, True, False]
+    both, one = {"a": 1.0, "b": 2.0}, {"a": 1.0}
+    assert [each.metrics for each in controller.told] == [{}, both, one, one]
+
+
+class Within(Fixed):
+    """Remembers what it is told, after every step."""
+
+    def __init__(self) -> None:
+        super().__init__(0.2)
+        object.__setattr__(self, "told", [])
+
+    def every_steps(self, epoch: int) -> int:
+        return 1
+
+    def decide(self, observation: Any, state: Any) -> Any:
+        self.told.append(observation)  # type: ignore[attr-defined]
+        return super().decide(observation, state)
+
+
 def test_a_state_without_levels_has_those_of_its_decision() -> None:
     """As saved before 2026-11-23."""
     control = loop(Fixed(0.2))

@@ -22,6 +22,7 @@ from lightning_gc.strategies.checkpoint.host import (
     together,
 )
 from lightning_gc.strategies.checkpoint.validation import FORMAT
+from lightning_gc.strategies.training_progress import metrics_due
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import with_checksum
 from lightning_gc.synchronizer.joint_errors import explaining
@@ -70,7 +71,10 @@ class Saving:
         engine = workers.first
         self._saves += not is_alone(self.host)
         save = f"{workers.run}-{'alone' if is_alone(self.host) else self._saves}"
-        metrics = host.lightning_module.trainer.callback_metrics
+        trainer = host.lightning_module.trainer
+        turn = None
+        if control is not None:
+            turn = control.state_dict(trainer.callback_metrics, metrics_due(trainer))
         main: Tree = {
             "format": FORMAT,
             "mode": "full" if is_alone(self.host) else self.mode,
@@ -86,7 +90,7 @@ class Saving:
             },
             "configuration": configuration_of(self.host),
             "learning_rates": dict(engine.learning_rates.of_errors),
-            "turn": None if control is None else control.state_dict(metrics),
+            "turn": turn,
             "files": [None] * engine.workers,
         }
         if workers.common:

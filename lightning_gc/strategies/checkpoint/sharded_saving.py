@@ -19,6 +19,7 @@ from lightning_gc.strategies.checkpoint.atomic_files import write_atomically
 from lightning_gc.strategies.checkpoint.host import KEY, Host, configuration_of
 from lightning_gc.strategies.checkpoint.shard_tensors import ShardTensors, taken_out
 from lightning_gc.strategies.checkpoint.validation import FILE_NAME, SHARED
+from lightning_gc.strategies.training_progress import metrics_due
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import with_checksum
 from lightning_gc.synchronizer.joint_errors import all_or_raise, explaining
@@ -121,7 +122,10 @@ class ShardedSaving:
         engine = workers.first
         self._saves += 1
         stem = side_files.stem_of(target, engine.step, f"{workers.run}-{self._saves}")
-        metrics = host.lightning_module.trainer.callback_metrics
+        trainer = host.lightning_module.trainer
+        turn = None
+        if control is not None:
+            turn = control.state_dict(trainer.callback_metrics, metrics_due(trainer))
         main: Tree = {
             SHARDED: FORMAT,
             "mode": self.mode,
@@ -133,7 +137,7 @@ class ShardedSaving:
             "layout": [],
             "configuration": configuration_of(host),
             "learning_rates": dict(engine.learning_rates.of_errors),
-            "turn": None if control is None else control.state_dict(metrics),
+            "turn": turn,
             "files": [],
         }
         if not main["torn"]:  # else errors are neither those before nor after a round

@@ -198,6 +198,19 @@ def test_a_metric_that_was_not_logged(missing: str) -> None:
         replay(DynamicBitWidth(STEPS), [Observation(0)])
 
 
+@pytest.mark.parametrize("missing", ["val_accuracy", "train_loss"])
+def test_a_metric_that_a_checkpoint_did_not_have(missing: str) -> None:
+    logged = {"val_accuracy": 0.7, "train_loss": 1.0}
+    del logged[missing]
+    controller = DynamicBitWidth(STEPS)
+    state = {"step": 1, "epochs": 3, "released": 1, "loss": 2.0}
+    decision, after = controller.decide(Observation(4, metrics=logged, resumed=True), state)
+    assert decision.keeps_levels
+    assert after == state
+    assert f"'{missing}'" in decision.warning
+    assert "save_on_train_epoch_end=True" in decision.warning
+
+
 def test_nothing_is_asked_of_the_gradients() -> None:
     assert DynamicBitWidth().needs == Needs()
 

@@ -112,6 +112,7 @@ def observations(draw: st.DrawFn, epoch: int, max_epochs: int | None) -> Observa
         steps=draw(st.integers(0, 100)),
         total_error_update=draw(NUMBER),
         sizes={name: draw(st.integers(1, 10**6)) for name in "ab"},
+        resumed=draw(st.booleans()),
         num_elements=num_elements,
         num_compressed=draw(st.integers(0, num_elements)),
         sent_elements=draw(NUMBER),
