@@ -114,7 +114,11 @@ class Monitor:
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure norms in the steps that will be logged."""
+        """Start the epoch's sums; measure norms in the steps that will be logged."""
+        # Not at the epoch's end: Lightning leaves that out after a resume from its last batch.
+        if batch_idx == 0:
+            for sums in self._sums:
+                sums.epoch = Totals()
         # Lightning's x axis for logging: optimizer steps, whatever the number of optimizers.
         self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
         # Of local steps few have an exchange: one is logged if such a step was in its round.
@@ -142,7 +146,7 @@ class Monitor:
             self._write(trainer, figures, self._index)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Average the epoch over workers in one message, log and reset it."""
+        """Average the epoch over workers in one message and log it."""
         engines, _ = parts(trainer)
         numbers = torch.tensor([s.packed() for s in self._sums], dtype=torch.float64).mean(0)
         epoch, total = self._mean(trainer, numbers).tolist()
@@ -161,12 +165,10 @@ class Monitor:
         trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
         )
-        for sums in self._sums:
-            sums.epoch = Totals()
 
     def state_dict(self) -> dict[str, Any]:
         """Return worker 0's totals: Lightning saves only these, the strategy those of all."""
-        return {"total": vars(self._sums[0].total).copy()}
+        return {"total": self._sums[0].own_state()["total"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a checkpoint's totals."""

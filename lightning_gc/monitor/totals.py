@@ -96,21 +96,29 @@ class Sums:
         self.total = total or Totals()
         self.epoch = Totals()
         self._began = False
+        self._shown = Totals()  # what has been added of a step that ``take`` has not returned
         self._parts = Parts()
 
     def begin(self, engine: Engine, recording: Recorder, parts: Parts) -> None:
         """Start counting; ``parts`` returns norms of whole gradients."""
         self._began, self._parts = True, parts
         self._engine, self._recording = engine, recording
-        self._tally = replace(engine.statistics.tally)
+        self._tally, self._step = replace(engine.statistics.tally), engine.step
+        self._shown = Totals()
         recording.take()
 
     def take(self) -> Totals:
-        """Add the last step to both totals and return it."""
+        """Add the last step to both totals and return it, with what ``own_state`` has added."""
+        self._add()
+        step, self._shown = self._shown, Totals()
+        return step
+
+    def _add(self) -> None:
+        """Add what there is of the last step to both totals."""
         engine, account = self._engine, self._recording.take()
-        now, before = engine.statistics.tally, self._tally
+        now, before, shown = engine.statistics.tally, self._tally, self._shown
         step = Totals(
-            steps=now.local_steps - before.local_steps if now.local_steps else 1,
+            steps=now.local_steps - before.local_steps if now.local_steps else 1 - shown.steps,
             wire_bytes=account.wire_bytes,
             dense_bytes=engine.dense_bytes(now.plain_bytes - before.plain_bytes),
             elements=now.elements - before.elements,
@@ -124,10 +132,10 @@ class Sums:
         )
         self._tally = replace(now)
         if any(account.seconds.values()):
-            step.timed_steps = 1
+            step.timed_steps = 1 - shown.timed_steps
             for phase, spent in account.seconds.items():
                 setattr(step, f"{phase}_seconds", spent)
-        if engine.statistics.norms_wanted:
+        if engine.statistics.norms_wanted and engine.step > self._step:
             measured = engine.statistics.norms
             own = torch.tensor(measured or [(0.0, 0.0)]).double().norm(dim=0)
             norm, error = self._parts.norms(own).tolist()
@@ -135,9 +143,9 @@ class Sums:
                 step.observed_steps = 1
                 step.error_norm = error
                 step.relative_error = error / norm if norm else 0.0
-        self.epoch.add(step)
-        self.total.add(step)
-        return step
+        self._step = engine.step
+        for totals in (self.epoch, self.total, shown):
+            totals.add(step)
 
     def packed(self) -> list[list[float]]:
         """Return the fields of both totals, the epoch's first."""
@@ -146,10 +154,13 @@ class Sums:
     def own_state(self) -> dict[str, Any]:
         """Return both totals as plain numbers.
 
-        With those local steps whose exchange has begun, but shows in no step's account yet.
+        With a step that has ended, but that ``take`` has not returned yet, as the callback that
+        saves comes first; and with those local steps whose exchange has begun.
         """
-        if self._began and self._engine.statistics.tally.local_steps > self._tally.local_steps:
-            self.take()
+        if self._began:
+            local = self._engine.statistics.tally.local_steps > self._tally.local_steps
+            if local or self._engine.step > self._step:
+                self._add()
         return {"total": vars(self.total).copy(), "epoch": vars(self.epoch).copy()}
 
     def load_own_state(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,12 @@
 """Figures of the monitor: per step, per epoch, and of levels."""
 
+import csv
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -11,12 +14,16 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
-from lightning_gc import PerParameter, RandomK, TopK
+from lightning_gc import HardThreshold, PerParameter, RandomK, TopK
 from lightning_gc.controllers import Schedule
 from lightning_gc.engine.compatibility import by_default
 from lightning_gc.monitor.decisions import level_figures
 from lightning_gc.monitor.totals import Totals
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
+from lightning_gc.strategies.for_pytorch_lightning import (
+    CompressionMonitor,
+    SimulatedDDPStrategy,
+    SimulatedLocalStepsStrategy,
+)
 from tests.support.fitting import fit, unwarned
 from tests.support.models import Plain, common_batches
 
@@ -83,6 +90,60 @@ def test_an_epoch_and_a_step_are_counted_by_themselves() -> None:
     total = monitor.state_dict()["total"]
     assert total["steps"] == 12
     assert total["sent"] / total["elements"] == pytest.approx(0.3, abs=0.01)
+
+
+class Saves(pl.Callback):
+    """Saves at the end of one training batch."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("state", ["full", "off"])
+@pytest.mark.parametrize("step", [4, 6])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_counts_every_step_once(
+    every: int | None, state: Any, step: int, first: bool, tmp_path: Path
+) -> None:
+    """Also one that is saved before the monitor has seen its step, and at an epoch's last."""
+    path = tmp_path / "step.ckpt"
+
+    def run(resume: str | None = None) -> dict[tuple[str, str], float]:
+        # Bytes that vary tell epochs apart; they are the same where errors and data are.
+        varies = state == "full" and step == 6
+        compressor = PerParameter(HardThreshold(0.01)) if varies else TopK(0.1)
+        strategy: Any = SimulatedDDPStrategy(compressor, workers=2, state=state)
+        if every is not None:
+            strategy = SimulatedLocalStepsStrategy(compressor, workers=2, every=every, state=state)
+        logger = CSVLogger(tmp_path, name="", version="resumed" if resume else "whole")
+        settings: dict[str, Any] = {"max_epochs": 2, "logger": logger, "log_every_n_steps": 1}
+        both = [Saves(path, step), CompressionMonitor()]
+        callbacks = both if first else both[::-1]
+        data = partial(common_batches, 48, 4)
+        with unwarned():
+            fit(strategy, Plain, data, resume=resume, callbacks=callbacks, **settings)
+        return logged(Path(logger.log_dir) / "metrics.csv")
+
+    whole = run()
+    resumed = run(str(path))
+    assert resumed == {name: whole[name] for name in resumed}
+
+
+def logged(file: Path) -> dict[tuple[str, str], float]:
+    """Return the bytes of the last epoch and of the run, and those of each step that was logged."""
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    return {
+        (name, row["step"]): float(row[name])
+        for row in rows
+        for name in row
+        if name.endswith("wire_bytes") and row[name]
+    }
 
 
 def test_a_trainer_that_logs_no_steps_still_logs_epochs(tmp_path: Path) -> None:
