@@ -18,6 +18,8 @@ from torch.utils.data import (
 class Dealt:
     """Interleaves the workers' loaders: batch i is worker ``i % W``'s.
 
+    What else a loader has, such as ``batch_size`` and ``dataset``, is that of worker 0's.
+
     Args:
         loaders: one per worker, of equal length.
     """
@@ -25,6 +27,12 @@ class Dealt:
     def __init__(self, loaders: Sequence[Any]) -> None:
         self.loaders = loaders
         self.sampler = self  # Lightning calls ``sampler.set_epoch``
+
+    def __getattr__(self, name: str) -> Any:
+        # Names with an underscore are each loader's own state, which Lightning and copies replace.
+        if name.startswith("_") or name == "loaders":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.loaders[0], name)
 
     def set_epoch(self, epoch: int) -> None:
         for loader in self.loaders:
