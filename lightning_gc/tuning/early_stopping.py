@@ -96,9 +96,15 @@ class EarlyStopping:
     def update(self, logged: Mapping[str, float]) -> bool:
         """Return whether the run goes on, given all that has been logged so far.
 
+        Without an epoch's ``seconds`` these are the totals of a run that has ended after epochs
+        without a validation: only the budget is checked.
+
         Raises:
             MissingMetric: the metric is not among them.
         """
+        if "seconds" not in logged:
+            self._logged |= logged
+            return self.outcome == "complete" and self._within_budget()
         experiment = self.experiment
         value = look_up(experiment.metric, logged, "metric", "validation_step")
         self.curve.append(value)
@@ -110,12 +116,8 @@ class EarlyStopping:
         epochs_since = self.tracker.add(value)
         if self.trial is not None and experiment.objective == "metric":
             self.trial.report(value, len(self.curve) - 1)
-            if self.over_budget > 0:
-                what = "encoded" if experiment.bytes_counted == "encoded_bytes" else "sent"
-                count, allowed = self.bytes_so_far, self.budget
-                return self._stop(
-                    "pruned", f"{count:,.0f} bytes {what}, the budget is {allowed:,.0f}"
-                )
+            if not self._within_budget():
+                return False
             if self.trial.should_prune():
                 return self._stop("pruned", "worse than the median of the trials before")
         if experiment.patience is not None and epochs_since >= experiment.patience:
@@ -158,6 +160,14 @@ class EarlyStopping:
             "epoch_cpu_seconds": self.cpu_seconds,
             "per_step": parts,
         }
+
+    def _within_budget(self) -> bool:
+        """Return whether the bytes so far are within the budget; end the run if they are not."""
+        if self.over_budget <= 0 or self.experiment.objective == "pareto":
+            return True
+        what = "encoded" if self.experiment.bytes_counted == "encoded_bytes" else "sent"
+        count, allowed = self.bytes_so_far, self.budget
+        return self._stop("pruned", f"{count:,.0f} bytes {what}, the budget is {allowed:,.0f}")
 
     def _stop(self, outcome: Outcome, reason: str) -> bool:
         self.outcome, self.reason = outcome, reason

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_gc.tuning.early_stopping import BestTracker
+from lightning_gc.tuning.early_stopping import TOTAL, BestTracker
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.lightning_flavour import pl
 
@@ -18,11 +18,13 @@ Ask = Callable[[Mapping[str, float]], bool]
 class TrialCallback(pl.Callback):
     """Asks after each training epoch with a validation whether training goes on.
 
-    Worker 0 asks and all obey. Must follow the monitor, whose metrics it passes on.
+    Worker 0 asks and all obey. Must follow the monitor, whose metrics it passes on. After a last
+    epoch without a validation it passes on the monitor's totals once more.
 
     Args:
         ask: is given all logged metrics, the epoch's ``seconds`` of training, and its
-            ``cpu_seconds``: CPU time of the process over its workers.
+            ``cpu_seconds``: CPU time of the process over its workers. At the end of training it is
+            given the totals alone, and its answer is ignored.
         best_of: restore the weights of the best epoch at the end; None keeps the last ones.
 
     Attributes:
@@ -57,7 +59,7 @@ class TrialCallback(pl.Callback):
         go_on, better, tracker = True, True, self._tracker
         strategy: Any = trainer.strategy
         if trainer.is_global_zero:
-            logged = {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1}
+            logged = _logged(trainer)
             seconds, cpu = self._spent
             times = {"seconds": seconds, "cpu_seconds": cpu / len(strategy.engines)}
             go_on = self.ask(logged | times)
@@ -71,7 +73,9 @@ class TrialCallback(pl.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore the best weights."""
+        """Pass on the totals of epochs without a validation; restore the best weights."""
+        if trainer.is_global_zero and not self._validated:
+            self.ask({n: v for n, v in _logged(trainer).items() if n.startswith(TOTAL)})
         if self._weights is not None:
             pl_module.load_state_dict(self._weights)
 
@@ -80,6 +84,10 @@ class TrialCallback(pl.Callback):
     ) -> None:
         """Tell Ctrl-C from a failure."""
         self.interrupted = isinstance(exception, KeyboardInterrupt)
+
+
+def _logged(trainer: pl.Trainer) -> dict[str, float]:
+    return {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1}
 
 
 def _clocks() -> tuple[float, float]:
