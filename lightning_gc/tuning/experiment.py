@@ -10,7 +10,7 @@ from typing import Any, Literal
 import optuna
 
 from lightning_gc.network_model import NetworkModel
-from lightning_gc.tuning.method import DENSE, Method
+from lightning_gc.tuning.method import DENSE, Method, check_budget
 
 Build = Callable[[optuna.trial.BaseTrial], Sequence[Any]]
 """``(trial) -> (model, datamodule)``, or ``(model, datamodule, {Trainer argument: value})``.
@@ -91,8 +91,7 @@ class Experiment:
                 raise ValueError(f"{setting}={getattr(self, setting)}: must be at least 1.")
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience={self.patience}: count epochs, 1 or more.")
-        if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"budget={self.budget}: give bytes that one worker may send in a run.")
+        check_budget(self.budget)
         if self.budget is not None and self.objective == "pareto":
             raise ValueError(
                 f"budget={self.budget:g}: the front of objective='pareto' shows what every budget "

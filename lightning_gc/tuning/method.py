@@ -17,7 +17,8 @@ from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.registry import did_you_mean, make
 from lightning_gc.schemes import SCHEMES, Scheme
-from lightning_gc.search_space import Choice, Space, check_field, merge
+from lightning_gc.search_space import Choice, Range, Space, check_field, merge
+from lightning_gc.synchronizer.validation import check_controller
 from lightning_gc.tuning.parameter_space import (
     MEMORY_PREFIX,
     PREFIX,
@@ -50,7 +51,8 @@ class Method:
 
     Raises:
         ValueError: an unknown compressor, a field that it lacks, a range that its knob or the
-            compressor itself refuses, a field that is fixed and tuned.
+            compressor itself refuses, a field that is fixed and tuned, a controller that cannot
+            work with the others, a budget that is no number of bytes.
 
     Example:
         >>> Method("topk_50x", "topk", fixed={"density": 0.01}).tuned
@@ -75,7 +77,15 @@ class Method:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
             raise ValueError(f"A method cannot be called {self.name!r}: use letters and digits.")
+        check_budget(self.budget)
+        for name in ("space", "memory_space", "rounds_space"):
+            _check_space(name, getattr(self, name))
         cls, searched = self.compressor_class, {entry.field for entry in self.space}
+        if self.name == DENSE and cls is not Identity:
+            raise ValueError(
+                f"The method {DENSE!r} is the baseline, which does not compress; give the one with "
+                f"{cls.__name__} another name."
+            )
         for entry in self.space:
             check_entry(cls, entry)
         for name in self.fixed:
@@ -88,9 +98,11 @@ class Method:
             check_field(Rounds, entry)
         # Values that compressor or memory refuse are found here, not by a trial.
         for last in (False, True):
-            self.make_compressor(endpoints(self.tuned, last))
-            self._make_memory(endpoints(self.tuned_memory, last))
+            compressor = self.make_compressor(endpoints(self.tuned, last))
+            memory = self._make_memory(endpoints(self.tuned_memory, last))
             self._make_rounds(endpoints(self.rounds_space, last))
+            if self.controller is not None:
+                check_controller(self.controller, compressor, memory, "Method")
 
     @property
     def compressor_class(self) -> type[Compressor]:
@@ -164,3 +176,20 @@ class Method:
         if self.rounds is None and not tuned:
             return None
         return dataclasses.replace(self.rounds or Rounds(), **tuned)
+
+
+def check_budget(budget: Any) -> None:
+    """Refuse what is no number of bytes; None is no limit."""
+    number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    if budget is not None and not (number and budget > 0):
+        raise ValueError(f"budget={budget!r}: give bytes that one worker may send in a run.")
+
+
+def _check_space(name: str, given: Any) -> None:
+    """Refuse what is no sequence of entries, such as the mapping that a file has."""
+    listed = isinstance(given, tuple | list)
+    if not (listed and all(isinstance(entry, Range | Choice) for entry in given)):
+        raise ValueError(
+            f"Method({name}={given!r}): give a tuple of ranges and choices, such as "
+            f"(Range('density', 0.001, 0.1, scale='log'),)."
+        )
