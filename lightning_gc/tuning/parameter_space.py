@@ -36,9 +36,11 @@ def parse(name: str, given: Any) -> Range | Choice:
         rest = {key: value for key, value in given.items() if key not in ("low", "high")}
         if {"low", "high"} <= set(given) and set(rest) <= {"scale", "integer"}:
             try:
-                return Range(name, float(given["low"]), float(given["high"]), **rest)
-            except TypeError:
+                low, high = float(given["low"]), float(given["high"])
+            except (TypeError, ValueError):
                 pass  # to the sentence below
+            else:
+                return Range(name, low, high, **rest)
     raise ValueError(
         f"{name}: {given!r} is no range. Write {{low: 1, high: 50}}, with scale: log or "
         f"integer: true if wanted, or a list of values."

@@ -99,7 +99,7 @@ def load(given: str | Path | Mapping[str, Any], **changes: Any) -> tuple[Experim
     """
     sections = given if isinstance(given, Mapping) else read(given)
     settings = _settings(sections, changes)
-    trainer = dict(sections.get("trainer") or {})
+    trainer = _mapping("trainer", sections.get("trainer"), "max_epochs: 8")
     devices = trainer.pop("devices", 1)
     if not isinstance(devices, int):
         raise ValueError(f"trainer.devices={devices!r}: tuning needs a number.")
@@ -146,8 +146,8 @@ def read_any(path: str | Path) -> dict[str, Any]:
 
 def _settings(sections: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section ``tune``: fields of ``Experiment``, ``space`` and ``methods``."""
-    given = dict(sections["tune"] or {})
-    given["methods"] = {name: value or {} for name, value in (given.get("methods") or {}).items()}
+    given = _mapping("tune", sections["tune"], "metric: loss")
+    given["methods"] = _methods(given.get("methods"))
     given |= {name: value for name, value in changes.items() if value is not None}
     parser = ArgumentParser(exit_on_error=False)
     elsewhere = {"build", "devices", "trainer"}  # made of other sections
@@ -155,6 +155,23 @@ def _settings(sections: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     parser.add_argument("--tune.space", type=dict[str, Any], required=True)
     parser.add_argument("--tune.methods", type=dict[str, MethodSettings])
     return dict(vars(parser.instantiate(_parse(parser, {"tune": given})).tune))
+
+
+def _methods(given: Any) -> dict[str, Any]:
+    """Return the settings of each method; those of a list of names are all defaults."""
+    if isinstance(given, list) and all(isinstance(name, str) for name in given):
+        return {name: {} for name in given}
+    methods = _mapping("tune.methods", given, "topk: {}", ", or a list of names, [topk, qsgd]")
+    return {name: value or {} for name, value in methods.items()}
+
+
+def _mapping(key: str, given: Any, example: str, more: str = "") -> dict[str, Any]:
+    """Return a part of the file as a dict; empty if it is left out."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{key}: {given!r} has no keys; write some, such as {example}{more}.")
+    return dict(given)
 
 
 @functools.cache

@@ -177,6 +177,7 @@ def test_spaces_are_written_down_as_plain_values() -> None:
         (lambda: parse("a", 3), "3 is no range", "{low: 1, high: 50}"),
         (lambda: parse("a", {"low": 1}), "'low': 1", "{low: 1, high: 50}"),
         (lambda: parse("a", {"low": 1, "high": None}), "None", "{low: 1, high: 50}"),
+        (lambda: parse("a", {"low": "b", "high": 1}), "a: {'low': 'b'", "{low: 1, high: 50}"),
         (lambda: parse("a", {"low": 1, "high": 2, "step": 1}), "'step'", "scale: log"),
     ],
 )
