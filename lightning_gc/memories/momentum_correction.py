@@ -121,10 +121,9 @@ class MomentumCorrection(OwnMomentum):
             return gradient
         gradient = gradient.clone()
         for name, part in bucket.split(gradient).items():
-            if self.clip is not None:
+            if self.clip is not None and part.numel():
                 most = self.clip / math.sqrt(bucket.workers)
-                norm = torch.linalg.vector_norm(part)
-                part.mul_((most / norm.clamp_min(most)).to(part.dtype))
+                part.copy_(_clipped(part, most))
             if self.weight_decay and name not in bucket.weights:
                 raise ValueError(
                     f"{self!r} adds weight decay, but the value of {name} is not known: give "
@@ -146,6 +145,15 @@ class MomentumCorrection(OwnMomentum):
     @classmethod
     def examples(cls) -> tuple[MomentumCorrection, ...]:
         return (cls(), cls(nesterov=True, clip=1.0), cls(masking="sampled"))
+
+
+def _clipped(part: Tensor, most: float) -> Tensor:
+    """Return a gradient scaled to the L2 norm ``most`` if its own is larger."""
+    # Squares of 1e-30 and 1e30 leave float32's range; those of x / max do not.
+    largest = part.abs().max()
+    unit = part / largest.where(largest > 0, 1.0)
+    length = torch.linalg.vector_norm(unit)
+    return torch.where(largest * length > most, unit * (most / length), part)
 
 
 def _above_sample(numbers: Tensor) -> Tensor:
