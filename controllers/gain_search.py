@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .bandwidth_aware import check_ladder
 from .base import Controller, Decision, KnobLike, Observation, State, compresses_less
-from .level_plan import at
+from .curves import Curve
+from .level_plan import at, finite
 from .needs import Needs
 
 
@@ -81,8 +83,9 @@ class GainSearch(Controller):
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
         now, scores, searching = state["level"], dict(state["scores"]), state["searching"]
         took = observation.step_seconds
-        gains = [self._gain(observation, level) for level in self.levels]
-        if not observation.error_curves or not took > 0:
+        curves = finite(observation.error_curves, self.levels)
+        gains = [_gain(curves, level) for level in self.levels]
+        if not curves or not took > 0:
             reason = "No gains or seconds are known, so the level stays."
             return Decision(self.levels[now], reason=reason), state
         scores[str(now)] = gains[now] / took
@@ -110,9 +113,15 @@ class GainSearch(Controller):
         best = max(scores, key=lambda i: scores[i])
         return int(best), False, "the search ends with the best score"
 
-    def _gain(self, observation: Observation, level: float) -> float:
-        """Return ``‖C(x)‖/‖x‖`` of all parameters together; 1 for a gradient of zeros."""
-        curves = observation.error_curves.values()
-        whole = math.fsum(curve.norm**2 for curve in curves)
-        left = math.fsum(at(curve, level).error ** 2 for curve in curves)
-        return math.sqrt(max(1 - left / whole, 0.0)) if whole else 1.0
+
+def _gain(curves: Mapping[str, Curve], level: float) -> float:
+    """Return ``‖C(x)‖/‖x‖`` of all parameters together; 1 for a gradient of zeros."""
+    largest = max((curve.norm for curve in curves.values()), default=0.0)
+    if not largest:
+        return 1.0
+    # In units of the largest norm: sums of finite squares may still be infinite.
+    norms = [curve.norm / largest for curve in curves.values()]
+    errors = [at(curve, level).error / largest for curve in curves.values()]
+    whole = math.fsum(norm * norm for norm in norms)
+    left = math.fsum(error * error for error in errors)
+    return math.sqrt(max(1 - left / whole, 0.0))

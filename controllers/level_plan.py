@@ -23,10 +23,11 @@ class Totals(NamedTuple):
 
 
 def finite(curves: Mapping[str, Curve], levels: Sequence[float]) -> dict[str, Curve]:
-    """Return the curves at these levels, of which every figure is finite; others' levels stay.
+    """Return the curves at these levels, of which every square is finite; others' levels stay.
 
     Curves have more points where another controller needs them too.
     """
+    # Products, for **2 raises OverflowError where they are infinite.
     own = {
         name: Curve(curve.norm, tuple(dict.fromkeys(at(curve, level) for level in levels)))
         for name, curve in curves.items()
@@ -34,17 +35,17 @@ def finite(curves: Mapping[str, Curve], levels: Sequence[float]) -> dict[str, Cu
     return {
         name: curve
         for name, curve in own.items()
-        if math.isfinite(curve.norm**2)
-        and all(math.isfinite(p.error**2) and math.isfinite(p.nbytes) for p in curve.points)
+        if math.isfinite(curve.norm * curve.norm)
+        and all(math.isfinite(p.error * p.error) and math.isfinite(p.nbytes) for p in curve.points)
     }
 
 
 def squared(curve: Curve, point: Point, relative: bool) -> float:
     """Return a point's squared error, in units of ``‖x‖²`` if relative; 0 for a zero gradient."""
     if not relative:
-        return point.error**2
+        return point.error * point.error
     share = point.error / curve.norm if curve.norm else 0.0
-    return share * share  # not **2, which overflows with an error
+    return share * share
 
 
 def at(curve: Curve, level: float) -> Point:
