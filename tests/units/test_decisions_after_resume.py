@@ -1,5 +1,6 @@
 """What a controller has decided, and what it has kept, is in force again after a resume."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_gc import PerParameter, TopK
-from lightning_gc.controllers import Chain, Controller, Fixed, RoundSchedule
+from lightning_gc.controllers import Chain, Controller, Fixed, Observation, RoundSchedule
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedLocalStepsStrategy
 from lightning_gc.synchronizer import Workers
 from lightning_gc.synchronizer.configuration import configure
@@ -106,7 +107,7 @@ def test_a_state_of_before_a_decision_takes_the_decision_back() -> None:
 
 
 def test_it_is_told_until_an_epoch_has_ended() -> None:
-    controller = Within()
+    controller = Within(0.2)
     control = loop(controller)
     decide(control, 0)
     state = control.state_dict({"a": 1.0, "b": 2.0}, due=["b"])
@@ -123,18 +124,17 @@ def test_it_is_told_until_an_epoch_has_ended() -> None:
     assert [each.metrics for each in controller.told] == [{}, both, one, one]
 
 
+@dataclass(frozen=True)
 class Within(Fixed):
     """Remembers what it is told, after every step."""
 
-    def __init__(self) -> None:
-        super().__init__(0.2)
-        object.__setattr__(self, "told", [])
+    told: list[Observation] = field(default_factory=list)
 
     def every_steps(self, epoch: int) -> int:
         return 1
 
     def decide(self, observation: Any, state: Any) -> Any:
-        self.told.append(observation)  # type: ignore[attr-defined]
+        self.told.append(observation)
         return super().decide(observation, state)
 
 
