@@ -7,7 +7,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.schemes import Scheme
-from lightning_gc.strategies.simulation.module_buffers import Buffers
+from lightning_gc.strategies.simulation.module_buffers import Buffers, refuse_pass_for_statistics
 from lightning_gc.strategies.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.strategies.simulation.worker_gradients import Gradients
 
@@ -47,7 +47,8 @@ class SimulatedDDP(SimulatedWorkers):
         ValueError: a combination that cannot work, an unknown name, fewer than one worker; at fit
             start, manual optimization, several devices, one that is neither ``cpu`` nor ``cuda``,
             ``accumulate_grad_batches`` that W does not divide, a ``GradientAccumulationScheduler``,
-            sparse embedding gradients.
+            ``StochasticWeightAveraging`` of a model with batch normalisation, sparse embedding
+            gradients.
 
     Example:
         >>> from lightning_gc import NetworkModel, SimulatedDDPStrategy, TopK
@@ -81,6 +82,11 @@ class SimulatedDDP(SimulatedWorkers):
         super().__init__(**kwargs)
 
     _of_processes = "CompressedDDPStrategy"
+
+    def setup(self, trainer: Any) -> None:
+        if trainer.state.fn == "fit":
+            refuse_pass_for_statistics(trainer, self.lightning_module)  # type: ignore[attr-defined]
+        super().setup(trainer)
 
     def _begin_fit(self, module: Any) -> None:
         self._gradients = Gradients(self.names, self.workers)

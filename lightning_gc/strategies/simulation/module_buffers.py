@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def refuse_pass_for_statistics(trainer: Any, module: Any) -> None:
+    """Raise ValueError if Lightning will add an epoch without backward passes after training.
+
+    It does so for averaged weights, to collect the running statistics of batch normalisation.
+    """
+    norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    for callback in trainer.callbacks:
+        averages = "StochasticWeightAveraging" in {c.__name__ for c in type(callback).__mro__}
+        if averages and norms:
+            raise ValueError(
+                f"{type(callback).__name__} collects the running statistics of {norms[0]} in an "
+                f"epoch without backward passes, in which simulated workers cannot take turns. Use "
+                f"CompressedDDPStrategy with processes, or a normalisation without running "
+                f"statistics, such as GroupNorm."
+            )
 
 
 class Buffers:
