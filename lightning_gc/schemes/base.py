@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Collective, Compressor, Joint, dense
 from lightning_gc.flow import Flow
-from lightning_gc.memories import Memory
 from lightning_gc.settings import Settings
+
+
+class MemoryLike(Protocol):
+    """A memory, as a scheme sees it; see ``Memory``."""
+
+    corrects_momentum: bool
 
 
 class Scheme(Settings, abc.ABC):
@@ -74,5 +79,5 @@ class Scheme(Settings, abc.ABC):
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
             )
 
-    def check_memory(self, memory: Memory) -> None:
+    def check_memory(self, memory: MemoryLike) -> None:
         """Raise ValueError if the memory cannot be used with this scheme."""

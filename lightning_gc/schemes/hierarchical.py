@@ -11,9 +11,8 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Compressor, wire_of
 from lightning_gc.flow import Flow
-from lightning_gc.memories import Memory
 from lightning_gc.schemes.all_gather import AllGather
-from lightning_gc.schemes.base import Scheme
+from lightning_gc.schemes.base import MemoryLike, Scheme
 from lightning_gc.schemes.shards import book, padded, toward, unpad
 
 
@@ -81,7 +80,7 @@ class Hierarchical(Scheme):
                 f"each node would have one vote only. Use TwoShot()."
             )
 
-    def check_memory(self, memory: Memory) -> None:
+    def check_memory(self, memory: MemoryLike) -> None:
         if memory.corrects_momentum:
             raise ValueError(
                 f"{memory!r} drops the momentum of elements that a worker has sent, but {self!r} "
