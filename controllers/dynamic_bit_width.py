@@ -74,10 +74,21 @@ class DynamicBitWidth(Controller):
         for _, level in self.steps:
             self._check_level(level)
         bounds = [bound for bound, _ in self.steps[1:]]
+        for bound in bounds:
+            if not isinstance(bound, int | float) or math.isnan(bound):
+                raise ValueError(
+                    f"DynamicBitWidth(steps={self.steps!r}): a bound is a number, but one is "
+                    f"{bound!r}; write it as 0.6, without quotes."
+                )
         if bounds != sorted(bounds, reverse=self.mode == "min"):
             way = "rise" if self.mode == "max" else "fall"
             raise ValueError(
                 f"DynamicBitWidth(steps={self.steps!r}): with mode={self.mode!r} bounds must {way}."
+            )
+        if self.loss_delta is not None and not 0 <= self.loss_delta < math.inf:
+            raise ValueError(
+                f"DynamicBitWidth(loss_delta={self.loss_delta!r}): a change of the loss, 0 or "
+                f"more, such as 0.01, or None for never."
             )
         for name in ("patience", "release_epochs"):
             if getattr(self, name) < 1:

@@ -83,7 +83,9 @@ def replaced(
 def check_settings(
     owner: str, levels: Sequence[float], name: str, level: float, interval: int
 ) -> None:
-    """Raise ValueError for too few levels, one that is not among them, or epochs below 1."""
+    """Raise ValueError for None or too few levels, one that is not theirs, or epochs below 1."""
+    if None in levels:
+        raise ValueError(f"{owner}(levels={tuple(levels)!r}): give numbers, None has no curve.")
     if len(set(levels)) < 2:
         raise ValueError(f"{owner}(levels={tuple(levels)!r}): give two or more to choose from.")
     if level not in levels:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import optuna
 
 from lightning_gc.network_model import NetworkModel
+from lightning_gc.settings import Settings
 from lightning_gc.tuning.method import DENSE, Method, check_budget
 
 Build = Callable[[optuna.trial.BaseTrial], Sequence[Any]]
@@ -23,7 +24,7 @@ RESERVED = ("strategy", "devices", "num_nodes", "enable_checkpointing")
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(Settings):
     """A comparison of methods, each tuned with the same number of trials on the same task.
 
     Args:
@@ -91,6 +92,12 @@ class Experiment:
                 raise ValueError(f"{setting}={getattr(self, setting)}: must be at least 1.")
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience={self.patience}: count epochs, 1 or more.")
+        if self.warmup < 0:
+            raise ValueError(f"warmup={self.warmup}: count epochs, 0 or more.")
+        if not self.seeds:
+            raise ValueError("seeds=(): give one or more, such as (0, 1, 2).")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout}: give seconds above 0, such as 3600.")
         check_budget(self.budget)
         if self.budget is not None and self.objective == "pareto":
             raise ValueError(

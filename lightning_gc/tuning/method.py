@@ -18,6 +18,7 @@ from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.registry import did_you_mean, make
 from lightning_gc.schemes import SCHEMES, Scheme
 from lightning_gc.search_space import Choice, Range, Space, check_field, merge
+from lightning_gc.settings import Settings
 from lightning_gc.synchronizer.validation import check_controller
 from lightning_gc.tuning.parameter_space import (
     MEMORY_PREFIX,
@@ -32,7 +33,7 @@ DENSE = "dense"
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Settings):
     """A way to exchange gradients with some fields fixed and others tuned, in a study of its own.
 
     Args:

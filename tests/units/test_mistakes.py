@@ -73,6 +73,19 @@ MISTAKES = [
         "controllers.TotalErrorBudget(budget='1%', initial=0.1)",
         "TotalErrorBudget(budget='1%'): budget is a number; write 0.01, without quotes.",
     ),
+    (
+        "controllers.DynamicBitWidth(loss_delta='0.1')",
+        "DynamicBitWidth(loss_delta='0.1'): loss_delta is a number; write 0.1, without quotes.",
+    ),
+    (
+        "MomentumCorrection(clip='one')",
+        "MomentumCorrection(clip='one'): clip is a number; write 0.01, without quotes.",
+    ),
+    (
+        "controllers.Chain(FIXED, FIXED, at_epoch='one')",
+        "Chain(at_epoch='one'): at_epoch is a number; write 1, without quotes.",
+    ),
+    ("CSER(every=2.0)", None),  # as a file may have it
     ("TopK(1)", None),  # all of it: allowed
     (
         "TopK(1.5)",
@@ -145,6 +158,7 @@ class Halves(Controller):
 def test_each_gets_its_sentence(code: str, sentence: str | None) -> None:
     names = {name: getattr(lightning_gc, name) for name in lightning_gc.__all__}
     names |= {"controllers": controllers, "the_others": for_lightning, "Trainer": pl.Trainer}
+    names |= {"FIXED": controllers.Fixed(0.1)}
     names |= {"Halves": Halves, "Observation": Observation, "decision_of": decision_of}
     if sentence is None:
         eval(code, names)  # noqa: S307 - the rows above

@@ -59,7 +59,7 @@ class Correcting(Memory):
         (lambda: RandomK(-0.1), "density=-0.1", "use 0.01"),
         (lambda: QSGD(bits=1), "bits=1", "use 4"),
         (lambda: QSGD(bits=17), "bits=17", "use 4"),
-        (lambda: QSGD(bits=2.5), "bits=2.5", "use 4"),  # type: ignore[arg-type]
+        (lambda: QSGD(bits=2.5), "bits=2.5", "use 3"),  # type: ignore[arg-type]
         (lambda: QSGD(block_size=0), "block_size=0", "use 512"),
         (lambda: QSGD(norm="l1"), "norm='l1'", "use 'max' or 'l2'"),  # type: ignore[arg-type]
         (lambda: HardThreshold(-1.0), "threshold=-1.0", "use 0.01"),

@@ -213,5 +213,5 @@ def test_adacomp_sends_what_is_not_a_number_and_of_nothing_nothing() -> None:
 
 @pytest.mark.parametrize("bin_size", [0, -1, 2.5, float("inf"), float("nan")])
 def test_adacomp_refuses(bin_size: float) -> None:
-    with pytest.raises(ValueError, match=r"AdaComp\(bin_size=.*500"):
+    with pytest.raises(ValueError, match=r"AdaComp\(bin_size=.*(500|use 3)"):
         AdaComp(bin_size)  # type: ignore[arg-type]

@@ -195,7 +195,7 @@ def test_what_it_asks_for() -> None:
     ("settings", "words"),
     [
         ({"interval": 0}, ["interval=0", "1 or more"]),
-        ({"interval": 2.5}, ["interval=2.5", "whole epochs"]),
+        ({"interval": 2.5}, ["interval=2.5", "a whole number"]),
         ({"threshold": 0.0}, ["threshold=0.0", "0.5"]),
         ({"threshold": math.nan}, ["threshold=nan", "0.5"]),
         ({"decay": 0.5}, ["decay=0.5", "at least 1"]),
