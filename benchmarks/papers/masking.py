@@ -11,6 +11,7 @@ import functools
 import statistics
 import sys
 from pathlib import Path
+from typing import Literal
 
 import frame
 import tasks
@@ -22,7 +23,11 @@ from lightning_gc import DGC, MomentumCorrection, PerParameter, TopK
 
 MOMENTUM = 0.5
 TOP_K, SENT, TEXT, NONE = "Top-k", "DGC", "DGC, the thesis's text", "DGC, no masking"
-MASKINGS = {SENT: "sent", TEXT: "sampled", NONE: "none"}
+MASKINGS: dict[str, Literal["sent", "sampled", "none"]] = {
+    SENT: "sent",
+    TEXT: "sampled",
+    NONE: "none",
+}
 PAIRS = (
     ("DGC is worse than Top-k", "at 5000x only", TOP_K, SENT),
     ("... since updates are masked: it is better without", "supposed", NONE, SENT),
@@ -57,7 +62,7 @@ def train(cell: Cell, data: Path | None) -> Row:
     """Run one cell."""
     method = tasks.Method(PerParameter(TopK(cell["density"])))
     if cell["arm"] != TOP_K:
-        memory = MomentumCorrection(MOMENTUM, masking=MASKINGS[cell["arm"]])  # type: ignore[arg-type]
+        memory = MomentumCorrection(MOMENTUM, masking=MASKINGS[cell["arm"]])
         method = tasks.Method(PerParameter(DGC(cell["density"], selection="exact")), memory)
     found = tasks.words({**cell, "rate": tuned_rate.rate(cell)}, method, data)
     found["sent"] = found.pop("density")

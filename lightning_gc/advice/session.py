@@ -123,7 +123,7 @@ class Session:
         if WHOLE in self.missing:
             raise ValueError(
                 f"What sending everything computes was not measured, and all predictions rest on "
-                f"it: {self.missing[WHOLE]}."
+                f"it: {self.missing[WHOLE]}. Free the device's memory, or take a smaller model."
             )
         self.shapes = {name: timing.sizes()[name][0] for name in names}
         here = Situation(

@@ -37,6 +37,7 @@ class Guard:
         self.finite = peaks.isfinite().all()
         self.verdict: Tensor | None = None  # (1,): NaN if any worker's gradient is not finite
         self._on_host = grad.device.type == "cpu"  # flags can be read without waiting
+        self._of_elements: Tensor | None = None
 
     def silence(self, grad: Tensor) -> None:
         """Replace a non-finite gradient by zeros."""
@@ -58,9 +59,12 @@ class Guard:
         return flat.masked_fill(~self._mask(flat), 0)  # not a product: infinity times zero is NaN
 
     def _mask(self, like: Tensor) -> Tensor:
-        """Return a mask of the elements of idle parameters."""
-        _, lengths = self._layouts.of(self._bucket)
-        return self.idle.repeat_interleave(lengths, output_size=like.numel())
+        """Return a mask of the elements of idle parameters, made once."""
+        if self._of_elements is None:
+            _, lengths = self._layouts.of(self._bucket)
+            numel = like.numel()
+            self._of_elements = self.idle.repeat_interleave(lengths, output_size=numel)
+        return self._of_elements
 
     def hold(self, flats: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return idle parameters' parts of ``flats`` with copies, for ``release``."""

@@ -101,10 +101,12 @@ class MomentumCorrection(OwnMomentum):
             total.add_(gradient)
         else:
             velocity.mul_(self.momentum).add_(gradient)
-        before = total.add_(velocity).clone()
-        yield from exchange(total)
+        total.add_(velocity)
         if self.masking == "none":
+            yield from exchange(total)
             return
+        before = total.clone()
+        yield from exchange(total)
         # Factor masking, unless the whole parameter was sent.
         stays = before == total
         waits = torch.logical_and(stays, before)
