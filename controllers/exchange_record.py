@@ -25,7 +25,7 @@ class FittedLink(NamedTuple):
 
     Attributes:
         latency_us: of a message, in microseconds.
-        bandwidth_gbps: in 10⁹ bits per second; 0 if exchanges of one size do not tell it.
+        bandwidth_gbps: in 10⁹ bits per second; 0 if seconds do not grow with the bytes.
         r2: share of the variance of seconds that the fit explains, at most 1.
     """
 
@@ -51,14 +51,17 @@ def fit_link(records: Sequence[ExchangeRecord]) -> FittedLink:
     ms = sum(r.messages * r.seconds for r in records)
     bs = sum(r.nbytes * r.seconds for r in records)
     determinant = mm * bb - mb * mb
-    alpha = beta = 0.0
+    latency, rate = (ms / mm if mm else 0.0, 0.0), (0.0, bs / bb if bb else 0.0)
+    found = [rate if bb else latency]
     if determinant > 1e-9 * mm * bb:
-        alpha = (ms * bb - bs * mb) / determinant
-        beta = (bs * mm - ms * mb) / determinant
-    if alpha < 0 or beta <= 0:
-        alpha, beta = 0.0, bs / bb if bb else 0.0
+        both = (ms * bb - bs * mb) / determinant, (bs * mm - ms * mb) / determinant
+        # Where one would be negative, the best fit without negative terms has the other alone.
+        found = [both] if min(both) >= 0 else [rate, latency]
+    left, alpha, beta = min(
+        (sum((r.seconds - a * r.messages - b * r.nbytes) ** 2 for r in records), a, b)
+        for a, b in found
+    )
     mean = sum(r.seconds for r in records) / len(records)
     spread = sum((r.seconds - mean) ** 2 for r in records)
-    left = sum((r.seconds - alpha * r.messages - beta * r.nbytes) ** 2 for r in records)
     r2 = 1 - left / spread if spread > 0 else 0.0  # of one request nothing is explained
     return FittedLink(alpha * 1e6, 8 / beta / 1e9 if beta > 0 else 0.0, r2)

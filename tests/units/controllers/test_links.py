@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_gc import NetworkModel
@@ -199,6 +199,37 @@ def test_a_link_is_fitted(latency_us: float, gbps: float) -> None:
     assert found.bandwidth_gbps == pytest.approx(gbps, rel=1e-3)
     assert found.latency_us == pytest.approx(latency_us, rel=1e-2, abs=1e-2)
     assert found.r2 == pytest.approx(1)
+
+
+RECORDS = st.builds(
+    ExchangeRecord, st.integers(1, 9), st.floats(0, 10**6, allow_subnormal=False), st.floats(0, 1)
+)
+
+
+@patient
+@given(st.lists(RECORDS, min_size=1, max_size=8), st.floats(0, 2), st.floats(0, 2))
+def test_no_link_without_negative_terms_fits_better(
+    records: list[ExchangeRecord], latency: float, slowness: float
+) -> None:
+    def missed(alpha: float, beta: float) -> float:
+        return sum((r.seconds - alpha * r.messages - beta * r.nbytes) ** 2 for r in records)
+
+    found = fit_link(records)
+    alpha = found.latency_us / 1e6
+    beta = 8e-9 / found.bandwidth_gbps if found.bandwidth_gbps else 0.0
+    sizes = {r.nbytes / r.messages for r in records}
+    assume(max(sizes) > 1 + 1.1 * min(sizes))  # what one size takes is the rate's by convention
+    assert alpha >= 0
+    assert beta >= 0
+    others = [(latency, slowness * 1e-6), (latency * alpha, slowness * beta)]
+    others += [(alpha, slowness * beta), (latency * alpha, beta), (latency, 0.0)]
+    assert all(missed(alpha, beta) <= missed(*other) + 1e-9 for other in others)
+
+
+def test_latency_alone_is_not_taken_for_a_slow_link() -> None:
+    found = fit_link([ExchangeRecord(2, nbytes, 0.01 - nbytes / 1e9) for nbytes in (1, 500, 4000)])
+    assert found.latency_us == pytest.approx(5000, rel=1e-3)
+    assert found.bandwidth_gbps == 0
 
 
 def test_messages_of_one_size_give_a_lower_bound() -> None:
