@@ -198,6 +198,14 @@ class Controller(Settings, abc.ABC):
         """
         return 0
 
+    def deciding(self, epoch: int) -> tuple[Controller, int]:
+        """Return the controller that decides in an epoch, and the epoch that is its first one.
+
+        Itself and 0, unless it hands over to others, as ``Chain``. What is due within the epoch
+        follows from that controller's ``needs``, ``turns`` and ``every_steps``.
+        """
+        return self, 0
+
     def check(self, knob: KnobLike | None) -> None:
         """Raise ValueError if this controller cannot set the compressor's knob."""
         if knob is None:

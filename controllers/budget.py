@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-NOTHING = 1e3
+NOTHING = 1e30
 """A threshold that no gradient reaches: the highest of ``HardThreshold``'s knob."""
 
 _UP = 4.0  # λ grows at most by this factor at a time

@@ -51,15 +51,11 @@ class Chain(Controller):
     def init(self) -> State:
         return {"first": self.first.init(), "then": self.then.init(), "over": 0.0}
 
-    def turns(self, epoch: int) -> int:
-        first = epoch < self.at_epoch
-        return self.first.turns(epoch) if first else self.then.turns(epoch - self.at_epoch)
-
-    def every_steps(self, epoch: int) -> int:
-        first = epoch < self.at_epoch
-        return (
-            self.first.every_steps(epoch) if first else self.then.every_steps(epoch - self.at_epoch)
-        )
+    def deciding(self, epoch: int) -> tuple[Controller, int]:
+        if epoch < self.at_epoch:
+            return self.first.deciding(epoch)
+        controller, first = self.then.deciding(epoch - self.at_epoch)
+        return controller, first + self.at_epoch
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
         if observation.epoch + 1 < self.at_epoch:

@@ -68,11 +68,8 @@ class RoundSchedule(Controller):
     def init(self) -> State:
         return {} if self.levels is None else self.levels.init()
 
-    def turns(self, epoch: int) -> int:
-        return 0 if self.levels is None else self.levels.turns(epoch)
-
-    def every_steps(self, epoch: int) -> int:
-        return 0 if self.levels is None else self.levels.every_steps(epoch)
+    def deciding(self, epoch: int) -> tuple[Controller, int]:
+        return (self, 0) if self.levels is None else self.levels.deciding(epoch)
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
         decision = Decision(keeps_levels=True)

@@ -152,3 +152,15 @@ class Bucket:
             key = (self.worker, self.phase, *key)
         digest = hashlib.blake2b(repr((shared, *key)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
+
+
+def in_memory_order(param: Tensor) -> Tensor:
+    """Return a view of a parameter, or its data, whose elements are numbered as in a bucket.
+
+    Buckets hold a gradient's elements as the parameter's lie in memory: with
+    ``torch.channels_last`` in another order than its indices have.
+    """
+    of_gradient = torch.empty_like(param, device="meta").stride()
+    if param.is_contiguous() or of_gradient != param.stride():  # gaps: the gradient has none
+        return param
+    return param.as_strided(param.shape, torch.empty(param.shape, device="meta").stride())

@@ -148,7 +148,10 @@ def scheme_row(name: str, cls: type[Scheme]) -> Row:
     """Return which compressors a scheme carries."""
     codecs = {name: c() for name, c in COMPRESSORS.items() if isinstance(c().method, Codec)}
     taken = sorted(name for name, codec in codecs.items() if _takes(cls(), codec))
-    takes = "all codecs" if len(taken) == len(codecs) else ", ".join(taken)
+    others = sorted(codecs.keys() - taken)
+    takes = ", ".join(taken)
+    if len(others) < len(taken):
+        takes = f"all codecs but {', '.join(others)}" if others else "all codecs"
     return Row(name, cls, {"takes": takes, "fields": _fields(cls)})
 
 

@@ -87,6 +87,10 @@ class Compressor(Settings, abc.ABC):
         """Return whether a tensor of this shape is compressed at all."""
         return not self.traits.exact
 
+    def compressing_step(self, step: int) -> int:
+        """Return the first step from ``step`` on in which nothing is sent whole on schedule."""
+        return step
+
     def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
         """Return the compressor to run on a tensor of this shape; None sends it dense."""
         return self

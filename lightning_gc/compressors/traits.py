@@ -31,6 +31,11 @@ class Knob:
     more: Literal["bytes", "compression"] = "bytes"
     integer: bool = False
 
+    @property
+    def tightest(self) -> float:
+        """The end of the range that compresses most."""
+        return self.low if self.more == "bytes" else self.high
+
     def clamp(self, level: float) -> float:
         """Return the value of the range nearest to ``level``."""
         level = min(max(level, self.low), self.high)
@@ -76,6 +81,8 @@ class Traits:
         exact: what is sent is the gradient itself: the error is always zero.
         conserves: the result is the mean of what workers sent, not a vote: with error feedback
             nothing is lost.
+        needs_sums: it chooses by what has added up over steps, and by state of whole tensors; so it
+            takes a memory that ``accumulates``, and no scheme that cuts tensors into shards.
         portable: devices of different models get the same bits of the same payloads: what workers
             compute alike treats elements one by one, without matrix products, sums of many
             elements or a generator's numbers.
@@ -91,6 +98,7 @@ class Traits:
     elementwise: bool = False
     exact: bool = False
     conserves: bool = True
+    needs_sums: bool = False
     portable: bool = True
     default_memory: str | None = None
     knob: Knob | None = None

@@ -47,6 +47,11 @@ def combine(
             f"{memory!r} drops the momentum of elements that are sent, and {compressor!r} leaves "
             f"none out, so that nothing would remain; use LocalMomentum(), or a sparsifier."
         )
+    if traits.needs_sums and not memory.accumulates:
+        raise ValueError(
+            f"{compressor!r} sends what has added up over steps, but in {memory!r} nothing does, "
+            f"so that nothing would be sent; use Residual()."
+        )
     if scheme is not None:
         scheme.check_memory(memory)
     if memory.feeds_back and not traits.conserves:

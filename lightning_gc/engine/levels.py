@@ -59,9 +59,21 @@ class Levels:
         """Return the arguments of the last ``set``, clamped; None if there was none."""
         return (self._common, dict(self._by_name)) if self.changed else None
 
-    def of(self, name: str) -> float | None:
-        """Return the level of a parameter; None: uncompressed, or no knob."""
-        return self._by_name.get(name, self._common)
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of this shape is compressed, if not now, then at other levels."""
+        knob = self._first.knob
+        tightest = self._first if knob is None else self._first.at(knob.tightest)
+        return tightest.compresses(shape)
+
+    def of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float | None]:
+        """Return the level of each parameter; None: uncompressed for now, or no knob."""
+        found = {name: self._by_name.get(name, self._common) for name in shapes}
+        levels = {level for level in found.values() if level is not None}
+        at = {level: self._common_compressor.at(level) for level in levels}
+        return {
+            name: level if level is not None and at[level].compresses(shapes[name]) else None
+            for name, level in found.items()
+        }
 
 
 def _clamped(compressor: Compressor, level: float | None, whose: str) -> float | None:
@@ -75,7 +87,7 @@ def _clamped(compressor: Compressor, level: float | None, whose: str) -> float |
             + (f": {knob.field} is in {knob.low:g}..{knob.high:g}." if knob else ".")
         )
     nearest = knob.clamp(level)
-    if nearest != level:
+    if not knob.low <= level <= knob.high:  # whole numbers are rounded without a word
         warnings.warn(
             f"Level {level!r} for {whose} is outside {knob.field}'s {knob.low:g}..{knob.high:g} "
             f"and has been set to {nearest!r}.",

@@ -37,16 +37,17 @@ class ReduceScatter(Scheme):
         Training" (qgZ), arXiv 2306.10209. There in two hops, within nodes and between them.
     """
 
-    scatters = True
+    cuts = scatters = True
 
     def check(self, compressor: Compressor) -> None:
         """Refuse what has no payload for one worker alone."""
-        if isinstance(compressor.method, Collective):
+        if isinstance(compressor.method, Collective):  # not for want of a scheme, as with others
             raise ValueError(
                 f"{compressor!r} averages what it sends in rounds of its own, after which all "
                 f"workers have the whole mean; of shards each has its own, so a payload must be "
                 f"for one worker. Use QSGD(8), say."
             )
+        super().check(compressor)
         if not compressor.traits.conserves:
             raise ValueError(
                 f"The result of {compressor!r} is a vote, and what a shard's owner gets here is "

@@ -60,6 +60,7 @@ class Memory(Settings, abc.ABC):
         conserves: law 1 holds.
         feeds_back: a step's error enters the next step, so the compressor's result must be the mean
             of what was sent.
+        accumulates: what a step leaves is added to the next gradient, so that it adds up.
         corrects_momentum: momentum is accumulated before compression, so the compressor must be
             biased (there must be an error to correct).
         lr_aware: buffers are in units of the update, learning rate times gradient: the engine
@@ -79,6 +80,7 @@ class Memory(Settings, abc.ABC):
 
     buffers: tuple[str, ...] = ()
     feeds_back: bool = True
+    accumulates: bool = True
     corrects_momentum: bool = False
     lr_aware: bool = False
     common: tuple[str, ...] = ()

@@ -25,7 +25,8 @@ class GradientDifferences(Memory):
     # A gradient of zero differs from the estimate like any other, and the estimate follows: it is
     # applied whether or not a worker sends.
     holds_idle = sets_aside = False
-    conserves = False  # what a step leaves is sent when the gradient is still there in the next one
+    # What a step leaves is sent when the gradient is still there in the next one.
+    conserves = accumulates = False
 
     @property
     @abc.abstractmethod

@@ -37,7 +37,7 @@ class LocalMomentum(OwnMomentum):
     # The first is a scratch buffer: compression in place must not change the average.
     buffers = ("error", "momentum")
     space = (Range("momentum", 0.5, 0.99),)
-    feeds_back = False
+    feeds_back = accumulates = False
 
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         average = state["momentum"]

@@ -23,7 +23,7 @@ class NoMemory(Memory):
     """
 
     conserves = False
-    feeds_back = False
+    feeds_back = accumulates = False
 
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         yield from exchange(bucket.grad)

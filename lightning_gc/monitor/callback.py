@@ -78,6 +78,11 @@ class Monitor:
         self._logged = -1
         self._decision: Decision | None = None
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Start at zero with a new trainer; what a checkpoint holds is loaded after this."""
+        if stage == "fit" and trainer.global_step == 0:
+            self._sums = [Sums()]
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the strategy; log the configuration."""
         engines, _ = parts(trainer)

@@ -31,6 +31,8 @@ class AllGatherOrTwoShot(Scheme):
         AllGatherOrTwoShot()
     """
 
+    cuts = True
+
     def encodings(self, workers: int) -> int:
         return self._chosen(workers).encodings(workers)
 

@@ -35,6 +35,7 @@ class Scheme(Settings, abc.ABC):
         joint: ``"parts"`` if the result is the same where parts of a tensor are encoded together;
             ``"shards"`` if a tensor is cut into W equal shards, and the result is the same where
             shards of several tensors are encoded together.
+        cuts: tensors may be cut into shards, each with a payload of its own.
         scatters: each worker gets its own shard of each parameter's mean, as with FSDP, and what is
             sent dense goes through ``dense`` too.
         waits: how often the scheme itself makes the host wait for an accelerator, for each tensor;
@@ -43,6 +44,7 @@ class Scheme(Settings, abc.ABC):
 
     averages: bool = False
     joint: ClassVar[Joint] = "no"
+    cuts: bool = False
     scatters: bool = False
     waits: int = 0
 
@@ -77,6 +79,12 @@ class Scheme(Settings, abc.ABC):
             raise ValueError(
                 f"{self!r} averages payloads, but those of {compressor!r} are not linear: their "
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
+            )
+
+        if self.cuts and compressor.traits.needs_sums:
+            raise ValueError(
+                f"{self!r} cuts tensors into shards, which have no state, but {compressor!r} needs "
+                f"that of the whole tensor. Use AllGather()."
             )
 
     def check_memory(self, memory: MemoryLike) -> None:

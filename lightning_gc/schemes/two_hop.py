@@ -55,6 +55,8 @@ class TwoHop(Scheme):
 
     workers_per_node: int = 8
 
+    cuts = True
+
     def __post_init__(self) -> None:
         if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
             raise ValueError(

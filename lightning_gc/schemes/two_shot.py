@@ -36,6 +36,7 @@ class TwoShot(Scheme):
     """
 
     joint: ClassVar[Joint] = "shards"
+    cuts = True
 
     def encodings(self, workers: int) -> int:
         return workers + 1

@@ -4,6 +4,7 @@ Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`
 ``for_lightning.py``.
 """
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -120,6 +121,7 @@ class CompressedDDP(RealWorker):
             ddp.process_group,
             self._timeout,
             before_round=self._prepare_round,
+            common=self._common_weights,
             revocable=self._scaler() is not None,
             agreed={"controller": repr(self.controller)},
             verify=self.verify,
@@ -133,6 +135,9 @@ class CompressedDDP(RealWorker):
         if self._synchronizer is not None:
             self._refuse_unsynchronised()
             self._synchronizer.check()
+
+    def _common_weights(self) -> Iterable[torch.Tensor]:
+        return self.names if self._lookahead is None else self._lookahead.common()
 
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
         automatic = self.lightning_module.automatic_optimization  # type: ignore[attr-defined]

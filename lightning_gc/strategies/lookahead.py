@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_gc.bucket import in_memory_order
+
 
 class Lookahead:
     """Moves weights by a share of a worker's error, and restores them bit for bit.
@@ -32,7 +34,12 @@ class Lookahead:
                 if name in errors and rates.get(name):
                     self._before.append((param, param.data.clone()))
                     step = errors[name].to(param.dtype)
-                    param.data.add_(step, alpha=-self.share * rates[name])
+                    in_memory_order(param.data).add_(step, alpha=-self.share * rates[name])
+
+    def common(self) -> list[Tensor]:
+        """Return the weights that all workers have in common, moved ahead or not."""
+        before = {id(param): tensor for param, tensor in self._before}
+        return [before.get(id(param), param) for param in self._names]
 
     def put_back(self) -> None:
         for param, before in self._before:

@@ -105,7 +105,8 @@ class ControlLoop:
         self._metrics: dict[str, float] = {}  # from a checkpoint
         self._to_come: set[str] = set()  # those of them that were to change before the epoch's end
         self._resumed = False  # within the epoch, or at its end
-        self._seen_step = self._epoch_step = self._step  # of the last decision; epoch's first
+        # Of the last decision; the epoch's first; that of the controller that now decides.
+        self._seen_step = self._epoch_step = self._first_step = self._step
 
     def pause(self) -> None:
         """Note that validation begins, which is no part of a step."""
@@ -131,7 +132,9 @@ class ControlLoop:
         begins = self._epoch != epoch
         if self.controller.needs.seconds:
             self._steps.see(self._step, epoch)
-        if begins or self._due():
+        if begins and self.controller.deciding(epoch)[1] == epoch:
+            self._first_step = self._step
+        if begins or self._due(epoch):
             now = moment()
             observation = self._observe(epoch, rate, now, peers, begins)
             said = self._call_policy(observation, epoch, now.total_steps) if peers.decides else None
@@ -140,12 +143,14 @@ class ControlLoop:
             self._steps.resume()
         self._rate = rate
 
-    def _due(self) -> bool:
+    def _due(self, epoch: int) -> bool:
         """Whether the epoch's first batch is due, or steps have reached the pause, or doubled."""
         done = self._step - self._seen_step
-        if self.controller.needs.gradients == "first batch" and self._seen_step == self._epoch_step:
+        deciding, _ = self.controller.deciding(epoch)
+        if deciding.needs.gradients == "first batch" and self._seen_step == self._epoch_step:
             return done > 0
-        return self._pause > 0 and done >= max(min(self._seen_step, self._pause), 1)
+        before = self._seen_step - self._first_step
+        return self._pause > 0 and done >= max(min(before, self._pause), 1)
 
     def state_dict(self, metrics: Mapping[str, Any], due: Iterable[str] = ()) -> dict[str, Any]:
         """Return the state, plain values that are equal on all workers.
@@ -163,6 +168,7 @@ class ControlLoop:
             "rate": self._rate,
             "steps": self._step - self._seen_step,
             "epoch_steps": self._step - self._epoch_step,
+            "first_steps": self._step - self._first_step,
             "metrics": self._metrics | current,
             "due": sorted({*due, *(self._to_come - current.keys())}),
             "levels": self._workers.first.levels.requested(),
@@ -175,6 +181,7 @@ class ControlLoop:
         self._pause, self._rate = state["pause"], state["rate"]
         self._seen_step = self._step - state["steps"]
         self._epoch_step = self._step - state["epoch_steps"]
+        self._first_step = self._step - state.get("first_steps", self._step)
         self._metrics, self._to_come = state["metrics"], set(state.get("due", ()))
         self._resumed = True
         if state["decision"] is not None:
@@ -190,7 +197,8 @@ class ControlLoop:
         """Let the controller decide; return the text to broadcast."""
         try:
             decision, state = decision_of(self.controller, observation, self.state)
-            turns, every = self.controller.turns(epoch), self.controller.every_steps(epoch)
+            deciding, first = self.controller.deciding(epoch)
+            turns, every = deciding.turns(epoch - first), deciding.every_steps(epoch - first)
             pause = 0 if steps is None or turns < 1 else max(steps // turns, 1)
             pause = every if every > 0 else pause
             if self.controller.needs.trace:

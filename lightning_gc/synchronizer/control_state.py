@@ -42,7 +42,11 @@ CONTROL_STATE = Record(
         "epoch_steps": INTEGER,
         "metrics": Each(NUMBER),
     },
-    # In force; a decision may keep what was. Neither they nor "due" are in states of before.
-    {"levels": Optional(Pair(LEVEL, Each(LEVEL))), "every": Optional(COUNT), "due": Listed(TEXT)},
+    {  # not in states of before
+        "levels": Optional(Pair(LEVEL, Each(LEVEL))),  # in force; a decision may keep what was
+        "every": Optional(COUNT),
+        "due": Listed(TEXT),
+        "first_steps": INTEGER,
+    },
 )
 """What ``ControlLoop.state_dict`` returns."""

@@ -22,7 +22,7 @@ TRIES = 2
 def error_curves(
     engine: Engine, gradients: Mapping[str, Tensor], levels: Sequence[float]
 ) -> dict[str, Curve]:
-    """Return the curve of each parameter that the compressor takes and whose gradient is finite.
+    """Return the curve of each parameter that some level compresses and whose gradient is finite.
 
     Each is compressed by itself, by one simulated worker, from fresh state. Nothing of the engine
     is changed, and no random numbers of training are used up: generators are seeded anew.
@@ -39,7 +39,7 @@ def error_curves(
     found = {}
     for name, gradient in gradients.items():
         shape = tuple(gradient.shape)
-        if not engine.compressor.compresses(shape):
+        if not engine.levels.takes(shape):
             continue
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         if not math.isfinite(norm):
@@ -62,7 +62,8 @@ def _point(
     for number in range(TRIES):
         buffer, out = flat.clone(), torch.zeros_like(flat)
         shapes = {name: tuple(gradient.shape)}
-        bucket = Bucket(buffer, shapes, step=engine.step + number, seed=engine.seed, state=state)
+        step = compressor.compressing_step(engine.step + number)
+        bucket = Bucket(buffer, shapes, step=step, seed=engine.seed, state=state)
         transport = Simulated(1)
         with torch.no_grad():
             transport.run([compressor.flow(bucket, buffer, out, engine.scheme)])

@@ -38,6 +38,7 @@ class Synchronizer:
         process_group: the group whose members exchange; None is the default group.
         timeout: of every collective; on CUDA ``JOINING`` at least until all have joined.
         before_round: called before the first bucket of each round.
+        common: returns what ``verify`` compares besides the means; None: the parameters.
         revocable: optimizer steps may be skipped, as by a gradient scaler.
         agreed: name -> text of other settings that must be equal on all workers.
         verify: what workers compare, as for ``CompressedDDPStrategy``.
@@ -64,6 +65,7 @@ class Synchronizer:
         timeout: timedelta | None = None,
         *,
         before_round: Callable[[], None] = lambda: None,
+        common: Callable[[], Iterable[Tensor]] | None = None,
         revocable: bool = False,
         agreed: Mapping[str, str] | None = None,
         verify: Verify = 0,
@@ -73,6 +75,7 @@ class Synchronizer:
         refuse_unknown_device(device)
         self.workers = workers
         self._before_round = before_round
+        self._common = common or (lambda: workers.names)
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         # Gloo's messages keep the timeout with which the group was made, and nothing is compiled.
         hurried = device.type == "cuda" and timeout is not None and timeout < JOINING
@@ -151,14 +154,14 @@ class Synchronizer:
         """End a round: all its buckets have been submitted.
 
         Args:
-            common: what ``verify`` compares besides the means; None: the parameters.
+            common: instead of what the constructor was given.
         """
         workers = self.workers
         if workers.regrouping is not None:
             self._round = workers.regrouping.layout
             workers.regrouping.send(self._flow, self._background)
             workers.regrouping = None
-        compared = workers.names if common is None else common
+        compared = self._common() if common is None else common
         comparison = self._verification.compare(workers.first.step, compared)
         if comparison is not None:
             self._compared = self._background.submit(comparison, torch.empty(0))

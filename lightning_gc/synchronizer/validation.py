@@ -90,6 +90,16 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
             )
 
 
+def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compressor) -> None:
+    """Raise ValueError for complex parameters, whose gradients are exchanged as pairs of floats."""
+    found = [name for param, name in names.items() if param.is_complex()]
+    if found and not compressor.traits.exact:
+        raise ValueError(
+            f"{', '.join(found)} is complex, which only Identity() exchanges; keep real numbers, "
+            f"torch.view_as_real(...), as the parameter, and use torch.view_as_complex in forward."
+        )
+
+
 def refuse_unsynchronised(
     module: nn.Module, names: Mapping[Tensor, str], optimizers: Iterable[torch.optim.Optimizer]
 ) -> None:
@@ -112,8 +122,9 @@ def refuse_unsynchronised(
                     raise RuntimeError(
                         f"Parameter group {number} of {type(optimizer).__name__} has a tensor of "
                         f"shape {tuple(param.shape)} that is no parameter of the module, so its "
-                        f"gradient is not exchanged, and workers would drift apart. Make it a "
-                        f"parameter of the module before the fit, or let it require no gradient."
+                        f"gradient is not exchanged here, and workers may drift apart. Make it a "
+                        f"parameter of the module before the fit, or let it require no gradient; "
+                        f"if another module exchanges it, leave attach(optimizers=...) out."
                     )
 
 

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_gc.bucket import in_memory_order
 from lightning_gc.engine import Engine
 from lightning_gc.engine.state_structure import Structure
 from lightning_gc.flow import Flow
 from lightning_gc.synchronizer.bucket_regrouping import Regrouping, Shapes
 from lightning_gc.synchronizer.configuration import Configuration
+from lightning_gc.synchronizer.validation import refuse_complex_parameters
 from lightning_gc.transports.accounting import Recorder
 
 
@@ -113,6 +115,7 @@ class Workers:
 
         ``revocable``: optimizer steps may be skipped, as by a gradient scaler.
         """
+        refuse_complex_parameters(self.names, self.configuration.compressor)
         self.accounts = accounts
         self.regrouping = None
         self.run = secrets.token_hex(4)
@@ -163,7 +166,8 @@ class Workers:
         """Return the flow that replaces one worker's ``grad`` by the mean over workers."""
         weights = None
         if engine.memory.reads_weights:
-            weights = {name: self.local(p).detach() for p, name in self.names.items()}
+            own = {name: self.local(p).detach() for p, name in self.names.items()}
+            weights = {name: in_memory_order(param) for name, param in own.items()}
         return engine.flow(grad, shapes, weights=weights, wanted=wanted)
 
     def end_round(self, layout: Iterable[Iterable[str]]) -> None:
@@ -176,9 +180,9 @@ class Workers:
             engine.loss_scaling.verdicts = list(self.first.loss_scaling.verdicts)
 
     def compressed(self) -> dict[Tensor, str]:
-        """Return parameter -> name of those that the compressor takes; others are sent whole."""
-        compresses = self.first.compressor.compresses
-        return {param: n for param, n in self.names.items() if compresses(self._largest(param))}
+        """Return parameter -> name of those that are compressed at some level."""
+        takes = self.first.levels.takes
+        return {param: n for param, n in self.names.items() if takes(self._largest(param))}
 
     def _largest(self, param: Tensor) -> tuple[int, ...]:
         """Return the shape of a parameter's largest part, by which it counts as compressed."""
@@ -188,7 +192,7 @@ class Workers:
         """Return the level of every parameter that is compressed; None: uncompressed for now."""
         if not self.engines:
             return {}
-        return {name: self.first.levels.of(name) for name in self.compressed().values()}
+        return self.first.levels.of({n: self._largest(p) for p, n in self.compressed().items()})
 
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None

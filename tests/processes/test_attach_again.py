@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc import TopK, attach
 from lightning_gc.controllers import Accordion, Fixed
 from tests.processes.test_attach import Loop
+from tests.support.controlled_workers import Listens
 from tests.support.processes import run_in_processes
-from tests.units.test_control_loop import Listens
 
 pytestmark = pytest.mark.processes
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 
-from lightning_gc import QSGD, NoMemory, PerParameter, Residual, TopK
+from lightning_gc import QSGD, GradiVeQ, NoMemory, PerParameter, Residual, TopK
 from lightning_gc.controllers import Fixed, Schedule
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy
@@ -217,6 +217,17 @@ def test_another_memory_says_so(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "a")
     _, (sentence,) = changed(tmp_path, TOPK, memory=Residual(decay=0.5))
     assert "error is kept." in sentence
+
+
+def test_a_lost_side_file_of_what_must_be_equal_on_all_workers(tmp_path: Path) -> None:
+    """A basis that one worker has lost is learnt anew by all, who would ask for other messages."""
+    learns = PerParameter(GradiVeQ(2, 16, every=50, dense_steps=2))
+    run(2, tmp_path / "a", 1, compressor=learns)
+    os.remove(side_files(tmp_path / "a")["epoch=0-step=5.ckpt-step5-worker1of2.pt"])
+    options = {"folder": str(tmp_path / "b"), "epochs": 2, "compressor": learns}
+    options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
+    results, _ = zip(*run_in_processes(warned, 2, 2, options), strict=True)
+    assert results[0]["digest"] == results[1]["digest"]
 
 
 def test_a_lost_side_file_counts_as_zeros(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from lightning_gc import HardThreshold, PerParameter, TopK
 from lightning_gc.controllers import Accordion, TotalErrorBudget
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from tests.support.controlled_workers import Listens
 from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.models import GoesOn, Plain, common_batches, common_rows
 from tests.support.processes import run_in_processes
 from tests.support.resuming import Crash, checkpoint, side_files
 from tests.support.simulation import fit_case, real, simulated
-from tests.units.test_control_loop import Listens
 
 pytestmark = pytest.mark.processes
 EVERYWHERE = PerParameter(TopK(0.05))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import QSGD, GTopK, PowerSGD, SimulatedDDPStrategy, TopK, attach
+from lightning_gc import QSGD, GTopK, PowerSGD, SimulatedDDPStrategy, StepAhead, TopK, attach
 from lightning_gc.coding.digest import ReplicaError
 from lightning_gc.compressors import Compressor
 from lightning_gc.flow import Exchange, Request
@@ -162,6 +162,20 @@ def fitted(worker: int, verify: Any) -> tuple[str, str]:
 def test_lightning_stops_before_the_optimizers_step() -> None:
     errors, weights = zip(*run_in_processes(fitted, 2, 1), strict=True)
     assert all("no majority agrees: 0 | 1" in error for error in errors)
+    assert len(set(weights)) == 1
+
+
+def ahead(worker: int) -> tuple[str, str]:
+    """Train with weights that each worker moves by its own error, which are not compared."""
+    module = Books()
+    strategy: Any = ddp(TopK(0.1), memory=StepAhead(), verify=2, timeout=TIMEOUT)
+    data = own_batches(worker, 8)
+    fit(strategy, lambda: module, data, devices=2, use_distributed_sampler=False)
+    return "", digest(module)
+
+
+def test_weights_that_are_moved_ahead_are_compared_where_they_were() -> None:
+    _, weights = zip(*run_in_processes(ahead, 2), strict=True)
     assert len(set(weights)) == 1
 
 

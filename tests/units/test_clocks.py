@@ -33,7 +33,7 @@ from lightning_gc.synchronizer.step_clock import StepClock
 from lightning_gc.transports.accounting import KEPT, Recording
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.simulated_accounting import Ledger
-from tests.units.test_control_loop import CPU, Training
+from tests.support.controlled_workers import CPU, Training
 
 
 class Asks(Controller):

@@ -1,76 +1,22 @@
 """What a controller is told matches NumPy, and outlives a checkpoint."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_gc import Compressor, HardThreshold, PerParameter, TopK
+from lightning_gc import HardThreshold, PerParameter, TopK
 from lightning_gc.bucket import Tally
-from lightning_gc.controllers import (
-    Controller,
-    Decision,
-    EstimatedThreshold,
-    Needs,
-    Observation,
-)
-from lightning_gc.synchronizer import Workers
-from lightning_gc.synchronizer.configuration import configure
+from lightning_gc.controllers import Decision, EstimatedThreshold, Needs, Observation
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
 from lightning_gc.synchronizer.peers import Peers
 from lightning_gc.synchronizer.worker_statistics import WorkerStatistics
 from lightning_gc.transports.simulated_accounting import Ledger
-
-CPU = torch.device("cpu")
-NUMEL = 40
-
-
-class Listens(Controller):
-    """Remembers its observations and changes nothing."""
-
-    needs = Needs(gradients="epoch sum", moments=True)
-
-    def __init__(self) -> None:
-        self.told: list[Observation] = []
-
-    def init(self) -> dict[str, Any]:
-        return {}
-
-    def decide(
-        self, observation: Observation, state: dict[str, Any]
-    ) -> tuple[Decision, dict[str, Any]]:
-        self.told.append(observation)
-        return Decision(0.1), state
-
-
-class Training:
-    """W workers of one parameter in one process, without Lightning."""
-
-    sgd: ClassVar = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-
-    def __init__(
-        self, workers: int, compressor: Compressor | None = None, numel: int = NUMEL
-    ) -> None:
-        compressor = compressor or PerParameter(TopK(0.1))
-        self.workers = Workers(configure("test", compressor, None, None, 0))
-        self.workers.names = {torch.nn.Parameter(torch.zeros(numel)): "w"}
-        self.ledger = Ledger(workers)
-        self.workers.start(self.ledger.pages, revocable=False)
-
-    def step(self, gradients: np.ndarray) -> None:
-        """Exchange one gradient per worker, ``(W, NUMEL)``."""
-        rows = torch.tensor(gradients, dtype=torch.float32)
-        flows = [
-            self.workers.flow(engine, row.clone(), self.workers.shapes)
-            for engine, row in zip(self.workers.engines, rows, strict=True)
-        ]
-        self.workers.end_round([self.workers.shapes])
-        self.ledger.run(flows, CPU)
+from tests.support.controlled_workers import CPU, NUMEL, Listens, Training, loop
 
 
 @pytest.mark.parametrize("apart", [0.0, 2.0])  # scale of what workers' gradients differ by
@@ -102,14 +48,6 @@ def test_moments_of_gradients(workers: int, steps: int, apart: float) -> None:
     assert told.gradient_noise == pytest.approx(noise, rel=1e-4)
     assert told.gradient_squared == pytest.approx(squared - noise / steps, rel=1e-4, abs=1e-4)
     assert told.gradient_dissimilarity == pytest.approx(zeta, rel=1e-4, abs=1e-4)
-
-
-def loop(training: Training, controller: Controller) -> Callable[[int], None]:
-    """Return what lets the controller decide before a batch of an epoch."""
-    control = ControlLoop(controller, training.workers)
-    control.attach()
-    peers = Peers(True, CPU, mean=lambda tensor: tensor)
-    return lambda epoch: control.decide(epoch, [training.sgd], lambda: Moment({}), peers)
 
 
 class Scaled(Listens):

@@ -82,7 +82,7 @@ def test_levels_per_parameter_and_uncompressed_ones() -> None:
     engine = Engine(layerwise(TopK(0.25)))
     ramp = torch.tensor([1.0, 2.0, 3.0, 4.0])
     engine.set_levels(0.25, {"b": 0.5, "c": None})
-    assert [engine.levels.of(name) for name in "abc"] == [0.25, 0.5, None]
+    assert list(engine.levels.of(dict.fromkeys("abc", (9,))).values()) == [0.25, 0.5, None]
     result = step_alone(engine, a=ramp.clone(), b=ramp.clone(), c=ramp.clone())
     assert result["a"].tolist() == [0, 0, 0, 4]
     assert result["b"].tolist() == [0, 0, 3, 4]
@@ -99,7 +99,7 @@ def test_levels_outside_the_knob_are_clamped_with_a_warning() -> None:
     engine = Engine(layerwise(TopK(0.25)))
     with pytest.warns(UserWarning, match=r"Level 7.0 for w is outside density's .* set to 1.0"):
         engine.set_levels(0.1, {"w": 7.0})
-    assert engine.levels.of("w") == 1.0
+    assert engine.levels.of({"w": (9,)}) == {"w": 1.0}
     for nonsense in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="makes no sense"):
             engine.set_levels(nonsense)

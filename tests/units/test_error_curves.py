@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import QSGD, PowerSGD, TopK
+from lightning_gc import QSGD, Compressor, GradiVeQ, PowerSGD, TopK
 from lightning_gc.controllers import Controller, Decision, LayerBudget, Needs, Observation
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
 from lightning_gc.synchronizer.error_curves import error_curves
 from lightning_gc.synchronizer.peers import Peers
-from tests.units.test_control_loop import CPU, Training
+from tests.support.controlled_workers import CPU, Training
 
 DENSITIES = (0.01, 0.1, 0.5)
 
@@ -55,6 +55,21 @@ def test_a_low_rank_is_near_the_best_one() -> None:
         least = np.linalg.norm(singular[int(point.level) :])
         assert least * 0.999 <= point.error <= 1.25 * least
         assert point.nbytes == 4 * int(point.level) * sum(x.shape)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [PowerSGD(4, dense_steps=1000), GradiVeQ(4, 64, every=100, dense_steps=10)],
+    ids=repr,
+)
+def test_steps_that_send_everything_are_left_out(compressor: Compressor) -> None:
+    engine = Engine(by_default(compressor))
+    for step in (0, 5, 100, 199):
+        engine.reset(step)
+        given = {"w": torch.from_numpy(gradient(64, 64))}
+        (found,) = error_curves(engine, given, (1, 4)).values()
+        assert found.points[0].error > found.points[1].error > 0
+        assert found.points[0].nbytes < found.points[1].nbytes < 4 * 64 * 64
 
 
 def test_bits() -> None:

@@ -92,6 +92,17 @@ def test_an_epoch_and_a_step_are_counted_by_themselves() -> None:
     assert total["sent"] / total["elements"] == pytest.approx(0.3, abs=0.01)
 
 
+def test_totals_are_of_one_trainer() -> None:
+    """A callback may be used again, as in an Optuna objective."""
+    monitor, found = CompressionMonitor(), []
+    for _ in range(2):
+        strategy = SimulatedDDPStrategy(TopK(0.1), workers=2)
+        with unwarned():
+            result = fit(strategy, Plain, lambda: common_batches(48, 4), callbacks=[monitor])
+        found.append(result["metrics"]["compression/total_wire_bytes"])
+    assert found[0] == found[1] > 0
+
+
 class Saves(pl.Callback):
     """Saves at the end of one training batch."""
 

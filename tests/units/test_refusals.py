@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_gc import (
+    EF21,
     QSGD,
     AllReduce,
     Cast,
@@ -19,12 +20,16 @@ from lightning_gc import (
     HardThreshold,
     Identity,
     Memory,
+    NoMemory,
     PerParameter,
+    Quantised,
     RandomK,
     Residual,
     SimulatedDDPStrategy,
     SizeSwitch,
     TopK,
+    TwoShot,
+    VarianceCriterion,
 )
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding.bit_packing import pack, unpack
@@ -73,6 +78,14 @@ class Correcting(Memory):
         (lambda: TopK().at(nan), "nan", "give a number"),
         (lambda: Lockstep(2, TopK(), scheme=AllReduce()), "TopK(density=0.01,", "AllGather()"),
         (lambda: Lockstep(2, QSGD(), memory=Correcting()), "QSGD", "NoMemory()"),
+        (lambda: Lockstep(2, VarianceCriterion(), memory=NoMemory()), "NoMemory()", "Residual()"),
+        (lambda: Lockstep(2, VarianceCriterion(), memory=EF21()), "EF21()", "Residual()"),
+        (lambda: Lockstep(2, VarianceCriterion(), scheme=TwoShot()), "TwoShot()", "AllGather()"),
+        (
+            lambda: Lockstep(2, Quantised(VarianceCriterion(), QSGD(4)), scheme=TwoShot()),
+            "TwoShot()",
+            "AllGather()",
+        ),
         (lambda: Simulated(0), "workers=0", "at least one"),
         (lambda: CompressedDDPStrategy("topkk"), "'topkk'", "'topk'"),
         (lambda: CompressedDDPStrategy(TopK(), memory="full"), "'full'", "'residual'"),

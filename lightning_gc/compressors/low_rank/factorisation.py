@@ -66,6 +66,9 @@ class LowRank(Collective):
         n, m = sides(shape)
         return self.min_ratio * self.rank * (n + m) < n * m
 
+    def compressing_step(self, step: int) -> int:
+        return max(step, self.dense_steps)
+
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         if not self.compresses(bucket.shape) or bucket.step < self.dense_steps:
             yield from dense(buffer, out)

@@ -38,7 +38,9 @@ class GradiVeQ(Collective):
 
     Our reading of the paper: principal components about zero, so that zeros stay zeros; slices in
     the order in which a tensor lies in memory; and error feedback, by default, for what is not in
-    the span of U. Errors that no U of any cycle reaches are sent in the dense steps.
+    the span of U. Errors that no U of any cycle reaches are sent in the dense steps. A parameter
+    whose gradients were zero in all dense steps of a cycle, as of one of two networks that are
+    trained in turns, is sent whole until it has others.
 
     Args:
         rank: columns of U, at least 1. Higher means less compression.
@@ -81,7 +83,7 @@ class GradiVeQ(Collective):
         space=(Range("rank", 4, 64, integer=True), Choice("slice_size", (128, 256, 512))),
     )
 
-    waits = Waits(0, 1)  # for eigenvectors, once a cycle
+    waits = Waits(0, 2)  # whether something has been seen, and for eigenvectors, once a cycle
 
     def __post_init__(self) -> None:
         check_rank("GradiVeQ", self.rank)
@@ -101,20 +103,24 @@ class GradiVeQ(Collective):
         slices = math.prod(shape) // self.slice_size
         return self.rank < self.slice_size and slices > self.rank
 
+    def compressing_step(self, step: int) -> int:
+        return step + max(0, self.dense_steps - step % self.every)
+
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         if not self.compresses(bucket.shape):
             yield from dense(buffer, out)
             return
         (state,) = bucket.state.values()
         phase = bucket.step % self.every
-        learning = phase < self.dense_steps or not state
-        if learning:
-            if phase == 0:
-                state.clear()
+        if phase == 0:
+            state.clear()
+        if phase < self.dense_steps or not self._knows(state):
             yield from dense(buffer, out)
             self._learn(out, state)
             return
-        basis = self._basis(state, buffer)  # (slice_size, r)
+        used_here(state["basis"])
+        # Fewer columns than ``rank`` if that was less when U was made.
+        basis = state["basis"].to(buffer)[:, : self.rank]  # (slice_size, r)
         rows = self._rows(buffer)  # (n, slice_size)
         own = rows @ basis  # (n, r)
         sent = (own @ basis.t()).view(-1)[: buffer.numel()]
@@ -136,19 +142,18 @@ class GradiVeQ(Collective):
         if kept is not None:
             used_here(kept)
             moment = moment + kept.to(moment)
-        state.clear()
         state["moment"] = moment
 
-    def _basis(self, state: dict[str, Any], like: Tensor) -> Tensor:
-        """Return U, ``(slice_size, r)``; r is less than ``rank`` if that was so when U was made."""
-        if "moment" in state:
-            moment = state.pop("moment")
+    def _knows(self, state: dict[str, Any]) -> bool:
+        """Return whether there is U, making it at the end of dense steps; not from zeros alone."""
+        moment = state.get("moment")
+        if moment is not None:
             used_here(moment)
-            vectors = torch.linalg.eigh(moment.double()).eigenvectors  # of ascending eigenvalues
-            state["basis"] = vectors.flip(1)[:, : self.rank].to(like)
-        used_here(state["basis"])
-        basis: Tensor = state["basis"].to(like)[:, : self.rank]
-        return basis
+            if moment.any():
+                vectors = torch.linalg.eigh(moment.double()).eigenvectors  # eigenvalues ascend
+                state.clear()
+                state["basis"] = vectors.flip(1)[:, : self.rank].to(moment)
+        return "basis" in state
 
     def _rows(self, flat: Tensor) -> Tensor:
         return pad(flat, (0, -flat.numel() % self.slice_size)).view(-1, self.slice_size)

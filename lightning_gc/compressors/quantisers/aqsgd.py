@@ -98,7 +98,7 @@ class AQSGD(Codec):
         below.clamp_(0, self._most - 1)
         low, high = levels[below], levels[below + 1]
         draw = bucket.generator(shared=False)
-        noise = torch.rand(shares.shape, generator=draw, device=shares.device)
+        noise = torch.rand(shares.shape, generator=draw, device=shares.device, dtype=torch.float32)
         # Not a quotient: where two levels are the same there would be none.
         numbers = below + (noise * (high - low) < shares - low)
         signed = torch.where(buffer < 0, -numbers, numbers)

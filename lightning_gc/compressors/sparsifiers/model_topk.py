@@ -49,7 +49,8 @@ class ModelTopK(DensitySparsifier, SparseCodec):
     At density 1 % a sent element takes 40.6 bits, if tensors send equal shares.
 
     State:
-        Of each tensor four numbers: λ, c, the sum of logarithms and k. They are in checkpoints.
+        Of each tensor four numbers, λ, c, the sum of logarithms and k, and their step. They are in
+        checkpoints.
         Shards of ``TwoShot`` keep none: there each shard sends its own k largest in every step.
 
     Raises:
@@ -86,12 +87,15 @@ class ModelTopK(DensitySparsifier, SparseCodec):
         if len(bucket.state) == 1:
             (state,) = bucket.state.values()
             state["tail"] = _tail(buffer, found, threshold, self.count(buffer.numel()))
+            state["step"] = bucket.step
         return found
 
     def _threshold(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         """Return λ_t, 0-dim; where nothing is known of a step before, the tensor's own."""
         if bucket.state and _CACHED not in bucket.positions:
-            bucket.positions[_CACHED] = common_threshold(bucket.before.values(), buffer)
+            # A tensor that has been sent whole since tells nothing of the step before.
+            last = [s for s in bucket.before.values() if s.get("step") == bucket.step - 1]
+            bucket.positions[_CACHED] = common_threshold(last, buffer)
         common = bucket.positions[_CACHED] if bucket.state else buffer.new_zeros(())
         if common > 0:
             return common

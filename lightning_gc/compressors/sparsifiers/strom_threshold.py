@@ -48,7 +48,7 @@ class StromThreshold(Codec):
 
     traits = Traits(
         kind="sparsifier",
-        knob=Knob("threshold", low=1e-7, high=1e3, more="compression"),
+        knob=Knob("threshold", low=1e-7, high=1e30, more="compression"),
         space=(Range("threshold", 1e-5, 0.1, scale="log"),),
     )
     waits = Waits(1)

@@ -44,11 +44,12 @@ class VarianceCriterion(SparseCodec):
 
     State:
         √v of every element, in float32: 4 bytes per parameter and worker, in checkpoints too.
-        Shards of ``TwoShot`` have none, so that with α ≥ 1 nothing is sent there: use another
-        scheme.
+        Shards of a tensor have none, and without errors that add up r is a single gradient: in
+        both cases nothing would be sent with α ≥ 1.
 
     Raises:
-        ValueError: ``alpha`` outside 1e-3..1e6, ``decay`` outside (0, 1].
+        ValueError: ``alpha`` outside 1e-3..1e6, ``decay`` outside (0, 1]; when combined with a
+            memory whose errors do not add up, such as ``NoMemory``, or with ``TwoShot``.
 
     Example:
         >>> import torch
@@ -69,6 +70,7 @@ class VarianceCriterion(SparseCodec):
 
     traits = Traits(
         kind="sparsifier",
+        needs_sums=True,
         knob=Knob("alpha", low=0.5, high=64.0, more="compression"),
         space=(Range("alpha", 1.0, 32.0, scale="log"),),
     )

@@ -98,6 +98,7 @@ class Quantised(Codec):
         return Traits(
             kind="sparsifier",
             conserves=inner.conserves,
+            needs_sums=inner.needs_sums,
             portable=inner.portable and self.quantiser.traits.portable,
             default_memory=inner.default_memory,
             knob=inner.knob,

@@ -41,6 +41,9 @@ class Wrapper(Compressor):
     def compresses(self, shape: tuple[int, ...]) -> bool:
         return self.inner.compresses(shape)
 
+    def compressing_step(self, step: int) -> int:
+        return self.inner.compressing_step(step)
+
     def for_shards(self, shards: int) -> Compressor:
         return dataclasses.replace(self, inner=self.inner.for_shards(shards))  # type: ignore[type-var]
 

@@ -27,7 +27,8 @@ from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.joint_errors import explaining
 from lightning_gc.synchronizer.pytree import Tree, average, each_tensor
 
-_NOTHING: Tree = {"averaged": {}, "compressor": {}}
+_NOTHING: Tree = {"averaged": {}, "compressor": {}, "lost": True}
+_LOST = " without a side file"
 _log = logging.getLogger(__name__)
 
 
@@ -89,9 +90,14 @@ class Restoring:
                 return ""
             with self._usable(path, f"the error state in {path}", main):
                 found.extend(self._collect(main, path))
-            return f"{main['stem']} {main.get(CHECKSUM, '')}"
+            lost = _LOST if any("lost" in state for state in found) else ""
+            return f"{main['stem']} {main.get(CHECKSUM, '')}{lost}"
 
-        read = together(self.host, {first_worker(self.host): check})
+        said = together(self.host, {first_worker(self.host): check})
+        if any(text.endswith(_LOST) for text in said.values()):
+            # It may have to be equal on all workers, or they would ask for different messages.
+            found = [state | {"compressor": {}} for state in found]
+        read = {worker: text.removesuffix(_LOST) for worker, text in said.items()}
         first = min(read)
         others = [str(worker) for worker, save in read.items() if save != read[first]]
         if others:

@@ -72,6 +72,18 @@ def test_a_resumed_run_goes_on() -> None:
             assert torch.equal(straight.step(made).mean["w"], resumed.step(made).mean["w"])
 
 
+def test_a_network_that_is_idle_in_the_dense_steps_is_learnt_later() -> None:
+    """Two of them in turns; of zeros alone no basis is made, and errors do not grow."""
+    lockstep = Lockstep(1, GradiVeQ(RANK, SLICE, every=4, dense_steps=1))
+    fixed = torch.tensor(gradient(0, 0))
+    applied = torch.zeros_like(fixed)
+    for step in range(38):  # the last one is dense
+        given = fixed if step % 2 else torch.zeros_like(fixed)
+        result = lockstep.step([{"w": given}])
+        applied += result.mean["w"]
+    torch.testing.assert_close(applied, 19 * fixed, rtol=1e-3, atol=1e-3)
+
+
 def test_bytes() -> None:
     lockstep = Lockstep(2, CODEC)
     made = [{"w": torch.tensor(gradient(0, w))} for w in range(2)]

@@ -64,6 +64,15 @@ def test_it_sends_about_k_of_the_model_and_most_of_the_largest() -> None:
     assert sent["large"] > 2 * sent["middle"] > 20 * sent["small"]
 
 
+def test_a_tensor_that_is_sent_whole_counts_no_more() -> None:
+    lockstep, counts = Lockstep(1, ModelTopK(DENSITY)), []
+    for step in range(30):
+        if step == 10:
+            lockstep.engines[0].set_levels(DENSITY, {"large": None, "middle": None})
+        counts.append(int(lockstep.step([gradient(step)]).mean["small"].count_nonzero()))
+    assert 0.8 < np.mean(counts[15:]) / K < 1.25
+
+
 @pytest.mark.parametrize(("scale", "least"), [(1e-3, 0.15), (0.1, 0.25), (1e3, 0.7)])
 def test_it_follows_a_sudden_change_of_scale(scale: float, least: float) -> None:
     lockstep = Lockstep(1, ModelTopK(DENSITY))

@@ -147,7 +147,9 @@ def test_the_second_one_begins_as_in_a_new_run() -> None:
 
 def test_turns_within_epochs_go_to_the_one_whose_epoch_it_is() -> None:
     chain = Chain(Diary(per_run=10), Diary(per_run=20), at_epoch=2)
-    assert [chain.turns(epoch) for epoch in range(4)] == [10, 11, 20, 21]
+    deciding = [chain.deciding(epoch) for epoch in range(4)]
+    turns = [one.turns(epoch - first) for epoch, (one, first) in enumerate(deciding)]
+    assert turns == [10, 11, 20, 21]
     within = Observation(-1, max_epochs=5, progress=0.1, ended=False, **SENT)
     _, state = chain.decide(within, chain.init())
     start = Observation(1, max_epochs=5, progress=0.4, **SENT)

@@ -130,6 +130,14 @@ def test_the_budget_of_the_librarys_own_error_feedback() -> None:
     assert 0.9 <= run.density / BUDGET <= 1.02
 
 
+@pytest.mark.parametrize("scale", [1e4, 1e-4])
+def test_gradients_of_any_size(scale: float) -> None:
+    """As of a loss that is summed, not averaged, over a large batch."""
+    run = Feedback(lambda t: scale, lambda t: 1.0, 0.0, STEPS)
+    controlled(TotalErrorBudget(BUDGET), run, EPOCHS)
+    assert 0.9 <= run.density / BUDGET <= 1.02
+
+
 def test_the_first_step_sends_nothing_unless_a_threshold_is_given() -> None:
     seen = [Observation(-1, num_elements=RESNET18, num_compressed=RESNET18, progress=0.0)]
     assert levels(TotalErrorBudget(0.001), seen) == [NOTHING]
