@@ -16,6 +16,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.monitor.decisions import as_markdown, level_figures
 from lightning_gc.monitor.hparams import configuration, hparams_of
 from lightning_gc.monitor.totals import Sums, Totals, ratio
+from lightning_gc.synchronizer.step_clock import StepClock
 from lightning_gc.transports.accounting import Recorder
 
 _log = logging.getLogger(__name__)
@@ -33,12 +34,14 @@ class Monitor:
     each once, whether or not anybody listens) and ``encoding_ratio`` (the gradient's bytes over
     these; one worker has it too, whose ``wire_bytes`` are 0 and whose ``ratio`` is 1),
     ``bits_per_element`` (payload bits over all elements of these, sent or not), ``level``,
-    ``relative_error`` ``‖x − C(x)‖/‖x‖``, ``error_norm``, and the seconds of ``compress``,
-    ``communicate`` and ``decode``. Per epoch, under ``compression_epoch/``, the same as means over
-    steps and workers (errors: over logging steps). ``compression/total_wire_bytes``,
-    ``total_dense_bytes``, ``total_ratio``, ``total_encoded_bytes`` and ``total_encoding_ratio`` of
-    the whole fit, and the epoch's figures, are also in ``trainer.callback_metrics``, for Optuna and
-    for the parent of spawned processes.
+    ``relative_error`` ``‖x − C(x)‖/‖x‖``, ``error_norm``, the seconds of ``compress``,
+    ``communicate`` (waiting for the other workers included) and ``decode``, which run beside the
+    backward pass, and ``step_seconds``, of whole training steps from one batch to the next, as a
+    mean since the last logging step, without validation. Per epoch, under ``compression_epoch/``,
+    the same as means over steps and workers (errors: over logging steps).
+    ``compression/total_wire_bytes``, ``total_dense_bytes``, ``total_ratio``,
+    ``total_encoded_bytes`` and ``total_encoding_ratio`` of the whole fit, and the epoch's figures,
+    are also in ``trainer.callback_metrics``, for Optuna and for the parent of spawned processes.
 
     With simulated workers, ``communication_seconds_estimated``, by the strategy's ``NetworkModel``,
     replaces ``communicate_seconds``, and ``compute_seconds`` is added: the time of all workers'
@@ -77,6 +80,7 @@ class Monitor:
         self._index = 0
         self._logged = -1
         self._decision: Decision | None = None
+        self._clock = StepClock()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Start at zero with a new trainer; what a checkpoint holds is loaded after this."""
@@ -126,12 +130,17 @@ class Monitor:
                 sums.epoch = Totals()
         # Lightning's x axis for logging: optimizer steps, whatever the number of optimizers.
         self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._clock.see(self._index, trainer.current_epoch)
         # Of local steps few have an exchange: one is logged if such a step was in its round.
         last = self._index - trainer.strategy.steps_since_exchange
         every = trainer.log_every_n_steps  # 0: never
         logs = bool(trainer.loggers and every) and (self._index + 1) // every > last // every
         for engine, recording in zip(*parts(trainer), strict=True):
             engine.statistics.norms_wanted = recording.timing = logs
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validation is no part of a step."""
+        self._clock.pause(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -141,9 +150,12 @@ class Monitor:
         if engine.step == self._rounds:
             return  # an accumulating micro-batch
         self._rounds = engine.step
+        logs = engine.statistics.norms_wanted and self._index != self._logged
+        if logs:
+            self._take_time()
         step, *_ = [sums.take() for sums in self._sums]  # worker 0's is shown
         self._write_decision(trainer)
-        if engine.statistics.norms_wanted and self._index != self._logged:
+        if logs:
             self._logged = self._index
             figures = step.averages(engine.workers, trainer.strategy.network)
             figures |= self._levels(trainer) | trainer.strategy.figures()
@@ -153,6 +165,7 @@ class Monitor:
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Average the epoch over workers in one message and log it."""
         engines, _ = parts(trainer)
+        self._take_time()
         numbers = torch.tensor([s.packed() for s in self._sums], dtype=torch.float64).mean(0)
         epoch, total = self._mean(trainer, numbers).tolist()
         averages = Totals(*epoch).averages(engines[0].workers, trainer.strategy.network)
@@ -179,6 +192,11 @@ class Monitor:
         """Resume from a checkpoint's totals."""
         for sums in self._sums:
             sums.total = Totals(**state_dict["total"])
+
+    def _take_time(self) -> None:
+        spent, steps = self._clock.take()
+        for sums in self._sums:
+            sums.clock(spent, steps)
 
     def _levels(self, trainer: Any) -> dict[str, float]:
         engine, strategy = trainer.strategy.engine, trainer.strategy
@@ -247,7 +265,10 @@ _CHARTS = {
     "relative error": ["relative_error"],
     "local steps": ["(drift|outer_step)"],
     "total error": ["(total_error|total_error_update)"],
-    "seconds": ["(compute|compress|communicate|decode)_seconds", "communication_seconds_estimated"],
+    "seconds": [
+        "(step|compute|compress|communicate|decode)_seconds",
+        "communication_seconds_estimated",
+    ],
 }
 LAYOUT = {
     "gradient compression": {

@@ -17,7 +17,11 @@ from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, COMPUTE, D
 
 @dataclass
 class Totals:
-    """Sums over steps; seconds are summed over ``timed_steps``, errors over ``observed_steps``."""
+    """Sums over steps.
+
+    Seconds of phases are summed over ``timed_steps``, errors over ``observed_steps``, seconds of
+    whole steps over ``clocked_steps``.
+    """
 
     steps: float = 0
     wire_bytes: float = 0
@@ -38,6 +42,8 @@ class Totals:
     encoded_bytes: float = 0  # of gradients once encoded, whether or not they are sent
     gradient_bytes: float = 0  # of the same gradients before
     node_bytes: float = 0
+    step_seconds: float = 0
+    clocked_steps: float = 0
 
     def add(self, other: Totals) -> None:
         """Add another sum to this one."""
@@ -73,6 +79,8 @@ class Totals:
             for phase in real if network is None else simulated:
                 name = f"{phase}_seconds"
                 figures[name] = getattr(self, name) / self.timed_steps
+        if self.clocked_steps and network is None:  # simulated workers take turns
+            figures["step_seconds"] = self.step_seconds / self.clocked_steps
         if network is not None:
             per_step = self.message_bytes / steps, self.wire_bytes / steps
             figures["communication_seconds_estimated"] = network.seconds(workers, *per_step)
@@ -146,6 +154,11 @@ class Sums:
         self._step = engine.step
         for totals in (self.epoch, self.total, shown):
             totals.add(step)
+
+    def clock(self, seconds: float, steps: int) -> None:
+        """Add seconds of whole training steps to both totals, and to the next step's figures."""
+        for totals in (self.epoch, self.total, self._shown):
+            totals.add(Totals(step_seconds=seconds, clocked_steps=steps))
 
     def packed(self) -> list[list[float]]:
         """Return the fields of both totals, the epoch's first."""

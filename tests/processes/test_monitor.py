@@ -30,6 +30,7 @@ FIGURES = {
     "compress_seconds",
     "communicate_seconds",
     "decode_seconds",
+    "step_seconds",
     "level",
 }
 

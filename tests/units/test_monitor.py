@@ -14,7 +14,7 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
-from lightning_gc import HardThreshold, PerParameter, RandomK, TopK
+from lightning_gc import HardThreshold, NetworkModel, PerParameter, RandomK, TopK
 from lightning_gc.controllers import Schedule
 from lightning_gc.engine.compatibility import by_default
 from lightning_gc.monitor.decisions import level_figures
@@ -41,6 +41,12 @@ def test_averages_per_step_and_element() -> None:
         "compressed_density": 0.1,
         "bits_per_element": 1,  # 400 bits for 400 elements, of which 40 are sent
     }
+
+
+def test_seconds_of_steps_are_of_those_on_the_clock() -> None:
+    totals = Totals(steps=4, clocked_steps=2, step_seconds=3.0)
+    assert totals.averages(workers=2)["step_seconds"] == 1.5
+    assert "step_seconds" not in totals.averages(workers=2, network=NetworkModel())
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

@@ -239,6 +239,7 @@ def test_what_is_logged(tmp_path: Path) -> None:
             assert float(row[f"compression/{phase}_seconds"]) > 0
         assert float(row["compression/relative_error"]) > 0
         assert "compression/communicate_seconds" not in row
+        assert "compression/step_seconds" not in row
     assert "gc/network: NetworkModel(topology='ring')" in (tmp_path / "hparams.yaml").read_text()
 
 
