@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import Compressor
 from lightning_gc.testing.contracts.sentences import broken, unequal
+from lightning_gc.testing.contracts.shapes import shape_of
 from lightning_gc.testing.lockstep import Lockstep, Round
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -57,7 +58,7 @@ def tensors(numel: int) -> dict[str, Tensor]:
 
 def bucket_of(flat: Tensor, *, step: int = 0, worker: int = 0, workers: int = 1) -> Bucket:
     """Return the bucket of one parameter called "w"."""
-    shapes = {"w": tuple(flat.shape)}
+    shapes = {"w": shape_of(flat.numel())}
     return Bucket(flat, shapes, step=step, seed=1, worker=worker, workers=workers)
 
 

@@ -146,6 +146,7 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
             assert torch.equal(parts, whole), broken(sparse, law, what, on)
 
     def test_4_knob_moves_bytes_in_its_direction(self, codec: Codec) -> None:
+        """Of a matrix of 64 x 64."""
         x = cases.tensors(4096)["normal"]
 
         def size(turned: Codec) -> int:
@@ -201,11 +202,12 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         _, memory, _ = combine(compressor)
         if memory.buffers and not memory.conserves:
             memory = NoMemory() if compressor.traits.unbiased else Residual()
-        lockstep = Lockstep(workers, compressor, memory)
-        lost = cases.lost(lockstep, 20, dtype)
+        lockstep, on = Lockstep(workers, compressor, memory), f"{workers} workers in {dtype}"
+        with telling(compressor, EXCHANGE, f"{on}, parameters of shapes {cases.SHAPES}"):
+            lost = cases.lost(lockstep, 20, dtype)
         what = f"after 20 steps {lost:.2g} of the gradient is neither applied nor in {memory!r}"
         kept = lost < cases.TOLERANCE[dtype]
-        assert kept, broken(compressor, EXCHANGE, what, f"{workers} workers in {dtype}")
+        assert kept, broken(compressor, EXCHANGE, what, on)
 
     def test_zeros_stay_zeros(self, compressor: Compressor, workers: int) -> None:
         zeros = [{n: torch.zeros(s) for n, s in cases.SHAPES.items()} for _ in range(workers)]

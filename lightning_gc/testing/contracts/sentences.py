@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_gc.testing.contracts.shapes import shape_of
+
 EXCHANGE = "a law of exchanges"
 """Those of whole rounds between workers have no numbers."""
 
@@ -27,7 +29,9 @@ def broken(who: object, law: str, what: str, on: str = "") -> str:
 
 def named(kind: str, numel: int) -> str:
     """Return the words for one of the tensors of ``cases.tensors``."""
-    return f"{kind!r} of {numel} element{'s' if numel > 1 else ''}"
+    shape = shape_of(numel)
+    sides = f", {' x '.join(map(str, shape))}" if len(shape) > 1 else ""
+    return f"{kind!r} of {numel} element{'s' if numel > 1 else ''}{sides}"
 
 
 @contextlib.contextmanager
