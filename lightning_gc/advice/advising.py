@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_gc.advice.prediction import Row, Situation, predict, shortlist
 from lightning_gc.advice.report import cells, link_line, plot, strategy_section, write_yaml
-from lightning_gc.advice.session import SIXTEEN, Session, Target
+from lightning_gc.advice.session import SHARE, SHARE_ALONE, SIXTEEN, Session, Target
 from lightning_gc.advice.verdict import Verdict, judge
 from lightning_gc.bench.baselines import PLAIN
 from lightning_gc.bench.methods import select_methods
@@ -38,8 +38,8 @@ METHODS = (
     "powersgd:rank=2",
 )
 """Candidates, where none are named."""
-SHOWN, LOCAL_SHOWN = 6, 2
-"""Rows of the table besides those measured: without and with local steps."""
+LOCAL_SHOWN = 2
+"""Rows of local steps in the table."""
 STOPPED = 130
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([gm])bit", re.IGNORECASE)
 
@@ -98,19 +98,24 @@ class Advice:
             steps[best.name] = best.drawn
         plot(Path(path), steps)
 
-    def table(self, count: int = SHOWN) -> list[list[str]]:
-        """Return the texts of what was measured and of the best rows besides."""
+    def table(self) -> list[list[str]]:
+        """Return the texts of what was measured, and of the best row of every other method."""
         bounds = {
             name: " ".join(bound(method.make_compressor({}), 1 << 18).split())
             for name, method in self.methods.items()
         }
         first = [row for row in self.rows if row.name in self.measured]
-        others = [row for row in self.rows if row.name not in self.measured and row.every == 1]
-        local = [row for row in self.rows if row.every > 1][:LOCAL_SHOWN]
-        text = cells([*first, *others[:count], *local], self.measured, bounds)
-        known = {row.name for row in first}
+        known = {row.method for row in first}
+        others = [row for row in shortlist(self.rows, len(self.rows)) if row.method not in known]
+        if PLAIN not in self.measured:
+            others.append(next(row for row in self.rows if row.name == PLAIN))
+            others.sort(key=lambda row: row.seconds)
+        by_method = {row.method: row for row in reversed(self.rows) if row.every > 1}
+        local = sorted(by_method.values(), key=lambda row: row.seconds)[:LOCAL_SHOWN]
+        text = cells([*first, *others, *local], self.measured, bounds)
+        names = {row.name for row in first}
         for name, seen in self.measured.items():
-            if name not in known:  # torch's hook
+            if name not in names:  # torch's hook
                 spread = f"{seen['seconds']:.4f} ({seen['low']:.4f}-{seen['high']:.4f})"
                 text.insert(0, [name, "", spread, "", f"{seen['bytes']:,.0f}", "rounded"])
         return text
@@ -137,8 +142,9 @@ def advise(
         config: path of a YAML file with LightningCLI's model, data and trainer, or its sections.
         methods: candidates, as for ``lightning-gc bench``; by default 16 bits, 4 bits, top-k by
             several schemes, low rank.
-        budget_seconds: for all; three tenths of it are for what methods compute. Where that is too
-            little for a large model, candidates are left out.
+        budget_seconds: for all; three tenths of it are for what methods compute, seven where
+            nothing is measured by turns. Where that is too little for a large model, candidates are
+            left out.
         workers: ask about so many instead; nothing is measured by turns then.
         link: ask about links of this nominal rate, as ``"1gbit"`` or ``"100mbit"``; likewise.
         predict_only: measure no method by turns, and give no verdict.
@@ -179,13 +185,16 @@ def advise(
         within.enter_context(process_group(setup, device, same))
         within.enter_context(explained())
         SigtermCallback(worker.rank, "the link and the module")
-        session = Session(setup, chosen, device, tell, began + budget_seconds, budget_seconds)
+        turns = not (predict_only or workers or link)
+        share = SHARE if turns else SHARE_ALONE
+        deadline = began + budget_seconds
+        session = Session(setup, chosen, device, tell, deadline, share * budget_seconds)
         found = session.find_link()
         tell(f"link: {link_line(found)}")
         situation = session.situation(target, found)
         rows = predict(situation, session.knobs(situation.costs))
         measured: dict[str, dict[str, Any]] = {}
-        if not (predict_only or workers or link):
+        if turns:
             measured = session.measure(rows)
     verdict = None
     if measured:

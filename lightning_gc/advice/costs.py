@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -110,9 +111,13 @@ def measure_costs(
         costs[name] = [slowest(of_piece) for of_piece in zip(*each, strict=True)]
         if max(answer["late"] for answer in answers) > seconds:
             break
+    done = len(costs) + len(missing)
     for name in methods:
         if name not in costs and name not in missing:
-            missing[name] = "there was no time left; give a larger --budget-seconds"
+            missing[name] = (
+                f"there was no time left after {done} of {len(methods)} methods; give about "
+                f"{math.ceil(len(methods) / done)} times the --budget-seconds"
+            )
     return costs, missing
 
 

@@ -19,7 +19,7 @@ from lightning_gc.tuning.method import Method
 from lightning_gc.tuning.study_rules import given_fields
 
 COLUMNS = ("", "s predicted", "s measured", "predicted / measured", "bytes per step", "error bound")
-LOCAL = "trains otherwise"
+LOCAL = "another algorithm"
 
 
 def cells(

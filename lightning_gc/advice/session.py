@@ -36,8 +36,8 @@ BEST = 3
 """Compressed rows that are measured."""
 ROUNDS, FEWEST, MOST = 3, 4, 20
 """Turns of each row, and steps of a turn."""
-SHARE = 0.3
-"""Of the budget, for timing what methods compute."""
+SHARE, SHARE_ALONE = 0.3, 0.7
+"""Of the budget, for timing what methods compute; where nothing is measured by turns."""
 WHOLE = "Identity()"
 SIXTEEN = "cast"
 """Our method of 16 bits, which is always measured."""
@@ -65,7 +65,7 @@ class Session:
         device: this worker's.
         say: called with a line of progress.
         deadline: of the whole, ``time.monotonic()``.
-        budget: seconds in all.
+        timing: seconds for what methods compute.
 
     Communication pattern:
         That of the probe, of the turns' training, and small messages of text in between.
@@ -78,10 +78,10 @@ class Session:
         device: torch.device,
         say: Say,
         deadline: float,
-        budget: float,
+        timing: float,
     ) -> None:
         self.setup, self.methods, self.device, self.say = setup, methods, device, say
-        self.deadline, self.budget = deadline, budget
+        self.deadline, self._timing = deadline, timing
         self.transport = Distributed(purpose="a measurement for an advice")
         # Torch has no bf16 hook for Gloo.
         self.hook = BF16 if setup.backend == "nccl" else FP16
@@ -116,7 +116,7 @@ class Session:
             names,
             pieces,
             workers,
-            SHARE * self.budget,
+            self._timing,
             self.transport,
             self.device,
         )

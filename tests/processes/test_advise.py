@@ -242,6 +242,15 @@ def test_files_have_names_of_their_own(tmp_path: Path) -> None:
     }
 
 
+def test_the_table_has_the_best_row_of_each_method() -> None:
+    """Of three bucket sizes of each; plain DDP is there, also where nothing was measured."""
+    for verdict in (None, Verdict("cast", "it is shorter", True)):
+        without = [name for name, *_ in advice(verdict).table() if "every" not in name]
+        assert sorted(without) == ["cast", PLAIN]
+        local = [name for name, *_ in advice(verdict).table() if "every" in name]
+        assert [name.partition(",")[0] for name in local] == ["cast", WHOLE]
+
+
 def test_local_steps_are_never_suggested(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
