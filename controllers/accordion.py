@@ -28,13 +28,15 @@ class Accordion(Controller):
     that the norms compared are ``interval`` epochs apart. But there *every* fall of the rate is a
     decay, so that under a cosine, linear or exponential schedule nothing is ever compressed. Their
     schedules, and those of the total-error paper, fall tenfold at once; here a fall to half or less
-    is a decay. If nothing has been compressed in three checks, a warning says so.
+    is a decay. If nothing has been compressed in three checks, or the run ends before the second
+    one can change a level, a warning says so.
 
     Args:
         low: level of *low* compression, for critical regimes: density 0.1, 8 bits. None sends
             uncompressed.
         high: level of *high* compression: density 0.01, 4 bits.
-        interval: epochs between checks; the authors use 10, and 5 for WikiText-2.
+        interval: epochs between checks; the authors use 10, and 5 for WikiText-2. Less for runs of
+            ``interval + 1`` epochs or fewer, in which nothing would be compressed to ``high``.
         threshold: least relative change of a critical regime.
         granularity: ``"parameter"``, or ``"model"`` for one norm and one level for all.
         detector: ``"epoch"``, or ``"minibatch"`` for the variant to which the total-error paper
@@ -114,7 +116,7 @@ class Accordion(Controller):
         epoch = observation.epoch if observation.ended else observation.epoch + 1
         why, warning = "between checks", ""
         if observation.epoch < 0 and observation.ended:
-            why = "the first epoch is critical"
+            why, warning = "the first epoch is critical", self._too_short(observation.max_epochs)
         elif epoch % self.interval == 0 and epoch != new["checked"] and observation.gradient_norms:
             why = f"checked against epoch {epoch - self.interval}" if epoch else "the first check"
             self._check_norms(observation, epoch, new)
@@ -131,6 +133,17 @@ class Accordion(Controller):
                 f"learning rate had fallen to 1/{self.decay:g} or less. Raise threshold or decay."
             )
         return self._decision(new["critical"], why, warning), new
+
+    def _too_short(self, epochs: int | None) -> str:
+        """Return a sentence if the run ends before a check can change a level."""
+        more = 2 if self.detector == "epoch" else 1  # what the second check changes comes after it
+        if epochs is None or epochs >= self.interval + more:
+            return ""
+        fix = f"use interval={epochs - more} or less, or" if epochs > more else "use"
+        return (
+            f"{self!r} compares epochs that are {self.interval} apart, so in a run of {epochs} "
+            f"every level stays at {self.low!r}: {fix} {self.interval + more} epochs or more."
+        )
 
     def _check_norms(self, observation: Observation, epoch: int, new: State) -> None:
         """Compare norms with those of the last check; change ``new``, not what is in it."""

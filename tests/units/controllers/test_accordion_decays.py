@@ -3,10 +3,11 @@
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
-from lightning_gc.controllers import Accordion
+from lightning_gc.controllers import Accordion, Observation
 from tests.support.accordion import FLAT, HIGH, LOW, accordion, first_batches, little, observations
 from tests.support.replay import replay
 
@@ -59,3 +60,21 @@ def test_a_warning_where_nothing_is_ever_compressed(
     for i in warned:
         for words in ("decay=1.0", "level 0.01 in 3 checks", "50% or more", "1/1 or", "Raise"):
             assert words in decisions[i].warning
+
+
+@pytest.mark.parametrize("detector", ["epoch", "minibatch"])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_warning_where_the_run_is_too_short(interval: int, detector: Any) -> None:
+    """In every run that is warned of, and no other, all levels stay low, whatever the norms."""
+    controller = Accordion(0.1, 0.01, interval, detector=detector)
+    for epochs in range(1, 8):
+        told = []
+        for epoch in range(epochs):
+            before = {} if epoch == 0 or detector == "minibatch" else {"w": 1.0}
+            told.append(Observation(epoch - 1, gradient_norms=before, max_epochs=epochs))
+            if detector == "minibatch":
+                told.append(Observation(epoch - 1, gradient_norms={"w": 1.0}, ended=False))
+        decisions = replay(controller, told)
+        stays = all(set(d.levels.values()) <= {0.1} for d in decisions)
+        assert bool(decisions[0].warning) == stays
+        assert not any(d.warning for d in decisions[1:])
