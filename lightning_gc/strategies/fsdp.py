@@ -16,7 +16,7 @@ from lightning_gc.engine.reduce_scatter import ReduceScatter
 from lightning_gc.memories import Memory
 from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.fsdp_settings import check_memory, check_settings
-from lightning_gc.strategies.keyword_arguments import refuse_unknown
+from lightning_gc.strategies.keyword_arguments import changed, refuse_unknown
 from lightning_gc.strategies.sharded import ShardedStrategy
 from lightning_gc.synchronizer import Configuration
 from lightning_gc.synchronizer.arithmetic import arithmetic
@@ -110,7 +110,7 @@ class CompressedFSDP(ShardedStrategy):
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), model_parallel_kwargs)
-        check_settings(_OWNER, model_parallel_kwargs)
+        check_settings(_OWNER, changed(type(self), model_parallel_kwargs))
         self._configure(compressor, memory, ReduceScatter(), None, seed, "full", "float32")
         check_memory(_OWNER, self.compressor, self.memory, memory is not None)
         self._scatters: UnitScatters | None = None

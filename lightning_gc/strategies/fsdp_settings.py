@@ -12,8 +12,14 @@ from lightning_gc.memories import Memory
 from lightning_gc.synchronizer.fsdp_units import has_custom_scatters
 
 
-def check_settings(owner: str, model_parallel_kwargs: Mapping[str, Any]) -> None:
-    """Raise RuntimeError for a torch that is too old; ValueError for arguments of a mesh."""
+def check_settings(owner: str, mesh_arguments: Mapping[str, Any]) -> None:
+    """Raise RuntimeError for a torch that is too old; ValueError for arguments of a mesh.
+
+    Args:
+        owner: the class, for the sentence.
+        mesh_arguments: ``ModelParallelStrategy``'s, but for those with their default, which
+            LightningCLI gives.
+    """
     if not has_custom_scatters():
         raise RuntimeError(
             f"{owner} needs torch 2.9 or later, whose FSDP2 has set_custom_reduce_scatter; this is "
@@ -23,8 +29,8 @@ def check_settings(owner: str, model_parallel_kwargs: Mapping[str, Any]) -> None
         ("data_parallel_size", "all ranks share the model; leave it out"),
         ("tensor_parallel_size", "tensor parallelism has not been tried with it; leave it out"),
     ):
-        if name in model_parallel_kwargs:
-            raise ValueError(f"{owner}({name}={model_parallel_kwargs[name]!r}): {fix}.")
+        if name in mesh_arguments:
+            raise ValueError(f"{owner}({name}={mesh_arguments[name]!r}): {fix}.")
 
 
 def check_memory(owner: str, compressor: Compressor, memory: Memory, given: bool) -> None:

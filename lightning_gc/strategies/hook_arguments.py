@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -32,15 +32,15 @@ def refuse_other_hooks(owner: str, ddp_kwargs: Mapping[str, Any], instead: str) 
         )
 
 
-def refuse_wrapper_arguments(owner: str, ddp_kwargs: Mapping[str, Any]) -> None:
+def refuse_wrapper_arguments(owner: str, given: Iterable[str]) -> None:
     """Raise ValueError for arguments of ``DistributedDataParallel`` and of its hooks.
 
     Args:
         owner: a strategy without that wrapper.
-        ddp_kwargs: arguments that are not its own.
+        given: names of arguments that are not its own, but for those with their default.
     """
     wrappers = inspect.signature(DistributedDataParallel.__init__).parameters
-    for name in ddp_kwargs:
+    for name in given:
         if name in (*_HOOK_ARGUMENTS, *list(wrappers)[1:]):
             raise ValueError(
                 f"{owner}({name}=...): that is for DistributedDataParallel, in which nothing is "

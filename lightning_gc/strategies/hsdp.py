@@ -18,7 +18,7 @@ from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.hsdp_settings import check_settings, replicas_of
-from lightning_gc.strategies.keyword_arguments import refuse_unknown
+from lightning_gc.strategies.keyword_arguments import changed, refuse_unknown
 from lightning_gc.strategies.sharded import ShardedStrategy
 from lightning_gc.synchronizer import Configuration
 from lightning_gc.synchronizer.peers import Peers
@@ -102,7 +102,7 @@ class CompressedHSDP(ShardedStrategy):
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), model_parallel_kwargs)
-        check_settings(_OWNER, replicas, bucket_cap_mb, model_parallel_kwargs)
+        check_settings(_OWNER, replicas, bucket_cap_mb, changed(type(self), model_parallel_kwargs))
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         refuse_whole_gradients(_OWNER, controller)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)

@@ -12,9 +12,17 @@ from lightning_gc.synchronizer.shard_validation import check_bucket_cap
 
 
 def check_settings(
-    owner: str, replicas: Any, bucket_cap_mb: Any, model_parallel_kwargs: Mapping[str, Any]
+    owner: str, replicas: Any, bucket_cap_mb: Any, mesh_arguments: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError for settings that cannot be; RuntimeError for a torch without the hook."""
+    """Raise ValueError for settings that cannot be; RuntimeError for a torch without the hook.
+
+    Args:
+        owner: the class, for the sentence.
+        replicas: as given, like the next.
+        bucket_cap_mb: megabytes.
+        mesh_arguments: ``ModelParallelStrategy``'s, but for those with their default, which
+            LightningCLI gives.
+    """
     if not has_hooks():
         raise RuntimeError(
             f"{owner} needs torch 2.7 or later, whose FSDP2 has set_all_reduce_hook; this is torch "
@@ -30,8 +38,8 @@ def check_settings(
         ("data_parallel_size", "it follows from replicas; leave it out"),
         ("tensor_parallel_size", "tensor parallelism has not been tried with it; leave it out"),
     ):
-        if name in model_parallel_kwargs:
-            raise ValueError(f"{owner}({name}={model_parallel_kwargs[name]!r}): {fix}.")
+        if name in mesh_arguments:
+            raise ValueError(f"{owner}({name}={mesh_arguments[name]!r}): {fix}.")
 
 
 def replicas_of(owner: str, replicas: Any, ranks: int, nodes: int) -> int:

@@ -1,9 +1,9 @@
-"""Keyword arguments: refuse a misspelt one where it is given, not where it arrives at last."""
+"""Keyword arguments: misspelt ones are refused where they are given; which are not defaults."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lightning_gc.registry import did_you_mean
@@ -19,8 +19,7 @@ def refuse_unknown(
         given: names of the arguments.
         takes_the_rest: what gets those that no base takes.
     """
-    makers = [vars(cls)["__init__"] for cls in strategy.__mro__[:-1] if "__init__" in vars(cls)]
-    known = [name for each in (*makers, *takes_the_rest) for name in _arguments(each)]
+    known = [name for each in (*_makers(strategy), *takes_the_rest) for name in _arguments(each)]
     for name in given:
         if name not in known:
             raise ValueError(
@@ -29,7 +28,35 @@ def refuse_unknown(
             )
 
 
-def _arguments(function: Callable[..., Any]) -> list[str]:
+def changed(
+    strategy: type, given: Mapping[str, Any], *takes_the_rest: Callable[..., Any]
+) -> dict[str, Any]:
+    """Return the arguments whose value differs from the default: LightningCLI gives them all.
+
+    Args:
+        strategy: as for ``refuse_unknown``, like the next two; its own defaults come first.
+        given: names of the arguments and their values.
+        takes_the_rest: what gets those that no base takes.
+    """
+    defaults: dict[str, Any] = {}
+    for each in reversed((*_makers(strategy), *takes_the_rest)):
+        defaults |= {name: argument.default for name, argument in _arguments(each).items()}
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in defaults or not _same(value, defaults[name])
+    }
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def _makers(strategy: type) -> list[Callable[..., Any]]:
+    return [vars(cls)["__init__"] for cls in strategy.__mro__[:-1] if "__init__" in vars(cls)]
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = list(inspect.signature(function).parameters.values())[1:]  # without self
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each.name for each in parameters if each.kind not in several]
+    return {each.name: each for each in parameters if each.kind not in several}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
@@ -16,7 +17,7 @@ from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.hook_arguments import refuse_wrapper_arguments
-from lightning_gc.strategies.keyword_arguments import refuse_unknown
+from lightning_gc.strategies.keyword_arguments import changed, refuse_unknown
 from lightning_gc.strategies.local_hooks import LocalHooks
 from lightning_gc.strategies.local_settings import refuse_in_trainer
 from lightning_gc.strategies.real_worker import RealWorker
@@ -125,8 +126,9 @@ class LocalSteps(LocalHooks, RealWorker):
         **ddp_kwargs: Any,
     ) -> None:
         owner = "LocalStepsStrategy"
-        refuse_wrapper_arguments(owner, ddp_kwargs)
-        refuse_unknown(type(self), ddp_kwargs)
+        given = changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
+        refuse_wrapper_arguments(owner, given)
+        refuse_unknown(type(self), given)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         self._configure_rounds(every, outer, delay, merge, fragments, show, state)
         verification(verify, owner)
