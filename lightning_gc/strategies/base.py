@@ -19,6 +19,7 @@ from lightning_gc.strategies.single_trainer import SingleTrainer
 from lightning_gc.strategies.training_progress import moment_of
 from lightning_gc.synchronizer import Configuration, Workers, configure
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
+from lightning_gc.synchronizer.one_worker import warn_of_one_worker
 from lightning_gc.synchronizer.parts import Parts
 from lightning_gc.synchronizer.peers import Peers
 from lightning_gc.synchronizer.validation import (
@@ -38,10 +39,12 @@ class CompressedStrategy(Resuming, SingleTrainer):
         control_loop: the controller's, once fitting has started.
         network: model that estimates the seconds of communication; None where they are measured.
         parts: sums over the parts of a worker, where several processes have them.
+        worker: the index of this process among all, or of the simulated worker that is running.
     """
 
     network: NetworkModel | None = None
     parts: Parts = Parts()
+    worker: int
     _lookahead: Lookahead | None = None
 
     def _configure(
@@ -145,7 +148,7 @@ class CompressedStrategy(Resuming, SingleTrainer):
         return {}
 
     def _on_engines_ready(self) -> None:
-        """Set up lookahead and control loop; the engines exist by now."""
+        """Set up lookahead and control loop, warn of one worker; the engines exist by now."""
         share = self.memory.lookahead
         if share and not self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
             raise ValueError(
@@ -159,6 +162,15 @@ class CompressedStrategy(Resuming, SingleTrainer):
             self.local_workers.kept["turn"] = self.control_loop.statistics
         if self.control_loop is not None:
             self.control_loop.attach()
+        if self.local_workers.first.workers == 1 and self.worker == 0:
+            self._warn_alone()
+
+    def _warn_alone(self) -> None:
+        """Warn of one worker, whose compression saves nothing."""
+        weights = self.local_workers.exchanged == "weights"
+        what = "differences of weights" if weights else "gradients"
+        fix = "use more workers, or Trainer(strategy='auto')"
+        warn_of_one_worker(self.compressor, "One worker: nothing is sent", what, fix)
 
     def _prepare_round(self) -> None:
         self.local_workers.prepare_round(self._scaler(), self.optimizers)  # type: ignore[attr-defined]

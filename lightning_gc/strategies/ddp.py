@@ -75,6 +75,9 @@ class CompressedDDP(RealWorker):
         RuntimeError: in a backward pass, a parameter that was unfrozen, added or replaced after the
             fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient.
 
+    Warns:
+        UserWarning: one worker, whose gradients are compressed like those of several, for nothing.
+
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, TopK
         >>> strategy = CompressedDDPStrategy(TopK(density=0.01), start_method="spawn")

@@ -132,6 +132,9 @@ class CompressedFSDP(ShardedStrategy):
                 stacklevel=2,
             )
 
+    def _warn_alone(self) -> None:
+        """It has been warned of: FSDP2 scatters nothing to one rank, so nothing is compressed."""
+
     @property
     def _connected(self) -> bool:
         return self._scatters is not None

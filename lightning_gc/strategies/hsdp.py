@@ -4,7 +4,6 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 ``for_lightning.py``.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from lightning_gc.strategies.hsdp_settings import check_settings, replicas_of
 from lightning_gc.strategies.keyword_arguments import changed, refuse_unknown
 from lightning_gc.strategies.sharded import ShardedStrategy
 from lightning_gc.synchronizer import Configuration
+from lightning_gc.synchronizer.one_worker import warn_of_one_worker
 from lightning_gc.synchronizer.peers import Peers
 from lightning_gc.synchronizer.shard_exchange import ShardExchange
 from lightning_gc.synchronizer.shard_validation import refuse_whole_gradients
@@ -75,7 +75,7 @@ class CompressedHSDP(ShardedStrategy):
             with torch before 2.13, that have no gradient.
 
     Warns:
-        UserWarning: a single replica, with which nothing is exchanged.
+        UserWarning: a single replica, with which gradients are compressed, but nothing is sent.
 
     Example:
         >>> from lightning_gc import CompressedHSDPStrategy, TopK
@@ -115,16 +115,10 @@ class CompressedHSDP(ShardedStrategy):
     def _replicas_of(self, ranks: int) -> int:
         return replicas_of(_OWNER, self.replicas, ranks, self.num_nodes)  # type: ignore[attr-defined]
 
-    def setup_environment(self) -> None:
-        """Join the other ranks; make a mesh whose ``"data_parallel"`` dimension is the node."""
-        super().setup_environment()
-        replicas, shards = self.mesh_shape
-        if replicas == 1 and self.worker == 0:
-            warnings.warn(
-                f"{_OWNER} has one replica on {shards} ranks, so that nothing is exchanged or "
-                f"compressed. Give replicas=2, say, or Trainer(num_nodes=...).",
-                stacklevel=2,
-            )
+    def _warn_alone(self) -> None:
+        alone = f"{_OWNER} has one replica on {self.workers} ranks: nothing is sent between nodes"
+        fix = "give replicas=2, say, or Trainer(num_nodes=...)"
+        warn_of_one_worker(self.compressor, alone, "gradients", fix)
 
     @property
     def _connected(self) -> bool:

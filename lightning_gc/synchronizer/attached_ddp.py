@@ -13,6 +13,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.synchronizer import Configuration, Synchronizer, Workers
 from lightning_gc.synchronizer.attached import Attached
 from lightning_gc.synchronizer.attached_settings import check_settings
+from lightning_gc.synchronizer.one_worker import warn_of_one_worker
 from lightning_gc.synchronizer.parts import Parts
 from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
 from lightning_gc.synchronizer.validation import refuse_sparse_gradients, refuse_unsynchronised
@@ -69,6 +70,10 @@ class AttachedDDP(Attached):
             self._open.discard(self)
             synchronizer.close(failed=True)
             raise
+        if workers.first.workers == 1:
+            fix = "use more workers, or DDP as it is"
+            compressor = configuration.compressor
+            warn_of_one_worker(compressor, "One worker: nothing is sent", "gradients", fix)
         # Not by the communication hook, which is not called if all that is trained is new.
         self._watching = ddp.register_forward_hook(self._refuse_unsynchronised)
 

@@ -50,6 +50,9 @@ class SimulatedDDP(SimulatedWorkers):
             ``StochasticWeightAveraging`` of a model with batch normalisation, sparse embedding
             gradients.
 
+    Warns:
+        UserWarning: one worker, whose gradients are compressed like those of several, for nothing.
+
     Example:
         >>> from lightning_gc import NetworkModel, SimulatedDDPStrategy, TopK
         >>> strategy = SimulatedDDPStrategy(TopK(density=0.01), workers=4)
