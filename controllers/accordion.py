@@ -91,6 +91,9 @@ class Accordion(Controller):
     def needs(self) -> Needs:
         return Needs(gradients="epoch sum" if self.detector == "epoch" else "first batch")
 
+    def known_levels(self) -> tuple[Level, ...]:
+        return self.low, self.high
+
     def check(self, knob: KnobLike | None) -> None:
         super().check(knob)
         assert knob is not None

@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from .base import Controller, Decision, KnobLike, Observation, State, compresses_less
+from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
 from .needs import Needs
 
 
@@ -79,6 +79,9 @@ class BandwidthAware(Controller):
 
     def every_steps(self, epoch: int) -> int:
         return self.every
+
+    def known_levels(self) -> tuple[Level, ...]:
+        return self.levels
 
     def check(self, knob: KnobLike | None) -> None:
         super().check(knob)

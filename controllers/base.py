@@ -144,8 +144,8 @@ class Decision:
 class KnobLike(Protocol):
     """The knob of a compressor, as a controller sees it.
 
-    ``field`` is density, bits, threshold or rank; ``more`` is what a higher value gives more of,
-    "bytes" or "compression".
+    ``field`` is density, bits, threshold or rank, from ``low`` to ``high``; ``more`` is what a
+    higher value gives more of, "bytes" or "compression".
     """
 
     @property
@@ -153,6 +153,12 @@ class KnobLike(Protocol):
 
     @property
     def more(self) -> str: ...
+
+    @property
+    def low(self) -> float: ...
+
+    @property
+    def high(self) -> float: ...
 
 
 class Controller(Settings, abc.ABC):
@@ -206,6 +212,13 @@ class Controller(Settings, abc.ABC):
         """
         return self, 0
 
+    def known_levels(self) -> tuple[Level, ...]:
+        """Return the levels that it will set, as far as they are known before the first step.
+
+        They must lie in the range of the compressor's knob. None, uncompressed, always does.
+        """
+        return ()
+
     def check(self, knob: KnobLike | None) -> None:
         """Raise ValueError if this controller cannot set the compressor's knob."""
         if knob is None:
@@ -213,6 +226,14 @@ class Controller(Settings, abc.ABC):
                 f"{self!r} turns a compressor's level, but this compressor has none; use one with "
                 f"a level, such as TopK(0.01), or leave the controller out."
             )
+        for level in self.known_levels():
+            if level is not None and not knob.low <= level <= knob.high:
+                usual = min(max(4 if knob.low >= 1 else 0.01, knob.low), knob.high)
+                raise ValueError(
+                    f"{self!r}: the level {level!r} is outside the range of this compressor's "
+                    f"{knob.field}, {knob.low:g} to {knob.high:g}; give levels from there, such as "
+                    f"{usual:g}."
+                )
 
     def _check_level(self, level: Level) -> None:
         """Raise ValueError if a level is invalid for any knob."""

@@ -51,6 +51,9 @@ class BySize(Controller):
                 )
             self._check_level(level)
 
+    def known_levels(self) -> tuple[Level, ...]:
+        return self.default, *dict(self.levels).values()
+
     def init(self) -> State:
         return {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .base import Controller, Decision, KnobLike, Observation, State
+from .base import Controller, Decision, KnobLike, Level, Observation, State
 from .needs import Needs
 
 
@@ -85,6 +85,9 @@ class CongestionAIMD(Controller):
 
     def every_steps(self, epoch: int) -> int:
         return self.every
+
+    def known_levels(self) -> tuple[Level, ...]:
+        return self.first, self.least, self.most
 
     def check(self, knob: KnobLike | None) -> None:
         super().check(knob)

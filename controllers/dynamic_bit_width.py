@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .base import Controller, Decision, KnobLike, Observation, State, compresses_less
+from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,9 @@ class DynamicBitWidth(Controller):
         for name in ("patience", "release_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"DynamicBitWidth({name}={getattr(self, name)!r}): 1 or more.")
+
+    def known_levels(self) -> tuple[Level, ...]:
+        return tuple(level for _, level in self.steps)
 
     def check(self, knob: KnobLike | None) -> None:
         super().check(knob)

@@ -28,6 +28,9 @@ class Fixed(Controller):
     def __post_init__(self) -> None:
         self._check_level(self.level)
 
+    def known_levels(self) -> tuple[Level, ...]:
+        return (self.level,)
+
     def init(self) -> State:
         return {}
 

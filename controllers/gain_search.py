@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .bandwidth_aware import check_ladder
-from .base import Controller, Decision, KnobLike, Observation, State, compresses_less
+from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
 from .curves import Curve
 from .level_plan import at, finite
 from .needs import Needs
@@ -66,6 +66,9 @@ class GainSearch(Controller):
     @property
     def needs(self) -> Needs:
         return Needs(curves=self.levels, seconds=True, trace=self.trace)
+
+    def known_levels(self) -> tuple[Level, ...]:
+        return self.levels
 
     def check(self, knob: KnobLike | None) -> None:
         super().check(knob)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import Controller, Decision, Observation, State
+from .base import Controller, Decision, Level, Observation, State
 from .knapsack import Option, solve
 from .level_plan import check_settings, finite, replaced, squared, totals
 from .needs import Needs
@@ -70,6 +70,9 @@ class LayerBudget(Controller):
     @property
     def needs(self) -> Needs:
         return Needs(curves=self.levels)
+
+    def known_levels(self) -> tuple[Level, ...]:
+        return (self.reference,)  # others, to choose from, may be clamped: their points coincide
 
     def init(self) -> State:
         return {"plan": {}}

@@ -44,6 +44,9 @@ class Plan(Controller):
         for _, level in (*pairs, ("", self.default)):
             self._check_level(level)
 
+    def known_levels(self) -> tuple[Level, ...]:
+        return self.default, *dict(self.levels).values()
+
     def init(self) -> State:
         return {}
 

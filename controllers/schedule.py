@@ -64,6 +64,9 @@ class Schedule(Controller):
             return cls(_DGC)
         return cls(tuple(final ** ((i + 1) / epochs) for i in range(epochs)))
 
+    def known_levels(self) -> tuple[Level, ...]:
+        return self.levels
+
     def init(self) -> State:
         return {}
 

@@ -269,6 +269,8 @@ def test_what_makes_no_sense_is_refused(
 class Knob:
     field: str = "density"
     more: str = "bytes"
+    low: float = 1e-5
+    high: float = 1.0
 
 
 @pytest.mark.parametrize(
