@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("modules", nargs="*", metavar="MODULE", help="with classes of your own, to be imported")
 
+    measured = "YAML as for lightning-gc fit; of its section tune only the methods are read"
     add = command(
         _bench,
         "seconds per step on your machines and model, beside plain DDP and torch's hooks",
@@ -107,9 +108,10 @@ def _parser() -> argparse.ArgumentParser:
         "and PowerSGD hooks and with ours, and compare seconds, bytes and loss. Start it on all "
         "workers, by torchrun.",
     )
-    add("config", type=Path, help="the same YAML; of its section tune only the methods are read")
+    add("config", type=Path, help=measured)
     fields = " with fields, memory and scheme: topk:density=0.001,scheme=two_shot (default: %s)"
-    add("--compressor", nargs="+", metavar="NAME", help=methods + fields % "four of them")
+    four = "cast, qsgd, topk, topk:value_dtype=bfloat16,scheme=sparse_reduce"
+    add("--compressor", nargs="+", metavar="NAME", help=methods + fields % four)
     add("--rounds", type=int, default=3, help="measurements of each method (default: %(default)s)")
     add("--steps", type=int, default=20, help="measured steps per round (default: %(default)s)")
     add("--timeout", type=float, default=120, help="of a collective, in s (default: %(default)s)")
@@ -123,8 +125,12 @@ def _parser() -> argparse.ArgumentParser:
         "step of each, measure the best beside plain DDP and 16 bits, and give one verdict, which "
         "may be to do nothing. Start it on all workers, by torchrun.",
     )
-    add("config", type=Path, help="the same YAML; of its section tune only the methods are read")
-    add("--methods", nargs="+", metavar="NAME", help=methods + fields % "seven of them")
+    add("config", type=Path, help=measured)
+    seven = (
+        "cast, qsgd, topk, topk:value_dtype=bfloat16, and that with scheme=sparse_reduce and with "
+        "scheme=two_shot, powersgd:rank=2"
+    )
+    add("--methods", nargs="+", metavar="NAME", help=methods + fields % seven)
     add("--budget-seconds", type=float, default=120, help="for all (default: %(default)s)")
     add("--workers", type=int, metavar="W", help="predict for so many workers; measure no turns")
     add("--link", metavar="RATE", help="predict for this link, as 1gbit or 100mbit; likewise")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -93,16 +93,22 @@ def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T])
     )
 
 
-def did_you_mean(value: object, known: Iterable[str]) -> str:
+def did_you_mean(value: object, known: Collection[str]) -> str:
     """Return " (did you mean '...'?)" with the closest known name, or an empty string."""
     close = closest(value, known)
     return "" if close is None else f" (did you mean {close!r}?)"
 
 
-def closest(value: object, known: Iterable[str]) -> str | None:
+_MEANT = {"ef": "residual", "errorfeedback": "residual", "h": "every"}
+"""What the field calls something -> our name, where no spelling tells."""
+
+
+def closest(value: object, known: Collection[str]) -> str | None:
     """Return the known name that is meant by ``value``, such as a class's or a misspelt one."""
     plain = {_plain(name): name for name in known}
     asked = _plain(str(value).partition("(")[0])
+    if _MEANT.get(asked) in known:
+        return _MEANT[asked]
     close = difflib.get_close_matches(asked, plain, n=1)
     return plain[close[0]] if close else None
 

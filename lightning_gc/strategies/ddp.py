@@ -101,7 +101,7 @@ class CompressedDDP(RealWorker):
         verify: Verify = 0,
         **ddp_kwargs: Any,
     ) -> None:
-        refuse_unknown(type(self), ddp_kwargs, DistributedDataParallel.__init__)
+        refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
         refuse_other_hooks("CompressedDDPStrategy", ddp_kwargs, "Trainer(precision='bf16-mixed')")
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         verification(verify, "CompressedDDPStrategy")

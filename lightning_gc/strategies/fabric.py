@@ -86,7 +86,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
         **ddp_kwargs: Any,
     ) -> None:
         owner = type(self).__name__
-        refuse_unknown(type(self), ddp_kwargs, DistributedDataParallel.__init__)
+        refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
         refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
         if state not in ("full", "off"):
             raise ValueError(f"{owner}(state={state!r}): use 'full' or 'off'.")

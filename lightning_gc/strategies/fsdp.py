@@ -109,7 +109,7 @@ class CompressedFSDP(ShardedStrategy):
         seed: int = 0,
         **model_parallel_kwargs: Any,
     ) -> None:
-        refuse_unknown(type(self), model_parallel_kwargs)
+        refuse_unknown(type(self), compressor, model_parallel_kwargs)
         check_settings(_OWNER, changed(type(self), model_parallel_kwargs))
         self._configure(compressor, memory, ReduceScatter(), None, seed, "full", "float32")
         check_memory(_OWNER, self.compressor, self.memory, memory is not None)

@@ -101,7 +101,7 @@ class CompressedHSDP(ShardedStrategy):
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         **model_parallel_kwargs: Any,
     ) -> None:
-        refuse_unknown(type(self), model_parallel_kwargs)
+        refuse_unknown(type(self), compressor, model_parallel_kwargs)
         check_settings(_OWNER, replicas, bucket_cap_mb, changed(type(self), model_parallel_kwargs))
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         refuse_whole_gradients(_OWNER, controller)

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.registry import did_you_mean
 
 
 def refuse_unknown(
-    strategy: type, given: Iterable[str], *takes_the_rest: Callable[..., Any]
+    strategy: type,
+    compressor: Compressor | str,
+    given: Mapping[str, Any],
+    *takes_the_rest: Callable[..., Any],
 ) -> None:
     """Raise ValueError for an argument that nothing between ``strategy`` and its end takes.
 
     Args:
         strategy: whose ``__init__``, and those of its bases, hand on what they do not know.
-        given: names of the arguments.
+        compressor: as given, whose own fields are told from what is misspelt.
+        given: the arguments.
         takes_the_rest: what gets those that no base takes.
     """
     known = [name for each in (*_makers(strategy), *takes_the_rest) for name in _arguments(each)]
-    for name in given:
+    for name, value in given.items():
         if name not in known:
             raise ValueError(
                 f"{strategy.__name__}({name}=...): there is no such argument"
-                f"{did_you_mean(name, known)}."
+                + (_of_compressor(compressor, name, value) or did_you_mean(name, known))
+                + "."
             )
+
+
+def _of_compressor(compressor: Compressor | str, name: str, value: Any) -> str:
+    """Return how to set the compressor's field of this name, if it has one."""
+    named = COMPRESSORS.get(compressor) if isinstance(compressor, str) else None
+    cls = type(compressor.method) if isinstance(compressor, Compressor) else named
+    if cls is None or name not in [field.name for field in dataclasses.fields(cls)]:
+        return ""
+    return f"; give an instance: {cls.__name__}({name}={value!r})"
 
 
 def changed(

@@ -128,7 +128,7 @@ class LocalSteps(LocalHooks, RealWorker):
         owner = "LocalStepsStrategy"
         given = changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
         refuse_wrapper_arguments(owner, given)
-        refuse_unknown(type(self), given)
+        refuse_unknown(type(self), compressor, given)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         self._configure_rounds(every, outer, delay, merge, fragments, show, state)
         verification(verify, owner)

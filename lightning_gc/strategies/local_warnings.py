@@ -17,12 +17,18 @@ def warn_of_few_rounds(compressor: Compressor, steps: int | None, every: int) ->
         return
     rounds = -(-steps // every)
     if rounds * compressor.level < 1:
-        oftener = int(steps * compressor.level)
+        share, oftener = math.ceil(100 / rounds) / 100, int(steps * compressor.level)
+        if share < 1:
+            fix = f"Send a share of {share:g} or more" + (
+                f", or exchange oftener, every={oftener} or less" if oftener else ""
+            )
+        else:  # all in the one round there is: no sparsifier
+            smaller = f"every={oftener} or less" if oftener else "a smaller every"
+            fix = f"Use a quantiser, such as QSGD(4), {smaller}, or more steps"
         warnings.warn(
-            f"{steps} steps with every={every} are {rounds} rounds, in each of which a share of "
-            f"{compressor.level:g} of the elements is sent: most are never sent, and old errors do "
-            f"harm. Send a share of {math.ceil(100 / rounds) / 100:g} or more"
-            + (f", or exchange oftener, every={oftener} or less." if oftener else "."),
+            f"{steps} steps with every={every} are {rounds} round{'s' * (rounds > 1)}, in each of "
+            f"which a share of {compressor.level:g} of the elements is sent: most are never sent, "
+            f"and old errors do harm. {fix}.",
             stacklevel=2,
         )
 

@@ -86,7 +86,8 @@ def check_attached_state(state: Any, workers: Workers) -> str:
         if state.get(what) != own:
             raise ValueError(
                 f"has a state with {what}={state.get(what)!r}, but here it is {own!r}; give every "
-                f"worker the state that it has saved, and attach with the same arguments."
+                f"worker the state that it has saved, and attach with the same arguments, or leave "
+                f"load_state_dict out, and errors begin at zero."
             )
     for name, kept in state["engine"]["memory"].items():
         for tensor in kept.values():

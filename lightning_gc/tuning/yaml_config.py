@@ -196,6 +196,9 @@ def _parse(parser: ArgumentParser, sections: Mapping[str, Any]) -> Namespace:
 def _set(sections: dict[str, Any], path: str, value: Any) -> None:
     """Set a value at its dotted path, through ``init_args`` of classes."""
     first, *middle, last = path.split(".")
+    if "init_args" in (*middle, last):
+        shorter = path.replace(".init_args", "")
+        raise ValueError(f"tune.space: write {shorter}, not {path}.")
     node = sections.get(first)
     if first not in ("model", "data", "trainer") or not isinstance(node, dict):
         raise ValueError(

@@ -245,6 +245,7 @@ def test_levels_bytes_and_refusals() -> None:
         assert len(found["said"]) == len(words)
         for sentence, word in zip(found["said"], words, strict=True):
             assert word in sentence
+        assert "or leave load_state_dict out, and errors begin at zero" in found["said"][0]
 
 
 def edited(state: dict[str, Any], change: Callable[[Any], Any], anew: bool) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
+from lightning_gc.advice.advising import METHODS
+from lightning_gc.bench.methods import DEFAULT
 from lightning_gc.tuning import open_storage, yaml_config
 from lightning_gc.tuning.trial_leases import counts
 from tests.support.fitting import unwarned
@@ -179,11 +181,23 @@ def change(old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
+def test_the_help_names_the_default_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, methods in (("bench", DEFAULT), ("advise", METHODS)):
+        assert run(command, "--help") == cli.OK
+        said = " ".join(capsys.readouterr().out.split())
+        listed = said.partition("scheme=two_shot (default: ")[2].partition(")")[0]
+        for method in methods:
+            name, _, fields = method.partition(":")
+            assert all(part in listed for part in (name, *fields.split(",")))
+        assert "YAML as for lightning-gc fit" in said
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ("model.x:", "model.y:", "'y' is not accepted"),
         ("model.x:", "optimizer.x:", "optimizer.x: nothing to tune there"),
+        ("model.x:", "model.init_args.x:", "tune.space: write model.x, not model.init_args.x."),
         ("{low: 0, high: 1}", "7", "model.x: 7 is no range"),
         ("trials: 2", "trials: two", "two"),
         ("metric: loss", "metrik: loss", "metrik"),

@@ -50,6 +50,14 @@ MISTAKES = [
         "'Residuals' is not a memory (did you mean 'residual'?); ...: Residual().",
     ),
     (
+        "CompressedDDPStrategy(TopK(), memory='ef')",
+        "'ef' is not a memory (did you mean 'residual'?); ...: Residual().",
+    ),
+    (
+        "CompressedDDPStrategy(TopK(), memory='error_feedback')",
+        "'error_feedback' is not a memory (did you mean 'residual'?); ...: Residual().",
+    ),
+    (
         "SimulatedDDPStrategy('TopK', workers=2)",
         "'TopK' is not a compressor (did you mean 'topk'?); give ...: TopK().",
     ),
@@ -103,8 +111,27 @@ MISTAKES = [
     ),
     (
         "CompressedDDPStrategy(TopK(), density=0.01)",
-        "CompressedDDPStrategy(density=...): there is no such argument.",
+        "CompressedDDPStrategy(density=...): there is no such argument; give an instance: "
+        "TopK(density=0.01).",
     ),
+    (
+        "CompressedDDPStrategy('qsgd', bits=4)",
+        "CompressedDDPStrategy(bits=...): there is no such argument; give an instance: "
+        "QSGD(bits=4).",
+    ),
+    (
+        "SimulatedLocalStepsStrategy('topk', workers=2, density=0.1)",
+        "SimulatedLocalStepsStrategy(density=...): ...; give an instance: TopK(density=0.1).",
+    ),
+    (
+        "CompressedDDPStrategy('topk', colour=4)",
+        "CompressedDDPStrategy(colour=...): there is no such argument.",
+    ),
+    (
+        "LocalStepsStrategy(QSGD(4), H=8)",
+        "LocalStepsStrategy(H=...): there is no such argument (did you mean 'every'?).",
+    ),
+    ("CompressedDDPStrategy(QSGD(4), H=8)", "CompressedDDPStrategy(H=...): ... such argument."),
     ("CompressedDDPStrategy(TopK(), bucket_cap_mb=1, start_method='fork', timeout=None)", None),
     (
         "SimulatedDDPStrategy(TopK(), workers=2, devise='cpu')",

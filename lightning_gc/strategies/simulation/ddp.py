@@ -79,7 +79,7 @@ class SimulatedDDP(SimulatedWorkers):
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         **kwargs: Any,
     ) -> None:
-        self._configure_workers(workers, network, kwargs)
+        self._configure_workers(compressor, workers, network, kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         self._gradients: Gradients | None = None
         super().__init__(**kwargs)

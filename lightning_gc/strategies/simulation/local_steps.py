@@ -92,7 +92,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         **kwargs: Any,
     ) -> None:
-        self._configure_workers(workers, network, kwargs)
+        self._configure_workers(compressor, workers, network, kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         self._configure_rounds(every, outer, delay, merge, fragments, show, state)
         super().__init__(**kwargs)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from lightning_gc.compressors import Compressor
 from lightning_gc.engine import Engine
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.strategies.base import CompressedStrategy
@@ -32,7 +33,11 @@ class SimulatedWorkers(CompressedStrategy):
     _units: MicroBatches | None = None
 
     def _configure_workers(
-        self, workers: int, network: NetworkModel, kwargs: dict[str, Any]
+        self,
+        compressor: Compressor | str,
+        workers: int,
+        network: NetworkModel,
+        kwargs: dict[str, Any],
     ) -> None:
         """Check and keep arguments that no real strategy has."""
         owner = type(self).__name__
@@ -48,7 +53,7 @@ class SimulatedWorkers(CompressedStrategy):
                 f"{owner}(verify=...): simulated workers share one mean, so there is nothing to "
                 f"compare; leave it out, or use {self._of_processes} with processes."
             )
-        refuse_unknown(type(self), kwargs)
+        refuse_unknown(type(self), compressor, kwargs)
         self.workers = workers
         self.network = network
         self._device_given = "device" in kwargs
