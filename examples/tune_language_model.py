@@ -178,8 +178,9 @@ def tabulate(rows: Iterable[dict[str, str]]) -> Table:
     for row in rows:
         cells = [row["method"]]
         for column in ("test", "test_with_dense_hyper_parameters"):
-            spread = row[f"{column}_spread"]  # none where a run has diverged
-            cells.append(f"{float(row[column]):.1f} ± {float(spread):.1f}" if spread else "-")
+            mean, spread = row[column], row[f"{column}_spread"]  # one seed has no spread
+            around = f" ± {float(spread):.1f}" if spread else ""
+            cells.append("-" if mean in ("", "diverged") else f"{float(mean):.1f}{around}")
         # One worker sends nothing.
         table.add_row(*cells, f"{float(row['ratio'] or row['encoding_ratio'] or 1):.1f}")
     return table

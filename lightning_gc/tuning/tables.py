@@ -152,14 +152,17 @@ def _results(studies: Studies) -> Cells:
 
 
 def _mean(records: list[Row]) -> tuple[Any, float | None]:
-    """Return mean and standard deviation over seeds, or "diverged" if a run has."""
+    """Return mean and standard deviation over seeds, or "diverged" if a run has.
+
+    One seed has no deviation.
+    """
     if any(record["diverged"] for record in records):
         return "diverged", None
     # Without a test metric the final runs' validation takes its place.
     values = [r["test"] if r["test"] is not None else r["validation"] for r in records]
     if not values:
         return None, None
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def _winners(studies: Studies) -> Cells:
