@@ -15,6 +15,7 @@ from lightning_gc.controllers import Decision
 from lightning_gc.engine import Engine
 from lightning_gc.monitor.decisions import as_markdown, level_figures
 from lightning_gc.monitor.hparams import configuration, hparams_of
+from lightning_gc.monitor.more_than_plain import more_than_plain
 from lightning_gc.monitor.totals import Sums, Totals, ratio
 from lightning_gc.synchronizer.step_clock import StepClock
 from lightning_gc.transports.accounting import Recorder
@@ -68,6 +69,9 @@ class Monitor:
     Raises:
         ValueError: at fit start, when the strategy does not compress.
 
+    Warns:
+        UserWarning: no logger; after the first epoch, a method that sends more than plain DDP.
+
     Example:
         >>> from lightning_gc import CompressionMonitor
         >>> monitor = CompressionMonitor()
@@ -80,12 +84,13 @@ class Monitor:
         self._index = 0
         self._logged = -1
         self._decision: Decision | None = None
+        self._judged = False  # whether an epoch sends too much
         self._clock = StepClock()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Start at zero with a new trainer; what a checkpoint holds is loaded after this."""
         if stage == "fit" and trainer.global_step == 0:
-            self._sums = [Sums()]
+            self._sums, self._judged = [Sums()], False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the strategy; log the configuration."""
@@ -170,6 +175,7 @@ class Monitor:
         epoch, total = self._mean(trainer, numbers).tolist()
         averages = Totals(*epoch).averages(engines[0].workers, trainer.strategy.network)
         averages |= self._levels(trainer)
+        self._warn_of_bytes(trainer, Totals(*epoch))
         figures = {EPOCH + name: value for name, value in averages.items()}
         figures |= grand_totals(Totals(*total))
         collected = [e.statistics.epoch for e in engines]
@@ -183,6 +189,13 @@ class Monitor:
         trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
         )
+
+    def _warn_of_bytes(self, trainer: Any, epoch: Totals) -> None:
+        """Warn, after the first epoch only, if plain DDP would send less."""
+        said = "" if self._judged else more_than_plain(epoch, trainer.strategy.engine)
+        self._judged = True
+        if said and trainer.is_global_zero:
+            warnings.warn(said, stacklevel=2)
 
     def state_dict(self) -> dict[str, Any]:
         """Return worker 0's totals: Lightning saves only these, the strategy those of all."""

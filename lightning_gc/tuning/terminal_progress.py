@@ -13,12 +13,16 @@ from lightning_gc.tuning.experiment import Experiment
 
 
 def quiet_libraries() -> None:
-    """Silence messages of Optuna and Lightning that are not worth reading."""
+    """Silence messages of Optuna, Lightning and trials that are not worth reading."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     for package in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch"):
         logging.getLogger(package).setLevel(logging.WARNING)
-    for unread in (".*is deprecated", ".*not have many workers", ".*than the logging interval"):
+    ours = ("One worker: nothing is sent", "This sends .* times what plain")  # the report tells
+    for unread in (
+        *(".*is deprecated", ".*not have many workers", ".*than the logging interval"),
+        *ours,
+    ):
         warnings.filterwarnings("ignore", message=unread)
 
 

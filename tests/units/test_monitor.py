@@ -1,6 +1,8 @@
 """Figures of the monitor: per step, per epoch, and of levels."""
 
 import csv
+import re
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,17 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
-from lightning_gc import HardThreshold, NetworkModel, PerParameter, RandomK, TopK
+from lightning_gc import (
+    QSGD,
+    AllGather,
+    HardThreshold,
+    Identity,
+    NetworkModel,
+    PerParameter,
+    PowerSGD,
+    RandomK,
+    TopK,
+)
 from lightning_gc.controllers import Schedule
 from lightning_gc.engine.compatibility import by_default
 from lightning_gc.monitor.decisions import level_figures
@@ -68,6 +80,47 @@ def test_a_gradient_has_an_encoded_size_whoever_listens(workers: int) -> None:
     assert metrics["compression/total_encoded_bytes"] == 4 * sum(sent) * result["steps"]
     assert metrics["compression/total_encoding_ratio"] == pytest.approx(sum(sizes) / sum(sent))
     assert (metrics["compression/total_wire_bytes"] == 0) == (workers == 1)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "scheme", "workers", "said"),
+    [
+        (TopK(1), None, 2, r"sends 1\.\d\d times what plain DDP would; give a lower density, .*"),
+        (
+            TopK(0.5),
+            AllGather(),
+            8,
+            r".*: 0\.01 is 1 %, or use another scheme, such as SparseReduce\(",
+        ),
+        (
+            QSGD(16),
+            AllGather(),
+            8,
+            r".*; lower the compressor's bits, or use another scheme, such as TwoShot\(",
+        ),
+        (PowerSGD(40, min_ratio=0.1), None, 2, r".* would; lower the compressor's rank\.$"),
+    ],
+    ids=str,
+)
+def test_more_bytes_than_plain_ddp_are_warned_of_once(
+    compressor: Any, scheme: Any, workers: int, said: str
+) -> None:
+    strategy = SimulatedDDPStrategy(PerParameter(compressor), scheme=scheme, workers=workers)
+    settings: dict[str, Any] = {"max_epochs": 2, "callbacks": [CompressionMonitor()]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(strategy, Plain, lambda: common_batches(64, 2), **settings)
+    (found,) = (str(each.message) for each in caught if "what plain DDP would" in str(each.message))
+    assert re.search(said, found), found
+
+
+@pytest.mark.parametrize(("compressor", "workers"), [(Identity(), 8), (TopK(0.1), 2), (TopK(1), 1)])
+def test_no_more_bytes_than_plain_ddp(compressor: Any, workers: int) -> None:
+    strategy = SimulatedDDPStrategy(PerParameter(compressor), workers=workers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(strategy, Plain, lambda: common_batches(64, 2), callbacks=[CompressionMonitor()])
+    assert not [each for each in caught if "what plain" in str(each.message)]
 
 
 def test_levels_in_figures() -> None:
