@@ -39,12 +39,10 @@ class CompressedStrategy(Resuming, SingleTrainer):
         control_loop: the controller's, once fitting has started.
         network: model that estimates the seconds of communication; None where they are measured.
         parts: sums over the parts of a worker, where several processes have them.
-        worker: the index of this process among all, or of the simulated worker that is running.
     """
 
     network: NetworkModel | None = None
     parts: Parts = Parts()
-    worker: int
     _lookahead: Lookahead | None = None
 
     def _configure(
@@ -108,6 +106,11 @@ class CompressedStrategy(Resuming, SingleTrainer):
     @property
     def recording(self) -> Recorder | None:
         return self.recordings[0] if self.recordings else None
+
+    @property
+    def worker(self) -> int:
+        """The index of this process among all, or of the simulated worker that is running."""
+        raise NotImplementedError
 
     @property
     def names(self) -> Mapping[torch.Tensor, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,7 +38,7 @@ def _of_compressor(compressor: Compressor | str, name: str, value: Any) -> str:
     """Return how to set the compressor's field of this name, if it has one."""
     named = COMPRESSORS.get(compressor) if isinstance(compressor, str) else None
     cls = type(compressor.method) if isinstance(compressor, Compressor) else named
-    if cls is None or name not in [field.name for field in dataclasses.fields(cls)]:
+    if cls is None or name not in getattr(cls, "__dataclass_fields__", ()):
         return ""
     return f"; give an instance: {cls.__name__}({name}={value!r})"
 

@@ -57,13 +57,13 @@ def train(rank: int, kind: str, compressor: Compressor) -> tuple[bool, list[str]
             case "DDP":
                 held = kept_back(ddp(compressor))
             case "local steps":
-                strategy = LocalStepsStrategy(compressor, every=2, process_group_backend=BACKEND)
-                held = kept_back(strategy)
+                held = kept_back(
+                    LocalStepsStrategy(compressor, every=2, process_group_backend=BACKEND)
+                )
             case "simulated":
                 held = kept_back(SimulatedDDPStrategy(compressor, workers=1))
             case "HSDP":
-                strategy = CompressedHSDPStrategy(compressor, process_group_backend=BACKEND)
-                held = sharded(strategy)
+                held = sharded(CompressedHSDPStrategy(compressor, process_group_backend=BACKEND))
             case "FSDP":
                 held = sharded(fsdp(compressor))
             case _:
