@@ -60,12 +60,20 @@ class CommonWeights:
             self._put(weights)
             self.buffers.put(buffers)
 
+    def forget(self) -> None:
+        """Give up this worker's own weights and buffers that are aside."""
+        self._aside = None
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the module's weights are not the common ones."""
+        return any(not torch.equal(each.weights(), each.start()) for each in self.fragments)
+
     @property
     def moved(self) -> bool:
         """Whether the module's weights or buffers are not the common ones."""
-        weights = any(not torch.equal(each.weights(), each.start()) for each in self.fragments)
         common = self.buffers.common
-        return weights or any(
+        return self.replaced or any(
             not torch.equal(live, common[name]) for name, live in self.buffers.live.items()
         )
 

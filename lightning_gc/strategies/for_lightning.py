@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 
 from lightning_gc.monitor import Monitor
 from lightning_gc.strategies.ddp import CompressedDDP
+from lightning_gc.strategies.first_callback import FirstCallback
 from lightning_gc.strategies.fsdp import CompressedFSDP
 from lightning_gc.strategies.hsdp import CompressedHSDP
 from lightning_gc.strategies.local_steps import LocalSteps
@@ -38,8 +39,13 @@ class CompressedFSDPStrategy(CompressedFSDP, ModelParallelStrategy):
     __doc__ = CompressedFSDP.__doc__
 
 
+class _FirstCallback(FirstCallback, Callback):
+    __doc__ = FirstCallback.__doc__
+
+
 class LocalStepsStrategy(LocalSteps, DDPStrategy):
     __doc__ = LocalSteps.__doc__
+    _first_callback = _FirstCallback
 
 
 class _SingleDevice(SingleDeviceStrategy):
@@ -55,6 +61,7 @@ class SimulatedDDPStrategy(SimulatedDDP, _SingleDevice):
 
 class SimulatedLocalStepsStrategy(SimulatedLocalSteps, _SingleDevice):
     __doc__ = SimulatedLocalSteps.__doc__
+    _first_callback = _FirstCallback
 
 
 class CompressionMonitor(Monitor, Callback):

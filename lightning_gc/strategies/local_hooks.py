@@ -11,6 +11,7 @@ from lightning_gc.local_steps import GrowingRounds, OuterSGD
 from lightning_gc.local_steps.compatibility import check_rounds, refuse
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.strategies.base import CompressedStrategy
+from lightning_gc.strategies.first_callback import FirstCallback
 from lightning_gc.strategies.local_warnings import warn_of_few_rounds, warn_of_unlike_rates
 from lightning_gc.strategies.training_progress import steps_of
 from lightning_gc.synchronizer.control_loop import Moment
@@ -30,6 +31,8 @@ class LocalHooks(CompressedStrategy):
 
     _all_rounds: Sequence[LocalRounds] = ()
     """Of the workers of this process, while fitting. Between steps the module is the first's."""
+    _first_callback: type[FirstCallback]
+    _first: FirstCallback | None = None
 
     def _configure_rounds(
         self,
@@ -67,6 +70,8 @@ class LocalHooks(CompressedStrategy):
         workers.own[_NAME] = self._own
         if self._keeps_mean:
             workers.kept[_NAME] = [MeanDrift(each) for each in rounds]
+        self._first = self._first_callback(self._show_common, self._end_rounds)
+        self._first.join(self.lightning_module.trainer)  # type: ignore[attr-defined]
 
     @property
     def _rounds(self) -> LocalRounds | None:
@@ -85,27 +90,63 @@ class LocalHooks(CompressedStrategy):
         """Begin at the module's weights, where a callback has loaded others since ``setup``."""
         super().on_train_start()  # type: ignore[misc]
         first = self._all_rounds[0]
-        moved = torch.tensor(float(first.weights.moved), device=self.root_device)  # type: ignore[attr-defined]
-        if not first.apart and float(self.reduce(moved, reduce_op="mean")):  # type: ignore[attr-defined]
-            self._start_alike()
-            weights, buffers = first.weights.held()
-            for rounds in self._all_rounds:
-                with rounds.present():
-                    rounds.weights.begin(weights, buffers)
+        if not first.apart and self._on_any(first.weights.moved):
+            self._begin_at_loaded()
         if self.controller is None and self.engines[0].worker == 0:
             steps = steps_of(self.lightning_module.trainer)  # type: ignore[attr-defined]
             warn_of_few_rounds(self.compressor, steps, self.plan.every)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self._show_common()  # if the first callback has not, as in a search for a learning rate
+
+    def _show_common(self) -> None:
         if self._rounds is not None and self.show == "common":
             self._rounds.weights.show()
 
     def on_validation_end(self) -> None:
+        """Put own weights back, after all callbacks; weights loaded in validation are trained."""
         super().on_validation_end()  # type: ignore[misc]
         if self._rounds is not None:
-            self._rounds.weights.hide()
+            weights = self._rounds.weights
+            if self.show == "common" and self._on_any(weights.shown and weights.replaced):
+                weights.forget()
+                self._begin_at_loaded()
+            weights.hide()
             warn_of_unlike_rates(self.lightning_module.trainer, self.lr_scheduler_configs)  # type: ignore[attr-defined]
+
+    def on_train_end(self) -> None:
+        """End with common weights, and with those of worker 0 where callbacks have loaded others.
+
+        The exchange has been by now, in the first callback, so that none compresses what is loaded.
+        """
+        super().on_train_end()  # type: ignore[misc]
+        self._end_rounds()
+        if self._on_any(self._all_rounds[0].weights.moved):
+            self._begin_at_loaded()
+
+    def _end_rounds(self) -> None:
+        """Exchange what is left, where the length of the run was not known before."""
+        if self._on_any(self._all_rounds[0].apart):
+            self._exchange_the_rest()
+
+    def _exchange_the_rest(self) -> None:
+        """End the round of each worker of this process now."""
+        raise NotImplementedError
+
+    def _begin_at_loaded(self) -> None:
+        """Let all workers go on from worker 0's weights, as others have been loaded."""
+        self._arrive()
+        self._start_alike()
+        weights, buffers = self._all_rounds[0].weights.held()
+        for rounds in self._all_rounds:
+            with rounds.present():
+                rounds.begin(weights, buffers)
+
+    def _on_any(self, is_so: bool) -> bool:
+        """Return whether it is so on any worker; all must ask."""
+        here = torch.tensor(float(is_so), device=self.root_device)  # type: ignore[attr-defined]
+        return float(self.reduce(here, reduce_op="mean")) > 0  # type: ignore[attr-defined]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the common weights and buffers, as copies."""
@@ -149,6 +190,9 @@ class LocalHooks(CompressedStrategy):
 
     def teardown(self) -> None:
         super().teardown()
+        if self._first is not None:
+            self._first.leave()
+        self._first = None
         self._all_rounds = self.local_workers.rounds = ()
 
     def _arrive(self) -> None:

@@ -7,7 +7,6 @@ Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import Compressor
@@ -179,13 +178,9 @@ class LocalSteps(LocalHooks, RealWorker):
             self._reset_poisoned()
         return output
 
-    def on_train_end(self) -> None:
-        """End with common weights, where the length of the run was not known before."""
-        super().on_train_end()  # type: ignore[misc]
+    def _exchange_the_rest(self) -> None:
         assert self._rounds is not None
-        alone = torch.tensor(float(self._rounds.apart), device=self.root_device)  # type: ignore[attr-defined]
-        if float(self.reduce(alone, reduce_op="mean")):
-            finished(self._rounds.ending())
+        finished(self._rounds.ending())
 
     def teardown(self) -> None:
         super().teardown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -171,6 +171,12 @@ class LocalRounds:
         for each in self.weights.fragments:
             if each.velocity is not None:
                 each.velocity.zero_()
+
+    def begin(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Go on from these, equal on all workers; the steps and exchanges before are dropped."""
+        self.flight = None
+        self.since = [0] * len(self.since)
+        self.weights.begin(weights, buffers)
 
     def stepped(self, ends: bool, rate: float = 0.0) -> Waits:
         """Count an optimizer step; exchange what is due, or everything if it was the last one.

@@ -103,17 +103,6 @@ class Errors(pl.Callback):
         self.seen.append(str({name: kept["error"].tolist() for name, kept in memory.items()}))
 
 
-class Loads(pl.Callback):
-    """Sets all weights, to others on each worker, in a hook."""
-
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, self._load)
-
-    def _load(self, trainer: Any, module: Any, stage: str = "") -> None:
-        for param in module.parameters():
-            param.data.fill_(0.01 * (1 + trainer.global_rank))
-
-
 def everything(worker: int) -> dict[str, Any]:
     """In one pair of processes, for starting them takes long."""
     found: dict[str, Any] = {name: fit_local(worker, **case) for name, case in GATHERED.items()}
@@ -123,9 +112,6 @@ def everything(worker: int) -> dict[str, Any]:
     every_step: dict[str, Any] = {"compressor": TopK(0.1), "steps": 12}
     found["H=1"] = fit_local(worker, every=1, memory=Residual(), **every_step)
     found["DDP"] = fit_local(worker, strategy=ddp, memory=Residual(lr_aware=True), **every_step)
-    for hook in ("setup", "on_fit_start"):
-        loads = {"callbacks": [Loads(hook)]}
-        found[hook] = fit_local(worker, compressor=TopK(0.1), every=3, trainer=loads)
     kept = Kept((2, 3, 4))
     found["validated"] = fit_local(
         worker,
@@ -307,10 +293,6 @@ def test_all_begin_with_the_weights_of_worker_0(found: list[dict[str, Any]]) -> 
     assert first["digest"] == second["digest"]
     for ours, theirs in zip(first["buffers"], second["buffers"], strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_weights_loaded_when_the_fit_begins_are_worker_0s(found: list[dict[str, Any]]) -> None:
-    assert len({worker[h]["digest"] for worker in found for h in ("setup", "on_fit_start")}) == 1
 
 
 def test_a_run_that_is_stopped_ends_with_common_weights(found: list[dict[str, Any]]) -> None:

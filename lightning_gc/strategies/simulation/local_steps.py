@@ -143,11 +143,8 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._together(self._stepped(each) for each in self._all_rounds)
         return output
 
-    def on_train_end(self) -> None:
-        """End with common weights, where the length of the run was not known before."""
-        super().on_train_end()  # type: ignore[misc]
-        if any(each.apart for each in self._all_rounds):
-            self._together(each.ending() for each in self._all_rounds)
+    def _exchange_the_rest(self) -> None:
+        self._together(each.ending() for each in self._all_rounds)
 
     def _together(self, waits: Iterable[Waits]) -> None:
         """Run all workers' waits side by side, each at its own weights; end at worker 0's."""

@@ -1,5 +1,6 @@
 """Weights and buffers that callbacks or modules put in place of others are those that train."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +51,73 @@ class Module(pl.LightningModule):
             self.ema.copy_(moved)
         return self.net(batch).square().mean()
 
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.validated = self.net.weight.detach().clone()
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), self.lr, momentum=0.5)
 
 
+class Swaps(pl.Callback):
+    """Validates other weights, as callbacks do that keep a moving average of their own."""
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.own = pl_module.net.weight.detach().clone()
+        pl_module.net.weight.data.fill_(LOADED)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net.weight.data.copy_(self.own)
+
+
+class Restores(pl.Callback):
+    """Stops after some steps, and sets weights in a hook."""
+
+    def __init__(self, hook: str, stop: int = -1) -> None:
+        self.stop = stop
+        setattr(self, hook, self._restore)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step == self.stop
+
+    def _restore(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net.weight.data.fill_(LOADED)
+
+
+class Begins(pl.Callback):
+    """Notes each simulated worker's weights with which the second epoch begins."""
+
+    seen: torch.Tensor
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        rounds = trainer.strategy._all_rounds
+        self.seen = torch.stack([self._weights(each) for each in rounds])
+
+    @staticmethod
+    def _weights(rounds: Any) -> torch.Tensor:
+        with rounds.present():
+            weights: torch.Tensor = rounds.weights.fragments[0].weights()
+        return weights
+
+
 def trained(
-    strategy: Any, finder: bool = False, root: Path | None = None, **options: Any
+    strategy: Any,
+    finder: bool = False,
+    root: Path | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+    validates: bool = False,
+    **options: Any,
 ) -> Module:
     torch.manual_seed(0)
     module, draw = Module(**options), torch.Generator().manual_seed(2)
     search = LearningRateFinder(num_training_steps=12, update_attr=False, early_stop_threshold=None)
     rows: Any = torch.randn(48, 40, generator=draw)
     with unwarned():
-        callbacks = [search] if finder else []
-        settings: Any = {"callbacks": callbacks, "max_epochs": 2, "default_root_dir": root}
+        called = [search] if finder else [*callbacks]
+        settings: Any = {"callbacks": called, "max_epochs": 2, "default_root_dir": root}
         data = torch.utils.data.DataLoader(rows, batch_size=4)
-        quiet_trainer(strategy, **settings).fit(module, data)
+        trainer = quiet_trainer(strategy, **settings)
+        trainer.fit(module, data, data if validates else None)
+        assert set(called) >= set(trainer.callbacks), "ours has left"
     return module
 
 
@@ -92,6 +144,32 @@ def test_a_search_for_a_learning_rate_leaves_no_trace(
 
 def test_weights_loaded_when_the_fit_begins_are_those_of_all() -> None:
     close(trained(local(), loads="on_fit_start"), trained(local(), loads="setup"))
+
+
+@pytest.mark.parametrize("options", [{}, {"show": "local"}, {"delay": 2}], ids=str)
+def test_weights_swapped_in_for_a_validation_are_not_trained(options: dict[str, Any]) -> None:
+    """An epoch has six steps, so it ends within a round of four."""
+    swapped = trained(local(**options), callbacks=[Swaps()], validates=True)
+    torch.testing.assert_close(swapped.validated, torch.full((40, 40), LOADED))
+    torch.testing.assert_close(
+        swapped.state_dict(), trained(local(**options)).state_dict(), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 2}], ids=str)
+def test_weights_loaded_in_a_validation_are_those_of_all(options: dict[str, Any]) -> None:
+    begins = Begins()
+    callbacks = [begins, Restores("on_validation_end")]
+    trained(local(**options), callbacks=callbacks, validates=True)
+    assert torch.equal(begins.seen[0], begins.seen[1])
+    assert (begins.seen[0] == LOADED).sum() == 1600
+
+
+@pytest.mark.parametrize("options", [{}, {"outer": OuterSGD.diloco()}, {"delay": 1}], ids=str)
+def test_weights_loaded_when_the_fit_ends_are_its_result(options: dict[str, Any]) -> None:
+    """A fit that is stopped within a round: the exchange that ends it comes before callbacks."""
+    restored = trained(local(**options), callbacks=[Restores("on_train_end", stop=5)])
+    assert torch.equal(restored.net.weight, torch.full((40, 40), LOADED))
 
 
 @pytest.mark.parametrize(
