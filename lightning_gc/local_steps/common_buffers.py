@@ -2,64 +2,209 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from lightning_gc.flow import Flow, Mean
+from lightning_gc.coding.digest import digest
+from lightning_gc.flow import Flow, Gather, Mean, Reply, Request
 
 
 class CommonBuffers:
     """Keeps the floating-point buffers that all workers had after the last exchange.
 
     Exchanged is the difference to them, exactly 0 where nothing has changed: constants, such as
-    position tables and masks of −∞, keep every bit. Integers and booleans are left alone: they are
-    constants or count steps, and so are equal on all workers.
+    position tables, masks of −∞ and NaN for what is missing, keep every bit. Where the mean of the
+    differences is not finite, as of a minimum that begins at ∞, all take worker 0's value. Integers
+    and booleans are left alone: they are constants or count steps, and so are equal on all workers.
+
+    Parameters that are not trained are like buffers from the exchange on before which they have
+    first changed on some worker: a mean teacher's are averaged, a frozen backbone's are neither
+    kept nor sent. Of each of these one number is sent, whether it has changed.
+
+    A buffer that a worker lacks, or has in another shape than at the beginning, counts as unchanged
+    there and is left alone; so is a new one.
 
     Args:
         find: returns buffer name -> buffer, equal on all workers now. Called each time: a module
             may assign a new tensor to a name.
+        untrained: returns parameter name -> parameter that is not trained, likewise.
+
+    Attributes:
+        common: name -> value after the last exchange.
     """
 
-    def __init__(self, find: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._find = find
+    def __init__(
+        self,
+        find: Callable[[], Mapping[str, Tensor]],
+        untrained: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        self._find, self._untrained = find, untrained
+        self._layout = {name: torch.zeros_like(b, device="meta") for name, b in find().items()}
         floats = {name: b for name, b in find().items() if b.is_floating_point()}
         self.common = {name: b.detach().clone() for name, b in floats.items()}
+        self._seen: dict[str, int] = {}
+        self._look()
+
+    def _look(self) -> None:
+        """Note the bits of parameters that are not trained, which are equal on all workers now."""
+        names = [n for n in self._still if self._still[n].numel()]
+        self._seen = dict(zip(names, _digests([self._still[n] for n in names]), strict=True))
+
+    @property
+    def _still(self) -> dict[str, Tensor]:
+        """Parameters that are not trained and have not changed yet."""
+        floats = {n: p for n, p in self._untrained().items() if p.is_floating_point()}
+        return {name: param for name, param in floats.items() if name not in self.common}
+
+    def _changed(self) -> list[bool]:
+        """Return by parameter of ``_seen`` whether it has other bits than it had."""
+        still = self._still
+        here = [still[name] for name in self._seen]
+        return [now != was for now, was in zip(_digests(here), self._seen.values(), strict=True)]
 
     @property
     def live(self) -> dict[str, Tensor]:
-        """This worker's buffers."""
+        """This worker's buffers; without those that have another shape than the common ones."""
+        now = {**self._untrained(), **self._find()}
+        found = {name: now[name] for name in self.common if name in now}
+        return {n: tensor for n, tensor in found.items() if tensor.shape == self.common[n].shape}
+
+    @property
+    def moved(self) -> bool:
+        """Whether this worker's buffers, or parameters that are not trained, are not the common."""
+        differ = (not bool(_same(live, self.common[n]).all()) for n, live in self.live.items())
+        return any(differ) or any(self._changed())
+
+    def alike(self, device: torch.device) -> list[Tensor]:
+        """Return tensors to broadcast, as many and of the same shapes on all workers.
+
+        This worker's buffers, integers too; in the place of one that it lacks, or that has another
+        shape by now, a copy of the common one.
+        """
         now = self._find()
-        return {name: now[name] for name in self.common}
+        return [
+            now[name]
+            if name in now and now[name].shape == each.shape
+            else self.common.get(name, torch.zeros_like(each, device=device)).clone()
+            for name, each in self._layout.items()
+        ]
 
-    def difference(self) -> Tensor:
-        """Return the common buffers minus this worker's, flat, float32; 0 where they are equal."""
-        parts = [torch.zeros(0)] if not self.common else []
-        for name, live in self.live.items():
-            common = self.common[name]
-            gap = torch.where(live == common, 0.0, common.float() - live.float())
-            parts.append(gap.reshape(-1))
-        return torch.cat(parts)
+    def exchange(self, arriving: dict[str, Tensor]) -> tuple[Flow, Tensor]:
+        """Return the flow that puts the buffers that are to be common into ``arriving``, by name.
 
-    def step(self, mean: Tensor) -> None:
-        """Subtract the mean difference, and let this worker go on with the result."""
-        gaps = mean.split([common.numel() for common in self.common.values()])
-        for common, gap in zip(self.common.values(), gaps, strict=True):
-            gap = gap.view(common.shape)
-            common.copy_(torch.where(gap == 0, common, (common.float() - gap).to(common.dtype)))
+        And what it sends, float32, which it may change: ``common − live`` of all buffers, exactly 0
+        where these are equal, then 1 for each parameter that is not trained and has changed, else
+        0. It is empty, on all workers, where there is neither.
+
+        Communication pattern:
+            One mean. After it, only if that is not finite somewhere, a gather of these elements;
+            and only if parameters have changed for the first time, a mean of these.
+        """
+        live = self.live
+        changed = self._changed()
+        own = [live.get(name, common).detach() for name, common in self.common.items()]
+        gaps = [
+            torch.where(_same(mine, common), 0.0, common.float() - mine.float()).reshape(-1)
+            for mine, common in zip(own, self.common.values(), strict=True)
+        ]
+        still = self._still
+        device = next(iter([*own, *still.values()]), torch.empty(0)).device
+        sent = torch.cat([*gaps, torch.tensor(changed, dtype=torch.float32, device=device)])
+        # Workers that train on, or take turns, do not change what lies behind these.
+        values = {
+            name: still[name].detach().clone() if here else still[name].data
+            for name, here in zip(self._seen, changed, strict=True)
+        }
+        flat = torch.cat([sent[:0], *(each.float().reshape(-1) for each in own)])
+        return self._flow(sent, flat, values, arriving), sent
+
+    def _flow(
+        self, sent: Tensor, own: Tensor, values: Mapping[str, Tensor], arriving: dict[str, Tensor]
+    ) -> Flow:
+        (mean,) = yield Mean((sent,))
+        gaps, flags = mean.split([own.numel(), len(values)])
+        odd, first = yield from _where_not_finite(gaps, own)
+        start = 0
+        for name, common in self.common.items():
+            piece = slice(start, start := start + common.numel())
+            before, gap = common.reshape(-1), gaps[piece]
+            after = torch.where(gap == 0, before, (before.float() - gap).to(common.dtype))
+            if first is not None:
+                after = torch.where(odd[piece], first[piece].to(common.dtype), after)
+            arriving[name] = after.view(common.shape)
+        new = [name for name, flag in zip(values, flags.tolist(), strict=True) if flag]
+        if new:
+            flat = torch.cat([values[name].float().reshape(-1) for name in new])
+            (mean,) = yield Mean((flat.clone(),))
+            odd, first = yield from _where_not_finite(mean, flat)
+            mean = mean if first is None else torch.where(odd, first, mean)
+            for name, piece in zip(new, mean.split([values[n].numel() for n in new]), strict=True):
+                arriving[name] = piece.view(values[name].shape).to(values[name].dtype).clone()
+
+    def step(self, arrived: Mapping[str, Tensor]) -> None:
+        """Take what has arrived for the common buffers, and let this worker go on with them."""
+        self._keep(arrived)
         self.put(self.common)
+
+    def begin(self, buffers: Mapping[str, Tensor]) -> None:
+        """Take copies of these for the common buffers; all workers are equal now."""
+        self._keep({name: buffer.clone() for name, buffer in buffers.items()})
+        self._look()
 
     def put(self, named: Mapping[str, Tensor]) -> None:
         """Set this worker's buffers, those that are named."""
-        now = self.live
+        now = {**self._still, **self.live}
         for name, value in named.items():
-            if name in now:
+            if name in now and now[name].shape == value.shape:
                 now[name].data.copy_(value)
 
+    @property
+    def taken(self) -> list[str]:
+        """Names of parameters that are not trained, but have changed, and so are exchanged."""
+        return [name for name in self.common if name not in self._layout]
+
+    def take(self, names: Iterable[str]) -> None:
+        """Exchange these parameters from now on; they are equal on all workers now."""
+        still = self._still
+        self._keep({name: still[name].detach().clone() for name in names if name in still})
+
+    def _keep(self, named: Mapping[str, Tensor]) -> None:
+        self.common.update(named)
+        self._seen = {name: bits for name, bits in self._seen.items() if name not in named}
+
     def own(self) -> dict[str, Tensor]:
-        """Return copies of this worker's buffers."""
-        return {name: live.detach().clone() for name, live in self.live.items()}
+        """Return copies of this worker's buffers, and of what has changed since the exchange."""
+        still = self._still
+        changed = zip(self._seen, self._changed(), strict=True)
+        here = {**self.live, **{name: still[name] for name, moved in changed if moved}}
+        return {name: tensor.detach().clone() for name, tensor in here.items()}
+
+
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Return where two are equal, or both are NaN."""
+    return (one == other) | (one.isnan() & other.isnan())
+
+
+def _digests(tensors: list[Tensor]) -> list[int]:
+    return [int(each) for each in torch.cat([digest(t) for t in tensors])] if tensors else []
+
+
+def _where_not_finite(
+    mean: Tensor, own: Tensor
+) -> Generator[Request, Reply, tuple[Tensor, Tensor | None]]:
+    """Return where a mean is not finite, and a tensor that has worker 0's own values there.
+
+    None in its place if it is nowhere; all workers decide alike, for they have the same mean.
+    """
+    odd = ~mean.isfinite()
+    if not bool(odd.any()):
+        return odd, None
+    gathered = yield Gather((own[odd],))
+    first = torch.zeros_like(own)
+    first[odd] = gathered[0][0]
+    return odd, first
 
 
 def mean_of(flat: Tensor) -> Flow:

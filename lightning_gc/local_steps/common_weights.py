@@ -19,6 +19,7 @@ class CommonWeights:
         module: holds the common weights now.
         params: name -> trained parameter.
         buffers: returns name -> buffer.
+        untrained: returns name -> parameter that is not trained.
         number: of fragments.
         outer: the step of the common weights.
 
@@ -32,12 +33,13 @@ class CommonWeights:
         module: nn.Module,
         params: Mapping[str, Tensor],
         buffers: Callable[[], Mapping[str, Tensor]],
+        untrained: Callable[[], Mapping[str, Tensor]],
         number: int,
         outer: OuterSGD,
     ) -> None:
         self._module = module
         self.fragments = in_fragments(params, number, outer)
-        self.buffers = CommonBuffers(buffers)
+        self.buffers = CommonBuffers(buffers, untrained)
         # This worker's own, while the module holds the common ones.
         self._aside: tuple[list[Tensor], dict[str, Tensor]] | None = None
 
@@ -72,16 +74,13 @@ class CommonWeights:
     @property
     def moved(self) -> bool:
         """Whether the module's weights or buffers are not the common ones."""
-        common = self.buffers.common
-        return self.replaced or any(
-            not torch.equal(live, common[name]) for name, live in self.buffers.live.items()
-        )
+        return self.replaced or self.buffers.moved
 
     def begin(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Take weights, ``(numel,)`` for each fragment, and buffers for the common ones."""
         for each, flat in zip(self.fragments, weights, strict=True):
             each.anchor = flat.clone()
-        self.buffers.common = {name: buffer.clone() for name, buffer in buffers.items()}
+        self.buffers.begin(buffers)
         self.go_back()
 
     def go_back(self) -> None:

@@ -22,7 +22,7 @@ from lightning_gc.strategies.local_settings import refuse_in_trainer
 from lightning_gc.strategies.real_worker import RealWorker
 from lightning_gc.strategies.sigterm_broadcast import broadcast_only
 from lightning_gc.synchronizer import Synchronizer
-from lightning_gc.synchronizer.equal_start import take_over
+from lightning_gc.synchronizer.equal_start import broadcast_all, take_over
 from lightning_gc.synchronizer.local_rounds import LocalRounds, finished
 from lightning_gc.synchronizer.validation import digest_of
 from lightning_gc.synchronizer.verification import Verify, verification
@@ -40,8 +40,9 @@ class LocalSteps(LocalHooks, RealWorker):
     parameters and sparse gradients need no settings.
 
     Validation, test and the ``state_dict`` of checkpoints see the common weights; buffers with
-    floating point, such as running statistics, are averaged with each exchange. Gradients are
-    clipped by each worker for itself. Optimizers keep their state per worker.
+    floating point, such as running statistics, are averaged with each exchange, and so are
+    parameters that are not trained once they change, as a mean teacher's do. Gradients are clipped
+    by each worker for itself. Optimizers keep their state per worker.
 
     Args:
         compressor: as for ``CompressedDDPStrategy``, like the next three. ``Identity()`` sends all.
@@ -73,7 +74,7 @@ class LocalSteps(LocalHooks, RealWorker):
 
     Communication pattern:
         Nothing between exchanges. Every H steps one exchange of the compressor's for each fragment,
-        in one message per request, and an all-reduce of float buffers, on a background thread;
+        in one message per request, and an all-reduce of these buffers, on a background thread;
         without a delay workers wait for it. A dead peer is noticed at the next exchange. Lightning
         2.6 broadcasts before each batch whether worker 0 has got SIGTERM; here, once a round.
 
@@ -168,7 +169,9 @@ class LocalSteps(LocalHooks, RealWorker):
         process_shutdown.register()
 
     def _start_alike(self) -> None:
-        take_over(self.lightning_module)  # type: ignore[attr-defined]
+        assert self._rounds is not None
+        buffers = self._rounds.weights.buffers.alike(self.root_device)  # type: ignore[attr-defined]
+        broadcast_all((*self.lightning_module.parameters(), *buffers))  # type: ignore[attr-defined]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make this worker's own step; exchange if a round is over, or the run."""

@@ -53,7 +53,7 @@ class Flight:
     Attributes:
         index: of its fragment.
         mean: of the distances, ``(numel,)``, once it has arrived.
-        moved: of the differences of buffers, likewise; empty with all fragments but the last.
+        buffers: that are to be common, once they have arrived; none but with the last fragment.
         left: steps until it is taken over.
         steps: since the fragment's exchange before.
         sent: this worker's weights when it began; None if it is taken over at once.
@@ -65,7 +65,7 @@ class Flight:
 
     index: int
     mean: Tensor
-    moved: Tensor
+    buffers: dict[str, Tensor]
     left: int
     steps: int
     sent: Tensor | None
@@ -99,7 +99,7 @@ class LocalRounds:
 
     Communication pattern:
         One exchange of the compressor's per fragment every H steps; with the last one an all-reduce
-        of floating-point buffers, if there are any, and one of the learning rate, if rounds grow.
+        of what ``CommonBuffers`` keeps, if anything, and one of the learning rate, if rounds grow.
         Without a delay the worker waits for it.
 
     Raises:
@@ -124,7 +124,10 @@ class LocalRounds:
         def buffers() -> dict[str, Tensor]:
             return {plain_name(name): buffer for name, buffer in module.named_buffers()}
 
-        self.weights = CommonWeights(module, params, buffers, plan.fragments, outer)
+        def untrained() -> dict[str, Tensor]:
+            return {plain_name(n): p for n, p in module.named_parameters() if p not in names}
+
+        self.weights = CommonWeights(module, params, buffers, untrained, plan.fragments, outer)
         self.position = 0
         self.length = plan.every
         self.chosen: int | None = None
@@ -227,11 +230,11 @@ class LocalRounds:
         drift = torch.linalg.vector_norm(distance) if engine.statistics.norms_wanted else None
         sent = fragment.weights() if delay else None
         arriving = [self._exchanger.submit(distance, fragment.shapes)]
-        moved = torch.zeros(0)
+        buffers: dict[str, Tensor] = {}
         if index == len(self.since) - 1:
-            moved = self.weights.buffers.difference()
-        if moved.numel():
-            arriving.append(self._exchanger.run(mean_of(moved), moved))
+            flow, moved = self.weights.buffers.exchange(buffers)
+            if moved.numel():
+                arriving.append(self._exchanger.run(flow, moved))
         rates = []
         if self.plan.growing is not None and rate is not None and index == len(self.since) - 1:
             rates = [rate]
@@ -239,7 +242,9 @@ class LocalRounds:
         if rates:
             arriving.append(self._exchanger.run(mean_of(mean_rate), mean_rate))
         since, self.since[index] = self.since[index], 0
-        self.flight = Flight(index, distance, moved, delay, since, sent, arriving, drift, mean_rate)
+        self.flight = Flight(
+            index, distance, buffers, delay, since, sent, arriving, drift, mean_rate
+        )
 
     def arrive(self) -> None:
         """Wait for the exchange under way, if there is one, without taking it over yet."""
@@ -261,7 +266,7 @@ class LocalRounds:
         if self.plan.growing is not None and flight.rate.numel():
             before, self.rate = self.rate, float(flight.rate)
             self.length = self.plan.growing.length(self.rate, before)
-        finite = bool(flight.mean.isfinite().all() and flight.moved.isfinite().all())
+        finite = bool(flight.mean.isfinite().all())
         if finite:
             self._take_over(flight, self.weights.fragments[flight.index])
         else:
@@ -272,8 +277,8 @@ class LocalRounds:
     def _take_over(self, flight: Flight, fragment: Fragment) -> None:
         before = None if flight.drift is None else fragment.anchor.clone()
         fragment.step(flight.mean)
-        if flight.moved.numel():
-            self.weights.buffers.step(flight.moved)
+        if flight.buffers:
+            self.weights.buffers.step(flight.buffers)
         if flight.sent is None:
             fragment.put(fragment.anchor)
         elif self.plan.merge == "rebase":

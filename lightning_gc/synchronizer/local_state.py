@@ -14,6 +14,7 @@ from lightning_gc.engine.state_structure import (
     ERRORS,
     FLOATS,
     NUMBER,
+    TEXT,
     WHOLE,
     Each,
     Listed,
@@ -27,8 +28,9 @@ from lightning_gc.synchronizer.pytree import Tree, average
 class CommonState:
     """Place in the round, outer momentum, and common weights finer than the parameters' dtype.
 
-    And the mean of an exchange that has arrived, but has not been taken over yet. The common
-    weights themselves are the checkpoint's ``state_dict``.
+    And the mean of an exchange that has arrived, but has not been taken over yet, and the names of
+    parameters that are exchanged though they are not trained. The common weights themselves are the
+    checkpoint's ``state_dict``.
     """
 
     common_structure = Record(
@@ -38,6 +40,7 @@ class CommonState:
             "length": COUNT,
             "rate": Optional(NUMBER),
             "since": Listed(WHOLE),
+            "parameters": Listed(TEXT),
             "flight": Optional(
                 Record(
                     {
@@ -45,7 +48,7 @@ class CommonState:
                         "left": COUNT,
                         "steps": WHOLE,
                         "mean": FLOATS,
-                        "moved": FLOATS,
+                        "buffers": Each(FLOATS),
                         "rate": FLOATS,
                     }
                 )
@@ -76,8 +79,9 @@ class CommonState:
             if flight is None or flight.arriving
             else {
                 name: getattr(flight, name)
-                for name in ("index", "left", "steps", "mean", "moved", "rate")
+                for name in ("index", "left", "steps", "mean", "buffers", "rate")
             },
+            "parameters": weights.buffers.taken,
         }
 
     def load_common_state(self, state: Any) -> None:
@@ -95,6 +99,7 @@ class CommonState:
 
     def _load(self, rounds: LocalRounds, state: Any) -> None:
         rounds.flight = None
+        rounds.weights.buffers.take(state.get("parameters", ()))
         for each in rounds.weights.fragments:
             each.anchor = each.flat(state["anchor"], each.anchor)
             if each.velocity is not None:
@@ -114,13 +119,13 @@ class CommonState:
         if state is None:
             return
         fragment = rounds.weights.fragments[state["index"]]
-        mean, moved, rate = (
-            state[name].to(fragment.anchor.device) for name in ("mean", "moved", "rate")
-        )
+        device = fragment.anchor.device
+        mean, rate = state["mean"].to(device), state["rate"].to(device)
+        buffers = {name: each.to(device) for name, each in state["buffers"].items()}
         if mean.shape == fragment.anchor.shape:
             sent = fragment.weights()
             rounds.flight = Flight(
-                state["index"], mean, moved, state["left"], state["steps"], sent, [], None, rate
+                state["index"], mean, buffers, state["left"], state["steps"], sent, [], None, rate
             )
 
 

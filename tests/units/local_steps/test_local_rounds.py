@@ -1,5 +1,6 @@
 """Rounds of one worker, whose exchange is answered at once."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,3 +179,18 @@ def test_lengths_by_the_formula() -> None:
     ):
         with pytest.raises(ValueError, match=r"GrowingRounds\("):
             GrowingRounds(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_buffer_that_is_not_finite_costs_no_round() -> None:
+    """Rounds are judged by the weights alone."""
+    module = nn.Linear(3, 2)
+    module.register_buffer("best", torch.tensor(math.inf))
+    module.register_buffer("missing", torch.tensor([1.0, math.nan]))
+    rounds = rounds_of(module, 1)
+    for best in (3.0, 2.0, math.inf, math.nan, 1.0):
+        module.best = torch.tensor(best)
+        module.weight.data.add_(1.0)
+        before = module.weight.detach().clone()
+        assert finished(rounds.stepped(ends=False))
+        assert torch.equal(module.weight, before)
+        torch.testing.assert_close(module.best, torch.tensor(best), equal_nan=True)

@@ -1,6 +1,5 @@
 """The outer step is torch's SGD; fragments and buffers do what the reference does by names."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 from lightning_gc import QSGD, Identity, OuterSGD, PerParameter, Residual, TopK
-from lightning_gc.local_steps.common_buffers import CommonBuffers
 from lightning_gc.local_steps.fragment import Fragment
 from lightning_gc.testing import LocalLockstep
 
@@ -132,25 +130,3 @@ def test_each_worker_draws_for_itself_and_all_get_the_same() -> None:
     three = LocalLockstep(3, drawn(0), PerParameter(QSGD(2)), Residual(decay=0.5))
     done = three.round([drawn(worker) for worker in range(3)])
     assert len({float(error["a"].sum()) for error in done.errors}) == 3
-
-
-def test_running_statistics_become_the_mean_and_constants_keep_every_bit() -> None:
-    mask = torch.full((3, 3), -torch.inf).triu(1)
-    third = torch.full((5,), 0.1)
-    named = [
-        {"mean": torch.tensor([1.0, 2.0]), "mask": mask.clone(), "third": third.clone(),
-         "count": torch.tensor(4)}
-        for _ in range(3)
-    ]  # fmt: skip
-    workers = [CommonBuffers(partial(dict, each)) for each in named]
-    for worker, each in enumerate(named):
-        each["mean"] += worker
-        each["count"] += worker
-    mean = torch.stack([each.difference() for each in workers]).mean(0)
-    for worker_buffers in workers:
-        worker_buffers.step(mean)
-    for worker, each in enumerate(named):
-        assert each["mean"].tolist() == [2.0, 3.0]
-        assert torch.equal(each["mask"], mask)
-        assert torch.equal(each["third"], third)
-        assert int(each["count"]) == 4 + worker, "integers are left alone"

@@ -115,7 +115,7 @@ def trained(
         called = [search] if finder else [*callbacks]
         settings: Any = {"callbacks": called, "max_epochs": 2, "default_root_dir": root}
         data = torch.utils.data.DataLoader(rows, batch_size=4)
-        trainer = quiet_trainer(strategy, **settings)
+        trainer: Any = quiet_trainer(strategy, **settings)
         trainer.fit(module, data, data if validates else None)
         assert set(called) >= set(trainer.callbacks), "ours has left"
     return module

@@ -1,0 +1,183 @@
+"""What workers exchange beside trained weights: buffers, and parameters that are not trained."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gc.local_steps.common_buffers import CommonBuffers
+from lightning_gc.synchronizer.local_rounds import finished
+from lightning_gc.synchronizer.local_state import CommonState, OwnState
+from lightning_gc.transports import Simulated
+from tests.units.local_steps.test_local_rounds import rounds_of
+
+INF, NAN = math.inf, math.nan
+
+
+def exchanged(workers: list[CommonBuffers]) -> int:
+    """Exchange once, as rounds do; return the elements that a worker has sent at first."""
+    arriving: list[dict[str, Tensor]] = [{} for _ in workers]
+    flows, sent = zip(*map(CommonBuffers.exchange, workers, arriving), strict=True)
+    elements = int(sent[0].numel())
+    Simulated(len(workers)).run(flows)
+    for each, arrived in zip(workers, arriving, strict=True):
+        each.step(arrived)
+    return elements
+
+
+def workers_with(
+    buffers: dict[str, Tensor], frozen: dict[str, Tensor] | None = None, number: int = 3
+) -> tuple[list[dict[str, Tensor]], list[CommonBuffers]]:
+    """Return what workers have by name, and their common buffers."""
+    named = [{n: t.clone() for n, t in (buffers | (frozen or {})).items()} for _ in range(number)]
+    made = []
+    for each in named:
+        kept = partial(_those, each, list(frozen or ()), False)
+        made.append(CommonBuffers(kept, partial(_those, each, list(frozen or ()), True)))
+    return named, made
+
+
+def _those(named: dict[str, Tensor], frozen: list[str], are: bool) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in named.items() if (name in frozen) == are}
+
+
+def test_running_statistics_become_the_mean_and_constants_keep_every_bit() -> None:
+    mask = torch.full((3, 3), -torch.inf).triu(1)
+    third, missing = torch.full((5,), 0.1), torch.tensor([1.0, NAN])
+    constants = {"mask": mask, "third": third, "missing": missing}
+    buffers = {"mean": torch.tensor([1.0, 2.0]), **constants, "count": torch.tensor(4)}
+    named, workers = workers_with(buffers)
+    for worker, each in enumerate(named):
+        each["mean"] += worker
+        each["count"] += worker
+    exchanged(workers)
+    for worker, each in enumerate(named):
+        assert each["mean"].tolist() == [2.0, 3.0]
+        for name, constant in constants.items():
+            assert torch.equal(each[name].view(torch.int32), constant.view(torch.int32))
+        assert int(each["count"]) == 4 + worker, "integers are left alone"
+
+
+@pytest.mark.parametrize(
+    ("before", "values", "after"),
+    [
+        (INF, (3.0, 1.0, 5.0), 3.0),
+        (INF, (INF, 1.0, 5.0), INF),
+        (INF, (1.0, INF, 5.0), 1.0),
+        (2.0, (INF, INF, INF), INF),
+        (2.0, (1.0, NAN, 5.0), 1.0),
+        (NAN, (NAN, 7.0, 7.0), NAN),
+        (-INF, (4.0, NAN, INF), 4.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_what_is_not_finite_becomes_worker_0s(
+    before: float, values: tuple[float, ...], after: float, dtype: torch.dtype
+) -> None:
+    """And what is finite beside it, the mean; the exchange after that is as ever."""
+    named, workers = workers_with({"best": torch.tensor([before, 0.0], dtype=dtype)})
+    for each, value in zip(named, values, strict=True):
+        each["best"] = torch.tensor([value, 6.0], dtype=dtype)
+    exchanged(workers)
+    for each in named:
+        torch.testing.assert_close(
+            each["best"], torch.tensor([after, 6.0], dtype=dtype), equal_nan=True
+        )
+    for worker, each in enumerate(named):
+        each["best"] = torch.tensor([worker, 0.0], dtype=dtype)
+    exchanged(workers)
+    if math.isfinite(after):
+        assert all(abs(float(each["best"][0]) - 1) < 0.01 for each in named)
+
+
+def test_a_teacher_is_averaged_from_when_it_changes_and_a_backbone_never_sent() -> None:
+    backbone, teacher = torch.randn(1000), torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
+    frozen = {"backbone": backbone, "teacher": teacher, "index": torch.arange(3)}
+    named, workers = workers_with({"mean": torch.zeros(5)}, frozen)
+    assert [exchanged(workers) for _ in range(2)] == [5 + 2, 5 + 2], "a number for each parameter"
+    for step in range(2):
+        for worker, each in enumerate(named):
+            each["teacher"].data.add_(worker)  # as many do it, unseen by autograd
+        assert exchanged(workers) == (5 + 2 if step == 0 else 5 + 2 + 1)
+        for each in named:
+            assert each["teacher"].tolist() == [[2.0 + step, 3.0 + step]]
+            assert torch.equal(each["backbone"], backbone)
+    assert [each.taken for each in workers] == [["teacher"]] * 3
+
+
+def test_what_has_changed_on_one_worker_only_is_averaged_too() -> None:
+    named, workers = workers_with({}, {"a": torch.ones(2), "b": torch.ones(2)})
+    named[1]["b"] = torch.tensor([4.0, NAN])
+    exchanged(workers)
+    assert all(torch.equal(each["b"], torch.tensor([2.0, 1.0])) for each in named)
+    assert all(torch.equal(each["a"], torch.ones(2)) for each in named)
+
+
+def test_nothing_is_sent_where_there_is_nothing() -> None:
+    _, workers = workers_with({"count": torch.tensor(3)})
+    assert exchanged(workers) == 0
+
+
+def test_buffers_that_are_new_gone_or_resized_are_left_alone() -> None:
+    """On some workers or on all; the others are averaged."""
+    named, workers = workers_with(
+        {"table": torch.ones(4), "gone": torch.ones(2), "m": torch.ones(1)}
+    )
+    for worker, each in enumerate(named):
+        each["m"] += worker
+        each["new"] = torch.full((2,), float(worker))
+        del each["gone"]
+    named[1]["table"] = torch.zeros(7)
+    for _ in range(2):
+        exchanged(workers)
+    assert [each["m"].tolist() for each in named] == [[2.0]] * 3
+    assert [each["table"].tolist() for each in named] == [[1.0] * 4, [0.0] * 7, [1.0] * 4]
+    assert [each["new"].tolist() for each in named] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
+    shapes = [[t.shape for t in each.alike(torch.device("cpu"))] for each in workers]
+    assert shapes[0] == shapes[1] == shapes[2]
+    named[1]["table"] = torch.full((4,), 4.0)
+    exchanged(workers)
+    assert [each["table"].tolist() for each in named] == [[2.0] * 4] * 3, "it is back"
+
+
+class Student(nn.Module):
+    """Has a teacher, which is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(2, 1)
+        self.teacher = nn.Linear(2, 1).requires_grad_(False)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.fill_(0.1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_teacher_goes_on_after_a_resume_bit_for_bit(steps: int) -> None:
+    """Saved before it is exchanged for the first time, with an exchange, and after one."""
+
+    def trained(rounds: Any, module: Student, first: int, last: int) -> None:
+        for step in range(first, last):
+            module.teacher.weight.data.add_(0.3 * step + 0.1)
+            finished(rounds.stepped(ends=False))
+
+    module, other = Student(), Student()
+    rounds, resumed = rounds_of(module, 2), rounds_of(other, 2)
+    trained(rounds, module, 0, steps)
+    common = CommonState([rounds]).common_state()
+    own = OwnState(rounds, list, lambda: None).own_state()
+    rounds.weights.show()
+    other.load_state_dict(module.state_dict())
+    rounds.weights.hide()
+    CommonState([resumed]).load_common_state(common)
+    OwnState(resumed, list, lambda: None).load_own_states([own])
+    for rounds_now, now in ((rounds, module), (resumed, other)):
+        trained(rounds_now, now, steps, 6)
+        assert rounds_now.weights.buffers.taken == ["teacher.weight"]
+    assert torch.equal(module.teacher.weight, other.teacher.weight)
+    for name, kept in rounds.weights.buffers.common.items():
+        assert torch.equal(kept, resumed.weights.buffers.common[name])
