@@ -25,7 +25,14 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
                 f"running statistics are averaged with each exchange."
             )
     for callback in trainer.callbacks:
-        if _AVERAGING & {cls.__name__ for cls in type(callback).__mro__}:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if "ModelPruning" in names:
+            raise ValueError(
+                f"{type(callback).__name__} prunes by a worker's own weights, which differ between "
+                f"workers with {owner}, and so would what each prunes; remove the callback and "
+                f"prune after the fit, or use CompressedDDPStrategy."
+            )
+        if _AVERAGING & names:
             raise ValueError(
                 f"{type(callback).__name__} averages a worker's own weights, which differ between "
                 f"workers, and {owner} already averages over workers; remove the callback."

@@ -82,7 +82,7 @@ class LocalSteps(LocalHooks, RealWorker):
         ValueError: what ``CompressedDDPStrategy`` refuses; a compressor whose workers vote, a
             memory that reads learning rates or weights, momentum both in memory and ``outer``, a
             controller that computes with gradients, arguments for a DDP wrapper; at fit start,
-            manual optimization, ``SyncBatchNorm``, callbacks that average weights.
+            manual optimization, ``SyncBatchNorm``, callbacks that average weights or prune.
         RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added or
             replaced after the fit began.
 

@@ -24,6 +24,7 @@ def refused(worker: int) -> dict[str, str]:
         "manual": ({}, {}),
         "sync": ({"batch_norm": True}, {"sync_batchnorm": True}),
         "swa": ({}, {"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]}),
+        "pruning": ({}, {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured", amount=0.3)]}),
         "unfrozen": ({}, {"callbacks": [Unfreeze()]}),
     }
     for name, (module, trainer) in cases.items():
@@ -59,6 +60,7 @@ def test_what_is_refused_when_a_fit_begins() -> None:
     assert "automatic optimization" in said["manual"]
     assert "body.1 is SyncBatchNorm" in said["sync"]
     assert "remove the callback" in said["swa"]
+    assert "prune after the fit, or use CompressedDDPStrategy" in said["pruning"]
     assert "head.weight was unfrozen" in said["unfrozen"]
     assert said["alone"] == "[2]", "one worker goes through the same path"
 
