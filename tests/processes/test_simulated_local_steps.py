@@ -1,5 +1,6 @@
 """Simulated workers with local steps train, save and resume as real processes do."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,22 @@ class Adam(Plain):
         return [adam], [{"scheduler": falling, "interval": "step"}]
 
 
+class Taught(Adam):
+    """Has a mean teacher, and the least output so far, which begins at ∞."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+        self.register_buffer("least", torch.tensor(torch.inf))
+
+    def loss(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for theirs, ours in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+            theirs.data.mul_(0.5).add_(ours.data, alpha=0.5)
+        loss = super().loss(batch, batch_idx)
+        self.least = torch.minimum(self.least, loss.detach())
+        return loss
+
+
 CASES: dict[str, dict[str, Any]] = {
     "sparse": {"module": Adam, "options": {"every": 4}},
     "clipped, accumulated, delayed": {
@@ -61,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
             "outer": OuterSGD.diloco(),
         },
     },
+    "taught": {"module": Taught, "options": {"every": 4}},
     "levels": {"options": {"every": 3, "controller": Schedule((0.2, 0.05))}},
     "rounds": {"options": {"controller": RoundSchedule((3, 1, 5), levels=Schedule((0.2, 0.05)))}},
 }
@@ -70,6 +88,7 @@ RESUMED: dict[str, dict[str, Any]] = {
         "module": Adam,
         "options": {"every": 6, "delay": 4, "outer": OuterSGD.diloco()},
     },
+    "a teacher": {"module": Taught, "options": {"every": 6, "delay": 4}},
     "a round of another H": {"options": {"every": 2, "controller": RoundSchedule((4, 2))}},
 }
 SAME = ("digest", "memory", "metrics", "controller", "steps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ class Buffers:
     a step with equal buffers, each changes its own, and only worker 0's are kept. All are copied:
     batch normalisation changes buffers without a version count.
 
+    A buffer that one worker registers or resizes is also the next one's: workers share what else
+    the module knows of it, such as how far a table of positions reaches.
+
     Args:
         module: whose buffers are changed in place; to a name it may assign a new one.
         workers: W.
@@ -40,28 +44,41 @@ class Buffers:
 
     def __init__(self, module: nn.Module, workers: int) -> None:
         self._module = module if workers > 1 else nn.Module()
-        self._start = [buffer.clone() for buffer in self._live]
-        self._own: dict[int, list[Tensor]] = {}
+        self._start = self._copies({})
+        self._own: dict[int, dict[str, Tensor]] = {}
 
     @property
-    def _live(self) -> list[Tensor]:
-        return list(self._module.buffers())
+    def _live(self) -> dict[str, Tensor]:
+        return dict(self._module.named_buffers())
 
     def begin(self) -> None:
         self._own.clear()
-        self._copy(self._start, self._live)
+        self._start = self._copies(self._start)
 
     def enter(self, worker: int) -> None:
         """Load this worker's buffers: before its forward pass; worker 0's at the end of a step."""
-        self._copy(self._live, self._own.get(worker, self._start))
+        _copy(self._own.get(worker, self._start), self._live)
 
     def leave(self, worker: int, again: bool) -> None:
         """Save this worker's buffers: worker 0's, or if it has another micro-batch (``again``)."""
         if again or worker == 0:
-            self._own[worker] = [buffer.clone() for buffer in self._live]
+            self._own[worker] = self._copies({})
 
-    @staticmethod
-    def _copy(to: list[Tensor], values: list[Tensor]) -> None:
-        if to:
-            with torch.no_grad():
-                torch._foreach_copy_(to, values)
+    def _copies(self, into: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the module's buffers, in the memory of ``into`` where it fits."""
+        live = self._live
+        fits = _copy(live, into)
+        return {n: into[n] if n in fits else live[n].detach().clone() for n in live}
+
+
+def _copy(values: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> list[str]:
+    """Copy by name where shapes and dtypes are equal; return these names."""
+    fits = [
+        name
+        for name, each in to.items()
+        if name in values and (values[name].shape, values[name].dtype) == (each.shape, each.dtype)
+    ]
+    if fits:
+        with torch.no_grad():
+            torch._foreach_copy_([to[name] for name in fits], [values[name] for name in fits])
+    return fits

@@ -16,7 +16,8 @@ class Replicas:
 
     The module's tensors are pointed at the worker's own; nothing is copied. Costs W times weights,
     gradients and optimizer state. What optimizers keep in their parameter groups, such as a
-    learning rate, is common to all workers.
+    learning rate, is common to all workers. Of a buffer that a worker registers or resizes the next
+    one gets a copy: they share what else the module knows of it.
 
     Args:
         module: its weights and buffers are what all workers start with.
@@ -36,8 +37,9 @@ class Replicas:
         self._module = module
         self._params = list(module.parameters())
         self._optimizers = optimizers
-        here = [each.data for each in self._tensors()]
-        self._own = [here, *([each.clone() for each in here] for _ in range(1, workers))]
+        here = {name: each.data for name, each in self._tensors().items()}
+        others = ({n: each.clone() for n, each in here.items()} for _ in range(1, workers))
+        self._own = [here, *others]
         self._states: list[list[Any]] = [[] for _ in range(workers)]
         self._grads: list[list[Tensor | None]] = []
         self.forget_gradients()
@@ -46,10 +48,13 @@ class Replicas:
     def enter(self, worker: int) -> None:
         """Give module and optimizers this worker's tensors, gradients among them."""
         optimizers, tensors = self._optimizers(), self._tensors()
-        self._own[self.present] = [each.data for each in tensors]
+        self._own[self.present] = {name: each.data for name, each in tensors.items()}
         self._grads[self.present] = [param.grad for param in self._params]
         self._states[self.present] = [each.state for each in optimizers]
-        for tensor, own in zip(tensors, self._own[worker], strict=True):
+        for name, tensor in tensors.items():
+            own = self._own[worker].get(name)
+            if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
+                own = tensor.data.clone()
             tensor.data = own
         for param, grad in zip(self._params, self._grads[worker], strict=True):
             param.grad = grad
@@ -72,11 +77,12 @@ class Replicas:
         """Give all workers copies of the weights and buffers of the one that is present."""
         for worker in range(len(self._own)):
             if worker != self.present:
-                self._own[worker] = [each.data.clone() for each in self._tensors()]
+                self._own[worker] = {n: each.data.clone() for n, each in self._tensors().items()}
 
-    def _tensors(self) -> list[Tensor]:
-        """Return weights and buffers; to these a module may assign new tensors."""
-        return [*self._params, *self._module.buffers()]
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return weights and buffers by name; to these a module may assign new tensors."""
+        params = {str(index): param for index, param in enumerate(self._params)}
+        return params | dict(self._module.named_buffers())
 
     def forget_gradients(self) -> None:
         """Set the gradients of all workers that are not present to None."""

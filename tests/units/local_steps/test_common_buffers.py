@@ -12,17 +12,23 @@ from lightning_gc.local_steps.common_buffers import CommonBuffers
 from lightning_gc.synchronizer.local_rounds import finished
 from lightning_gc.synchronizer.local_state import CommonState, OwnState
 from lightning_gc.transports import Simulated
+from lightning_gc.transports.accounting import COMMUNICATE
 from tests.units.local_steps.test_local_rounds import rounds_of
 
 INF, NAN = math.inf, math.nan
 
 
-def exchanged(workers: list[CommonBuffers]) -> int:
-    """Exchange once, as rounds do; return the elements that a worker has sent at first."""
+def exchanged(workers: list[CommonBuffers], requests: int = 1) -> int:
+    """Exchange once, as rounds do; return the elements that a worker has sent at first.
+
+    So many requests are made, if anything is sent.
+    """
     arriving: list[dict[str, Tensor]] = [{} for _ in workers]
     flows, sent = zip(*map(CommonBuffers.exchange, workers, arriving), strict=True)
     elements = int(sent[0].numel())
-    Simulated(len(workers)).run(flows)
+    laps: list[str] = []
+    Simulated(len(workers)).run(flows, lambda phase, worker: laps.append(phase))
+    assert laps.count(COMMUNICATE) == (requests if elements else 1)
     for each, arrived in zip(workers, arriving, strict=True):
         each.step(arrived)
     return elements
@@ -82,14 +88,14 @@ def test_what_is_not_finite_becomes_worker_0s(
     named, workers = workers_with({"best": torch.tensor([before, 0.0], dtype=dtype)})
     for each, value in zip(named, values, strict=True):
         each["best"] = torch.tensor([value, 6.0], dtype=dtype)
-    exchanged(workers)
+    exchanged(workers, requests=2)
     for each in named:
         torch.testing.assert_close(
             each["best"], torch.tensor([after, 6.0], dtype=dtype), equal_nan=True
         )
     for worker, each in enumerate(named):
         each["best"] = torch.tensor([worker, 0.0], dtype=dtype)
-    exchanged(workers)
+    exchanged(workers, requests=1 if math.isfinite(after) else 2)
     if math.isfinite(after):
         assert all(abs(float(each["best"][0]) - 1) < 0.01 for each in named)
 
@@ -102,7 +108,8 @@ def test_a_teacher_is_averaged_from_when_it_changes_and_a_backbone_never_sent() 
     for step in range(2):
         for worker, each in enumerate(named):
             each["teacher"].data.add_(worker)  # as many do it, unseen by autograd
-        assert exchanged(workers) == (5 + 2 if step == 0 else 5 + 2 + 1)
+        elements = exchanged(workers, requests=2 if step == 0 else 1)
+        assert elements == (5 + 2 if step == 0 else 5 + 2 + 1)
         for each in named:
             assert each["teacher"].tolist() == [[2.0 + step, 3.0 + step]]
             assert torch.equal(each["backbone"], backbone)
@@ -112,7 +119,7 @@ def test_a_teacher_is_averaged_from_when_it_changes_and_a_backbone_never_sent() 
 def test_what_has_changed_on_one_worker_only_is_averaged_too() -> None:
     named, workers = workers_with({}, {"a": torch.ones(2), "b": torch.ones(2)})
     named[1]["b"] = torch.tensor([4.0, NAN])
-    exchanged(workers)
+    exchanged(workers, requests=3)
     assert all(torch.equal(each["b"], torch.tensor([2.0, 1.0])) for each in named)
     assert all(torch.equal(each["a"], torch.ones(2)) for each in named)
 
@@ -162,7 +169,7 @@ def test_a_teacher_goes_on_after_a_resume_bit_for_bit(steps: int) -> None:
 
     def trained(rounds: Any, module: Student, first: int, last: int) -> None:
         for step in range(first, last):
-            module.teacher.weight.data.add_(0.3 * step + 0.1)
+            module.teacher.weight.data.fill_(1.2345 * 10.0 ** (3 - 2 * step))
             finished(rounds.stepped(ends=False))
 
     module, other = Student(), Student()

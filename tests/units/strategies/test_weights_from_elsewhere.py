@@ -24,13 +24,16 @@ class Module(pl.LightningModule):
     """Learns to be zero; ``ema`` is assigned to, or changed in place."""
 
     ema: torch.Tensor
+    table: torch.Tensor
 
-    def __init__(self, assigns: bool = False, loads: str = "") -> None:
+    def __init__(self, assigns: bool = False, loads: str = "", rows: int = -1) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.net, self.lr = nn.Linear(40, 40), 0.05
-        self.assigns, self.loads = assigns, loads
+        self.assigns, self.loads, self.rows = assigns, loads, rows
         self.register_buffer("ema", torch.zeros(40))
+        if rows > 0:
+            self.register_buffer("table", torch.ones(rows, 1), persistent=False)
 
     def setup(self, stage: str) -> None:
         self._load("setup")
@@ -43,7 +46,17 @@ class Module(pl.LightningModule):
             with torch.no_grad():
                 self.net.weight.fill_(LOADED)
 
+    def _grown(self, rows: int) -> torch.Tensor:
+        """Return a table of at least so many rows, as tables of positions grow."""
+        if rows > self.rows:
+            self.rows = rows
+            self.register_buffer("table", torch.ones(rows, 1), persistent=False)
+        table: torch.Tensor = self.table
+        return table[:rows]
+
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        if self.rows >= 0:
+            batch = batch * self._grown(len(batch))
         moved = 0.5 * self.ema + batch.mean(0)
         if self.assigns:
             self.ema = moved
@@ -115,6 +128,9 @@ def trained(
         called = [search] if finder else [*callbacks]
         settings: Any = {"callbacks": called, "max_epochs": 2, "default_root_dir": root}
         data = torch.utils.data.DataLoader(rows, batch_size=4)
+        if module.rows >= 0:  # of 1 to 12 rows
+            growing: Any = [rows[: index + 1] for index in range(12)]
+            data = torch.utils.data.DataLoader(growing, batch_size=None)
         trainer: Any = quiet_trainer(strategy, **settings)
         trainer.fit(module, data, data if validates else None)
         assert set(called) >= set(trainer.callbacks), "ours has left"
@@ -177,3 +193,31 @@ def test_weights_loaded_when_the_fit_ends_are_its_result(options: dict[str, Any]
 )
 def test_a_buffer_that_is_assigned_is_each_workers_own(strategy: Any) -> None:
     close(trained(strategy(), assigns=True), trained(strategy()))
+
+
+class Held(pl.Callback):
+    """Notes the memory of each simulated worker's table."""
+
+    seen: set[int]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        replicas = trainer.strategy._replicas
+        self.seen = set()
+        for worker in range(2):
+            with replicas.entered(worker):
+                self.seen.add(pl_module.table.data_ptr())
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize(
+    "strategy", [local, lambda: SimulatedDDPStrategy(TopK(0.1), workers=2)], ids=["local", "ddp"]
+)
+def test_a_buffer_may_be_registered_or_grow_within_the_fit(strategy: Any, rows: int) -> None:
+    """And training is as with one that is large enough from the beginning."""
+    close(trained(strategy(), rows=rows), trained(strategy(), rows=12))
+
+
+def test_a_buffer_that_is_new_is_each_workers_own() -> None:
+    held = Held()
+    trained(local(), rows=0, callbacks=[held])
+    assert len(held.seen) == 2
