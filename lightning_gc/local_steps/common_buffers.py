@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gc.coding.digest import digest
 from lightning_gc.flow import Flow, Gather, Mean, Reply, Request
@@ -41,6 +41,8 @@ class CommonBuffers:
         untrained: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._find, self._untrained = find, untrained
+        frozen = {n: p for n, p in untrained().items() if p.is_floating_point() and _is_plain(p)}
+        self._frozen = {n: torch.zeros_like(p, device="meta") for n, p in frozen.items()}
         self._layout = {name: torch.zeros_like(b, device="meta") for name, b in find().items()}
         floats = {name: b for name, b in find().items() if b.is_floating_point()}
         self.common = {name: b.detach().clone() for name, b in floats.items()}
@@ -49,20 +51,19 @@ class CommonBuffers:
 
     def _look(self) -> None:
         """Note the bits of parameters that are not trained, which are equal on all workers now."""
-        names = [n for n in self._still if self._still[n].numel()]
-        self._seen = dict(zip(names, _digests([self._still[n] for n in names]), strict=True))
+        self._seen = _digests(self._still)
 
     @property
     def _still(self) -> dict[str, Tensor]:
-        """Parameters that are not trained and have not changed yet."""
-        floats = {n: p for n, p in self._untrained().items() if p.is_floating_point()}
-        return {name: param for name, param in floats.items() if name not in self.common}
+        """Parameters that are not trained, and were unchanged at the last exchange."""
+        now, names = self._untrained(), (n for n in self._frozen if n not in self.common)
+        return {n: now[n] for n in names if n in now and now[n].shape == self._frozen[n].shape}
 
-    def _changed(self) -> list[bool]:
-        """Return by parameter of ``_seen`` whether it has other bits than it had."""
-        still = self._still
-        here = [still[name] for name in self._seen]
-        return [now != was for now, was in zip(_digests(here), self._seen.values(), strict=True)]
+    def _changed(self) -> list[str]:
+        """Return the names of those of ``_still`` that have other bits than they had."""
+        return [
+            name for name, bits in _digests(self._still).items() if bits != self._seen.get(name)
+        ]
 
     @property
     def live(self) -> dict[str, Tensor]:
@@ -75,7 +76,7 @@ class CommonBuffers:
     def moved(self) -> bool:
         """Whether this worker's buffers, or parameters that are not trained, are not the common."""
         differ = (not bool(_same(live, self.common[n]).all()) for n, live in self.live.items())
-        return any(differ) or any(self._changed())
+        return any(differ) or bool(self._changed())
 
     def alike(self, device: torch.device) -> list[Tensor]:
         """Return tensors to broadcast, as many and of the same shapes on all workers.
@@ -102,21 +103,23 @@ class CommonBuffers:
             One mean. After it, only if that is not finite somewhere, a gather of these elements;
             and only if parameters have changed for the first time, a mean of these.
         """
-        live = self.live
-        changed = self._changed()
+        live, still, changed = self.live, self._still, self._changed()
+        names = [name for name in self._frozen if name not in self.common]
         own = [live.get(name, common).detach() for name, common in self.common.items()]
         gaps = [
             torch.where(_same(mine, common), 0.0, common.float() - mine.float()).reshape(-1)
             for mine, common in zip(own, self.common.values(), strict=True)
         ]
-        still = self._still
         device = next(iter([*own, *still.values()]), torch.empty(0)).device
-        sent = torch.cat([*gaps, torch.tensor(changed, dtype=torch.float32, device=device)])
-        # Workers that train on, or take turns, do not change what lies behind these.
+        flags = [float(name in changed) for name in names]
+        sent = torch.cat([*gaps, torch.tensor(flags, dtype=torch.float32, device=device)])
+        # Those that have not changed here are needed only if they have elsewhere: not copied.
         values = {
-            name: still[name].detach().clone() if here else still[name].data
-            for name, here in zip(self._seen, changed, strict=True)
-        }
+            name: still[name].data
+            if name in still
+            else torch.zeros_like(self._frozen[name], device=device)
+            for name in names
+        } | {name: still[name].detach().clone() for name in changed}
         flat = torch.cat([sent[:0], *(each.float().reshape(-1) for each in own)])
         return self._flow(sent, flat, values, arriving), sent
 
@@ -145,12 +148,12 @@ class CommonBuffers:
 
     def step(self, arrived: Mapping[str, Tensor]) -> None:
         """Take what has arrived for the common buffers, and let this worker go on with them."""
-        self._keep(arrived)
+        self.common.update(arrived)
         self.put(self.common)
 
     def begin(self, buffers: Mapping[str, Tensor]) -> None:
         """Take copies of these for the common buffers; all workers are equal now."""
-        self._keep({name: buffer.clone() for name, buffer in buffers.items()})
+        self.common.update({name: buffer.clone() for name, buffer in buffers.items()})
         self._look()
 
     def put(self, named: Mapping[str, Tensor]) -> None:
@@ -163,22 +166,17 @@ class CommonBuffers:
     @property
     def taken(self) -> list[str]:
         """Names of parameters that are not trained, but have changed, and so are exchanged."""
-        return [name for name in self.common if name not in self._layout]
+        return [name for name in self.common if name in self._frozen]
 
     def take(self, names: Iterable[str]) -> None:
         """Exchange these parameters from now on; they are equal on all workers now."""
         still = self._still
-        self._keep({name: still[name].detach().clone() for name in names if name in still})
-
-    def _keep(self, named: Mapping[str, Tensor]) -> None:
-        self.common.update(named)
-        self._seen = {name: bits for name, bits in self._seen.items() if name not in named}
+        self.common.update({n: still[n].detach().clone() for n in names if n in still})
 
     def own(self) -> dict[str, Tensor]:
         """Return copies of this worker's buffers, and of what has changed since the exchange."""
         still = self._still
-        changed = zip(self._seen, self._changed(), strict=True)
-        here = {**self.live, **{name: still[name] for name, moved in changed if moved}}
+        here = {**self.live, **{name: still[name] for name in self._changed()}}
         return {name: tensor.detach().clone() for name, tensor in here.items()}
 
 
@@ -187,8 +185,14 @@ def _same(one: Tensor, other: Tensor) -> Tensor:
     return (one == other) | (one.isnan() & other.isnan())
 
 
-def _digests(tensors: list[Tensor]) -> list[int]:
-    return [int(each) for each in torch.cat([digest(t) for t in tensors])] if tensors else []
+def _is_plain(param: Tensor) -> bool:
+    """Return whether a parameter's bits lie in memory as they are; 4-bit ones are wrapped."""
+    return type(param) in (Tensor, nn.Parameter) and param.layout == torch.strided
+
+
+def _digests(named: Mapping[str, Tensor]) -> dict[str, int]:
+    bits = {name: digest(tensor) for name, tensor in named.items() if tensor.numel()}
+    return dict(zip(bits, torch.cat(list(bits.values())).tolist(), strict=True)) if bits else {}
 
 
 def _where_not_finite(

@@ -44,7 +44,9 @@ class Adam(Plain):
 
 
 class Taught(Adam):
-    """Has a mean teacher, and the least output so far, which begins at ∞."""
+    """Has a mean teacher, and the least loss so far, which begins at ∞."""
+
+    least: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -124,6 +124,24 @@ def test_what_has_changed_on_one_worker_only_is_averaged_too() -> None:
     assert all(torch.equal(each["a"], torch.ones(2)) for each in named)
 
 
+def test_parameters_that_are_gone_or_have_no_plain_memory_are_left_alone() -> None:
+    """The last are frozen weights of four bits in a class of their own."""
+
+    class Packed(Tensor):
+        pass
+
+    frozen = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(9).as_subclass(Packed)}
+    named, workers = workers_with({}, frozen)
+    del named[0]["a"]
+    named[2]["a"] = torch.ones(5)
+    for worker, each in enumerate(named):
+        each["b"] = torch.full((2,), float(worker))
+    assert exchanged(workers, requests=2) == 2
+    assert all(each["b"].tolist() == [1.0, 1.0] for each in named)
+    assert exchanged(workers) == 1 + 2
+    assert not any(each.moved for each in workers)
+
+
 def test_nothing_is_sent_where_there_is_nothing() -> None:
     _, workers = workers_with({"count": torch.tensor(3)})
     assert exchanged(workers) == 0
@@ -173,13 +191,14 @@ def test_a_teacher_goes_on_after_a_resume_bit_for_bit(steps: int) -> None:
             finished(rounds.stepped(ends=False))
 
     module, other = Student(), Student()
-    rounds, resumed = rounds_of(module, 2), rounds_of(other, 2)
+    rounds = rounds_of(module, 2)
     trained(rounds, module, 0, steps)
     common = CommonState([rounds]).common_state()
     own = OwnState(rounds, list, lambda: None).own_state()
     rounds.weights.show()
     other.load_state_dict(module.state_dict())
     rounds.weights.hide()
+    resumed = rounds_of(other, 2)
     CommonState([resumed]).load_common_state(common)
     OwnState(resumed, list, lambda: None).load_own_states([own])
     for rounds_now, now in ((rounds, module), (resumed, other)):

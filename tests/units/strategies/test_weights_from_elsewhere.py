@@ -128,8 +128,8 @@ def trained(
         called = [search] if finder else [*callbacks]
         settings: Any = {"callbacks": called, "max_epochs": 2, "default_root_dir": root}
         data = torch.utils.data.DataLoader(rows, batch_size=4)
-        if module.rows >= 0:  # of 1 to 12 rows
-            growing: Any = [rows[: index + 1] for index in range(12)]
+        if module.rows >= 0:  # more in each step, as many for both workers
+            growing: Any = [rows[: 2 * (index // 2) + 3] for index in range(12)]
             data = torch.utils.data.DataLoader(growing, batch_size=None)
         trainer: Any = quiet_trainer(strategy, **settings)
         trainer.fit(module, data, data if validates else None)
@@ -208,13 +208,13 @@ class Held(pl.Callback):
                 self.seen.add(pl_module.table.data_ptr())
 
 
-@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("rows", [0, 2])
 @pytest.mark.parametrize(
     "strategy", [local, lambda: SimulatedDDPStrategy(TopK(0.1), workers=2)], ids=["local", "ddp"]
 )
 def test_a_buffer_may_be_registered_or_grow_within_the_fit(strategy: Any, rows: int) -> None:
     """And training is as with one that is large enough from the beginning."""
-    close(trained(strategy(), rows=rows), trained(strategy(), rows=12))
+    close(trained(strategy(), rows=rows), trained(strategy(), rows=13))
 
 
 def test_a_buffer_that_is_new_is_each_workers_own() -> None:
