@@ -185,10 +185,13 @@ class Student(nn.Module):
 def test_a_teacher_goes_on_after_a_resume_bit_for_bit(steps: int) -> None:
     """Saved before it is exchanged for the first time, with an exchange, and after one."""
 
-    def trained(rounds: Any, module: Student, first: int, last: int) -> None:
+    def trained(rounds: Any, module: Student, first: int, last: int) -> list[Tensor]:
+        seen = []
         for step in range(first, last):
             module.teacher.weight.data.fill_(1.2345 * 10.0 ** (3 - 2 * step))
             finished(rounds.stepped(ends=False))
+            seen.append(module.teacher.weight.detach().clone())
+        return seen
 
     module, other = Student(), Student()
     rounds = rounds_of(module, 2)
@@ -201,9 +204,8 @@ def test_a_teacher_goes_on_after_a_resume_bit_for_bit(steps: int) -> None:
     resumed = rounds_of(other, 2)
     CommonState([resumed]).load_common_state(common)
     OwnState(resumed, list, lambda: None).load_own_states([own])
-    for rounds_now, now in ((rounds, module), (resumed, other)):
-        trained(rounds_now, now, steps, 6)
-        assert rounds_now.weights.buffers.taken == ["teacher.weight"]
-    assert torch.equal(module.teacher.weight, other.teacher.weight)
+    pairs = zip(trained(rounds, module, steps, 6), trained(resumed, other, steps, 6), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert rounds.weights.buffers.taken == resumed.weights.buffers.taken == ["teacher.weight"]
     for name, kept in rounds.weights.buffers.common.items():
         assert torch.equal(kept, resumed.weights.buffers.common[name])
