@@ -41,13 +41,17 @@ class ReduceScatter(Scheme):
 
     def check(self, compressor: Compressor) -> None:
         """Refuse what has no payload for one worker alone."""
-        if isinstance(compressor.method, Collective):  # not for want of a scheme, as with others
+        if isinstance(compressor.method, Collective):
             raise ValueError(
                 f"{compressor!r} averages what it sends in rounds of its own, after which all "
                 f"workers have the whole mean; of shards each has its own, so a payload must be "
                 f"for one worker. Use QSGD(8), say."
             )
-        super().check(compressor)
+        if compressor.traits.needs_sums:
+            raise ValueError(
+                f"{compressor!r} needs state of whole tensors, and errors that add up over steps; "
+                f"of shards there is neither. Use QSGD(8), say."
+            )
         if not compressor.traits.conserves:
             raise ValueError(
                 f"The result of {compressor!r} is a vote, and what a shard's owner gets here is "

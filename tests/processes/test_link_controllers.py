@@ -87,7 +87,8 @@ def test_levels_by_error_curves_in_training(compressor: Any, controller: Control
     left = simulated(compressor, controller)
     allowed = controller.needs.curves
     assert left["levels"]
-    assert set(left["levels"].values()) <= set(allowed)
+    assert set(left["levels"].values()) <= {*allowed, None}  # None: of that rank it would be more
+    assert any(left["levels"].values())
     assert "No " not in left["reason"]
 
 

@@ -44,7 +44,8 @@ class Net(nn.Module):
 def damaging(at: Callable[[], object], tree: bool = False) -> Any:
     """Flip a high bit of what worker 0 has sent here, in one message whenever ``at()`` is new.
 
-    In one that all get alike; in a ``tree``, in one of which every worker gets another.
+    In one that all get alike; in a ``tree``, in one of which every worker gets another. Not in one
+    of digests, which may be sent when the next step is being counted.
     """
     fulfil, done = Distributed.fulfil, []
 
@@ -52,7 +53,7 @@ def damaging(at: Callable[[], object], tree: bool = False) -> Any:
         reply, now = fulfil(self, request), at()
         chosen = isinstance(request, Exchange) == tree
         first = reply[0] if isinstance(reply[0], Tensor) else reply[0][0]
-        if now and now not in done and first.numel() and chosen:
+        if now and now not in done and first.numel() and chosen and first.dtype != torch.int64:
             done.append(now)
             as_bytes(first.view(-1))[3] ^= 32
         return reply

@@ -189,7 +189,7 @@ def test_refusals_name_value_and_fix(attempt: Any, value: str, fix: str) -> None
 
 def test_a_declaration_that_leaves_the_knob_is_refused() -> None:
     class Wide(HardThreshold):
-        wide = Range("threshold", 1e-5, 1e9, scale="log")
+        wide = Range("threshold", 1e-5, 1e31, scale="log")
         traits = dataclasses.replace(HardThreshold.traits, space=(wide,))
 
     with pytest.raises(ValueError, match="leaves the range of its knob"):

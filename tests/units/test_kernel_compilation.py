@@ -42,6 +42,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:One worker:UserWarning")
 @pytest.mark.usefixtures("group")
 def test_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []

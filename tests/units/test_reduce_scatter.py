@@ -170,7 +170,8 @@ def test_what_is_not_finite_is_seen_on_every_worker(value: float) -> None:
 
 def test_every_method_gives_the_mean_of_what_it_took() -> None:
     """Gradients less what is left of them; rounds of a method's own, and votes, are refused."""
-    used = [c for c in ALL if isinstance(c.method, Codec) and c.traits.conserves]
+    codecs = [c for c in ALL if isinstance(c.method, Codec) and c.traits.conserves]
+    used = [c for c in codecs if not c.traits.needs_sums]
     for compressor in used:
         every = engines(compressor)
         for engine in every:
