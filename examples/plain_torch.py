@@ -47,7 +47,7 @@ options.folder.mkdir(parents=True, exist_ok=True)
 saved = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
 torch.save(saved | {"compression": handle.state_dict(), "step": options.steps}, file)
 sent = handle.account().wire_bytes // max(1, options.steps - first)
-weights = float(sum(p.sum() for p in ddp.parameters()))
+weights = float(sum(p.detach().sum() for p in ddp.parameters()))
 Console().print(f"worker {rank}: {sent:,} bytes a step; weights sum to {weights}")
 handle.close()
 dist.destroy_process_group()

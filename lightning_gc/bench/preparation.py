@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from lightning_gc.bench.method_run import TRAINER_ARGUMENTS, BenchError, BenchSetup
 from lightning_gc.bench.worker_device import WorkerRank
-from lightning_gc.strategies import process_shutdown
 from lightning_gc.synchronizer.validation import check_agreement
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.tuning.yaml_config import YAMLBuild
@@ -83,7 +82,6 @@ def process_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(setup.backend, timeout=setup.timeout)
-    process_shutdown.register()
     same = {**agreed, "the file's sections": repr(dict(setup.build.sections))}
     check_agreement(same, Distributed(), device)
     before = signal.getsignal(signal.SIGTERM)

@@ -14,7 +14,6 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.hook_arguments import refuse_other_hooks
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.real_worker import RealWorker
@@ -130,7 +129,6 @@ class CompressedDDP(RealWorker):
             verify=self.verify,
         )
         self._on_engines_ready()
-        process_shutdown.register()
         ddp.register_comm_hook(None, self._synchronizer.hook)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:

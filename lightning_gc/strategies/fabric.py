@@ -18,7 +18,6 @@ from lightning_gc.controllers import Controller
 from lightning_gc.flavours import FABRICS
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.checkpoint.of_fabric import FabricCheckpoint
 from lightning_gc.strategies.hook_arguments import refuse_other_hooks
 from lightning_gc.strategies.joining import Joining
@@ -136,7 +135,6 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
         """Join the other workers with a timeout of at least a minute, then set the user's."""
         with self._patiently():
             super().setup_environment()  # type: ignore[misc]
-        process_shutdown.register()
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], *args: Any, **kwargs: Any

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning_gc.compressors import Compressor
 from lightning_gc.engine.reduce_scatter import ReduceScatter
 from lightning_gc.memories import Memory
-from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.fsdp_settings import check_memory, check_settings
 from lightning_gc.strategies.keyword_arguments import changed, refuse_unknown
 from lightning_gc.strategies.sharded import ShardedStrategy
@@ -158,7 +157,6 @@ class CompressedFSDP(ShardedStrategy):
         workers.run = gather_text(workers.run, Distributed(), device)[0]
         self._scatters = UnitScatters(units, workers, transport, recording, self._prepare_round)
         self._on_engines_ready()
-        process_shutdown.register()
 
     def _check_model(self, ranks: list[int]) -> str:
         model = self.model  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.hsdp_settings import check_settings, replicas_of
 from lightning_gc.strategies.keyword_arguments import changed, refuse_unknown
 from lightning_gc.strategies.sharded import ShardedStrategy
@@ -143,7 +142,6 @@ class CompressedHSDP(ShardedStrategy):
         )
         self._synchronizer, self.parts = self._exchange.synchronizer, self._exchange.parts
         self._on_engines_ready()
-        process_shutdown.register()
 
     def _peers(self) -> Peers:
         mean = partial(self.reduce, group=self.replicate_group, reduce_op="mean")

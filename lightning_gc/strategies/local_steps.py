@@ -14,7 +14,6 @@ from lightning_gc.controllers import Controller
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.strategies import process_shutdown
 from lightning_gc.strategies.hook_arguments import refuse_wrapper_arguments
 from lightning_gc.strategies.keyword_arguments import changed, refuse_unknown
 from lightning_gc.strategies.local_hooks import LocalHooks
@@ -166,7 +165,6 @@ class LocalSteps(LocalHooks, RealWorker):
         self._keep([rounds])
         self._on_engines_ready()
         self._broadcast_each_batch = broadcast_only(lambda: rounds.position == 0, trainer)
-        process_shutdown.register()
 
     def _start_alike(self) -> None:
         assert self._rounds is not None

@@ -1,15 +1,11 @@
-"""Process shutdown: kill orphaned workers; wait for Gloo's threads at exit, which else abort."""
+"""Process shutdown: kill orphaned workers."""
 
 from __future__ import annotations
 
-import atexit
 import subprocess
 import time
 from typing import Any
 
-import torch.distributed as dist
-
-PAUSE = 0.1  # seconds; the threads need the interpreter's lock for microseconds
 GRACE = 10.0  # seconds for a child to report its own error
 
 
@@ -28,21 +24,3 @@ def end_children(launcher: Any) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def let_gloo_finish() -> None:
-    """Wait at exit until Gloo's threads have released their tensors.
-
-    They need the interpreter's lock for that. If it is already finalising, the process aborts
-    ("terminate called without an active exception", SIGABRT) after a successful run, and torchrun
-    would restart all workers. Destroying the group does not help while DDP's reducer still holds
-    it (https://github.com/pytorch/pytorch/pull/179291).
-    """
-    if dist.is_available() and dist.is_initialized():
-        time.sleep(PAUSE)
-
-
-def register() -> None:
-    """Register the exit handler (idempotent)."""
-    atexit.unregister(let_gloo_finish)
-    atexit.register(let_gloo_finish)

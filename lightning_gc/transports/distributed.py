@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
+from lightning_gc.transports import gloo_exit
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Message,
@@ -75,6 +76,7 @@ class Distributed(Transport):
         self.worker = dist.get_rank(group)
         self.workers = dist.get_world_size(group)
         self.sent_bytes = self.node_bytes = 0
+        gloo_exit.register()
 
     def fulfil(self, request: Request) -> Reply:
         """Carry out one request.
