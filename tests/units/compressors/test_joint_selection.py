@@ -109,7 +109,7 @@ def test_state_of_parameters_by_themselves() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, slow, strict=True))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4, 70])
+@pytest.mark.parametrize("workers", [1, 2, 4, pytest.param(70, marks=pytest.mark.nightly)])
 def test_shards_of_all_parameters_are_those_of_each_by_itself(workers: int) -> None:
     """With 70 workers shards of ``norm`` have one element, and the last ones are padding alone.
 
