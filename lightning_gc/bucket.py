@@ -160,7 +160,8 @@ def in_memory_order(param: Tensor) -> Tensor:
     Buckets hold a gradient's elements as the parameter's lie in memory: with
     ``torch.channels_last`` in another order than its indices have.
     """
-    of_gradient = torch.empty_like(param, device="meta").stride()
-    if param.is_contiguous() or of_gradient != param.stride():  # gaps: the gradient has none
+    if param.is_contiguous():
         return param
+    if torch.empty_like(param, device="meta").stride() != param.stride():
+        return param  # with gaps, of which a gradient has none
     return param.as_strided(param.shape, torch.empty(param.shape, device="meta").stride())

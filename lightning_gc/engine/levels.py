@@ -22,6 +22,8 @@ class Levels:
     def __init__(self, compressor: Compressor) -> None:
         self._first = compressor
         self.traits = compressor.traits
+        knob = compressor.knob
+        self._tightest = compressor if knob is None else compressor.at(knob.tightest)
         self.forget()
 
     def forget(self) -> None:
@@ -61,9 +63,7 @@ class Levels:
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of this shape is compressed, if not now, then at other levels."""
-        knob = self._first.knob
-        tightest = self._first if knob is None else self._first.at(knob.tightest)
-        return tightest.compresses(shape)
+        return self._tightest.compresses(shape)
 
     def of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float | None]:
         """Return the level of each parameter; None: uncompressed for now, or no knob."""

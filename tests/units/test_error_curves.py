@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from lightning_gc import QSGD, Compressor, GradiVeQ, PowerSGD, TopK
-from lightning_gc.controllers import Controller, Decision, LayerBudget, Needs, Observation
+from lightning_gc.controllers import LayerBudget, Needs, Observation
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
 from lightning_gc.synchronizer.error_curves import error_curves
 from lightning_gc.synchronizer.peers import Peers
-from tests.support.controlled_workers import CPU, Training
+from tests.support.controlled_workers import CPU, Listens, Training
 
 DENSITIES = (0.01, 0.1, 0.5)
 
@@ -109,22 +109,10 @@ def test_one_threshold_is_the_optimum_of_sparsifiers() -> None:
     assert least <= kept < uniform
 
 
-class Asks(Controller):
+class Asks(Listens):
     """Wants curves of the epoch's gradients."""
 
     needs = Needs(curves=DENSITIES)
-
-    def __init__(self) -> None:
-        self.told: list[Observation] = []
-
-    def init(self) -> dict[str, Any]:
-        return {}
-
-    def decide(
-        self, observation: Observation, state: dict[str, Any]
-    ) -> tuple[Decision, dict[str, Any]]:
-        self.told.append(observation)
-        return Decision(0.1), state
 
 
 @pytest.mark.parametrize("workers", [1, 3])
