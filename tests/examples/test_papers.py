@@ -146,6 +146,7 @@ def ends_in_its_process(cell, data):
     return {"loss": sum(before) + 1.0, "process": os.getpid(), "threads": torch.get_num_threads()}
 
 
+@pytest.mark.nightly  # starts two interpreters that import everything
 def test_several_at_a_time_are_the_same_runs_and_what_depends_on_others_waits(
     monkeypatch, tmp_path
 ) -> None:
