@@ -192,8 +192,11 @@ class Monitor:
 
     def _warn_of_bytes(self, trainer: Any, epoch: Totals) -> None:
         """Warn, after the first epoch only, if plain DDP would send less."""
-        said = "" if self._judged else more_than_plain(epoch, trainer.strategy.engine)
-        self._judged = True
+        if self._judged:
+            return
+        self._judged, strategy = True, trainer.strategy
+        controlled = strategy.control_loop is not None
+        said = more_than_plain(epoch, strategy.engine, controlled=controlled)
         if said and trainer.is_global_zero:
             warnings.warn(said, stacklevel=2)
 

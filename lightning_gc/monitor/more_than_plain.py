@@ -10,15 +10,22 @@ _MARGIN = 1.01
 """Headers and lengths of small models are no mistake."""
 
 
-def more_than_plain(epoch: Totals, engine: Engine) -> str:
-    """Return a sentence with the fix, or an empty one: it sends no more, or is exact anyway."""
+def more_than_plain(epoch: Totals, engine: Engine, *, controlled: bool) -> str:
+    """Return a sentence with the fix, or an empty one: it sends no more, or is exact anyway.
+
+    Args:
+        epoch: bytes of the first epoch.
+        engine: of any worker.
+        controlled: a controller moves the level, so that later epochs may well send less.
+    """
     sent, plain = epoch.wire_bytes, epoch.dense_bytes
     if engine.compressor.traits.exact or not plain or sent <= _MARGIN * plain:
         return ""
     without = "FSDP" if engine.scatters else "DDP"
     fixes = [each for each in (_of_level(engine), _of_scheme(engine)) if each]
     fix = ", or ".join(fixes or ["use another compressor"])
-    return f"This sends {sent / plain:.2f} times what plain {without} would; {fix}."
+    what = "With its controller's first levels this" if controlled else "This"
+    return f"{what} sends {sent / plain:.2f} times what plain {without} would; {fix}."
 
 
 def _of_level(engine: Engine) -> str:

@@ -114,6 +114,18 @@ def test_more_bytes_than_plain_ddp_are_warned_of_once(
     assert re.search(said, found), found
 
 
+def test_more_bytes_in_a_controllers_first_epoch_are_said_to_be_its_levels() -> None:
+    controller = Schedule((0.5, 0.01))
+    strategy = SimulatedDDPStrategy(
+        PerParameter(TopK(0.01)), scheme=AllGather(), workers=8, controller=controller
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(strategy, Plain, lambda: common_batches(64, 2), callbacks=[CompressionMonitor()])
+    (found,) = (str(each.message) for each in caught if "what plain DDP would" in str(each.message))
+    assert found.startswith("With its controller's first levels this sends ")
+
+
 @pytest.mark.parametrize(("compressor", "workers"), [(Identity(), 8), (TopK(0.1), 2), (TopK(1), 1)])
 def test_no_more_bytes_than_plain_ddp(compressor: Any, workers: int) -> None:
     strategy = SimulatedDDPStrategy(PerParameter(compressor), workers=workers)
