@@ -94,7 +94,7 @@ def page(rows: list[Row]) -> str:
             text += f"\n## {name}\n\n{model.about[0].upper()}{model.about[1:]}. The Pareto front: "
             text += f"no other winner has both less loss and fewer bytes.\n\n{front_table(found)}\n"
             text += f"All methods' winners, by ratio.\n\n{loss_table(rows, name)}"
-    return text + errors(rows)
+    return text + untrained_table(rows) + errors(rows)
 
 
 def rank_table(rows: Sequence[Row]) -> str:
@@ -142,6 +142,27 @@ def loss_table(rows: Sequence[Row], model: str) -> str:
         for name in found[TARGETS[0]]
     ]
     return table(["method", *map(label, TARGETS)], lines)
+
+
+def untrained_table(rows: Sequence[Row]) -> str:
+    """Return the methods of which some draws did not train, with the ratios of these draws."""
+    lines, draws = [], [row for row in rows if row["draw"] != BEST]
+    for name in METHODS:
+        cells = [untrained(where(draws, model=model, method=name)) for model in MODELS]
+        if any(cells):
+            lines.append([name, *(cell or "–" for cell in cells)])
+    text = "\n## What does not train\n\nDraws after which the training loss is no lower than in "
+    text += "the first step, among all that were run, and how many times fewer bytes than dense "
+    text += "they send.\n\n"
+    return text + table(["method", *MODELS], lines) if lines else ""
+
+
+def untrained(draws: Sequence[Row]) -> str:
+    """Return how many draws did not train, and their ratios; nothing if all did."""
+    lost = [row for row in draws if row["loss"] is None or row.get("diverged", True)]
+    ratios = sorted(row["ratio"] for row in lost if row["ratio"] is not None)
+    sent = f": {', '.join(f'{ratio:,.1f}x' for ratio in ratios)}" if ratios else ""
+    return f"{len(lost)} of {len(draws)}{sent}" if lost else ""
 
 
 def errors(rows: Sequence[Row]) -> str:

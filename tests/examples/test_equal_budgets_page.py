@@ -131,3 +131,14 @@ def test_the_page_has_fronts_ranks_and_losses(few, tmp_path: Path) -> None:
     (file,) = tmp_path.glob("*.html")
     assert file.read_text().count("<tr data-front=1>") == 4
     assert file.read_text().count("<tr>") == 1 + 5
+
+
+def test_draws_that_did_not_train_are_counted_with_their_ratios() -> None:
+    row = {"model": "lstm", "method": "topk", "seed": 0, "loss": 1.0, "diverged": False}
+    rows: list[dict[str, Any]] = [row | {"draw": 0, "ratio": 9.0}]
+    assert page.untrained_table(rows) == ""
+    rows.append(row | {"draw": 1, "ratio": 1300.0, "diverged": True})
+    rows.append({name: row[name] for name in ("model", "method", "seed")} | {"draw": 2})
+    rows[-1] |= {"loss": None, "ratio": None, "error": "ValueError: rank 9 of 8"}
+    rows.append(row | {"draw": BEST, "ratio": 9.0, "diverged": True})  # is no draw
+    assert "| topk | 2 of 3: 1,300.0x | – | – |" in page.untrained_table(rows)
