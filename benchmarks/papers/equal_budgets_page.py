@@ -188,7 +188,7 @@ def write_html(rows: list[Row], stem: Path) -> None:
 
 
 def draw(rows: list[Row], figure: Figure) -> None:
-    """Draw each model's winners, loss against bytes, and the front's names."""
+    """Draw each model's winners, loss against bytes, the front's names, and dense's loss."""
     figure.set_size_inches(15, 6)
     kinds = sorted({row["kind"] for row in rows if "kind" in row})
     colours = dict(zip(kinds, frame.COLOURS, strict=False))
@@ -201,6 +201,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
             ax.scatter(
                 [p.bytes for p in some], [p.loss for p in some], s=14, color=colour, label=kind
             )
+        if dense := point(rows, model, DENSE, ANY):
+            ax.axhline(dense.loss, color="0.7", lw=1, ls=":", zorder=0)
         best = front(found)
         ax.plot([p.bytes for p in best], [p.loss for p in best], color="0.7", lw=1, zorder=0)
         for p in best:

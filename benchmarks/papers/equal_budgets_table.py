@@ -10,9 +10,11 @@ from equal_budgets_points import Point
 
 HEAD = ("model", "method", "kind", "ratio", "bytes per step", "loss", "deviation", "accuracy, %")
 STYLE = """
+:root { color-scheme: light dark; }
 body { font: 15px/1.4 system-ui, sans-serif; margin: 2em; }
 table { border-collapse: collapse; } td, th { padding: .2em .7em; text-align: left; }
 th { cursor: pointer; border-bottom: 2px solid; } tr:nth-child(even) td { background: #8881; }
+thead th { position: sticky; top: 0; background: Canvas; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 """
 SCRIPT = """
@@ -53,8 +55,10 @@ def html(some: Sequence[Point], on_front: Sequence[bool], written: Callable[[Poi
         for p, best in zip(some, on_front, strict=True)
     )
     return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Equal tuning budgets</title><style>{STYLE}</style>
-<p>All methods at equal tuning budgets. A click on a heading sorts.
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Equal tuning budgets</title><style>{STYLE}</style>
+<p>All methods at equal tuning budgets: the best draws of each, run with other seeds. The ratio is
+to dense bytes, loss and accuracy are those of validation. A click on a heading sorts.
 <select aria-label="model"><option value="">all models</option>{models}</select>
 <input type="search" placeholder="method, kind or setting" aria-label="filter">
 <label><input type="checkbox"> Pareto front only</label></p>
