@@ -56,6 +56,7 @@ def run(
     kept = {key for key, row in found.items() if "failed" not in row["figures"]}
     todo = [cell for cell in in_order(before, cells) if _key(cell) not in kept]
     path.parent.mkdir(parents=True, exist_ok=True)
+    _drop_half_a_line(path)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     bar = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(elapsed_when_finished=True))
     with Progress(*bar, console=console) as progress, path.open("a") as file:
@@ -124,8 +125,16 @@ def _found(first: Sequence[Cell], path: Path) -> Cell:
 
 
 def _lines(path: Path) -> dict[str, Row]:
-    lines = path.read_text().splitlines() if path.is_file() else []
+    text = path.read_text() if path.is_file() else ""
+    lines = text.split("\n")[:-1]  # the last one ends without a newline while it is being written
     return {_key(row["cell"]): row for row in map(json.loads, lines)}
+
+
+def _drop_half_a_line(path: Path) -> None:
+    """Remove what an interrupted run has left without a newline: its cell is run again."""
+    text = path.read_bytes() if path.is_file() else b""
+    if text and not text.endswith(b"\n"):
+        path.write_bytes(text[: text.rfind(b"\n") + 1])
 
 
 def _key(cell: Cell) -> str:

@@ -189,10 +189,11 @@ def write_html(rows: list[Row], stem: Path) -> None:
 
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw each model's winners, loss against bytes, the front's names, and dense's loss."""
-    figure.set_size_inches(15, 6)
+    run = [model for model in MODELS if points(rows, model)] or list(MODELS)
+    figure.set_size_inches(5 * len(run), 6)
     kinds = sorted({row["kind"] for row in rows if "kind" in row})
     colours = dict(zip(kinds, frame.COLOURS, strict=False))
-    for ax, model in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
+    for ax, model in zip(figure.subplots(1, len(run), squeeze=False)[0], run, strict=True):
         ax.set(title=model, xlabel="bytes per step and worker", xscale="log")
         ax.grid(color="0.92")
         found = [p for p in points(rows, model) if math.isfinite(p.loss)]

@@ -141,6 +141,17 @@ def test_a_cell_that_depends_on_another_is_run_after_it_and_given_its_row(
     assert ran[2:] == [("none", None)]
 
 
+def test_half_a_row_is_not_read_and_its_cell_is_run_again(monkeypatch, tmp_path) -> None:
+    tried = experiment(lambda cell, data: {"loss": 1.0}, [{"arm": "a"}, {"arm": "b"}])
+    assert start(tried, monkeypatch, tmp_path) == 0
+    path = tmp_path / "tried.jsonl"
+    whole = path.read_text()
+    path.write_text(whole[:-20])  # as another process may see it, or a crash leaves it
+    assert [row["arm"] for row in cell_runs.read(path, tried.cells(1))] == ["a"]
+    assert start(tried, monkeypatch, tmp_path) == 0
+    assert [json.loads(line)["cell"]["arm"] for line in path.read_text().splitlines()] == ["a", "b"]
+
+
 def ends_in_its_process(cell, data):
     before = [row["loss"] for row in cell.get("before", ())]
     return {"loss": sum(before) + 1.0, "process": os.getpid(), "threads": torch.get_num_threads()}
