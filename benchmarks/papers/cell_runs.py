@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -134,7 +135,7 @@ def _drop_half_a_line(path: Path) -> None:
     """Remove what an interrupted run has left without a newline: its cell is run again."""
     text = path.read_bytes() if path.is_file() else b""
     if text and not text.endswith(b"\n"):
-        path.write_bytes(text[: text.rfind(b"\n") + 1])
+        os.truncate(path, text.rfind(b"\n") + 1)
 
 
 def _key(cell: Cell) -> str:
