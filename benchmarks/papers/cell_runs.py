@@ -6,6 +6,7 @@ too, and is tried again the next time.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import multiprocessing
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -52,15 +53,19 @@ def run(
         path: of the rows.
         data: what ``train`` reads.
         jobs: how many cells at a time.
+
+    Raises:
+        SystemExit: another command is at work on the same rows.
     """
-    found = _lines(path)
-    kept = {key for key, row in found.items() if "failed" not in row["figures"]}
-    todo = [cell for cell in in_order(before, cells) if _key(cell) not in kept]
     path.parent.mkdir(parents=True, exist_ok=True)
-    _drop_half_a_line(path)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     bar = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(elapsed_when_finished=True))
-    with Progress(*bar, console=console) as progress, path.open("a") as file:
+    with path.open("a") as file, Progress(*bar, console=console) as progress:
+        _alone(path, file)
+        _drop_half_a_line(path)
+        found = _lines(path)
+        kept = {key for key, row in found.items() if "failed" not in row["figures"]}
+        todo = [cell for cell in in_order(before, cells) if _key(cell) not in kept]
         began = time.monotonic()
         task = progress.add_task(path.stem, total=len(todo))
         rows = _rows(train, before, todo, path, data, jobs)
@@ -129,6 +134,15 @@ def _lines(path: Path) -> dict[str, Row]:
     text = path.read_text() if path.is_file() else ""
     lines = text.split("\n")[:-1]  # the last one ends without a newline while it is being written
     return {_key(row["cell"]): row for row in map(json.loads, lines)}
+
+
+def _alone(path: Path, file: TextIO) -> None:
+    """Lock the rows, as long as the file is open: two commands would run the same cells."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = f"Another command is at work on {path}; --jobs N runs several cells at a time."
+        raise SystemExit(text) from None
 
 
 def _drop_half_a_line(path: Path) -> None:

@@ -152,6 +152,17 @@ def test_half_a_row_is_not_read_and_its_cell_is_run_again(monkeypatch, tmp_path)
     assert [json.loads(line)["cell"]["arm"] for line in path.read_text().splitlines()] == ["a", "b"]
 
 
+def test_a_second_command_at_the_same_rows_is_refused(monkeypatch, tmp_path) -> None:
+    def train(cell, data):
+        with pytest.raises(SystemExit, match=r"Another command is at work on .*tried\.jsonl"):
+            start(tried, monkeypatch, tmp_path)
+        return {"loss": 1.0}
+
+    tried = experiment(train, [{"arm": "a"}])
+    assert start(tried, monkeypatch, tmp_path) == 0
+    assert len((tmp_path / "tried.jsonl").read_text().splitlines()) == 1
+
+
 def ends_in_its_process(cell, data):
     before = [row["loss"] for row in cell.get("before", ())]
     return {"loss": sum(before) + 1.0, "process": os.getpid(), "threads": torch.get_num_threads()}
