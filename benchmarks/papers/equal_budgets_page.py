@@ -21,6 +21,7 @@ from equal_budgets_points import (
     mean_ranks,
     point,
     points,
+    trained,
 )
 from equal_budgets_table import html
 from frame import Claim, Row, spread, table, verdict, where
@@ -159,7 +160,7 @@ def untrained_table(rows: Sequence[Row]) -> str:
 
 def untrained(draws: Sequence[Row]) -> str:
     """Return how many draws did not train, and their ratios; nothing if all did."""
-    lost = [row for row in draws if row["loss"] is None or row.get("diverged", True)]
+    lost = [row for row in draws if not trained(row)]
     ratios = sorted(row["ratio"] for row in lost if row["ratio"] is not None)
     sent = f": {', '.join(f'{ratio:,.1f}x' for ratio in ratios)}" if ratios else ""
     return f"{len(lost)} of {len(draws)}{sent}" if lost else ""

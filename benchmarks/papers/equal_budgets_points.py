@@ -58,6 +58,11 @@ def label(target: int) -> str:
     return "any ratio" if target == ANY else f"{target}x"
 
 
+def trained(row: Row) -> bool:
+    """Return whether a run's training loss became lower than in its first step."""
+    return row["loss"] is not None and not row.get("diverged", True)
+
+
 def chosen(draws: Iterable[Row], target: float) -> Row | None:
     """Return the draw of least loss among those that send so many times fewer bytes, if any."""
     some = [row for row in draws if row["loss"] is not None and (row["ratio"] or 0) >= target]

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import frame
+from catalogue import is_direction
 from cell_runs import read
 from equal_budgets import cells as drawn_cells
 from equal_budgets import run
 from equal_budgets_methods import DENSE, METHODS, drawn
 from equal_budgets_models import MODELS
-from equal_budgets_points import BEST
+from equal_budgets_points import trained
 from frame import Cell, Claim, Experiment, Row, table, where
 from matplotlib.figure import Figure
 
@@ -41,18 +42,15 @@ trained; one seed.
 """
 
 
-def untrained(row: Row) -> bool:
-    """Return whether a run's training loss is no lower than in its first step."""
-    return row["loss"] is None or row.get("diverged", True)
-
-
 def momentum_of(settings: Settings) -> float:
     """Return the momentum of memory or optimizer."""
     return float(settings.get(MEMORY_MOMENTUM) or settings.get("momentum", 0.0))
 
 
-def dense(cell: Cell, settings: Settings) -> tuple[Cell, Settings]:
+def dense(cell: Cell, settings: Settings) -> tuple[Cell, Settings] | None:
     """Compress nothing; a memory's momentum becomes the optimizer's, or lengthens its steps."""
+    if is_direction(METHODS[cell["method"]].compressor_class()):
+        return None  # a gradient of another length has other rates
     rate, momentum = settings["rate"], momentum_of(settings)
     if MODELS[cell["model"]].momenta:
         return cell | {"method": DENSE}, {"rate": rate, "momentum": momentum}
@@ -90,7 +88,9 @@ CHANGES: dict[str, Change] = {
 def cells(seeds: int, rows: Path) -> list[Cell]:
     """Return every change of every draw that did not train; ``seeds`` is that of the draws."""
     found = []
-    for row in filter(untrained, read(rows, [c for c in drawn_cells(0) if c["draw"] != BEST])):
+    for row in read(rows, drawn_cells(0)):
+        if trained(row):
+            continue
         names = ("model", "method", "draw", "draws", "workers", "width", "epochs", "steps", "seed")
         cell = {name: row[name] for name in names}
         settings = drawn(cell["method"], cell["model"], cell["draw"], cell["draws"])
@@ -123,9 +123,9 @@ def summary(rows: Sequence[Row]) -> str:
     parts = []
     for change in CHANGES:
         if change != AS_DRAWN and (some := where(rows, change=change)):
-            helped = sum(not untrained(row) for row in some)
+            helped = sum(map(trained, some))
             parts.append(f"{helped} of {len(some)} train with *{change}*")
-    still = sum(map(untrained, drawn_rows))
+    still = sum(not trained(row) for row in drawn_rows)
     return f"{still} of {len(drawn_rows)} do not train when run again as drawn; {', '.join(parts)}."
 
 
@@ -153,7 +153,7 @@ def loss(row: Row | None) -> str:
     if row is None:
         return "–"
     shown = "diverged" if row["loss"] is None else f"{row['loss']:.3f}"
-    return shown if untrained(row) else f"**{shown}**"
+    return f"**{shown}**" if trained(row) else shown
 
 
 def claims(rows: list[Row]) -> list[Claim]:
@@ -177,7 +177,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
                 [lines[r["method"], r["draw"]] for r in shown],
                 s=22,
                 edgecolors=colour,
-                facecolors=["none" if untrained(r) else colour for r in shown],
+                facecolors=[colour if trained(r) else "none" for r in shown],
             )
             ax.scatter([], [], s=22, color=colour, label=change)
         ax.set_yticks(range(len(lines)), [f"{m} {d}" for m, d in lines], fontsize=7)
