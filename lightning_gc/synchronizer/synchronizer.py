@@ -89,27 +89,44 @@ class Synchronizer:
             for ranks in groups or [members]
         ]
         self._group = next(g for g in made if isinstance(g, dist.ProcessGroup))
-        per_node = workers.configuration.neighbours(dist.get_world_size(self._group))
-        transport = Distributed(self._group, purpose, per_node)
-        same = workers.configuration.in_words() | {"verify": repr(verify)} | dict(agreed or {})
-        same["names and shapes of parameters"] = digest_of(workers.shapes)
-        same |= arithmetic(device, workers.configuration.compressor)
-        check_agreement(same, transport, device)
-        self._verification = verification(verify, type(self).__name__)
-        recording = Recording(self._verification.transport(transport))
-        workers.start([recording], revocable=revocable)
-        compile_kernels(workers.first, device)
-        workers.run, hosts = _acquainted(workers.run, transport, device)
-        scheme = workers.configuration.scheme
-        misplaced = None if scheme is None else scheme.misplaced(hosts)
-        if misplaced and dist.get_rank(self._group) == 0:
-            warnings.warn(misplaced, stacklevel=2)
+        try:
+            self._meet(device, purpose, verify, revocable, dict(agreed or {}))
+        except BaseException:
+            leave(self._group, failed=True)
+            raise
         if hurried and timeout is not None:
             _set_pg_timeout(timeout, self._group)
-        self._background = Background(recording, device)
+        self._background = Background(self._recording, device)
         self._left = False
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
         self._compared: torch.futures.Future[Tensor] | None = None  # of the last verified round
+
+    def _meet(
+        self,
+        device: torch.device,
+        purpose: str,
+        verify: Verify,
+        revocable: bool,
+        agreed: dict[str, str],
+    ) -> None:
+        """Compare what must be equal, make the engine, and learn where the others run."""
+        workers = self.workers
+        configuration = workers.configuration
+        per_node = configuration.neighbours(dist.get_world_size(self._group))
+        transport = Distributed(self._group, purpose, per_node)
+        same = configuration.in_words() | {"verify": repr(verify)} | agreed
+        same["names and shapes of parameters"] = digest_of(workers.shapes)
+        same |= arithmetic(device, configuration.compressor)
+        check_agreement(same, transport, device)
+        self._verification = verification(verify, type(self).__name__)
+        self._recording = Recording(self._verification.transport(transport))
+        workers.start([self._recording], revocable=revocable)
+        compile_kernels(workers.first, device)
+        workers.run, hosts = _acquainted(workers.run, transport, device)
+        scheme = configuration.scheme
+        misplaced = None if scheme is None else scheme.misplaced(hosts)
+        if misplaced and dist.get_rank(self._group) == 0:
+            warnings.warn(misplaced, stacklevel=3)
 
     def hook(self, state, bucket):  # type: ignore[no-untyped-def]
         """Synchronise a bucket: the communication hook; untyped, as DDP inspects annotations."""

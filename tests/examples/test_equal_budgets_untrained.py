@@ -46,17 +46,19 @@ def test_draws_that_trained_are_not(tmp_path: Path) -> None:
 def test_one_thing_is_changed() -> None:
     cell = a_cell("resnet", "topk")
     given = drawn("topk", "resnet", 0, cell["draws"])
-    rate, nothing = given["rate"], ({}, {})
+    rate = given["rate"]
 
     def changed(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what the change does to cell and settings."""
-        new_cell, new = untrained.CHANGES[name](cell, given) or nothing
+        found = untrained.CHANGES[name](cell, given)
+        assert found is not None
+        new_cell, new = found
         return (
             {name: value for name, value in new_cell.items() if value != cell[name]},
             {name: value for name, value in new.items() if value != given[name]},
         )
 
-    assert changed("as drawn") == nothing
+    assert changed("as drawn") == ({}, {})
     assert changed("rate / 8") == ({}, {"rate": rate / 8})
     assert changed("steps × 4") == ({"epochs": 4 * cell["epochs"]}, {})
     in_a_row, settings = changed("no momentum")
