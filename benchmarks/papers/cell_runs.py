@@ -27,10 +27,14 @@ Train = Callable[[Cell, Path | None], Row]
 Before = Callable[[Cell], Sequence[Cell]]
 
 
-def read(path: Path, cells: Sequence[Cell]) -> list[Row]:
-    """Return the rows of these cells, in their order; of a cell that was run twice, the last."""
+def read(path: Path, cells: Sequence[Cell] | None = None) -> list[Row]:
+    """Return the rows of these cells, in their order; of a cell that was run twice, the last.
+
+    Without ``cells``, all that there are.
+    """
     found = _lines(path)
-    rows = [found[_key(cell)] for cell in cells if _key(cell) in found]
+    keys = list(found) if cells is None else [_key(cell) for cell in cells]
+    rows = [found[key] for key in keys if key in found]
     return [{**row["cell"], **row["figures"], "cpu": row["cpu"]} for row in rows]
 
 

@@ -37,14 +37,16 @@ ABOUT = """
 Every compressor, with its default memory, and the memories that are no compressor's default, on
 three small models with four simulated workers. For each model each method has a study of its own:
 eight random draws (or `--draws`) of its own settings, with one seed. These are the learning rate,
-the momentum of the transformer's optimizer, what compressor and memory declare worth tuning, levels
-among it, and whether small tensors are compressed too. The draws cover each range evenly.
+what compressor and memory declare worth tuning, levels among it, momentum of the transformer's
+optimizer (0.9 or 0; the ResNet's is 0.9, the LSTM's 0) unless the memory has one, which is then
+drawn, and whether small tensors are compressed too. The draws cover each range evenly.
 
-More bytes mean less loss, so a study has several winners: for each ratio, the draw of the lowest
-validation loss among those that send that many times fewer bytes than dense. Winners are run with
-other seeds, and only these runs are shown. Losses are those of the validation data, at the end of
-the run. Eight draws are few: a method with many settings is found less well than one that has a
-learning rate only. Runs are short, so this tells first what learns fast.
+More bytes mostly mean less loss, so a study has several winners: for each ratio, the draw of the
+lowest validation loss among those that send that many times fewer bytes than dense. Winners are run
+with other seeds, and losses are those of these runs only, of the validation data, at the end. Eight
+draws are few: a method with many settings is found less well than one that has a learning rate
+only, and a draw is judged by one seed, whose noise may be as large as what good draws differ by.
+Runs are short, so this tells first what learns fast.
 """
 
 

@@ -27,6 +27,7 @@ from lightning_gc.tuning import Method
 from lightning_gc.tuning.parameter_space import MEMORY_PREFIX, PREFIX
 
 DENSE = "identity"  # bit-equal to plain DDP
+MEMORY_MOMENTUM = f"{MEMORY_PREFIX}momentum"
 # Of memories that no compressor has by default; all but one with the same compressor.
 MEMORIES = {
     "topk_cser": Method(
@@ -82,7 +83,9 @@ def drawn(name: str, model: str, draw: int, draws: int) -> dict[str, Any]:
     """Return one of a study's random draws.
 
     The draws cover each setting's range evenly: every one of ``draws`` equal parts of it is drawn
-    from once, in an order of its own (a Latin hypercube).
+    from once, in an order of its own (a Latin hypercube). A memory's momentum β makes steps
+    1/(1 − β) times as long; its rate is drawn in proportion to 1 − β, so that steps are as long as
+    other methods' are.
     """
     found = {}
     for entry in space(name, model):
@@ -90,6 +93,10 @@ def drawn(name: str, model: str, draw: int, draws: int) -> dict[str, Any]:
         order = source.sample(range(draws), draws)
         within = [source.random() for _ in range(draws)]
         found[entry.field] = value(entry, (order[draw] + within[draw]) / draws)
+    suited = MODELS[model].rates_for
+    direction = is_direction(METHODS[name].compressor_class())
+    if suited is not None and MEMORY_MOMENTUM in found and not direction:
+        found["rate"] *= (1 - found[MEMORY_MOMENTUM]) / (1 - suited)
     return found
 
 

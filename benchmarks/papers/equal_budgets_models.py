@@ -6,6 +6,7 @@ seconds of CPU time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,9 @@ class Model:
         train: trains once.
         width: units or channels.
         epochs: of a run.
+        guess: the loss of a guess at equal odds.
+        rates_for: the optimizer's momentum that ``rates`` suit; None if momentum does not make its
+            steps longer.
         momenta: of the optimizer, drawn by those methods whose memory has none.
         decay: of weights, where it is a part of the gradient; some memories have to add it.
     """
@@ -43,6 +47,8 @@ class Model:
     train: Callable[[Cell, tasks.Method], tasks.Figures]
     width: int
     epochs: int
+    guess: float
+    rates_for: float | None
     momenta: tuple[float, ...] = ()
     decay: float = 0.0
 
@@ -70,6 +76,8 @@ MODELS = {
         train=lstm,
         width=64,
         epochs=2,
+        guess=math.log(2132),  # words
+        rates_for=0.0,
     ),
     "resnet": Model(
         about="a ResNet on digits, width 16, SGD with momentum",
@@ -78,6 +86,8 @@ MODELS = {
         train=resnet,
         width=16,
         epochs=8,
+        guess=math.log(10),
+        rates_for=0.9,
         momenta=(0.9,),
         decay=tasks.DECAY,
     ),
@@ -88,6 +98,8 @@ MODELS = {
         train=transformer,
         width=WIDTH,
         epochs=2,
+        guess=math.log(2132),
+        rates_for=None,
         # Compressed gradients often train better without: benchmarks/papers/adam.py.
         momenta=(0.9, 0.0),
     ),

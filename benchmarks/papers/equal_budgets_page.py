@@ -15,6 +15,7 @@ from equal_budgets_points import (
     BEST,
     TARGETS,
     Point,
+    compare,
     entries,
     front,
     label,
@@ -24,20 +25,23 @@ from equal_budgets_points import (
     trained,
 )
 from equal_budgets_table import html
-from frame import Claim, Row, spread, table, verdict, where
+from frame import Claim, Row, spread, table, where
 from matplotlib.figure import Figure
+
+from lightning_gc.tuning.parameter_space import PREFIX
 
 SHOWN = 8  # names in a sentence
 NAMED = ("model", "method", "draw", "seed")  # of a run that ended in an error
 
 
 def missing(rows: Sequence[Row], model: str, target: int) -> list[str]:
-    """Return the methods of which a winner's runs for a ratio are not all there."""
-    runs = {
-        name: len(where(rows, model=model, method=name, draw=BEST, target=target))
-        for name in METHODS
-    }
-    return [name for name, count in runs.items() if count < max(1, *runs.values())]
+    """Return the methods of which a winner's runs, for a ratio or less, are not all there."""
+    winners, targets = where(rows, model=model, draw=BEST), [t for t in TARGETS if t <= target]
+    wanted = {(row["seed"], t) for row in winners for t in targets}
+    found: dict[str, set[tuple[int, int]]] = {name: set() for name in METHODS}
+    for row in winners:
+        found[row["method"]].add((row["seed"], row["target"]))
+    return [name for name, there in found.items() if not wanted or not wanted <= there]
 
 
 def sentence(rows: Sequence[Row], model: str, target: int) -> str:
@@ -53,7 +57,7 @@ def sentence(rows: Sequence[Row], model: str, target: int) -> str:
     text = f"{start}`{best.method}` has the lowest loss, {shown(best)} at {best.ratio:,.0f}x"
     if best.method != DENSE:
         text += f"; dense has {shown(dense)}{compared(best, dense)}"
-    close = [p.method for p in others if verdict(best.losses, p.losses) != "agrees"]
+    close = [p.method for p in others if compare(best, p) != "agrees"]
     text += f". Of {len(others)} other methods that reach the ratio, "
     if not others:
         return f"{text.rpartition('. Of')[0]}. No other method reaches the ratio."
@@ -65,7 +69,7 @@ def sentence(rows: Sequence[Row], model: str, target: int) -> str:
 
 def compared(one: Point, dense: Point) -> str:
     """Return what three seeds say of a point and dense, as a clause."""
-    said = {"agrees": "is more", "disagrees": "is less"}.get(verdict(one.losses, dense.losses))
+    said = {"agrees": "is more", "disagrees": "is less"}.get(compare(one, dense))
     return f", which {said}" if said else ", and seeds do not tell them apart"
 
 
@@ -76,19 +80,21 @@ def code(name: str) -> str:
 
 def shown(point: Point) -> str:
     """Return a point's loss over seeds."""
-    return spread(point.losses, ".3f")
+    return spread(list(point.losses.values()), ".3f")
 
 
 def page(rows: list[Row]) -> str:
     """Return sentences, ranks, fronts and all losses."""
     text = "## What wins\n\nThe lowest mean of the seeds; *told apart* is a 95 % interval of the "
-    text += "difference, paired by seed, on one side of zero. The lowest of many means is lower "
-    text += "than its method deserves.\n\n"
+    text += "difference, paired by seed, on one side of zero. Each comparison is for itself: of "
+    text += "twenty without an effect, one would be told apart; and what three seeds do not tell "
+    text += "apart need not be equal. The lowest of many means is lower than its method deserves."
+    text += "\n\n"
     text += "".join(f"- {sentence(rows, m, t)}\n" for t in TARGETS[1:] for m in MODELS)
     text += "\n## Ranks\n\nMean rank over the models, among the methods that reach a ratio on all "
-    text += "of them (their number is in the heading), and the 95 % interval that the seeds leave: "
-    text += "of rankings whose seeds are drawn anew, with replacement. It does not contain what "
-    text += "other draws of the settings would change.\n\n"
+    text += "of them (their number is in the heading), and a rough interval: where 95 % of the "
+    text += "rankings lie whose seeds are drawn anew, with replacement. Few seeds make it too "
+    text += "narrow, and it does not contain what other draws of the settings would change.\n\n"
     text += rank_table(rows)
     for name, model in MODELS.items():
         if found := points(rows, name):
@@ -100,7 +106,12 @@ def page(rows: list[Row]) -> str:
 
 def rank_table(rows: Sequence[Row]) -> str:
     """Return the mean ranks of methods for each ratio."""
-    columns = [mean_ranks([entries(rows, model, t) for model in MODELS]) for t in TARGETS]
+    columns = [
+        {}
+        if any(missing(rows, model, t) for model in MODELS)
+        else mean_ranks([entries(rows, model, t) for model in MODELS])
+        for t in TARGETS
+    ]
     names = dict.fromkeys(name for column in columns for name in column)
     lines = [[name, *(rank(column.get(name)) for column in columns)] for name in names]
     head = [f"{label(t)} ({len(column)})" for t, column in zip(TARGETS, columns, strict=True)]
@@ -125,11 +136,10 @@ def front_table(some: Sequence[Point]) -> str:
 
 
 def written(point: Point) -> str:
-    """Return a point's settings, short."""
+    """Return a point's settings, short; ``memory momentum`` is not the optimizer's."""
     parts = (
-        f"{name.rpartition('.')[2]} {value:.3g}"
-        if isinstance(value, float)
-        else f"{name.rpartition('.')[2]} {value}"
+        f"{name.removeprefix(PREFIX).replace('.', ' ')} "
+        + (f"{value:.3g}" if isinstance(value, float) else str(value))
         for name, value in point.settings.items()
     )
     return ", ".join(parts)
@@ -152,9 +162,9 @@ def untrained_table(rows: Sequence[Row]) -> str:
         cells = [untrained(where(draws, model=model, method=name)) for model in MODELS]
         if any(cells):
             lines.append([name, *(cell or "–" for cell in cells)])
-    text = "\n## What does not train\n\nDraws after which the training loss is no lower than in "
-    text += "the first step, among all that were run, and how many times fewer bytes than dense "
-    text += "they send.\n\n"
+    text = "\n## What does not train\n\nDraws after which the training loss is no lower than that "
+    text += "of a guess at equal odds, among all that were run, and how many times fewer bytes "
+    text += "than dense they send.\n\n"
     return text + table(["method", *MODELS], lines) if lines else ""
 
 

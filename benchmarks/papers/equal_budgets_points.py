@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from frame import Row, values, where
+from equal_budgets_models import MODELS
+from frame import Row, values, verdict, where
 
 BEST = "best"  # stands for the draw in the cells of winners
 ANY = 0  # some methods send more than dense
@@ -31,7 +32,7 @@ class Point:
         model: that was trained.
         method: its name.
         kind: of its compressor.
-        losses: one for each seed, infinite where a run diverged.
+        losses: by seed; infinite where a run diverged.
         ratio: mean over seeds of how many times fewer bytes than dense it sends.
         bytes: of a worker in a step, mean over seeds.
         settings: as drawn.
@@ -41,7 +42,7 @@ class Point:
     model: str
     method: str
     kind: str
-    losses: tuple[float, ...]
+    losses: Mapping[int, float]
     ratio: float
     bytes: float
     settings: Mapping[str, Any]
@@ -50,7 +51,7 @@ class Point:
     @property
     def loss(self) -> float:
         """Mean over seeds."""
-        return statistics.fmean(self.losses)
+        return statistics.fmean(self.losses.values())
 
 
 def label(target: int) -> str:
@@ -59,8 +60,9 @@ def label(target: int) -> str:
 
 
 def trained(row: Row) -> bool:
-    """Return whether a run's training loss became lower than in its first step."""
-    return row["loss"] is not None and not row.get("diverged", True)
+    """Return whether a run's training loss, at its end, is lower than that of a guess."""
+    loss = row.get("train_loss")
+    return loss is not None and loss < MODELS[row["model"]].guess
 
 
 def chosen(draws: Iterable[Row], target: float) -> Row | None:
@@ -77,17 +79,26 @@ def point(rows: Sequence[Row], model: str, method: str, target: int) -> Point | 
     sent = [row for row in runs if row.get("ratio") is not None]
     if not sent or runs[0]["pick"] is None:
         return None
+    if len({row["pick"] for row in runs}) > 1:
+        raise ValueError(f"{method} on {model} at {label(target)}: seeds have unlike draws.")
     ratio, size = (statistics.fmean(values(sent, name)) for name in ("ratio", "bytes"))
-    kind, settings, losses = sent[0]["kind"], sent[0]["settings"], tuple(values(runs, "loss"))
+    kind, settings = sent[0]["kind"], sent[0]["settings"]
+    losses = dict(zip((row["seed"] for row in runs), values(runs, "loss"), strict=True))
     accuracy = statistics.fmean(values(sent, "accuracy")) if "accuracy" in sent[0] else None
     return Point(model, method, kind, losses, ratio, size, settings, accuracy)
+
+
+def compare(lower: Point, higher: Point) -> str:
+    """Say whether the first has less loss, as ``frame.verdict`` does, by the seeds of both."""
+    seeds = sorted(lower.losses.keys() & higher.losses.keys())
+    return verdict([lower.losses[i] for i in seeds], [higher.losses[i] for i in seeds])
 
 
 def points(rows: Sequence[Row], model: str) -> list[Point]:
     """Return all winners on a model, each once."""
     methods = dict.fromkeys(row["method"] for row in rows)
     all_of_them = [point(rows, model, method, t) for method in methods for t in TARGETS]
-    return list({(p.method, p.ratio, p.losses): p for p in all_of_them if p}.values())
+    return list({(p.method, p.ratio, *p.losses.values()): p for p in all_of_them if p}.values())
 
 
 def entries(rows: Sequence[Row], model: str, target: int) -> list[Point]:
@@ -120,11 +131,12 @@ def ranks(losses: Mapping[str, float]) -> dict[str, float]:
 def mean_ranks(
     by_model: Sequence[Sequence[Point]],
 ) -> dict[str, tuple[float, float, float]]:
-    """Return method -> its mean rank over models, and the 95 % interval that seeds leave.
+    """Return method -> its mean rank over models, and the interval that seeds leave.
 
-    Of methods that have a point on every model. Each resampling draws every point's seeds anew,
-    with replacement, and ranks the means. Deviations from a mean are enlarged by √(n/(n − 1)), as
-    n seeds show too little of them. Empty where there is one seed only, or no method.
+    Of methods that have a point on every model. Each resampling draws the seeds of a model anew,
+    with replacement, the same ones for all methods, and ranks the means; the interval holds 95 % of
+    them. Deviations from a mean are enlarged by √(n/(n − 1)), as n seeds show too little of them.
+    NaN where there is one seed only; empty where there is no method.
     """
     shared = set.intersection(*({p.method for p in some} for some in by_model)) if by_model else ()
     groups = [[p for p in some if p.method in shared] for some in by_model]
@@ -132,11 +144,8 @@ def mean_ranks(
         return {}
     source = random.Random(0)
 
-    def mean(drawn: bool) -> dict[str, float]:
-        each = [
-            ranks({p.method: resampled(p.losses, source) if drawn else p.loss for p in group})
-            for group in groups
-        ]
+    def mean(resample: bool) -> dict[str, float]:
+        each = [ranks(resampled(group, source) if resample else means(group)) for group in groups]
         return {name: statistics.fmean(rank[name] for rank in each) for name in each[0]}
 
     many = [mean(True) for _ in range(RESAMPLED)]
@@ -149,9 +158,18 @@ def mean_ranks(
     return dict(sorted(found.items(), key=lambda item: item[1][0]))
 
 
-def resampled(losses: Sequence[float], source: random.Random) -> float:
-    """Return the mean of losses drawn with replacement, its deviation enlarged."""
-    n, mean = len(losses), statistics.fmean(losses)
-    if n < 2 or not math.isfinite(mean):  # a method that diverged once is last
-        return mean
-    return mean + math.sqrt(n / (n - 1)) * (statistics.fmean(source.choices(losses, k=n)) - mean)
+def means(group: Iterable[Point]) -> dict[str, float]:
+    """Return each method's loss."""
+    return {p.method: p.loss for p in group}
+
+
+def resampled(group: Sequence[Point], source: random.Random) -> dict[str, float]:
+    """Return each method's mean over seeds drawn with replacement, its deviation enlarged."""
+    seeds = sorted({seed for p in group for seed in p.losses})
+    drawn = source.choices(seeds, k=len(seeds))
+    found = means(group)
+    for p in group:
+        some, n = [p.losses[seed] for seed in drawn if seed in p.losses], len(p.losses)
+        if n > 1 and some and math.isfinite(p.loss):  # a method that diverged once is last
+            found[p.method] += math.sqrt(n / (n - 1)) * (statistics.fmean(some) - p.loss)
+    return found

@@ -72,7 +72,7 @@ to dense bytes, loss and accuracy are those of validation. A click on a heading 
 
 def line(point: Point, settings: str) -> str:
     """Return a row's cells; numbers are sorted by their value."""
-    deviation = statistics.stdev(point.losses) if len(point.losses) > 1 else None
+    deviation = statistics.stdev(point.losses.values()) if len(point.losses) > 1 else None
     accuracy = None if point.accuracy is None else 100 * point.accuracy
     numbers = (
         (point.ratio, ",.1f"),

@@ -17,28 +17,28 @@ from typing import Any
 import frame
 from catalogue import is_direction
 from cell_runs import read
-from equal_budgets import cells as drawn_cells
 from equal_budgets import run
-from equal_budgets_methods import DENSE, METHODS, drawn
+from equal_budgets_methods import DENSE, MEMORY_MOMENTUM, METHODS
 from equal_budgets_models import MODELS
-from equal_budgets_points import trained
+from equal_budgets_points import BEST, trained
 from frame import Cell, Claim, Experiment, Row, table, where
 from matplotlib.figure import Figure
 
 Settings = dict[str, Any]
 Change = Callable[[Cell, Settings], tuple[Cell, Settings] | None]
 LONGER, SLOWER = 4, 8
-ADAPTIVE = "transformer"  # trained with AdamW, whose momentum does not lengthen its steps
+PLACE = ("model", "method", "draw", "draws", "workers", "width", "epochs", "steps", "seed")
+COPIED = (*PLACE, "settings")
 AS_DRAWN = "as drawn"
-MEMORY_MOMENTUM = "memory.momentum"
 ABOUT = f"""
 Some draws of `equal_budgets.py` did not train: after the run, the training loss was no lower than
-in the first step. Each of them is run again with the same seed: as drawn, and with one change at a
-time. *Dense*: nothing compressed, at the same rate and momentum, that of the memory included.
-*Rate / {SLOWER}*: the method at an eighth of the learning rate. *No momentum*: of the optimizer;
-SGD's rate is raised by 1 / (1 − momentum), which is how much longer momentum makes its steps.
-*Steps × {LONGER}*: four times the epochs. Validation losses at the end of the run, in bold where it
-trained; one seed.
+that of a guess at equal odds. Each of them is run again with the same seed: as drawn, and with one
+change at a time. *Dense*: nothing compressed, at the same rate and momentum, that of the memory
+included. *Small dense*: tensors of few elements are not compressed, which limits the ratio. *Rate /
+{SLOWER}*: the method at an eighth of the learning rate. *No momentum*: of the optimizer; SGD's rate
+is raised by 1 / (1 − momentum), which is how much longer momentum makes its steps. *Steps ×
+{LONGER}*: four times the epochs; the ResNet's warm-up stays three of them. Validation losses at the
+end of the run, in bold where it trained; one seed.
 """
 
 
@@ -57,6 +57,11 @@ def dense(cell: Cell, settings: Settings) -> tuple[Cell, Settings] | None:
     return cell | {"method": DENSE}, {"rate": rate / (1 - momentum)}
 
 
+def small_dense(cell: Cell, settings: Settings) -> tuple[Cell, Settings] | None:
+    """Leave small tensors uncompressed, if they are not."""
+    return (cell, settings | {"every_tensor": False}) if settings.get("every_tensor") else None
+
+
 def slower(cell: Cell, settings: Settings) -> tuple[Cell, Settings]:
     """Lower the learning rate."""
     return cell, settings | {"rate": settings["rate"] / SLOWER}
@@ -67,7 +72,7 @@ def without_momentum(cell: Cell, settings: Settings) -> tuple[Cell, Settings] | 
     momentum = settings.get("momentum")
     if not momentum:
         return None
-    factor = 1.0 if cell["model"] == ADAPTIVE else 1 / (1 - momentum)
+    factor = 1.0 if MODELS[cell["model"]].rates_for is None else 1 / (1 - momentum)
     return cell, settings | {"momentum": 0.0, "rate": settings["rate"] * factor}
 
 
@@ -79,6 +84,7 @@ def longer(cell: Cell, settings: Settings) -> tuple[Cell, Settings]:
 CHANGES: dict[str, Change] = {
     AS_DRAWN: lambda cell, settings: (cell, settings),
     "dense": dense,
+    "small dense": small_dense,
     f"rate / {SLOWER}": slower,
     "no momentum": without_momentum,
     f"steps × {LONGER}": longer,
@@ -88,22 +94,21 @@ CHANGES: dict[str, Change] = {
 def cells(seeds: int, rows: Path) -> list[Cell]:
     """Return every change of every draw that did not train; ``seeds`` is that of the draws."""
     found = []
-    for row in read(rows, drawn_cells(0)):
-        if trained(row):
+    for row in read(rows):
+        if row["draw"] == BEST or trained(row):
             continue
-        names = ("model", "method", "draw", "draws", "workers", "width", "epochs", "steps", "seed")
-        cell = {name: row[name] for name in names}
-        settings = drawn(cell["method"], cell["model"], cell["draw"], cell["draws"])
+        cell = {name: row[name] for name in COPIED}
         found += [
-            cell | {"change": name} for name, change in CHANGES.items() if change(cell, settings)
+            cell | {"change": name}
+            for name, change in CHANGES.items()
+            if change(cell, cell["settings"])
         ]
     return found
 
 
 def train(cell: Cell, data: Path | None) -> Row:
     """Run a draw with a change."""
-    settings = drawn(cell["method"], cell["model"], cell["draw"], cell["draws"])
-    changed = CHANGES[cell["change"]](cell, settings)
+    changed = CHANGES[cell["change"]](cell, cell["settings"])
     assert changed is not None  # is no cell
     return run(*changed)
 

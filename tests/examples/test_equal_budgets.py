@@ -24,6 +24,7 @@ import equal_budgets_page as page
 import equal_budgets_points as points
 from equal_budgets_models import MODELS
 from equal_budgets_points import BEST, TARGETS
+from tune_language_model import Text
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "papers" / "equal_budgets.py"
 
@@ -91,6 +92,26 @@ def test_a_memory_that_must_add_weight_decay_does(monkeypatch) -> None:
     assert found["Residual"][0] is None
     decay, memory = found["MomentumCorrection"]
     assert (decay, memory.weight_decay) == (0.0, MODELS["resnet"].decay)
+
+
+@pytest.mark.parametrize("name", ["dgc", "topk_global_momentum", "topk_saef"])
+def test_steps_with_a_memorys_momentum_are_as_long_as_others(name: str) -> None:
+    for model, suited in (("lstm", 0.0), ("resnet", 0.9)):
+        low, high = MODELS[model].rates
+        for draw in range(8):
+            found = methods.drawn(name, model, draw, 8)
+            assert low <= found["rate"] * (1 - suited) / (1 - found["memory.momentum"]) <= high
+    low, high = MODELS["transformer"].rates  # AdamW divides by it
+    assert all(
+        low <= methods.drawn(name, "transformer", draw, 8)["rate"] <= high for draw in (0, 1)
+    )
+
+
+def test_a_guess_at_equal_odds_is_what_the_models_are_asked_for() -> None:
+    words = len(Text(None, batch=4, bptt=4).corpus.words)
+    for model in ("lstm", "transformer"):  # another version of Python has other documentation
+        assert math.exp(MODELS[model].guess) == pytest.approx(words, rel=0.2)
+    assert math.exp(MODELS["resnet"].guess) == pytest.approx(10)
 
 
 def test_directions_have_rates_of_their_own() -> None:
@@ -174,7 +195,7 @@ def test_a_run_that_ends_in_an_error_has_lost_and_says_why(monkeypatch) -> None:
     winners[0] |= {"pick": 0, "as": None}
     found = points.point(winners, "lstm", "topk", 8)
     assert found is not None
-    assert found.losses == (2.0, math.inf)
+    assert found.losses == {1: 2.0, 2: math.inf}
 
 
 @pytest.mark.nightly

@@ -16,7 +16,8 @@ from equal_budgets_points import BEST, TARGETS, Point
 
 
 def a_point(method: str, losses: tuple[float, ...], sent: float) -> Point:
-    return Point("lstm", method, "sparsifier", losses, 1000 / sent, sent, {"rate": 1.0})
+    by_seed = dict(enumerate(losses, start=1))
+    return Point("lstm", method, "sparsifier", by_seed, 1000 / sent, sent, {"rate": 1.0})
 
 
 def test_nothing_on_the_front_is_beaten_in_both() -> None:
@@ -115,8 +116,30 @@ def test_a_winner_of_a_lower_ratio_counts_for_what_it_sends(few: list[dict[str, 
 def test_nothing_is_said_while_rows_are_missing(few: list[dict[str, Any]]) -> None:
     fewer = [row for row in few if (row["method"], row["target"], row["seed"]) != ("qsgd", 8, 2)]
     assert page.sentence(fewer, "lstm", 8) == "**8x, lstm:** not run (1 of 4 methods are missing)."
-    assert "has the lowest loss" in page.sentence(fewer, "lstm", 30)
+    assert "not run (1 of 4" in page.sentence(fewer, "lstm", 30)  # it may be the winner of 8x
     assert "not run (4 of 4" in page.sentence([], "lstm", 8)
+    assert "| topk | 1.0 (1.0 to 1.0) | – |" in page.page(fewer)
+
+
+def test_there_is_a_page_of_whatever_has_been_run(few: list[dict[str, Any]]) -> None:
+    by_seed = sorted(few, key=lambda row: row["seed"])
+    for rows in (few, by_seed, [row for row in few if row["target"] == 8]):
+        for until in range(0, len(rows) + 1, 3):
+            assert "## What wins" in page.page(rows[:until])
+
+
+def test_seeds_that_only_one_has_are_not_compared() -> None:
+    one, other = a_point("one", (1.0, 1.1, 1.2), 9), a_point("other", (2.0, 2.1), 9)
+    assert points.compare(one, other) == "agrees"
+    assert points.compare(other, one) == "disagrees"
+
+
+def test_seeds_of_a_winner_have_one_draw(few: list[dict[str, Any]]) -> None:
+    for row in few:
+        if (row["method"], row["target"], row["seed"]) == ("topk", 8, 2):
+            row["pick"] = 5
+    with pytest.raises(ValueError, match="topk on lstm at 8x: seeds have unlike draws"):
+        points.point(few, "lstm", "topk", 8)
 
 
 def test_the_page_has_fronts_ranks_and_losses(few, tmp_path: Path) -> None:
@@ -134,11 +157,12 @@ def test_the_page_has_fronts_ranks_and_losses(few, tmp_path: Path) -> None:
 
 
 def test_draws_that_did_not_train_are_counted_with_their_ratios() -> None:
-    row = {"model": "lstm", "method": "topk", "seed": 0, "loss": 1.0, "diverged": False}
+    row = {"model": "lstm", "method": "topk", "seed": 0, "loss": 1.0, "train_loss": 7.6}
     rows: list[dict[str, Any]] = [row | {"draw": 0, "ratio": 9.0}]
     assert page.untrained_table(rows) == ""
-    rows.append(row | {"draw": 1, "ratio": 1300.0, "diverged": True})
+    rows.append(row | {"draw": 1, "ratio": 1300.0, "train_loss": 7.7})
     rows.append({name: row[name] for name in ("model", "method", "seed")} | {"draw": 2})
     rows[-1] |= {"loss": None, "ratio": None, "error": "ValueError: rank 9 of 8"}
-    rows.append(row | {"draw": BEST, "ratio": 9.0, "diverged": True})  # is no draw
+    assert [points.trained(row) for row in rows] == [True, False, False]
+    rows.append(row | {"draw": BEST, "ratio": 9.0, "train_loss": 7.7})  # is no draw
     assert "| topk | 2 of 3: 1,300.0x | – | – |" in page.untrained_table(rows)
