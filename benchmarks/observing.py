@@ -64,7 +64,7 @@ class Declares(Controller):
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
         """Keep all levels."""
-        return Decision(keeps_levels=True, reason="measured"), state
+        return Decision(None, keeps_levels=True, reason="measured"), state
 
 
 class Clocks(pl.Callback):

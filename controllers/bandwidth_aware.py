@@ -111,7 +111,7 @@ class BandwidthAware(Controller):
             if nbytes <= (allowed if i >= at else self.headroom * allowed)
         ]
         new = fits[0] if fits else len(self.levels) - 1
-        figures = {"link_gbps": gbps, "bytes_allowed": allowed, "step_seconds": took}
+        figures = {"link_gbps": gbps, "bytes_allowed": allowed, "observed_step_seconds": took}
         reason = (
             f"A step took {took:.4g} s of {self.step_seconds:.4g} s at {gbps:.3g} Gbit/s, so that "
             f"{allowed:,.0f} bytes are allowed."

@@ -127,12 +127,13 @@ class Decision:
         reason: one sentence for the log.
         figures: name -> number to log, such as a critical share or the budget spent.
         warning: what the user should change; worker 0 warns of it. Empty: nothing.
-        keeps_levels: levels stay as they are, whatever ``level`` and ``levels`` say.
+        keeps_levels: levels stay as they are, whatever ``level`` and ``levels`` say: as in
+            ``Decision(None, keeps_levels=True, every=8)``.
         every: with local steps, H from the next round on; None: as before. Only for a controller
             that declares it in ``Needs.rounds``.
     """
 
-    level: Level = None
+    level: Level
     levels: Mapping[str, Level] = field(default_factory=dict)
     reason: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)

@@ -181,7 +181,7 @@ class DynamicBitWidth(Controller):
             f"ModelCheckpoint(save_on_train_epoch_end=True) does."
         )
         reason = f"{names} is not known after a resume, so the level is kept."
-        return Decision(reason=reason, warning=warning, keeps_levels=True)
+        return Decision(None, reason=reason, warning=warning, keeps_levels=True)
 
     def _warning(self, observation: Observation) -> str:
         """Return a sentence about metrics of the last batch, after the first epoch only."""

@@ -97,7 +97,7 @@ class GainSearch(Controller):
             new, searching, why = self._next(now, gains, scores)
         elif gains[now] < self.gain and now > 0:
             new, why = now - 1, "its gain has fallen"
-        figures = {"gain": gains[now], "score": scores[str(now)], "step_seconds": took}
+        figures = {"gain": gains[now], "score": scores[str(now)], "observed_step_seconds": took}
         reason = (
             f"Level {self.levels[now]:g} had a gain of {gains[now]:.3f} at {took:.4g} s a step: "
             f"{why}, so {self.levels[new]:g} is next."

@@ -72,7 +72,7 @@ class RoundSchedule(Controller):
         return (self, 0) if self.levels is None else self.levels.deciding(epoch)
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        decision = Decision(keeps_levels=True)
+        decision = Decision(None, keeps_levels=True)
         if self.levels is not None:
             decision, state = self.levels.decide(observation, state)
         index = turn_of(self, observation, len(self.every), self.by)

@@ -40,6 +40,9 @@ from lightning_gc.controllers import (
     TotalError,
     TotalErrorBudget,
 )
+from lightning_gc.monitor.decisions import level_figures
+from lightning_gc.monitor.totals import Totals
+from lightning_gc.network_model import NetworkModel
 from tests.support.replay import outcome, patient, through_a_checkpoint, through_json
 
 CONTROLLERS: list[Controller] = [
@@ -222,6 +225,34 @@ def test_every_decision_gives_a_reason(controller: Controller) -> None:
         assert isinstance(decision, Decision)
         assert decision.reason.endswith(".")
         assert all(isinstance(value, int | float) for value in decision.figures.values())
+
+
+ONES = Totals(**{field.name: 1 for field in dataclasses.fields(Totals)})
+MONITORED = {
+    *ONES.averages(2),
+    *ONES.averages(2, NetworkModel()),
+    *level_figures({"a": 0.1, "b": None}),
+    *("drift", "outer_step", "rounds", "round_steps"),  # of local steps
+}
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
+@often
+def test_its_figures_are_not_logged_by_the_monitor_too(
+    controller: Controller, examples: int
+) -> None:
+    """Two meanings would make one curve: figures stand beside the monitor's, under its prefix."""
+
+    def law(run: list[Observation]) -> None:
+        state = controller.init()
+        for observation in run:
+            try:
+                decision, state = controller.decide(observation, state)
+            except ValueError:  # of a metric that is missing
+                continue
+            assert not MONITORED & decision.figures.keys()
+
+    hold(examples, law)
 
 
 def test_every_controller_is_in_the_table() -> None:

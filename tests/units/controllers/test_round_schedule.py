@@ -120,7 +120,7 @@ def test_an_h_that_was_not_declared_is_refused() -> None:
         def decide(
             self, observation: Observation, state: dict[str, Any]
         ) -> tuple[Decision, dict[str, Any]]:
-            return Decision(every=3), state
+            return Decision(None, every=3), state
 
     with pytest.raises(ValueError, match=r"Undeclared sets H = 3.*Needs\(rounds=\(3,\)\)"):
         decision_of(Undeclared(), RUN[0], {})

@@ -32,7 +32,7 @@ class Listens(Controller):
         self, observation: Observation, state: dict[str, Any]
     ) -> tuple[Decision, dict[str, Any]]:
         self.told[observation.epoch] = dict(observation.metrics)
-        return Decision(keeps_levels=True), state
+        return Decision(None, keeps_levels=True), state
 
 
 class Module(pl.LightningModule):
