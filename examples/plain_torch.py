@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +47,6 @@ saved = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
 torch.save(saved | {"compression": handle.state_dict(), "step": options.steps}, file)
 sent = handle.account().wire_bytes // max(1, options.steps - first)
 weights = float(sum(p.detach().sum() for p in ddp.parameters()))
-Console().print(f"worker {rank}: {sent:,} bytes a step; weights sum to {weights}")
+print(f"worker {rank}: {sent:,} bytes a step; weights sum to {weights}")
 handle.close()
 dist.destroy_process_group()

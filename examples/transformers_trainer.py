@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from lightning_gc import TopK, attach
@@ -90,9 +89,7 @@ def main(steps: int, folder: Path) -> None:
     if trainer.is_world_process_zero():
         weights = float(sum(p.detach().sum() for p in model.parameters()))
         loss = result.training_loss
-        Console().print(
-            f"{compressed.sent:,} bytes; mean loss {loss:.3f}; weights sum to {weights}"
-        )
+        print(f"{compressed.sent:,} bytes; mean loss {loss:.3f}; weights sum to {weights}")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def attach(
         scheme: how payloads become a mean; the compressor's default if left out.
         controller: chooses levels; the training loop calls ``begin_epoch`` or ``begin_batch``.
         optimizers: those of the module's parameters: for memories that depend on learning rates or
-            refuse some settings, and for controllers.
+            refuse some settings, and for any controller.
         scaler: of fp16 training, with DDP only. Errors are kept unscaled, and restored when it
             skips a step.
         seed: of the compressor's private random numbers, equal on all workers.
@@ -97,6 +97,11 @@ def attach(
         optimizers = [optimizers]
     verification(verify, "attach")
     its = list(optimizers)
+    if controller is not None and not its:
+        raise ValueError(
+            f"attach(..., controller={controller!r}): a controller sees the learning rates; give "
+            f"optimizers=optimizer."
+        )
     if isinstance(module, DistributedDataParallel):
         return AttachedDDP(module, configuration, controller, its, scaler, timeout, verify)
     if scaler is not None and scaler.is_enabled():

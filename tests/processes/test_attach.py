@@ -217,7 +217,7 @@ def handled(worker: int) -> dict[str, Any]:
         lambda: Loop(worker, TopK(), StepAhead()),
         lambda: Loop(worker, TopK(), Residual(lr_aware=True), optimizers=()),
         lambda: Loop(worker, DGC(0.1)),
-        lambda: Loop(worker, TopK(), None, None, Fixed(0.1), optimizers=()).handle.begin_epoch(0),
+        lambda: Loop(worker, TopK(), None, None, Fixed(0.1), optimizers=()),
     ):
         try:
             attempt()
