@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/plain_torch.py --steps 80    # goes on from
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -47,6 +48,6 @@ saved = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
 torch.save(saved | {"compression": handle.state_dict(), "step": options.steps}, file)
 sent = handle.account().wire_bytes // max(1, options.steps - first)
 weights = float(sum(p.detach().sum() for p in ddp.parameters()))
-print(f"worker {rank}: {sent:,} bytes a step; weights sum to {weights}")
+sys.stdout.write(f"worker {rank}: {sent:,} bytes a step; weights sum to {weights}\n")
 handle.close()
 dist.destroy_process_group()

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/transformers_trainer.py --steps 40    # goe
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def main(steps: int, folder: Path) -> None:
     if trainer.is_world_process_zero():
         weights = float(sum(p.detach().sum() for p in model.parameters()))
         loss = result.training_loss
-        print(f"{compressed.sent:,} bytes; mean loss {loss:.3f}; weights sum to {weights}")
+        found = f"{compressed.sent:,} bytes; mean loss {loss:.3f}; weights sum to {weights}"
+        sys.stdout.write(f"{found}\n")
 
 
 if __name__ == "__main__":
