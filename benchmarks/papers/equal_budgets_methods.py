@@ -53,7 +53,7 @@ def space(name: str, model: str) -> Space:
     method, task = METHODS[name], MODELS[model]
     compressor = method.compressor_class()
     memory = method.memory_and_scheme()[0]
-    low, high = task.directions if is_direction(compressor) else task.rates
+    low, high = task.directions if sends_directions(name) else task.rates
     found: list[Range | Choice] = [Range("rate", low, high, "log")]
     if task.momenta:
         # A memory with momentum has it in the optimizer's place.
@@ -66,6 +66,11 @@ def space(name: str, model: str) -> Space:
     for prefix, entries in ((PREFIX, method.tuned), (MEMORY_PREFIX, method.tuned_memory)):
         found += [dataclasses.replace(entry, field=prefix + entry.field) for entry in entries]
     return tuple(found)
+
+
+def sends_directions(name: str) -> bool:
+    """Return whether a method's result is a direction, of another length than a gradient."""
+    return is_direction(METHODS[name].compressor_class())
 
 
 def inner_level(compressor: Compressor) -> Space:
@@ -94,8 +99,7 @@ def drawn(name: str, model: str, draw: int, draws: int) -> dict[str, Any]:
         within = [source.random() for _ in range(draws)]
         found[entry.field] = value(entry, (order[draw] + within[draw]) / draws)
     suited = MODELS[model].rates_for
-    direction = is_direction(METHODS[name].compressor_class())
-    if suited is not None and MEMORY_MOMENTUM in found and not direction:
+    if suited is not None and MEMORY_MOMENTUM in found and not sends_directions(name):
         found["rate"] *= (1 - found[MEMORY_MOMENTUM]) / (1 - suited)
     return found
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import frame
-from catalogue import is_direction
 from cell_runs import read
 from equal_budgets import run
-from equal_budgets_methods import DENSE, MEMORY_MOMENTUM, METHODS
+from equal_budgets_methods import DENSE, MEMORY_MOMENTUM, METHODS, sends_directions
 from equal_budgets_models import MODELS
 from equal_budgets_points import BEST, trained
 from frame import Cell, Claim, Experiment, Row, table, where
@@ -49,7 +48,7 @@ def momentum_of(settings: Settings) -> float:
 
 def dense(cell: Cell, settings: Settings) -> tuple[Cell, Settings] | None:
     """Compress nothing; a memory's momentum becomes the optimizer's, or lengthens its steps."""
-    if is_direction(METHODS[cell["method"]].compressor_class()):
+    if sends_directions(cell["method"]):
         return None  # a gradient of another length has other rates
     rate, momentum = settings["rate"], momentum_of(settings)
     if MODELS[cell["model"]].momenta:
