@@ -59,6 +59,11 @@ class Rounds:
         """Whether a round is incomplete, so that errors are neither those before nor after it."""
         return not self.begun == self.ended == self.advanced
 
+    def mend(self) -> None:
+        """Begin a new round: an incomplete one will never be finished."""
+        self.ended = self.advanced = self.begun
+        self.opened = -1
+
 
 class Engine:
     """Combines compressor, memory and scheme, and keeps one worker's state by parameter name.
@@ -287,15 +292,20 @@ class Engine:
         self.compressor_state = {name: dict(kept) for name, kept in state["compressor"].items()}
         self.learning_rates.of_errors = dict(state["learning_rates"])
 
+    def begin_fit(self) -> None:
+        """Begin another fit with what is kept; a round that an exception has torn is given up."""
+        if self.rounds.torn:
+            self.loss_scaling.forget()
+            self.rounds.mend()
+
     def reset(self, step: int = 0) -> None:
         """Drop all state and start at ``step``."""
         self.loss_scaling.forget()
         self.buffers.load({})
         self.compressor_state = {}
         self.learning_rates.of_errors = {}
-        rounds = self.rounds  # the next round is a new one, even if it has the same step
-        rounds.step, rounds.opened = step, -1
-        rounds.ended = rounds.advanced = rounds.begun
+        self.rounds.step = step
+        self.rounds.mend()  # the next round is a new one, even if it has the same step
 
 
 def _buffers(memory: Memory) -> Buffers:

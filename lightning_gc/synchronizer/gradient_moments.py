@@ -20,9 +20,10 @@ def gradient_moments(
         peers: the other processes.
 
     Returns:
-        Fields of an ``Observation``; none if the moments were not summed, or of one step.
+        Fields of an ``Observation``; none if the moments were not summed, as after a resume without
+        a worker's file, or of one step.
     """
-    if not epochs[0].moments or steps < 2:
+    if not epochs[0].summed() or not epochs[0].moments or steps < 2:
         return {}
     means = [epoch.sum() / steps for epoch in epochs]
     owns = [float(mean.double().square().sum()) for mean in means]

@@ -122,6 +122,7 @@ class Workers:
         if not self.engines:
             self.engines = [self._engine(a.worker, a.workers) for a in accounts]
         for engine in self.engines:
+            engine.begin_fit()
             engine.loss_scaling.revocable = revocable
 
     def _engine(self, worker: int, workers: int) -> Engine:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 
-from lightning_gc import QSGD, GradiVeQ, NoMemory, PerParameter, Residual, TopK
+from lightning_gc import DIANA, EF21, QSGD, GradiVeQ, Memory, NoMemory, PerParameter, Residual, TopK
 from lightning_gc.controllers import Fixed, Schedule
 from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy
@@ -228,6 +228,20 @@ def test_a_lost_side_file_of_what_must_be_equal_on_all_workers(tmp_path: Path) -
     options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
     results, _ = zip(*run_in_processes(warned, 2, 2, options), strict=True)
     assert results[0]["digest"] == results[1]["digest"]
+
+
+@pytest.mark.parametrize("memory", [EF21(), pytest.param(DIANA(), marks=late)], ids=repr)
+def test_a_lost_side_file_of_a_memory_that_all_have_alike(tmp_path: Path, memory: Memory) -> None:
+    """An estimate that one worker has lost begins anew on all: their means would differ."""
+    compressor = QSGD(4) if isinstance(memory, DIANA) else TOPK
+    common: dict[str, Any] = {"compressor": compressor, "memory": memory}
+    run(2, tmp_path / "a", 1, **common)
+    os.remove(side_files(tmp_path / "a")["epoch=0-step=5.ckpt-step5-worker1of2.pt"])
+    options = {"folder": str(tmp_path / "b"), "epochs": 2, **common}
+    options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
+    (one, (sentence,)), (other, _) = run_in_processes(warned, 2, 2, options)
+    assert one["digest"] == other["digest"]
+    assert f"{type(memory).__name__} keeps what must be equal on all" in sentence
 
 
 def test_a_lost_side_file_counts_as_zeros(tmp_path: Path) -> None:

@@ -95,8 +95,14 @@ class Restoring:
 
         said = together(self.host, {first_worker(self.host): check})
         if any(text.endswith(_LOST) for text in said.values()):
-            # It may have to be equal on all workers, or they would ask for different messages.
-            found = [state | {"compressor": {}} for state in found]
+            found = [self._without_what_is_common(state) for state in found]
+            memory = self.host.local_workers.configuration.memory
+            if memory.common and self.host.global_rank == 0:
+                warnings.warn(
+                    f"Error state of all workers begins anew: {type(memory).__name__} keeps what "
+                    f"must be equal on all, and one has lost its file.",
+                    stacklevel=2,
+                )
         read = {worker: text.removesuffix(_LOST) for worker, text in said.items()}
         first = min(read)
         others = [str(worker) for worker, save in read.items() if save != read[first]]
@@ -106,6 +112,17 @@ class Restoring:
                 f"{first}; give all workers the same files."
             )
         return found
+
+    def _without_what_is_common(self, state: Tree) -> Tree:
+        """Return a worker's state without what must fit that of a worker that has lost its own.
+
+        What a compressor keeps, or workers would ask for different messages; memories that add to
+        the mean what all have alike, or weights would part; and sums since the last decision.
+        """
+        common = self.host.local_workers.configuration.memory.common
+        gone = {"turn", "memory"} if common else {"turn"}
+        averaged = {name: kept for name, kept in state["averaged"].items() if name not in gone}
+        return state | {"compressor": {}, "averaged": averaged}
 
     def _collect(self, main: Tree, path: Any) -> list[Tree]:
         """Return each worker's state: its own, or the mean if the number of workers changed."""
@@ -127,7 +144,8 @@ class Restoring:
         known = next((state for state in own if state is not _NOTHING), _NOTHING)
         averaged = average([state["averaged"] for state in own])
         mean = {"averaged": averaged, "compressor": known["compressor"], "owns": _owns(own)}
-        return [mean] * len(engines)
+        lost = {"lost": True} if any("lost" in state for state in own) else {}
+        return [mean | lost] * len(engines)
 
     def _read(self, main: Tree, path: Any, workers: Iterable[int]) -> list[Tree]:
         """Return the content of these workers' side files; nothing where one is missing."""
