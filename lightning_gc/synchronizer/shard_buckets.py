@@ -1,9 +1,10 @@
 """ShardBuckets: joins FSDP2's units into buckets, and puts the means over replicas into ``.grad``.
 
 Each unit of FSDP2 calls its hook when the node has reduced its gradient. One exchange per unit
-would be one or more rounds per layer, so units are joined: the hook takes the shard out, and leaves
-zeros to FSDP2, which makes ``.grad`` of them in its own way (a view, a cast, a sum). When the pass
-is over, before anybody else sees gradients, the means are added there.
+would be one or more rounds per layer, so units are joined: the hook takes the shard out, with what
+earlier passes have added up in ``.grad``, and leaves zeros to FSDP2, which makes ``.grad`` of them
+in its own way (a view, a cast, a sum). When the pass is over, before anybody else sees gradients,
+the means are added there.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class ShardBuckets:
     Attributes:
         node_bytes: bytes that this rank has sent in reduce-scatters since the exchange before the
             last one, by the volume of a ring.
-        blocked: passes add up their gradients, and exchange none.
+        blocked: passes add up their gradients in ``.grad``, and exchange none.
 
     Communication pattern:
         The order of the buckets is that of the backward pass, from the last unit to the first, and
@@ -105,6 +106,7 @@ class ShardBuckets:
         self._home = {unit: bucket for bucket in self._buckets for unit in bucket.units}
         self._running = False
         self.blocked = False
+        self._added_up = False  # passes have, since the last exchange
         self.node_bytes = 0
         self._sent = 0  # the same, since the last exchange
         for unit in trained:
@@ -152,15 +154,28 @@ class ShardBuckets:
                 f"way already: its module was called once in the passes before, and now more "
                 f"often. Call it equally often from the first step on, or in units of its own."
             )
-        used_here(reduced)
-        flat = self._flat(bucket, reduced.device)
-        for piece in pieces:
-            flat[bucket.place(piece)].add_(reduced[piece.start : piece.start + piece.numel])
-        reduced.zero_()
+        if not self.blocked:
+            used_here(reduced)
+            flat = self._flat(bucket, reduced.device)
+            for piece in pieces:
+                flat[bucket.place(piece)].add_(reduced[piece.start : piece.start + piece.numel])
+            reduced.zero_()
+            if unit not in bucket.calls:
+                self._collect(bucket, pieces)
         self._sent += (len(unit.ranks) - 1) * reduced.numel() * reduced.element_size()
         bucket.calls[unit] = bucket.calls.get(unit, 0) + 1
         if not self.blocked:
             self._send(lambda each: each.complete)
+
+    def _collect(self, bucket: _Bucket, pieces: Sequence[Piece]) -> None:
+        """Move into the bucket what passes have added up, if ``zero_grad`` has left it."""
+        assert bucket.flat is not None
+        for piece in pieces:
+            if self._added_up and piece.param.grad is not None:
+                added_up = gradient_of(piece.param)
+                used_here(added_up)
+                bucket.flat[bucket.place(piece)].add_(added_up.reshape(-1))
+                added_up.zero_()
 
     def _refuse(self, unit: Unit, pieces: Sequence[Piece], reduced: Tensor) -> None:
         """Raise RuntimeError if ``reduced`` is not what was agreed on when the fit began."""
@@ -215,12 +230,16 @@ class ShardBuckets:
             bucket.known = True
             bucket.repeats |= any(count > 1 for count in bucket.calls.values())
         if self.blocked:
+            self._added_up = True
             for bucket in self._buckets:
                 bucket.calls.clear()
             return
         device = next(bucket.flat.device for bucket in self._buckets if bucket.flat is not None)
         for bucket in self._buckets:
             self._flat(bucket, device)
+            for unit in bucket.units:
+                if unit not in bucket.calls:
+                    self._collect(bucket, unit.pieces())
         self._send(lambda each: True)
         for bucket in self._buckets:
             assert bucket.mean is not None
@@ -228,6 +247,7 @@ class ShardBuckets:
         self._check()
         for bucket in self._buckets:
             self._put(bucket)
+        self._added_up = False
         self.node_bytes, self._sent = self._sent, 0
         self._end_round()
 
