@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
 
 import torch
@@ -95,9 +96,9 @@ class CommonBuffers:
     def exchange(self, arriving: dict[str, Tensor]) -> tuple[Flow, Tensor]:
         """Return the flow that puts the buffers that are to be common into ``arriving``, by name.
 
-        And what it sends, float32, which it may change: ``common − live`` of all buffers, exactly 0
-        where these are equal, then 1 for each parameter that is not trained and has changed, else
-        0. It is empty, on all workers, where there is neither.
+        And what it sends, float32 or the widest type of any buffer, which it may change: ``common −
+        live`` of all buffers, exactly 0 where these are equal, then 1 for each parameter that is
+        not trained and has changed, else 0. It is empty, on all workers, where there is neither.
 
         Communication pattern:
             One mean. After it, only if that is not finite somewhere, a gather of these elements;
@@ -106,13 +107,14 @@ class CommonBuffers:
         live, still, changed = self.live, self._still, self._changed()
         names = [name for name in self._frozen if name not in self.common]
         own = [live.get(name, common).detach() for name, common in self.common.items()]
+        wide = _widest(self.common.values())
         gaps = [
-            torch.where(_same(mine, common), 0.0, common.float() - mine.float()).reshape(-1)
+            torch.where(_same(mine, common), 0.0, common.to(wide) - mine.to(wide)).reshape(-1)
             for mine, common in zip(own, self.common.values(), strict=True)
         ]
         device = next(iter([*own, *still.values()]), torch.empty(0)).device
         flags = [float(name in changed) for name in names]
-        sent = torch.cat([*gaps, torch.tensor(flags, dtype=torch.float32, device=device)])
+        sent = torch.cat([*gaps, torch.tensor(flags, dtype=wide, device=device)])
         # Those that have not changed here are needed only if they have elsewhere: not copied.
         values = {
             name: still[name].data
@@ -120,7 +122,7 @@ class CommonBuffers:
             else torch.zeros_like(self._frozen[name], device=device)
             for name in names
         } | {name: still[name].detach().clone() for name in changed}
-        flat = torch.cat([sent[:0], *(each.float().reshape(-1) for each in own)])
+        flat = torch.cat([sent[:0], *(each.to(wide).reshape(-1) for each in own)])
         return self._flow(sent, flat, values, arriving), sent
 
     def _flow(
@@ -133,13 +135,14 @@ class CommonBuffers:
         for name, common in self.common.items():
             piece = slice(start, start := start + common.numel())
             before, gap = common.reshape(-1), gaps[piece]
-            after = torch.where(gap == 0, before, (before.float() - gap).to(common.dtype))
+            after = torch.where(gap == 0, before, (before.to(gap.dtype) - gap).to(common.dtype))
             if first is not None:
                 after = torch.where(odd[piece], first[piece].to(common.dtype), after)
             arriving[name] = after.view(common.shape)
         new = [name for name, flag in zip(values, flags.tolist(), strict=True) if flag]
         if new:
-            flat = torch.cat([values[name].float().reshape(-1) for name in new])
+            wide = _widest(values[name] for name in new)
+            flat = torch.cat([values[name].to(wide).reshape(-1) for name in new])
             (mean,) = yield Mean((flat.clone(),))
             odd, first = yield from _where_not_finite(mean, flat)
             mean = mean if first is None else torch.where(odd, first, mean)
@@ -163,6 +166,15 @@ class CommonBuffers:
             if name in now and now[name].shape == value.shape:
                 now[name].data.copy_(value)
 
+    def put_back(self, named: Mapping[str, Tensor]) -> None:
+        """Set this worker's buffers again, while the common ones are in their place.
+
+        Those that somebody has changed there, as in validation, stay as they are now.
+        """
+        live = self.live
+        changed = {n for n, now in live.items() if not bool(_same(now, self.common[n]).all())}
+        self.put({name: value for name, value in named.items() if name not in changed})
+
     @property
     def taken(self) -> list[str]:
         """Names of parameters that are not trained, but have changed, and so are exchanged."""
@@ -183,6 +195,11 @@ class CommonBuffers:
 def _same(one: Tensor, other: Tensor) -> Tensor:
     """Return where two are equal, or both are NaN."""
     return (one == other) | (one.isnan() & other.isnan())
+
+
+def _widest(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the type in which all of them are exchanged: float32 or wider."""
+    return functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
 
 
 def _is_plain(param: Tensor) -> bool:

@@ -55,12 +55,12 @@ class CommonWeights:
             self.go_back()
 
     def hide(self) -> None:
-        """Put this worker's own weights and buffers back."""
+        """Put this worker's own weights back, and buffers that nobody has changed meanwhile."""
         if self._aside is not None:
             weights, buffers = self._aside
             self._aside = None
             self._put(weights)
-            self.buffers.put(buffers)
+            self.buffers.put_back(buffers)
 
     def forget(self) -> None:
         """Give up this worker's own weights and buffers that are aside."""

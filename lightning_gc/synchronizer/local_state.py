@@ -210,7 +210,11 @@ class OwnState:
 
 
 class MeanDrift:
-    """How far a worker is from the common weights, for checkpoints that keep only means."""
+    """How far a worker is from the common weights, for checkpoints that keep only means.
+
+    Of a fragment that has been sent and is to be rebased on what arrives, how far since then: what
+    it has sent is in what arrives, and a resumed worker has sent the common weights.
+    """
 
     structure = Each(FLOATS)
 
@@ -218,8 +222,16 @@ class MeanDrift:
         self._rounds = rounds
 
     def own_state(self) -> dict[str, Tensor]:
-        with self._rounds.present():
-            return self._rounds.weights.drift()
+        rounds, flight = self._rounds, self._rounds.flight
+        with rounds.present():
+            drift = rounds.weights.drift()
+        saved = flight is not None and not flight.arriving
+        rebased = rounds.plan.merge == "rebase"
+        if flight is not None and flight.sent is not None and saved and rebased:
+            fragment = rounds.weights.fragments[flight.index]
+            before = fragment.named(flight.sent - fragment.start())
+            drift |= {name: drift[name] - each for name, each in before.items()}
+        return drift
 
     def load_own_state(self, state: Any) -> None:
         with self._rounds.present():

@@ -67,6 +67,35 @@ def test_running_statistics_become_the_mean_and_constants_keep_every_bit() -> No
         assert int(each["count"]) == 4 + worker, "integers are left alone"
 
 
+def test_counters_in_float64_keep_counting() -> None:
+    """Beyond float32, whose neighbours are 64 apart there; smaller types beside them, too."""
+    buffers = {"seen": torch.tensor([1e9], dtype=torch.float64), "mean": torch.zeros(2)}
+    named, workers = workers_with(buffers)
+    for _ in range(5):
+        for each in named:
+            each["seen"] += 3
+            each["mean"] += 1
+        exchanged(workers)
+    for each in named:
+        assert float(each["seen"]) == 1e9 + 15
+        assert each["mean"].tolist() == [5.0, 5.0]
+
+
+def test_what_is_written_while_the_common_ones_are_shown_stays() -> None:
+    """As by a validation that keeps its best result in a buffer."""
+    module = nn.Linear(3, 2)
+    module.register_buffer("best", torch.zeros(1))
+    module.register_buffer("mean", torch.zeros(1))
+    rounds = rounds_of(module, 5)
+    buffers = dict(module.named_buffers())
+    buffers["mean"] += 1  # in training
+    rounds.weights.show()
+    assert float(buffers["mean"]) == 0
+    buffers["best"] += 3
+    rounds.weights.hide()
+    assert (float(buffers["mean"]), float(buffers["best"])) == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("before", "values", "after"),
     [

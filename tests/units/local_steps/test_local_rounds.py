@@ -1,5 +1,6 @@
 """Rounds of one worker, whose exchange is answered at once."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from lightning_gc.local_steps.fragment import in_fragments
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.synchronizer.configuration import configure
 from lightning_gc.synchronizer.local_rounds import LOST_IN_A_ROW, LocalRounds, finished
-from lightning_gc.synchronizer.local_state import CommonState
+from lightning_gc.synchronizer.local_state import CommonState, MeanDrift
 from lightning_gc.synchronizer.workers import Workers
 from lightning_gc.transports import Simulated
 
@@ -42,12 +43,12 @@ class Alone:
         pass
 
 
-def rounds_of(module: nn.Module, every: int | GrowingRounds) -> LocalRounds:
+def rounds_of(module: nn.Module, every: int | GrowingRounds, **plan: Any) -> LocalRounds:
     workers = Workers(configure("a test", PerParameter(TopK(1.0)), NoMemory(), None, 0))
     workers.name(module)
     alone: Any = Alone(workers)
-    plan = RoundPlan.of("a test", every)
-    return LocalRounds(module, workers.names, workers.first, alone, plan, OuterSGD())
+    made = dataclasses.replace(RoundPlan.of("a test", every), **plan)
+    return LocalRounds(module, workers.names, workers.first, alone, made, OuterSGD())
 
 
 def test_too_many_lost_rounds_end_the_run() -> None:
@@ -90,6 +91,35 @@ def test_what_is_shown_is_put_back() -> None:
     for _ in range(2):
         rounds.weights.hide()
         assert torch.equal(weights.weights(), own)
+
+
+@pytest.mark.parametrize("merge", ["rebase", "mix"])
+@pytest.mark.parametrize("steps", range(3, 9))
+def test_nothing_counts_twice_after_a_resume_by_means(steps: int, merge: str) -> None:
+    """Of one worker the mean is its own, so the run goes on as if it had not stopped.
+
+    Rounds of four steps, taken over two steps later.
+    """
+
+    def train(rounds: LocalRounds, module: nn.Linear, first: int, last: int) -> None:
+        for step in range(first, last):
+            module.weight.data += 2.0**-step
+            finished(rounds.stepped(ends=False))
+
+    module, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    rounds = rounds_of(module, 4, delay=2, merge=merge)
+    train(rounds, module, 0, steps)
+    rounds.arrive()
+    common, drift = CommonState([rounds]).common_state(), MeanDrift(rounds).own_state()
+    rounds.weights.show()
+    other.load_state_dict(module.state_dict())
+    rounds.weights.hide()
+    resumed = rounds_of(other, 4, delay=2, merge=merge)
+    CommonState([resumed]).load_common_state(common)
+    MeanDrift(resumed).load_own_state(drift)
+    train(rounds, module, steps, 16)
+    train(resumed, other, steps, 16)
+    torch.testing.assert_close(module.weight, other.weight, rtol=0, atol=1e-6)
 
 
 def test_each_fragment_is_due_once_in_a_round_and_far_enough_from_the_next() -> None:
