@@ -139,7 +139,12 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap the module, and let its exchange know the optimizers from the first step on."""
+        """Wrap the module, and let its exchange know the optimizers from the first step on.
+
+        Of a module that is set up anew these are all: those of the phase before are forgotten.
+        """
+        if module in self._attached:
+            self._forget_optimizers_of(module)
         self._know(optimizers)
         return super().setup_module_and_optimizers(module, optimizers, *args, **kwargs)  # type: ignore[misc]
 
@@ -220,6 +225,13 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
             for optimizer in self._optimizers
             if any(p in own for group in optimizer.param_groups for p in group["params"])
         ]
+
+    def _forget_optimizers_of(self, module: nn.Module) -> None:
+        """Forget optimizers that train this module, and none of the other ones."""
+        others = (each for each in self._attached if each is not module)
+        shared = {id(optimizer) for each in others for optimizer in self._optimizers_of(each)}
+        own = {id(optimizer) for optimizer in self._optimizers_of(module)} - shared
+        self._optimizers = [each for each in self._optimizers if id(each) not in own]
 
     def _refuse_rates_unknown(self, module: nn.Module) -> None:
         memory = self.configuration.memory

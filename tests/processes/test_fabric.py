@@ -14,7 +14,7 @@ from torch import nn
 
 import lightning_gc
 from lightning_gc import QSGD, PowerSGD, Residual, TopK, flavours
-from lightning_gc.controllers import Accordion
+from lightning_gc.controllers import Accordion, Fixed
 from tests.processes.test_attach import Loop, Net, batches
 from tests.support.fitting import digest, unwarned
 from tests.support.processes import run_in_processes
@@ -197,6 +197,28 @@ def test_modules_share_an_optimizer_and_gradients_accumulate() -> None:
     assert handles == 2
     assert said.startswith("2 modules have been set up by this Fabric")
     assert first == second
+
+
+def phases(worker: int) -> list[list[float]]:
+    """Train a module in three phases, the last one with a new head; return each one's rates."""
+    strategy = strategy_of("lightning_fabric", TopK(0.5), controller=Fixed(0.25))
+    fabric = fabric_with("lightning_fabric", strategy)
+    net, rates = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)), []
+    for phase, rate in enumerate((0.5, 0.25, 0.125)):
+        if phase == 2:
+            net[1] = nn.Linear(64, 16).to(fabric.device)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=rate))
+        strategy.handle.begin_epoch(phase)
+        fabric.backward(model(batches(worker)[0]).square().mean())
+        optimizer.step()
+        known = strategy.handle._optimizers
+        rates.append([float(group["lr"]) for each in known for group in each.param_groups])
+    return rates
+
+
+@pytest.mark.processes
+def test_an_optimizer_of_an_earlier_phase_is_forgotten() -> None:
+    assert run_in_processes(phases, 2) == [[[0.5], [0.25], [0.125]]] * 2
 
 
 def unusable(worker: int, folder: str) -> list[str]:
