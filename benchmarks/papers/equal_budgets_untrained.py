@@ -32,12 +32,15 @@ AS_DRAWN = "as drawn"
 ABOUT = f"""
 Some draws of `equal_budgets.py` did not train: after the run, the training loss was no lower than
 that of a guess at equal odds. Each of them is run again with the same seed: as drawn, and with one
-change at a time. *Dense*: nothing compressed, at the same rate and momentum, that of the memory
-included. *Small dense*: tensors of few elements are not compressed, which limits the ratio. *Rate /
-{SLOWER}*: the method at an eighth of the learning rate. *No momentum*: of the optimizer; SGD's rate
-is raised by 1 / (1 − momentum), which is how much longer momentum makes its steps. *Steps ×
-{LONGER}*: four times the epochs; the ResNet's warm-up stays three of them. Validation losses at the
-end of the run, in bold where it trained; one seed.
+change at a time. Validation losses at the end of the run, in bold where it trained; one seed. A run
+that fails may go another way on another machine, and then sends another number of bytes.
+
+- *dense*: nothing compressed, at the same rate and momentum, that of the memory included.
+- *small dense*: tensors of few elements are not compressed, which limits the ratio.
+- *rate / {SLOWER}*: the method at an eighth of the learning rate.
+- *no momentum*: of the optimizer; SGD's rate is raised by 1 / (1 − momentum), which is how much
+  longer momentum makes its steps.
+- *steps × {LONGER}*: four times the epochs; the ResNet's warm-up stays three of them.
 """
 
 
