@@ -190,6 +190,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
         ax.set_yticks(range(len(lines)), [f"{m} {d}" for m, d in lines], fontsize=7)
         ax.set(title=model, xlabel="validation loss", xscale="log")
         ax.grid(color="0.92")
+        ax.set_axisbelow(True)
     panels[0].legend(frameon=False, fontsize=7)
 
 
