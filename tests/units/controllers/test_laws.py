@@ -237,7 +237,7 @@ MONITORED = {
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
-@often
+@pytest.mark.parametrize("examples", [5, pytest.param(500, marks=pytest.mark.nightly)])
 def test_its_figures_are_not_logged_by_the_monitor_too(
     controller: Controller, examples: int
 ) -> None:
