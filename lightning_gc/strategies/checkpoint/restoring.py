@@ -27,7 +27,8 @@ from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.joint_errors import explaining
 from lightning_gc.synchronizer.pytree import Tree, average, each_tensor
 
-_NOTHING: Tree = {"averaged": {}, "compressor": {}, "lost": True}
+_NOTHING: Tree = {"averaged": {}, "compressor": {}}
+_MISSING = _NOTHING | {"lost": True}
 _LOST = " without a side file"
 _log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Restoring:
             return [state | {"owns": _owns([state])} for state in own]
         own = self._read(main, path, range(before))
         self._log_rank0(f"{before} workers' errors are averaged: each of {now} has the mean.")
-        known = next((state for state in own if state is not _NOTHING), _NOTHING)
+        known = next((state for state in own if state is not _MISSING), _MISSING)
         averaged = average([state["averaged"] for state in own])
         mean = {"averaged": averaged, "compressor": known["compressor"], "owns": _owns(own)}
         lost = {"lost": True} if any("lost" in state for state in own) else {}
@@ -159,7 +160,7 @@ class Restoring:
             )
         found = []
         for worker, file in files.items():
-            own = _NOTHING
+            own = _MISSING
             if file not in lost:
                 with self._usable(path, file, main):
                     own = side_files.read(file, self.host.checkpoint_io)
