@@ -64,8 +64,8 @@ def resnet(cell: Cell, method: tasks.Method) -> tasks.Figures:
 
 
 def transformer(cell: Cell, method: tasks.Method) -> tasks.Figures:
-    """Train the transformer; 90 steps an epoch with four workers."""
-    return transformer_module.train({**cell, "columns": 24}, method)
+    """Train the transformer; 67 steps an epoch with four workers."""
+    return transformer_module.train({**cell, "columns": 32}, method)
 
 
 MODELS = {
@@ -93,8 +93,8 @@ MODELS = {
     ),
     "transformer": Model(
         about="a transformer on the docs, two layers, 64 wide, AdamW, clipped",
-        rates=(0.00075, 0.012),
-        directions=(0.00075, 0.012),
+        rates=(0.0015, 0.024),
+        directions=(0.0015, 0.024),
         train=transformer,
         width=WIDTH,
         epochs=2,

@@ -7,6 +7,8 @@ A code is split into whole bytes, each stored in its own plane, and a remainder 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -88,7 +90,7 @@ def _pack_narrow(codes: Tensor, bits: int) -> Tensor:
         # Each term moves one code of a word from bit 8·i to bit i·bits of the highest byte, and the
         # others to where they overlap nothing.
         highest = 8 * (group - 1)
-        packed = words * sum(1 << (highest - i * (8 - bits)) for i in range(group))
+        packed = words * _gathering(bits)
         return (packed >> highest).bitwise_and_(255).to(torch.uint8)
     for lane, used in ((8, bits), (16, 2 * bits), (32, 4 * bits)):  # halves move together
         low, high = _halves(lane, used)
@@ -123,12 +125,22 @@ def _unpack_narrow(data: Tensor, bits: int, numel: int) -> Tensor:
     return words.view(torch.uint8)[:numel]
 
 
+# The masks below are kept: making them takes as long as a small tensor's codes.
+@functools.cache
+def _gathering(bits: int) -> int:
+    """Return the factor that brings the codes of a word together in its highest byte."""
+    group = 8 // bits
+    return sum(1 << (8 * (group - 1) - i * (8 - bits)) for i in range(group))
+
+
+@functools.cache
 def _repeated(pattern: int, every: int) -> int:
     """Return 64 bits, as a signed number, in which a pattern begins at each ``every``-th bit."""
     number = sum(pattern << i for i in range(0, 64, every)) & ((1 << 64) - 1)
     return number - (number >> 63 << 64)
 
 
+@functools.cache
 def _halves(lane: int, used: int) -> tuple[int, int]:
     """Return masks of the ``used`` low bits of lanes with an even and with an odd number."""
     low = _repeated((1 << used) - 1, 2 * lane)

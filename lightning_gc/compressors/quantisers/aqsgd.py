@@ -158,13 +158,13 @@ def fitted(shares: Tensor, most: int) -> Tensor:
     levels = values[quantiles.clamp_(max=len(values) - 1)]
     levels = levels.where(numbers > 0, 0.0).where(numbers < most, 1.0)
     for turn in range(2 * _SWEEPS if most > 1 else 0):
-        mine = torch.arange(1 + turn % 2, most, 2, device=shares.device)
-        a, c = levels[mine - 1], levels[mine + 1]
+        low = turn % 2
+        a, c = levels[low : most - 1 : 2].contiguous(), levels[low + 2 :: 2].contiguous()
         first = torch.searchsorted(values, a, right=True)
         stop = torch.searchsorted(values, c)
         between = (stop - first).clamp_min(0)
         below = (c * between - (sums[stop] - sums[first])) / (c - a).clamp_min(1e-30)
         at = first + below.round().long().clamp_min(1) - 1
         at = torch.minimum(at, stop - 1).clamp_(0, len(values) - 1)
-        levels[mine] = torch.where(between > 0, values[at], (a + c) / 2)
+        levels[low + 1 : most : 2] = torch.where(between > 0, values[at], (a + c) / 2)
     return levels.sort().values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.quantisers.blockwise_8bit import BLOCK_SIZES, Blockwise8Bit
+from lightning_gc.compressors.quantisers.lookup_table import LookupTable
 from lightning_gc.compressors.traits import Traits
 
 _DECADES = 7
@@ -55,12 +55,13 @@ class DynamicTree(Blockwise8Bit):
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
         largest = blocks.abs().amax(dim=1).float()  # (b,)
         shares = blocks / largest.where(largest > 0, 1.0).view(-1, 1)
-        known = _values(blocks.device)
-        between = (known[1:] / 2).add_(known[:-1] / 2)  # the lower value gets what is at a middle
-        return torch.bucketize(shares.float(), between).to(torch.uint8), largest
+        # The lower value gets what is at a middle.
+        codes = torch.bucketize(shares.float(), _MIDDLES(device=blocks.device))
+        return codes.to(torch.uint8), largest
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        found = _values(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+        known = _VALUES(device=codes.device)
+        found = known.index_select(0, codes.reshape(-1).int()).view(codes.shape)
         return found.mul_(numbers[0].view(-1, 1))
 
     def bound(self, numel: int) -> Contraction:
@@ -70,7 +71,7 @@ class DynamicTree(Blockwise8Bit):
         ε = 0.007. The n others are worst all alike, at a middle m between two values, from both of
         which it is h away.
         """
-        known = _values(torch.device("cpu")).double()
+        known = _VALUES(device=torch.device("cpu")).double()
         others = min(self.block_size, max(1, numel)) - 1
         middles, halves = (known[1:] + known[:-1]) / 2, (known[1:] - known[:-1]) / 2
         top = float(1 + known[0]) ** 2
@@ -82,18 +83,8 @@ class DynamicTree(Blockwise8Bit):
         return (cls(), cls(7))
 
 
-def _values(device: torch.device) -> Tensor:
-    """Return the 256 values, ascending, float32; made there, since a copy would be waited for."""
-    # Not kept on a GPU: another stream could read them before they are made.
-    return _on_host() if device.type == "cpu" else _made(device)
-
-
-@functools.cache  # making them takes longer than a small tensor's codes
-def _on_host() -> Tensor:
-    return _made(torch.device("cpu"))
-
-
 def _made(device: torch.device) -> Tensor:
+    """Return the 256 values, ascending, float32."""
     positive = []
     for decade in range(_DECADES):
         places = torch.arange(2**decade, dtype=torch.float64, device=device)
@@ -102,3 +93,12 @@ def _made(device: torch.device) -> Tensor:
     ends = torch.arange(2, dtype=torch.float64, device=device)
     above = torch.cat(positive)
     return torch.cat([-above.flip(0), ends[:1], above, ends[1:]]).float()
+
+
+def _middles(device: torch.device) -> Tensor:
+    """Return where one value ends and the next begins, ``(255,)``."""
+    known = _made(device)
+    return (known[1:] / 2).add_(known[:-1] / 2)
+
+
+_VALUES, _MIDDLES = LookupTable(_made), LookupTable(_middles)

@@ -71,7 +71,7 @@ class Float4(BlockwiseCodes):
         return minifloat.nearest(shares, *_FORMATS[self.format], sign=8), largest
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        table = minifloat.table(*_FORMATS[self.format], sign=8, device=codes.device)
+        table = minifloat.table(*_FORMATS[self.format], 8, device=codes.device)
         found = table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
         return found.mul_(numbers[0].view(-1, 1))
 

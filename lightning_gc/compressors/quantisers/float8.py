@@ -72,7 +72,7 @@ class Float8(Blockwise8Bit):
         return minifloat.nearest(shares, *_FORMATS[self.format], sign=128), largest
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        table = minifloat.table(*_FORMATS[self.format], sign=128, device=codes.device)
+        table = minifloat.table(*_FORMATS[self.format], 128, device=codes.device)
         found = table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
         return found.mul_(numbers[0].view(-1, 1))
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.quantisers.lookup_table import LookupTable
+
 _MANTISSA, _BIAS = 23, 127  # of float32
 ROUNDING = 1.0001
 """What float32's own rounding, 2^−22 at most, may add to a squared error, as a factor."""
@@ -46,7 +48,7 @@ def nearest(shares: Tensor, mantissa: int, top: int, sign: int) -> Tensor:
     return codes.add_((shares < 0) * sign).to(torch.uint8)
 
 
-def table(mantissa: int, top: int, sign: int, device: torch.device) -> Tensor:
+def _table(mantissa: int, top: int, sign: int, device: torch.device) -> Tensor:
     """Return what each of 2·sign codes stands for, as a share of the largest number, float32.
 
     Codes above T, which no encoder sends, are NaN.
@@ -56,6 +58,9 @@ def table(mantissa: int, top: int, sign: int, device: torch.device) -> Tensor:
     shares = (code - (places << mantissa) << places).float() / number(top, mantissa)
     shares[top + 1 :] = torch.nan
     return torch.cat([shares, -shares])
+
+
+table = LookupTable(_table)
 
 
 def kept(mantissa: int, top: int, others: int) -> float:

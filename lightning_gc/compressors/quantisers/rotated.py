@@ -99,19 +99,21 @@ class Rotated(Codec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         inner = _rotated(bucket)
-        turned = rotate(buffer.clone(), inner.generator_seed(shared=True), self.size)
-        payload = self.quantiser.encode(turned, inner)
+        signs = _signs(buffer, inner.generator_seed(shared=True))
+        payload = self.quantiser.encode(rotate(buffer.clone(), signs, self.size), inner)
         # What is sent, as receivers have it: x − R⁻¹(R·x − Q) would be off by R's own rounding.
-        buffer.sub_(self._sent(payload, buffer, inner))
+        buffer.sub_(self._sent(payload, signs, inner))
         return payload
 
-    def _sent(self, payload: Payload, like: Tensor, inner: Bucket) -> Tensor:
-        found = torch.zeros_like(like)
+    def _sent(self, payload: Payload, signs: Tensor, inner: Bucket) -> Tensor:
+        found = torch.zeros_like(signs)
         self.quantiser.decode(payload, found, 1.0, inner)
-        return rotate_back(found, inner.generator_seed(shared=True), self.size)
+        return rotate_back(found, signs, self.size)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        out.add_(self._sent(payload, out, _rotated(bucket)), alpha=scale)
+        inner = _rotated(bucket)
+        signs = _signs(out, inner.generator_seed(shared=True))
+        out.add_(self._sent(payload, signs, inner), alpha=scale)
 
     def wire(self, numel: int) -> Wire:
         return self.quantiser.wire(numel)
@@ -128,32 +130,35 @@ class Rotated(Codec):
         return (cls(QSGD(3), 64), cls(QSGD(2, 7)))
 
 
-def rotate(x: Tensor, seed: int, size: int) -> Tensor:
+def rotate(x: Tensor, signs: Tensor, size: int) -> Tensor:
     """Return ``H·D·x/√n``, in place."""
-    return _hadamard(x.mul_(_signs(x, seed)), size)
+    return _hadamard(x.mul_(signs), size)
 
 
-def rotate_back(x: Tensor, seed: int, size: int) -> Tensor:
+def rotate_back(x: Tensor, signs: Tensor, size: int) -> Tensor:
     """Return ``D·H·x/√n``, in place: the inverse of ``rotate``, as H is symmetric."""
-    return _hadamard(x, size).mul_(_signs(x, seed))
+    return _hadamard(x, size).mul_(signs)
 
 
-def _signs(x: Tensor, seed: int) -> Tensor:
-    return splitmix.words(x.numel(), seed, x.device).bitwise_and_(1).mul_(2).sub_(1).to(x.dtype)
+def _signs(like: Tensor, seed: int) -> Tensor:
+    """Return D's diagonal, +1 or −1 each."""
+    words = splitmix.words(like.numel(), seed, like.device)
+    return words.bitwise_and_(1).mul_(2).sub_(1).to(like.dtype)
 
 
 def _hadamard(x: Tensor, size: int) -> Tensor:
     """Multiply runs of ``size`` elements, then of smaller powers of two, by ``H/√n``, in place."""
+    other = torch.empty_like(x)
     for run, n in _runs(x.numel(), size):
         # Scaled first, or sums of large elements would leave the range.
-        part, width = x[run].mul_(1 / math.sqrt(n)), 1
+        part, spare, width = x[run].mul_(1 / math.sqrt(n)), other[run], 1
         while width < n:
-            pairs = part.view(-1, 2, width)
-            first, second = pairs[:, 0], pairs[:, 1]
-            total = first + second
-            torch.sub(first, second, out=second)
-            first.copy_(total)
-            width *= 2
+            first, second = part.view(-1, 2, width).unbind(1)
+            total, difference = spare.view(-1, 2, width).unbind(1)
+            torch.add(first, second, out=total)
+            torch.sub(first, second, out=difference)
+            part, spare, width = spare, part, 2 * width
+        x[run] = part  # of itself where it has come back there
     return x
 
 
