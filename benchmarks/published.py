@@ -119,13 +119,21 @@ def among(threads: Threads) -> Iterator[None]:
 
 
 def powersgd(folder: Path, problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
-    """The paper's reducer, from the same first Q; one worker in each thread."""
+    """The paper's reducer, from the same first Q; one worker in each thread.
+
+    Of two matrices of one shape, which theirs takes one after the other and ours together. Workers
+    have each other's data for the second.
+    """
     path, silent = folder / "paper-code" / "gradient_reducers.py", contextlib.nullcontext()
     theirs = functions(path, {"torch": torch, "np": np, "n_bits": lambda _: 0, "List": list})
     rank, rate = 2, 0.05
     first = torch.randn(FEATURES, rank, generator=torch.Generator().manual_seed(0))
-    start, threads = torch.zeros(CLASSES, FEATURES), Threads()
+    start, threads = torch.zeros(2, CLASSES, FEATURES), Threads()
     courses: list[list[Tensor]] = [[] for _ in range(WORKERS)]
+
+    def gradients(weights: Tensor) -> list[Tensor]:
+        first, second = map(problem.squares, weights)
+        return [torch.stack(pair) for pair in zip(first, reversed(second), strict=True)]
 
     def work(worker: int) -> None:
         threads.here.worker = worker
@@ -133,14 +141,14 @@ def powersgd(folder: Path, problem: Problem) -> tuple[list[Tensor], list[Tensor]
         vars(reducer).update(n_workers=WORKERS, device="cpu", rank=rank, reuse_query=True)
         vars(reducer).update(p_memory=None, q_memory=None, timer=lambda *_, **__: silent)
         reducer.set_random = lambda vector: vector.copy_(first)
-        error = torch.zeros(CLASSES, FEATURES)
+        error = torch.zeros(2, CLASSES, FEATURES)
         spare = torch.zeros(1)  # it expects a vector beside the matrices
 
         def step(weights: Tensor) -> Tensor:
-            grads = [error + problem.squares(weights)[worker], spare.clone()]
+            grads = [*(error + gradients(weights)[worker]), spare.clone()]
             out = [torch.zeros_like(grad) for grad in grads]
-            reducer.reduce(grads, out, [error, torch.zeros(1)])
-            return out[0]
+            reducer.reduce(grads, out, [*error, torch.zeros(1)])
+            return torch.stack(out[:2])
 
         courses[worker] = descend(start, rate, step)
 
@@ -152,8 +160,8 @@ def powersgd(folder: Path, problem: Problem) -> tuple[list[Tensor], list[Tensor]
             thread.join()
     lockstep = Lockstep(WORKERS, gc.PowerSGD(rank))
     for engine in lockstep.engines:
-        engine.compressor_state["w"] = {"q": first.clone()}
-    return courses[0], descend(start, rate, ours(problem.squares, lockstep))
+        engine.compressor_state |= {name: {"q": first.clone()} for name in "01"}
+    return courses[0], descend(start, rate, ours(gradients, lockstep))
 
 
 @contextlib.contextmanager
@@ -224,7 +232,7 @@ METHODS = {
         "They round k up, we to the nearest whole number; here it is whole. Our mean magnitude is "
         "sent in float32. What the server sends back is compressed in neither.",
     ),
-    "PowerSGD(2)": (
+    "PowerSGD(2), two matrices": (
         "powersgd",
         powersgd,
         "Both take errors from the mean approximation. They orthonormalise P by Gram-Schmidt, with "

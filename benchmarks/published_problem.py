@@ -58,12 +58,18 @@ def descend(start: Tensor, rate: float, step: Callable[[Tensor], Tensor]) -> lis
 def ours(
     gradients: Gradients, lockstep: Lockstep, before: Callable[[int], None] = lambda _: None
 ) -> Callable[[Tensor], Tensor]:
-    """Return what our engines apply; ``before`` is called with the number of each step."""
+    """Return what our engines apply; ``before`` is called with the number of each step.
+
+    Weights of three dimensions are two matrices, each a parameter.
+    """
     steps = iter(range(STEPS))
 
     def step(weights: Tensor) -> Tensor:
         before(next(steps))
-        return lockstep.step([{"w": each} for each in gradients(weights)]).mean["w"]
+        if weights.dim() < 3:
+            return lockstep.step([{"w": each} for each in gradients(weights)]).mean["w"]
+        each = [dict(zip("01", pair, strict=True)) for pair in gradients(weights)]
+        return torch.stack(list(lockstep.step(each).mean.values()))
 
     return step
 

@@ -57,6 +57,9 @@ from lightning_gc.compressors.sparsifiers.independent_random_mask import (
 from lightning_gc.compressors.sparsifiers.independent_randomk import (
     IndependentRandomK as IndependentRandomK,
 )
+from lightning_gc.compressors.sparsifiers.independent_unbiased_randomk import (
+    IndependentUnbiasedRandomK as IndependentUnbiasedRandomK,
+)
 from lightning_gc.compressors.sparsifiers.model_topk import ModelTopK as ModelTopK
 from lightning_gc.compressors.sparsifiers.nonzero_blocks import NonzeroBlocks as NonzeroBlocks
 from lightning_gc.compressors.sparsifiers.random_mask import RandomMask as RandomMask

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from torch import Tensor
@@ -272,6 +272,22 @@ class Collective(Compressor):
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         yield from self.rounds(bucket, buffer, out)
+
+
+class BatchedCollective(Collective):
+    """A collective that exchanges tensors of one shape together, by fewer operations.
+
+    ``PerParameter`` hands it the parameters of a bucket whose shapes and levels are equal.
+    """
+
+    @abc.abstractmethod
+    def rounds_of_equals(
+        self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> Flow:
+        """Exchange each buffer, as ``rounds`` does; all buckets have one shape and step."""
+
+    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        yield from self.rounds_of_equals([bucket], [buffer], [out])
 
 
 def dense(buffer: Tensor, out: Tensor) -> Flow:

@@ -34,8 +34,7 @@ class DIANA(GradientDifferences):
 
     Reference:
         Mishchenko, Gorbunov, Takáč and Richtárik, "Distributed Learning with Compressed Gradient
-        Differences", 2019. Published code of it has the same step; its momentum is left to the
-        optimizer here. The default is ours.
+        Differences", 2019. Its momentum is left to the optimizer here. The default is ours.
     """
 
     alpha: float = 0.25

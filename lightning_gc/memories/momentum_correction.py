@@ -146,7 +146,7 @@ class MomentumCorrection(OwnMomentum):
 
     @classmethod
     def examples(cls) -> tuple[MomentumCorrection, ...]:
-        return (cls(), cls(nesterov=True, clip=1.0), cls(masking="sampled"))
+        return (cls(), cls(nesterov=True, clip=1.0), cls(masking="sampled"), cls(masking="none"))
 
 
 def _clipped(part: Tensor, most: float) -> Tensor:

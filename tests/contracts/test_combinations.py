@@ -5,15 +5,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lightning_gc import MEMORIES
-from lightning_gc.compressors import Compressor
+from lightning_gc import MEMORIES, Hierarchical, TwoHop
+from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import refused
-from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH, schemes_for
+from lightning_gc.testing.contracts.scheme import fits
+from tests.support.instances import ALL, ALL_MEMORIES, FIRST, ONE_EACH, schemes_for
 
 STEPS = 2
 SMALL = ("matrix", "smaller_than_workers")
@@ -55,6 +56,18 @@ def test_all_that_go_together(compressor: Compressor) -> None:
 @pytest.mark.parametrize("compressor", ALL, ids=cases.label)
 def test_all_that_go_together_at_length(compressor: Compressor) -> None:
     hold_all(compressor, ALL_MEMORIES, cases.WORKERS, steps=6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", [TwoHop(2), Hierarchical(2)], ids=str)
+@pytest.mark.parametrize("compressor", FIRST, ids=cases.label)
+def test_two_nodes_of_two(compressor: Compressor, scheme: Scheme) -> None:
+    """Each compressor that the scheme takes, with each memory that goes with it."""
+    if isinstance(compressor.method, Collective) or not fits(scheme, compressor):
+        return
+    for memory in ALL_MEMORIES:
+        if not refused(memory, compressor):
+            hold(compressor, memory, scheme, 4, steps=4)
 
 
 def hold_all(

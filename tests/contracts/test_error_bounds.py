@@ -1,16 +1,16 @@
 """Compressors keep the error bounds they declare, on random and on 50 adversarial tensors."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import NoMemory
-from lightning_gc.compressors import Codec, Compressor
-from lightning_gc.testing import Lockstep
+from lightning_gc.compressors import Codec, Collective, Compressor
 from lightning_gc.testing.contracts import cases
-from tests.support.instances import each_instance
+from lightning_gc.testing.contracts.collective import exchanged
+from tests.support.instances import ALL, each_instance
 
 RANDOM, DRAWS = 1000, 32
 SIZES = (1, 2, 3, 7, 16, 33, 64, 100, 257)
@@ -99,11 +99,25 @@ def errors_of(compressor: Compressor) -> Callable[[Tensor, int], float]:
         return float(buffer.double().square().sum())
 
     def conversed(x: Tensor, step: int) -> float:
-        lockstep = Lockstep(1, compressor, NoMemory(), seed=step)
-        (left,) = lockstep.step([{"w": x}]).errors
-        return float(left["w"].double().square().sum())
+        _, (left,) = exchanged(compressor, [matrix(x)], seed=step)
+        return float(left.double().square().sum())
 
     return coded if isinstance(compressor, Codec) else conversed
+
+
+def matrix(x: Tensor) -> Tensor:
+    """Return a tensor's elements as nearly a square: methods of low rank send vectors whole."""
+    rows = next(r for r in range(math.isqrt(x.numel()), 0, -1) if x.numel() % r == 0)
+    return x.view(rows, -1)
+
+
+@pytest.mark.parametrize(
+    "compressor", [c for c in ALL if isinstance(c.method, Collective)], ids=cases.label
+)
+def test_conversations_are_tried_where_they_leave_an_error(compressor: Compressor) -> None:
+    """Not in steps that are sent whole: a bound of these says nothing."""
+    x = torch.randn(256, generator=cases.generator(0))
+    assert errors_of(compressor)(x, 0) > 0 or compressor.level == 1.0
 
 
 at_length = pytest.param(1.0, marks=pytest.mark.nightly)

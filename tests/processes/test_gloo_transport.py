@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_gc import (
     CSER,
+    DIANA,
     MEMORIES,
     QSGD,
     SAEF,
@@ -23,6 +24,7 @@ from lightning_gc import (
     Scheme,
     TopK,
     TwoHop,
+    TwoShot,
 )
 from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
@@ -62,6 +64,8 @@ MANY = in_all_schemes(
 MANY += [
     (QSGD(4), NoMemory(), TwoHop(2)),
     (QSGD(4), NoMemory(), Hierarchical(2)),
+    (QSGD(4), DIANA(), TwoShot()),
+    (QSGD(4), DIANA(), AllGather()),
     (TopK(0.1), Residual(), Hierarchical(2)),
     (HardThreshold(0.5), Residual(), Hierarchical(2)),
     (TopK(0.1, selection="sampled"), Residual(), TwoHop(2)),

@@ -13,6 +13,7 @@ from lightning_gc import (
     QSGD,
     GradZip,
     HardThreshold,
+    NarrowResidual,
     NoMemory,
     PerParameter,
     PowerSGD,
@@ -42,11 +43,13 @@ from tests.support.resuming import checkpoint, differences, fit_and_save, in_pro
 pytestmark = pytest.mark.processes
 
 FEW = [
-    *((TopK(0.1), kind.examples()[0]) for kind in MEMORIES.values()),
+    (TopK(0.1), NarrowResidual()),
+    *((TopK(0.1), cls.examples()[0]) for cls in MEMORIES.values() if cls is not NarrowResidual),
     *((PowerSGD(1), memory) for memory in (Residual(), NoMemory())),
     *((c, combine(c)[1]) for c in (GradZip(1), SignSGD(), RandomK(0.1), HardThreshold(0.01))),
 ]
-"""Each memory; then what keeps more than errors, what votes, draws and sends any length.
+"""Each memory, errors in fewer bits first and so by day; then what keeps more than errors, what
+votes, draws and sends any length.
 
 Of all compressors the engine's state is continued in ``tests/contracts/test_state.py``.
 """

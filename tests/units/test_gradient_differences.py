@@ -8,6 +8,7 @@ import torch
 
 from lightning_gc import DIANA, EF21, QSGD, SAEF, AllGather, Memory, TopK, TwoShot
 from lightning_gc.testing import Lockstep
+from lightning_gc.testing.contracts import cases
 from tests.support.memories import (
     SHAPES,
     STEPS,
@@ -43,6 +44,19 @@ def test_gradient_differences(memory: Memory, alpha: float) -> None:
     for i, engine in enumerate(engines):
         kept = engine.state_dict()["memory"]["w"]
         np.testing.assert_allclose(kept["estimate"].numpy(), h[i]["w"], rtol=1e-4, atol=1e-5)
+
+
+def test_diana_is_right_on_average() -> None:
+    """With an unbiased compressor, in a step that has estimates of earlier ones."""
+    made = [{"w": torch.randn(60, generator=cases.generator(i))} for i in range(2)]
+
+    def draw(seed: int) -> torch.Tensor:
+        lockstep = Lockstep(2, QSGD(2, 16), DIANA(0.3), seed=seed)
+        for _ in range(3):
+            last = lockstep.step(made)
+        return last.mean["w"]
+
+    assert cases.unbiased(draw, (made[0]["w"] + made[1]["w"]) / 2, 200)
 
 
 @pytest.mark.parametrize("memory", [EF21(), DIANA(0.3)], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -13,10 +14,10 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding import payload_validation
 from lightning_gc.coding.wire import Field, Wire
-from lightning_gc.compressors.base import Collective, dense
+from lightning_gc.compressors.base import BatchedCollective, dense
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.traits import Knob, Traits
-from lightning_gc.flow import Flow, Mean
+from lightning_gc.flow import Flow, Mean, together
 from lightning_gc.kernels.streams import used_here
 from lightning_gc.search_space import Range
 
@@ -33,12 +34,13 @@ _SENDABLE = 2.0**-16
 
 
 @dataclass(frozen=True)
-class LowRank(Collective):
+class LowRank(BatchedCollective):
     """Sends M as ``C = P·Qᵀ``: P from the mean of M_i·Q, then Q from the mean of M_iᵀ·P.
 
     Subclasses compute P from the first mean (``basis``) and Q from the second (``fit``), the same
     on all workers. Q is that of the step before, orthonormalised, at first random. All apply C, and
-    worker i keeps ``M_i − C``. Fields are as in ``PowerSGD``.
+    worker i keeps ``M_i − C``. What is done to thin factors is done to those of all matrices of one
+    shape at once. Fields are as in ``PowerSGD``.
     """
 
     rank: int = 2
@@ -54,10 +56,10 @@ class LowRank(Collective):
 
     @abc.abstractmethod
     def basis(self, p: Tensor) -> Tensor:
-        """Return P, ``(n, r)``, of which every worker sends M_iᵀ·P, from the mean of M_i·Q."""
+        """Return P of g matrices, ``(g, n, r)``, of which every worker sends M_iᵀ·P, from M_i·Q."""
 
     def fit(self, q: Tensor, p: Tensor) -> Tensor:
-        """Return Q, ``(m, r)``, from the mean of M_iᵀ·P."""
+        """Return Q, ``(g, m, r)``, from the mean of M_iᵀ·P."""
         return q
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
@@ -69,37 +71,41 @@ class LowRank(Collective):
     def compressing_step(self, step: int) -> int:
         return max(step, self.dense_steps)
 
-    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        if not self.compresses(bucket.shape) or bucket.step < self.dense_steps:
-            yield from dense(buffer, out)
+    def rounds_of_equals(
+        self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> Flow:
+        shape, step = buckets[0].shape, buckets[0].step
+        if not self.compresses(shape) or step < self.dense_steps:
+            yield from together(list(map(dense, buffers, outs)), buckets[0].workers)
             return
-        matrix = buffer.view(bucket.shape[0], -1)  # (n, m)
-        (state,) = bucket.state.values()
-        before = orthonormal(self._columns(state.get("q"), matrix, bucket))  # (m, r)
+        matrices = [buffer.view(shape[0], -1) for buffer in buffers]  # (n, m) each
+        states = [next(iter(bucket.state.values())) for bucket in buckets]
+        columns = [
+            self._columns(state.get("q"), matrix, bucket)
+            for state, matrix, bucket in zip(states, matrices, buckets, strict=True)
+        ]
+        # Thin factors are stacked, and what is done to them is done to all at once. Matrices are
+        # not: a copy of them takes longer, from 128 columns on, than a product for each.
+        before = orthonormal(torch.stack(columns))  # (g, m, r)
         # Thin factors whose columns lie together: on the host products take a fifth of the time.
-        (p,) = yield Mean((matrix @ before.t().contiguous().t(),))
-        p = self.basis(p)  # (n, r)
-        own = p.t().contiguous() @ matrix  # (r, m)
-        bucket.tally.count(buffer.numel(), buffer.numel(), (p, own))
-        (rows,) = yield Mean((own,))
-        q = self.fit(rows.t().contiguous(), p)  # (m, r)
+        p = stacked(matrices, before.mT.contiguous().mT)  # (g, n, r)
+        (p,) = yield Mean((p,))
+        p = self.basis(p)
+        across = p.mT.contiguous()
+        own = torch.stack([left @ matrix for left, matrix in zip(across, matrices, strict=True)])
+        for bucket, *sent in zip(buckets, p, own, strict=True):
+            bucket.tally.count(buffers[0].numel(), buffers[0].numel(), tuple(sent))
+        (rows,) = yield Mean((own,))  # (g, r, m)
+        q = self.fit(rows.mT.contiguous(), p)  # (g, m, r)
         # A Q of zeros, or one that is not finite, would stay so for ever.
-        good = q.isfinite().all() & q.any()
-        state["q"] = torch.where(good, q, before)
-        aliased = out.data_ptr() == buffer.data_ptr()
-        product = torch.empty_like(out) if aliased else out
-        torch.mm(p, q.t(), out=product.view_as(matrix))
+        good = (q.isfinite().all(2).all(1) & q.any(2).any(1)).view(-1, 1, 1)
+        for state, kept in zip(states, torch.where(good, q, before), strict=True):
+            state["q"] = kept.clone() if len(states) > 1 else kept  # not a view of all others'
         # The factors, which are small, show whether the product can have overflowed.
-        largest = p.abs().amax() * q.abs().amax() * p.shape[1]
-        if payload_validation.on_host(p) and largest.isfinite():
-            buffer.sub_(product)
-        else:
-            # NaN and overflow are in ``out``, and are subtracted from no error. An own gradient so
-            # large that it overflows would do so again in every step.
-            most = torch.finfo(buffer.dtype).max * _SENDABLE
-            buffer.sub_(product.nan_to_num(0.0, 0.0, 0.0)).clamp_(-most, most)
-        if aliased:
-            out.copy_(product)
+        largest = p.abs().amax((1, 2)) * q.abs().amax((1, 2)) * p.shape[2]
+        sound = largest.isfinite().tolist() if payload_validation.on_host(p) else [False] * len(p)
+        for buffer, out, left, right, fits in zip(buffers, outs, p, q, sound, strict=True):
+            _apply(buffer, out, left, right, fits)
 
     def _columns(self, kept: Tensor | None, matrix: Tensor, bucket: Bucket) -> Tensor:
         """Return ``(m, r)``: columns of the step before, and new ones where there are too few."""
@@ -150,10 +156,31 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis whose span holds that of ``(n, r)`` columns, zeros included.
+    """Return orthonormal bases whose spans hold those of ``(..., n, r)`` columns, zeros included.
 
     Columns are scaled first: squares of 1e38 are not finite, and those of 1e-40 are zero.
     """
-    longest = columns.abs().amax(0)
+    longest = columns.abs().amax(-2, keepdim=True)
     basis: Tensor = torch.linalg.qr(columns / longest.where(longest > 0, 1.0)).Q
     return basis
+
+
+def stacked(matrices: Sequence[Tensor], factors: Tensor) -> Tensor:
+    """Return the products of ``(n, m)`` matrices and factors ``(g, m, r)``, ``(g, n, r)``."""
+    return torch.stack([m @ factor for m, factor in zip(matrices, factors, strict=True)])
+
+
+def _apply(buffer: Tensor, out: Tensor, p: Tensor, q: Tensor, sound: bool) -> None:
+    """Write ``P·Qᵀ`` to ``out`` and subtract it from ``buffer``; they may be one tensor."""
+    aliased = out.data_ptr() == buffer.data_ptr()
+    product = torch.empty_like(out) if aliased else out
+    torch.mm(p, q.t(), out=product.view(len(p), -1))
+    if sound:
+        buffer.sub_(product)
+    else:
+        # NaN and overflow are in ``out``, and are subtracted from no error. An own gradient so
+        # large that it overflows would do so again in every step.
+        most = torch.finfo(buffer.dtype).max * _SENDABLE
+        buffer.sub_(product.nan_to_num(0.0, 0.0, 0.0)).clamp_(-most, most)
+    if aliased:
+        out.copy_(product)

@@ -75,15 +75,15 @@ class GradZip(LowRank):
 
     def basis(self, p: Tensor) -> Tensor:
         """Scale the longest column to length 1. In float64 squares of 1e30 are numbers."""
-        longest = torch.linalg.vector_norm(p.double(), dim=0).amax()
+        longest = torch.linalg.vector_norm(p.double(), dim=1).amax(1).view(-1, 1, 1)
         scaled: Tensor = (p / longest.where(longest > 0, 1.0)).to(p.dtype)
         return scaled
 
     def fit(self, q: Tensor, p: Tensor) -> Tensor:
         """Solve for Q, without the error check of other solvers, for which the host waits."""
         columns = p.double()
-        gram = columns.t() @ columns  # (r, r)
-        gram.diagonal().add_(self.regulariser)
+        gram = columns.mT @ columns  # (g, r, r)
+        gram.diagonal(dim1=1, dim2=2).add_(self.regulariser)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(gram).L)
         return (q.double() @ inverse).to(q.dtype)
 

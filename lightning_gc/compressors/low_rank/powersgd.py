@@ -27,7 +27,8 @@ class PowerSGD(LowRank):
 
     Communication pattern:
         Two all-reduces one after the other: P, then Q; everything that goes dense is in the first
-        message. Per worker ``2·(W−1)/W`` times the payload.
+        message. Per worker ``2·(W−1)/W`` times the payload. Factors of a bucket's matrices of equal
+        shape are orthonormalised together.
 
     An element takes ``32·rank·(1/n + 1/m)`` bits: 0.13 for 512 x 512 at rank 1.
 

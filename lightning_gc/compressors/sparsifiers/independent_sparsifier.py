@@ -29,12 +29,17 @@ class IndependentSparsifier(DensitySparsifier, Codec):
         """Return how many of ``numel`` elements are sent."""
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        chosen, seed = self.drawn(buffer, bucket)
+        values = buffer[chosen]  # (k,) buffer.dtype
+        buffer.index_fill_(0, chosen, 0)
+        return values, seed
+
+    def drawn(self, buffer: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Return a worker's positions, ``(k,)``, and the seed that they follow from, ``(1,)``."""
         seed = bucket.generator_seed(shared=False)
         k = self.how_many(buffer.numel(), seed)
         chosen = positions(buffer.numel(), k, seed, buffer.device)
-        values = buffer[chosen]  # (k,) buffer.dtype
-        buffer.index_fill_(0, chosen, 0)
-        return values, torch.full((1,), seed, dtype=torch.int64, device=buffer.device)
+        return chosen, torch.full((1,), seed, dtype=torch.int64, device=buffer.device)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         values, seed = payload

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.topk import TopK
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.compressors.wrappers.preset import Preset
 from lightning_gc.compressors.wrappers.quantised import Quantised
 
 
 @dataclass(frozen=True)
-class STC(Preset, DensitySparsifier):  # type: ignore[override]
+class STC(Preset, DensitySparsifier):
     """Sparse ternary compression: the k largest elements, each as plus or minus their mean.
 
     ``C(x)_i = μ·sign(x_i)`` if ``|x_i|`` is among the k = density·numel largest, else 0, where μ is
@@ -45,6 +46,12 @@ class STC(Preset, DensitySparsifier):  # type: ignore[override]
     """
 
     memory_name = "residual"
+
+    @functools.cached_property
+    def traits(self) -> Traits:  # type: ignore[override]
+        inner = self.inner.traits  # without a space: its own density is TopK's field
+        space = DensitySparsifier.traits.space
+        return replace(inner, default_memory=self.memory_name, space=space)
 
     @functools.cached_property
     def inner(self) -> Quantised:

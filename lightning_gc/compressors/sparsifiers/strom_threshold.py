@@ -21,9 +21,10 @@ from lightning_gc.search_space import Range
 class StromThreshold(Codec):
     """Send the sign of all elements of magnitude τ or more; each moves by τ, the rest is kept.
 
-    ``C(x)_i = τ·sign(x_i)`` if ``|x_i| ≥ τ``, else 0. An element that grows by more than τ a step
-    is sent at every step, and its error still grows: τ should be above the magnitude of most
-    elements of one gradient. At density 1 % a sent element takes 9.6 bits; the paper spends 32.
+    ``C(x)_i = τ·sign(x_i)`` if ``|x_i| ≥ τ`` (the survey has >), else 0. An element that grows by
+    more than τ a step is sent at every step, and its error still grows: τ should be above the
+    magnitude of most elements of one gradient. At density 1 % a sent element takes 9.6 bits; the
+    paper spends 32.
 
     Args:
         threshold: τ, in units of the (unscaled) gradient, above 0. Higher means more compression.

@@ -19,7 +19,9 @@ class UnbiasedRandomK(RandomSparsifier):
 
     ``C(x)_i = (d/k)·x_i`` for i in a random set of size k, else 0, so that ``E C(x) = x``. All
     workers draw the same set, so no positions are sent: 32 bits a sent element. It needs no error
-    feedback, but its variance is large: at 1 % a hundred times the gradient's square.
+    feedback, but its variance is large: at 1 % a hundred times the gradient's square, and as the
+    set is common, the mean of many workers has no less. In the papers each worker draws its own:
+    ``IndependentUnbiasedRandomK``.
 
     Args:
         density: share of elements sent, in (0, 1]. Lower means more compression, more variance.

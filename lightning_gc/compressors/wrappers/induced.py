@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from lightning_gc.bucket import Bucket
 from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Bound, Contraction, Unbounded, Variance
+from lightning_gc.compressors.bounds import AbsoluteError, Bound, Contraction, Unbounded, Variance
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.compressors.traits import Traits, Waits
@@ -31,7 +32,8 @@ class Induced(Codec):
     The payload is that of both: 2.47 bits an element for the defaults.
 
     Raises:
-        ValueError: one of them is no codec, or its result no mean; ``unbiased`` is biased.
+        ValueError: one of them is no codec, or its result no mean; ``biased`` chooses by what has
+            added up over steps; ``unbiased`` is biased.
 
     Example:
         >>> from lightning_gc import QSGD, Induced, TopK
@@ -57,6 +59,11 @@ class Induced(Codec):
                     f"Induced({name}={codec!r}): it must be a codec that leaves an error and whose "
                     f"result is a mean; use {example!r}, say. Wrappers go around Induced."
                 )
+        if first.traits.needs_sums:
+            raise ValueError(
+                f"Induced(biased={first!r}): it chooses by what has added up over steps, and "
+                f"no error is left to add up here; use TopK(0.01), say."
+            )
         if not second.traits.unbiased:
             raise ValueError(
                 f"Induced(unbiased={second!r}): it is biased, and so the sum of both would be; use "
@@ -100,9 +107,11 @@ class Induced(Codec):
         return *self.biased.wire(numel), *self.unbiased.wire(numel)
 
     def bound(self, numel: int) -> Bound:
-        """Return ω·(1 − δ): U's variance is relative to what B leaves."""
+        """Return ω·(1 − δ), or ω·v² of an absolute error: U's is relative to what B leaves."""
         second = self.unbiased.bound(numel)
         first = self.biased.bound(numel)
+        if isinstance(second, Variance) and isinstance(first, AbsoluteError):
+            return AbsoluteError(math.sqrt(second.omega) * first.v)
         if not isinstance(second, Variance) or not isinstance(first, Contraction):
             return Unbounded()
         return Variance(second.omega * (1 - first.delta))

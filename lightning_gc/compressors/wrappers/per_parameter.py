@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_gc.bucket import Bucket
-from lightning_gc.compressors.base import Codec, CodecScheme, Compressor, Joint, Part
+from lightning_gc.compressors.base import (
+    BatchedCollective,
+    Codec,
+    CodecScheme,
+    Compressor,
+    Joint,
+    Part,
+)
 from lightning_gc.compressors.wrappers.rows import Rows, flow_in_rows
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.flow import Flow, Mean, together
@@ -51,10 +58,15 @@ class PerParameter(Wrapper):
         joint = "no" if scheme is None else scheme.joint
         plan = _plan(self, tuple(bucket.shapes.items()), joint, bucket.workers)
         flows, means = [], list[Tensor]()
+        for codec, parts in plan.equals:
+            spans = [slice(part.start, part.stop) for part in parts]
+            inner = [bucket.part(part.name, part.start, part.stop) for part in parts]
+            mine, theirs = ([flat[span] for span in spans] for flat in (buffer, out))
+            flows.append(codec.rounds_of_equals(inner, mine, theirs))
         for part in plan.alone:
             span = slice(part.start, part.stop)
-            inner = bucket.part(part.name, part.start, part.stop)
-            flows.append(part.codec.flow(inner, buffer[span], out[span], scheme))
+            alone = bucket.part(part.name, part.start, part.stop)
+            flows.append(part.codec.flow(alone, buffer[span], out[span], scheme))
         if plan.joint is not None and plan.rows is not None and scheme is not None:
             flows.append(flow_in_rows(plan.joint, plan.rows, bucket, buffer, out, scheme))
         elif plan.joint is not None:
@@ -62,8 +74,8 @@ class PerParameter(Wrapper):
         whole = plan.dense
         if scheme is not None and scheme.scatters:
             for name, span in whole.items():
-                inner = bucket.part(name, span.start, span.stop)
-                flows.append(scheme.dense(inner, buffer[span], out[span]))
+                alone = bucket.part(name, span.start, span.stop)
+                flows.append(scheme.dense(alone, buffer[span], out[span]))
             whole = {}
         elif whole:
             flows.append(_average([buffer[span] for span in whole.values()], means))
@@ -79,6 +91,7 @@ class PerParameter(Wrapper):
 class _Plan(NamedTuple):
     """What is done with the parameters of a bucket."""
 
+    equals: list[tuple[BatchedCollective, list[Part]]]  # exchanged together, of one shape each
     alone: list[Part]  # each has a payload of its own
     joint: Codec | None  # has one payload for all others that are compressed
     dense: dict[str, slice]
@@ -96,19 +109,23 @@ def _plan(
     levels = dict(compressor.levels)
     others = None if compressor.others_dense else compressor.inner
     parts, dense, stop = list[Part](), dict[str, slice](), 0
+    equals: dict[tuple[BatchedCollective, tuple[int, ...]], list[Part]] = {}
     for name, shape in shapes:
         start, stop = stop, stop + math.prod(shape)
         inner = _at(compressor.inner, levels[name]) if name in levels else others
         inner = None if inner is None else inner.for_shape(shape)
         if inner is None:
             dense[name] = slice(start, stop)
+        elif start < stop and isinstance(inner, BatchedCollective):
+            equals.setdefault((inner, shape), []).append(Part(inner, name, start, stop))
         elif start < stop:
             parts.append(Part(inner, name, start, stop))
+    groups = [(codec, some) for (codec, _), some in equals.items()]
     if joint == "no" or len(parts) < 2:
-        return _Plan(parts, None, dense, None)
+        return _Plan(groups, parts, None, dense, None)
     rows = Rows(tuple(parts), workers) if joint == "shards" else None
     codec = parts[0].codec.joined(tuple(parts) if rows is None else rows.in_row)
-    return _Plan([] if codec is not None else parts, codec, dense, rows)
+    return _Plan(groups, [] if codec is not None else parts, codec, dense, rows)
 
 
 def _at(compressor: Compressor, level: float | None) -> Compressor | None:

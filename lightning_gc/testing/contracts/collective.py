@@ -101,7 +101,11 @@ class CollectiveContract:
 def exchanged(
     compressor: Compressor, gradients: list[Tensor], seed: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the mean of one exchange without a memory, and each worker's error."""
+    """Return the mean of an exchange without a memory, and each worker's error.
+
+    Of the first one that compresses: those before it, of the same gradients, say nothing.
+    """
     lockstep = Lockstep(len(gradients), compressor, NoMemory(), seed=seed)
-    result = lockstep.step([{"w": gradient} for gradient in gradients])
+    for _ in range(compressor.compressing_step(0) + 1):
+        result = lockstep.step([{"w": gradient} for gradient in gradients])
     return result.mean["w"], [error["w"] for error in result.errors]

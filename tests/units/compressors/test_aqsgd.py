@@ -8,6 +8,7 @@ import torch
 
 from lightning_gc import AQSGD, QSGD
 from lightning_gc.compressors.quantisers import aqsgd
+from lightning_gc.testing.contracts import cases
 from tests.support.codecs import KINDS, STUDENT, apply, each_kind
 
 
@@ -50,6 +51,15 @@ def test_it_rounds_to_a_level_next_to_each_element(kind: str, bits: int, size: i
         assert fits.all()
         assert (got * block >= 0).all()
     np.testing.assert_allclose(left, x - sent, rtol=1e-4, atol=1e-6 * np.abs(x).max())
+
+
+def test_it_is_right_on_average() -> None:
+    """Along random directions, up to 4 sigma."""
+
+    def draw(step: int) -> torch.Tensor:
+        return torch.from_numpy(apply(AQSGD(3, 64), STUDENT, step=step)[0])
+
+    assert cases.unbiased(draw, STUDENT, 200)
 
 
 def test_less_variance_than_equal_levels() -> None:

@@ -1,10 +1,16 @@
-"""IndependentRandomK and IndependentRandomMask: a set for each worker, which all others know."""
+"""IndependentRandomK and its kin: a set for each worker, which all others know."""
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_gc import Codec, IndependentRandomK, IndependentRandomMask
+from lightning_gc import (
+    Codec,
+    IndependentRandomK,
+    IndependentRandomMask,
+    IndependentUnbiasedRandomK,
+    UnbiasedRandomK,
+)
 from lightning_gc.compressors.sparsifiers.position_draws import by_hash
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -36,6 +42,30 @@ def test_workers_and_steps_have_sets_of_their_own(codec: Codec) -> None:
     for i, one in enumerate(sets):
         for other in sets[:i]:
             assert 40 < len(one & other) < 160
+
+
+def test_scaled_elements_are_right_on_average_and_the_more_so_the_more_workers() -> None:
+    """``E‖mean − x‖²`` is ``(d/k − 1)·‖x‖²/W`` with sets of their own, W times that with one."""
+    x = torch.tensor(np.random.default_rng(0).standard_normal(200), dtype=torch.float32)
+    squared = float(x.square().sum())
+
+    def means(codec: Codec, workers: int) -> torch.Tensor:
+        lockstep = Lockstep(workers, codec)
+        return torch.stack([lockstep.step([{"w": x}] * workers).mean["w"] for _ in range(300)])
+
+    for codec, workers, times in (
+        (IndependentUnbiasedRandomK(0.2), 1, 4.0),
+        (IndependentUnbiasedRandomK(0.2), 4, 1.0),
+        (UnbiasedRandomK(0.2), 4, 4.0),
+    ):
+        found = means(codec, workers)
+        spread = float((found - x).square().sum(1).mean()) / squared
+        assert abs(spread / times - 1) < 0.15, (codec, workers)
+        assert float((found.mean(0) - x).square().sum()) < 2 * times * squared / 300
+    sent, left, _ = apply(IndependentUnbiasedRandomK(0.2), x)
+    np.testing.assert_allclose(sent[sent != 0], 5 * x.numpy()[sent != 0], rtol=1e-6)
+    np.testing.assert_allclose(sent + left, x.numpy(), atol=1e-5)
+    assert np.count_nonzero(sent) == 40
 
 
 def test_all_sets_are_equally_likely() -> None:

@@ -8,6 +8,8 @@ import torch
 
 from lightning_gc import (
     QSGD,
+    AbsoluteError,
+    HardThreshold,
     Identity,
     Induced,
     PerParameter,
@@ -16,6 +18,7 @@ from lightning_gc import (
     TopK,
     UnbiasedRandomK,
     Variance,
+    VarianceCriterion,
 )
 from lightning_gc.testing import Lockstep
 from tests.support.codecs import KINDS, apply, each_kind
@@ -52,6 +55,8 @@ def test_variance_is_that_of_the_error_alone() -> None:
 def test_bound_is_the_product() -> None:
     bound = Induced(TopK(0.25), UnbiasedRandomK(0.5)).bound(1000)
     assert bound == Variance(0.75 * 1.0)
+    absolute = Induced(HardThreshold(0.5), UnbiasedRandomK(0.2)).bound(1000)
+    assert absolute == AbsoluteError(2.0 * HardThreshold(0.5).bound(1000).v)
 
 
 def test_no_memory_by_default_and_levels_are_the_biased_one_s() -> None:
@@ -69,6 +74,7 @@ def test_no_memory_by_default_and_levels_are_the_biased_one_s() -> None:
         (Identity(), QSGD(), "biased"),
         (PowerSGD(), QSGD(), "biased"),
         (PerParameter(TopK()), QSGD(), "Wrappers go around"),
+        (VarianceCriterion(), QSGD(), "added up over steps"),
     ],
 )
 def test_refusals(biased: Any, unbiased: Any, word: str) -> None:

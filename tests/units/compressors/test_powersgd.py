@@ -156,3 +156,44 @@ def test_bytes() -> None:
 def test_refusals(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    "compressor", [PowerSGD(2), GradZip(2), PowerSGD(2, dense_steps=2)], ids=str
+)
+def test_matrices_of_one_shape_are_as_each_by_itself(compressor: Compressor) -> None:
+    """Among them one that a controller has given another rank, which leaves the others' group."""
+    shapes = {
+        "a": (12, 20),
+        "b": (20, 12),
+        "c": (12, 20),
+        "d": (12, 5, 4),
+        "e": (12, 20),
+        "f": (9,),
+    }
+    levels = {"e": 1.0}
+
+    def run(names: str) -> list[dict[str, Tensor]]:
+        lockstep = Lockstep(3, compressor)
+        for engine in lockstep.engines:
+            engine.set_levels(2, {name: levels[name] for name in names if name in levels})
+        found = []
+        for step in range(4):
+            draw = [torch.Generator().manual_seed(10 * step + worker) for worker in range(3)]
+            made = [{n: torch.randn(s, generator=g) for n, s in shapes.items()} for g in draw]
+            result = lockstep.step([{n: each[n] for n in names} for each in made])
+            errors = {f"{n} {w}": e[n] for w, e in enumerate(result.errors) for n in names}
+            kept = lockstep.engines[0].state_dict()["compressor"]
+            found.append({**result.mean, **errors, **{f"{n} q": kept[n]["q"] for n in kept}})
+        return found
+
+    together, alone = run("abcdef"), [run(name) for name in shapes]
+    assert {"a q", "d q", "e q"} <= together[-1].keys()
+    assert together[-1]["e q"].shape == (20, 1)
+    for step, found in enumerate(together):
+        wanted = {name: x for each in alone for name, x in each[step].items()}
+        assert found.keys() == wanted.keys()
+        for name, x in found.items():
+            torch.testing.assert_close(x, wanted[name], rtol=1e-4, atol=1e-5, msg=f"{step} {name}")
+            # Nothing that is saved holds the memory of others.
+            assert not name.endswith(" q") or x.untyped_storage().nbytes() == 4 * x.numel()

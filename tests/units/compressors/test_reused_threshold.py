@@ -10,7 +10,8 @@ from lightning_gc.bucket import Bucket
 from lightning_gc.testing import Lockstep
 from tests.support.codecs import apply
 
-STEPS, EVERY, DENSITY = 11, 4, 0.1
+STEPS, EVERY, DENSITY = 16, 4, 0.1
+FOUND = {0, 1, 3, 6, 10, 14}  # thresholds are used for 1, 2, 3, 4, 4, ... steps
 
 
 def gradient(step: int) -> np.ndarray:
@@ -23,31 +24,44 @@ def test_feedback_and_thresholds() -> None:
     counts = []
     for step in range(STEPS):
         x = error + gradient(step)
-        if step % EVERY == 0:
+        if step in FOUND:
             threshold = np.sort(np.abs(x).reshape(-1))[-4]
         sent = np.where(np.abs(x) >= threshold, x, 0)
         error = x - sent
         result = lockstep.step([{"w": torch.tensor(gradient(step))}])
         np.testing.assert_allclose(result.mean["w"].numpy(), sent, rtol=1e-6)
         counts.append(np.count_nonzero(sent))
-    assert counts[0] == counts[4] == counts[8] == 4
+    assert {counts[step] for step in FOUND} == {4}
     assert len(set(counts)) > 1
+
+
+def test_what_is_sent_is_about_the_density() -> None:
+    """Errors grow at first; a threshold of the first step would let six times as much pass."""
+    lockstep, draw = Lockstep(1, ReusedThreshold(0.02)), np.random.default_rng(0)
+    sent = []
+    for _ in range(200):
+        made = torch.tensor(draw.standard_normal(2000).astype(np.float32))
+        sent.append(int(lockstep.step([{"w": made}]).mean["w"].count_nonzero()))
+    assert 0.9 * 40 < np.mean(sent[10:]) < 1.5 * 40
 
 
 def test_another_density_finds_another_threshold() -> None:
     lockstep = Lockstep(1, ReusedThreshold(DENSITY, 1000))
-    lockstep.step([{"w": torch.tensor(gradient(0))}])
+    for step in range(4):  # the threshold of step 3 is for three steps
+        lockstep.step([{"w": torch.tensor(gradient(step))}])
     lockstep.engines[0].set_levels(0.5)
-    result = lockstep.step([{"w": torch.tensor(gradient(1))}])
+    result = lockstep.step([{"w": torch.tensor(gradient(4))}])
     assert result.mean["w"].count_nonzero() == 20
 
 
 def test_a_resumed_run_keeps_its_threshold() -> None:
     straight, resumed = (Lockstep(1, ReusedThreshold(DENSITY, 1000)) for _ in range(2))
-    straight.step([{"w": torch.tensor(gradient(0))}])
+    for step in range(4):
+        straight.step([{"w": torch.tensor(gradient(step))}])
     resumed.engines[0].load_state_dict(straight.engines[0].state_dict())
-    made = [{"w": torch.tensor(gradient(1))}]
-    assert torch.equal(straight.step(made).mean["w"], resumed.step(made).mean["w"])
+    for step in range(4, 8):
+        made = [{"w": torch.tensor(gradient(step))}]
+        assert torch.equal(straight.step(made).mean["w"], resumed.step(made).mean["w"])
 
 
 def test_zeros_and_what_is_not_finite_set_no_threshold() -> None:
