@@ -67,6 +67,7 @@ def test_sdist_holds_the_tree(built: Path) -> None:
     assert {name for name in in_tree() if "/controllers/" not in name} <= names
 
 
+@pytest.mark.nightly  # by day the wheel is compared with the tree, file by file
 def test_wheel_imports_without_the_tree(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path)
