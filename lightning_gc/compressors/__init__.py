@@ -1,5 +1,6 @@
 """Compressors: the compression methods, one file each. A new one needs one import line here."""
 
+from lightning_gc.compressors.base import BatchedCollective as BatchedCollective
 from lightning_gc.compressors.base import Codec as Codec
 from lightning_gc.compressors.base import Collective as Collective
 from lightning_gc.compressors.base import Compressor as Compressor

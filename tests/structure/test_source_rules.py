@@ -24,7 +24,7 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
-AbsoluteError AllGather AllGatherOrTwoShot AllReduce Blockwise8Bit ByteCodes Cast Choice Codec
+AbsoluteError AllGather AllGatherOrTwoShot AllReduce BatchedCollective Blockwise8Bit ByteCodes Cast Choice Codec
 Collective
 CSER
 CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
