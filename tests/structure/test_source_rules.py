@@ -24,8 +24,8 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
-AbsoluteError AllGather AllGatherOrTwoShot AllReduce BatchedCollective Blockwise8Bit ByteCodes Cast Choice Codec
-Collective
+AbsoluteError AllGather AllGatherOrTwoShot AllReduce BatchedCollective
+Blockwise8Bit ByteCodes Cast Choice Codec Collective
 CSER
 CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
 CompressionMonitor Compressor
