@@ -277,14 +277,20 @@ class Collective(Compressor):
 class BatchedCollective(Collective):
     """A collective that exchanges tensors of one shape together, by fewer operations.
 
-    ``PerParameter`` hands it the parameters of a bucket whose shapes and levels are equal.
+    ``PerParameter`` hands it the parameters of a bucket whose shapes and levels are equal, and does
+    not call ``rounds``.
     """
 
     @abc.abstractmethod
     def rounds_of_equals(
         self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> Flow:
-        """Exchange each buffer, as ``rounds`` does; all buckets have one shape and step."""
+        """Exchange each buffer; all buckets hold one parameter, of one shape.
+
+        A result is as if it were exchanged alone, up to rounding, and what is not finite in one
+        buffer stays out of the others. Each buffer and its ``out`` may be one tensor. What is kept
+        in ``bucket.state`` shares no memory with others' states, or checkpoints would hold all.
+        """
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         yield from self.rounds_of_equals([bucket], [buffer], [out])

@@ -79,7 +79,7 @@ class LowRank(BatchedCollective):
             yield from together(list(map(dense, buffers, outs)), buckets[0].workers)
             return
         matrices = [buffer.view(shape[0], -1) for buffer in buffers]  # (n, m) each
-        states = [next(iter(bucket.state.values())) for bucket in buckets]
+        states = [state for bucket in buckets for (state,) in [bucket.state.values()]]
         columns = [
             self._columns(state.get("q"), matrix, bucket)
             for state, matrix, bucket in zip(states, matrices, buckets, strict=True)

@@ -76,7 +76,7 @@ class GradZip(LowRank):
     def basis(self, p: Tensor) -> Tensor:
         """Scale the longest column to length 1. In float64 squares of 1e30 are numbers."""
         longest = torch.linalg.vector_norm(p.double(), dim=1).amax(1).view(-1, 1, 1)
-        scaled: Tensor = (p / longest.where(longest > 0, 1.0)).to(p.dtype)
+        scaled: Tensor = p / longest.where(longest > 0, 1.0).to(p.dtype)
         return scaled
 
     def fit(self, q: Tensor, p: Tensor) -> Tensor:
@@ -84,7 +84,9 @@ class GradZip(LowRank):
         columns = p.double()
         gram = columns.mT @ columns  # (g, r, r)
         gram.diagonal(dim1=1, dim2=2).add_(self.regulariser)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(gram).L)
+        # One by one: for several at once CUDA's library has the host wait.
+        lower = torch.linalg.cholesky_ex(gram).L
+        inverse = torch.stack([torch.cholesky_inverse(each) for each in lower])
         return (q.double() @ inverse).to(q.dtype)
 
     @classmethod

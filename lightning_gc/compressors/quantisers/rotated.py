@@ -158,7 +158,8 @@ def _hadamard(x: Tensor, size: int) -> Tensor:
             torch.add(first, second, out=total)
             torch.sub(first, second, out=difference)
             part, spare, width = spare, part, 2 * width
-        x[run] = part  # of itself where it has come back there
+        if part.data_ptr() != x[run].data_ptr():
+            x[run] = part
     return x
 
 
