@@ -197,8 +197,9 @@ def test_matrices_of_one_shape_are_as_each_by_itself(compressor: Compressor) -> 
         assert found.keys() == wanted.keys()
         for name, x in found.items():
             exact = isinstance(compressor, PowerSGD)
-            near = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
-            torch.testing.assert_close(x, wanted[name], **near, msg=f"{step} {name}")
+            rtol, atol = (0.0, 0.0) if exact else (1e-4, 1e-5)
+            gap = f"{step} {name}"
+            torch.testing.assert_close(x, wanted[name], rtol=rtol, atol=atol, msg=gap)
             # Nothing that is saved holds the memory of others.
             assert not name.endswith(" q") or x.untyped_storage().nbytes() == 4 * x.numel()
 
