@@ -86,19 +86,19 @@ class LowRank(BatchedCollective):
         ]
         # Thin factors are stacked, and what is done to them is done to all at once. Matrices are
         # not: a copy of them takes longer, from 128 columns on, than a product for each.
-        before = orthonormal(torch.stack(columns))  # (g, m, r)
+        before = orthonormal(_stacked(columns))  # (g, m, r)
         # Thin factors whose columns lie together: on the host products take a fifth of the time.
-        p = stacked(matrices, before.mT.contiguous().mT)  # (g, n, r)
+        p = _stacked(list(map(torch.mm, matrices, before.mT.contiguous().mT)))  # (g, n, r)
         (p,) = yield Mean((p,))
         p = self.basis(p)
         across = p.mT.contiguous()
-        own = torch.stack([left @ matrix for left, matrix in zip(across, matrices, strict=True)])
+        own = _stacked(list(map(torch.mm, across, matrices)))
         for bucket, *sent in zip(buckets, p, own, strict=True):
             bucket.tally.count(buffers[0].numel(), buffers[0].numel(), tuple(sent))
         (rows,) = yield Mean((own,))  # (g, r, m)
         q = self.fit(rows.mT.contiguous(), p)  # (g, m, r)
         # A Q of zeros, or one that is not finite, would stay so for ever.
-        good = (q.isfinite().all(2).all(1) & q.any(2).any(1)).view(-1, 1, 1)
+        good = (q.isfinite().flatten(1).all(1) & q.flatten(1).any(1)).view(-1, 1, 1)
         for state, kept in zip(states, torch.where(good, q, before), strict=True):
             state["q"] = kept.clone() if len(states) > 1 else kept  # not a view of all others'
         # The factors, which are small, show whether the product can have overflowed.
@@ -165,9 +165,9 @@ def orthonormal(columns: Tensor) -> Tensor:
     return basis
 
 
-def stacked(matrices: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """Return the products of ``(n, m)`` matrices and factors ``(g, m, r)``, ``(g, n, r)``."""
-    return torch.stack([m @ factor for m, factor in zip(matrices, factors, strict=True)])
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """Return them along a new first dimension: of one tensor a view, as most shapes occur once."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _apply(buffer: Tensor, out: Tensor, p: Tensor, q: Tensor, sound: bool) -> None:
