@@ -20,7 +20,7 @@ from equal_budgets_models import MODELS, refuses
 from optuna.trial import FixedTrial
 
 from lightning_gc import COMPRESSORS, Compressor, PerParameter, SizeSwitch
-from lightning_gc.catalogue.declared_space import declared
+from lightning_gc.compressors.traits import LEVEL
 from lightning_gc.engine.compatibility import by_default
 from lightning_gc.search_space import Choice, Range, Space
 from lightning_gc.tuning import Method
@@ -30,9 +30,7 @@ DENSE = "identity"  # bit-equal to plain DDP
 MEMORY_MOMENTUM = f"{MEMORY_PREFIX}momentum"
 # Of memories that no compressor has by default; all but one with the same compressor.
 MEMORIES = {
-    "topk_cser": Method(
-        "topk_cser", "topk", memory="cser", memory_space=(Choice("every", (8, 32, 128)),)
-    ),
+    "topk_cser": Method("topk_cser", "topk", memory="cser"),
     "topk_ef21": Method("topk_ef21", "topk", memory="ef21"),
     "topk_error_reset": Method("topk_error_reset", "topk", memory="error_reset"),
     "topk_global_momentum": Method("topk_global_momentum", "topk", memory="global_momentum"),
@@ -62,9 +60,8 @@ def space(name: str, model: str) -> Space:
     small_are_dense = by_default(compressor) == PerParameter(SizeSwitch(compressor))
     if small_are_dense and compressor.traits.kind != "quantiser":
         found.append(Choice("every_tensor", (False, True)))
-    found += inner_level(compressor)
     for prefix, entries in ((PREFIX, method.tuned), (MEMORY_PREFIX, method.tuned_memory)):
-        found += [dataclasses.replace(entry, field=prefix + entry.field) for entry in entries]
+        found += [dataclasses.replace(entry, field=_drawn_as(entry, prefix)) for entry in entries]
     return tuple(found)
 
 
@@ -73,15 +70,8 @@ def sends_directions(name: str) -> bool:
     return is_direction(METHODS[name].compressor_class())
 
 
-def inner_level(compressor: Compressor) -> Space:
-    """Return ``level``, with the range that its owner declares, if a compressor holds its owner."""
-    knob = compressor.knob
-    if knob is None or hasattr(compressor, knob.field):
-        return ()
-    held = [each for each in vars(compressor).values() if isinstance(each, Compressor)]
-    (owner,) = (each for each in held if each.knob == knob)
-    (entry,) = (entry for entry in declared(type(owner)) if entry.field == knob.field)
-    return (dataclasses.replace(entry, field="level"),)
+def _drawn_as(entry: Range | Choice, prefix: str) -> str:
+    return entry.field if entry.field == LEVEL else prefix + entry.field
 
 
 def drawn(name: str, model: str, draw: int, draws: int) -> dict[str, Any]:
@@ -120,9 +110,8 @@ def value(entry: Range | Choice, share: float) -> Any:
 def build(name: str, settings: Mapping[str, Any]) -> tasks.Method:
     """Return the compressor, memory and scheme of a method with these settings."""
     method = dataclasses.replace(METHODS[name], every_tensor=settings.get("every_tensor", False))
-    trial = FixedTrial(dict(settings))
+    prefixed = {PREFIX + LEVEL if field == LEVEL else field: x for field, x in settings.items()}
+    trial = FixedTrial(prefixed)
     compressor: Compressor = method.suggest_compressor(trial)
-    if "level" in settings:
-        compressor = compressor.at(settings["level"])
     scheme = method.memory_and_scheme()[1]
     return tasks.Method(compressor, method.suggest_memory(trial), scheme=scheme)

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from lightning_gc.compressors.base import Compressor
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import LEVEL, Traits
 from lightning_gc.registry import required_fields
 from lightning_gc.search_space import Choice, Range, Space, check_field
+
+
+def instance(compressor: type[Compressor], fields: Mapping[str, Any]) -> Compressor:
+    """Return one with these fields; ``level`` is that of the compressor inside, if it has one."""
+    given, at = dict(fields), None
+    if LEVEL not in _names(compressor):
+        at = given.pop(LEVEL, None)
+    found: Compressor = compressor(**given)
+    return found if at is None else found.at(at)
 
 
 def traits_of(compressor: type[Compressor]) -> Traits:
@@ -31,10 +42,9 @@ def declared(compressor: type[Compressor]) -> Space:
     """
     traits = traits_of(compressor)
     space, knob = traits.space, traits.knob
-    fields = {field.name for field in dataclasses.fields(compressor)}  # type: ignore[arg-type]
-    fields -= {entry.field for entry in space}
+    fields = _names(compressor) - {entry.field for entry in space}
     if knob is not None and knob.field in fields:  # else it is an inner compressor's
-        space += (Range(knob.field, knob.low, knob.high, knob.scale, knob.integer),)
+        space += (knob.range,)
     for entry in space:
         check_entry(compressor, entry)
     return space
@@ -42,9 +52,15 @@ def declared(compressor: type[Compressor]) -> Space:
 
 def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
     """Refuse an entry that the compressor has no field for, or that contradicts its knob."""
-    check_field(compressor, entry)
     name, knob = compressor.__name__, traits_of(compressor).knob
-    if knob is None or entry.field != knob.field:
+    known_as = None if knob is None else knob.field
+    if knob is not None and knob.field not in _names(compressor):
+        if entry.field == knob.field:
+            raise ValueError(f"{name} has {knob.field} of the compressor inside; call it level.")
+        known_as = LEVEL
+    if not (known_as == LEVEL == entry.field):
+        check_field(compressor, entry)
+    if knob is None or entry.field != known_as:
         return
     if isinstance(entry, Choice):
         values = [v for v in entry.values if not isinstance(v, int | float) or isinstance(v, bool)]
@@ -62,3 +78,7 @@ def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
             f"{name}.{entry.field} from {low:g} to {high:g} leaves the range of its knob, "
             f"{knob.low:g} to {knob.high:g}; choose within it."
         )
+
+
+def _names(compressor: type[Compressor]) -> set[str]:
+    return {field.name for field in dataclasses.fields(compressor)}  # type: ignore[arg-type]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_gc.search_space import Choice, Range
 
 Kind = Literal["dense", "sparsifier", "quantiser", "low rank"]
+
+LEVEL = "level"
+"""What the knob is called in the search space of a compressor that holds the knob's owner."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class Knob:
     scale: Literal["log", "linear"] = "log"
     more: Literal["bytes", "compression"] = "bytes"
     integer: bool = False
+
+    @property
+    def range(self) -> Range:
+        """The whole range, as a search space's entry."""
+        return Range(self.field, self.low, self.high, self.scale, self.integer)
 
     @property
     def tightest(self) -> float:
@@ -90,6 +98,7 @@ class Traits:
             compressors, else ``"residual"``.
         knob: the one field that a controller turns, or None.
         space: fields worth tuning, with ranges. A knob that is not among them has its own range.
+            Of a compressor that holds the knob's owner, ``level`` is that of the owner.
     """
 
     kind: Kind
@@ -103,3 +112,11 @@ class Traits:
     default_memory: str | None = None
     knob: Knob | None = None
     space: tuple[Range | Choice, ...] = ()
+
+    @property
+    def level_space(self) -> tuple[Range | Choice, ...]:
+        """The knob's entry, called ``level``: part of the space of what holds this compressor."""
+        if self.knob is None:
+            return ()
+        known = {entry.field: entry for entry in (self.knob.range, *self.space)}
+        return (replace(known.get(LEVEL, known[self.knob.field]), field=LEVEL),)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_gc.bucket import Bucket
 from lightning_gc.flow import Flow
 from lightning_gc.memories.base import GradientExchange, Memory, State
+from lightning_gc.search_space import Choice
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class CSER(Memory):
     every: int = 128
 
     buffers = ("error",)
+    space = (Choice("every", (8, 32, 128)),)
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.every != int(self.every):

@@ -58,7 +58,8 @@ class SparseReduce(Scheme):
 
     Reference:
         Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk),
-        PPoPP 2022. There thresholds and ranges are kept for many steps; here both are recomputed.
+        PPoPP 2022. There thresholds and ranges are kept for many steps. Here ranges are agreed on
+        in each step, and whether thresholds are kept is the compressor's: ``ReusedThreshold``.
     """
 
     waits = 2  # for cuts, and for the number of survivors

@@ -10,7 +10,7 @@ from typing import Any
 
 import optuna
 
-from lightning_gc.catalogue.declared_space import check_entry, declared
+from lightning_gc.catalogue.declared_space import check_entry, declared, instance
 from lightning_gc.compressors import COMPRESSORS, Compressor, Identity, PerParameter
 from lightning_gc.controllers import Controller
 from lightning_gc.engine.compatibility import combine
@@ -41,7 +41,8 @@ class Method(Settings):
         compressor: a class, its registered name, or its dotted path; by default ``name``.
             ``"dense"`` is ``Identity``, the baseline.
         fixed: fields that keep one value; those neither fixed nor tuned keep their default.
-        space: replaces what the compressor declares, field by field.
+        space: replaces what the compressor declares, field by field. Of a compressor that holds
+            another, ``level`` is the one's inside, here as in ``fixed``.
         memory: as for ``CompressedDDPStrategy``; so are ``scheme`` and ``controller``. Its declared
             space is tuned, unless an instance is given.
         memory_space: replaces what the memory declares, field by field.
@@ -139,7 +140,7 @@ class Method(Settings):
 
     def make_compressor(self, tuned: Mapping[str, Any]) -> Compressor:
         """Return the compressor with these values of its tuned fields."""
-        compressor: Compressor = self.compressor_class(**self.fixed, **tuned)
+        compressor = instance(self.compressor_class, {**self.fixed, **tuned})
         return PerParameter(compressor) if self.every_tensor else compressor
 
     def suggest_compressor(self, trial: optuna.trial.BaseTrial) -> Compressor:

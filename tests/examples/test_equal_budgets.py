@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gc import COMPRESSORS, QSGD, Induced, PerParameter, Quantised, Rotated, TopK
+from lightning_gc import COMPRESSORS, PerParameter
 from lightning_gc.catalogue.declared_space import declared
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES
@@ -44,8 +44,7 @@ def test_what_is_declared_is_drawn_and_makes_a_method(name: str) -> None:
     cls = methods.METHODS[name].compressor_class
     for model in MODELS:
         fields = {entry.field for entry in methods.space(name, model)}
-        assert {f"compressor.{entry.field}" for entry in declared(cls)} <= fields
-        assert cls().knob is None or any("compressor." in f or f == "level" for f in fields)
+        assert {entry.field for entry in declared(cls)} <= {f.rpartition(".")[2] for f in fields}
         for draw in range(4):
             settings = methods.drawn(name, model, draw, 4)
             assert set(settings) == fields
@@ -56,14 +55,6 @@ def test_what_is_declared_is_drawn_and_makes_a_method(name: str) -> None:
             momentum = settings.get("momentum", 0.0)
             assert built.memory is not None
             built.memory.check_optimizer({"momentum": momentum})  # else it says so
-
-
-def test_levels_of_what_a_wrapper_holds_are_those_that_it_declares() -> None:
-    for wrapper, held in ((Quantised, TopK), (Induced, TopK), (Rotated, QSGD)):
-        (level,) = methods.inner_level(wrapper())
-        (entry,) = (entry for entry in declared(held) if entry.field in ("density", "bits"))
-        assert level == dataclasses.replace(entry, field="level")
-    assert methods.inner_level(TopK()) == ()
 
 
 def test_draws_are_a_methods_own_and_come_again() -> None:

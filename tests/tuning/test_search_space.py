@@ -18,12 +18,16 @@ from lightning_gc import (
     QSGD,
     Choice,
     Codec,
+    Compressor,
     HardThreshold,
     Identity,
+    Induced,
     Knob,
     MomentumCorrection,
+    Quantised,
     Range,
     Residual,
+    Rotated,
     TopK,
     cli,
 )
@@ -51,6 +55,13 @@ class Plugin(Codec):
     encode = decode = bound = wire = None  # type: ignore[assignment]
 
 
+class InducedOfQuantised(Induced):
+    """A wrapper of a wrapper, as a user would name it for a study."""
+
+    def __init__(self, biased: Codec | None = None, unbiased: Codec | None = None) -> None:
+        super().__init__(biased or Quantised(TopK(0.02)), unbiased or QSGD(2))  # type: ignore[arg-type]
+
+
 def drawn(method: Method, number: int = 0) -> dict[str, Any]:
     sampler = optuna.samplers.RandomSampler(seed=number)
     trial = optuna.create_study(sampler=sampler).ask()
@@ -59,24 +70,48 @@ def drawn(method: Method, number: int = 0) -> dict[str, Any]:
     return trial.params
 
 
-INSIDE = ("quantised", "induced", "rotated")
-"""Wrappers, whose knob is that of the compressor inside."""
-
-
 @pytest.mark.parametrize("name", sorted(COMPRESSORS))
 def test_every_registered_compressor_can_be_drawn_from_its_declaration(name: str) -> None:
     cls = COMPRESSORS[name]
     method = Method(name)
     fields = [entry.field for entry in declared(cls)]
     knob = traits_of(cls).knob
-    assert knob is None or knob.field in fields or name in INSIDE
+    assert knob is None or knob.field in fields or "level" in fields
     for number in range(5):
         params = drawn(method, number)
         given = {n.partition(".")[2]: v for n, v in params.items() if n.startswith("compressor.")}
         assert list(given) == fields
-        compressor = cls(**given)
+        compressor = method.make_compressor(given)
         if knob is not None:
-            assert knob.clamp(compressor.level) == compressor.level  # type: ignore[arg-type]
+            level = given.get(knob.field, given.get("level"))
+            assert isinstance(level, int | float)
+            assert knob.clamp(level) == level == compressor.level
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "owner"),
+    [
+        (Quantised, TopK),
+        (Induced, TopK),
+        (Rotated, QSGD),
+        (InducedOfQuantised, TopK),
+    ],
+)
+def test_the_level_inside_has_the_range_of_its_owner(
+    wrapper: type[Compressor], owner: type[Compressor]
+) -> None:
+    knob = traits_of(owner).knob
+    assert knob is not None
+    (own,) = (entry for entry in declared(owner) if entry.field == knob.field)
+    (level,) = (entry for entry in declared(wrapper) if entry.field == "level")
+    assert level == dataclasses.replace(own, field="level")
+    least = Method("least", wrapper, fixed={"level": knob.low})
+    assert "level" not in [entry.field for entry in least.tuned]
+    assert least.make_compressor({}).level == knob.low
+    with pytest.raises(ValueError, match=f"has {knob.field} of the compressor inside; call it"):
+        Method("other", wrapper, fixed={knob.field: knob.low})
+    with pytest.raises(ValueError, match="leaves the range of its knob"):
+        Method("other", wrapper, fixed={"level": 2 * knob.high})
 
 
 def test_a_plug_in_is_searched_without_a_word_about_it_elsewhere() -> None:

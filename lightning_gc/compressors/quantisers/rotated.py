@@ -83,8 +83,9 @@ class Rotated(Codec):
 
     @property
     def traits(self) -> Traits:
-        sizes = Choice("size", (256, 1024, 4096))
-        return dataclasses.replace(self.quantiser.traits, elementwise=False, space=(sizes,))
+        inner = self.quantiser.traits
+        space = (Choice("size", (256, 1024, 4096)), *inner.level_space)
+        return dataclasses.replace(inner, elementwise=False, space=space)
 
     @property
     def waits(self) -> Waits:

@@ -14,6 +14,7 @@ class Signum(Preset):
     """Vote on the sign of each worker's own moving average of gradients: ``SignSGD`` of a momentum.
 
     Its default memory is ``LocalMomentum(momentum=0.9)``. The optimizer must have no momentum.
+    A vote is no mean of gradients, so there is no error to feed back, as a survey's table has it.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, Signum

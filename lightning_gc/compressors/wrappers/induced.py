@@ -80,6 +80,7 @@ class Induced(Codec):
             unbiased=True,
             portable=all(traits.portable for traits in both),
             knob=self.biased.traits.knob,
+            space=self.biased.traits.level_space,
         )
 
     @property

@@ -102,6 +102,7 @@ class Quantised(Codec):
             portable=inner.portable and self.quantiser.traits.portable,
             default_memory=inner.default_memory,
             knob=inner.knob,
+            space=inner.level_space,
         )
 
     @property
