@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,17 +156,22 @@ def test_controllers_go_on(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "when",
+    ("when", "loss_delta"),
     [
-        {"monitor": "val_loss"},
-        pytest.param({"save_on_train_epoch_end": False}, marks=pytest.mark.nightly),
+        ({"monitor": "val_loss"}, 0.2),
+        # Before the epoch's end its training loss is not known.
+        pytest.param({"save_on_train_epoch_end": False}, None, marks=pytest.mark.nightly),
     ],
 )
-def test_saved_when_validation_ends(tmp_path: Path, when: dict[str, Any]) -> None:
+def test_saved_when_validation_ends(
+    tmp_path: Path, when: dict[str, Any], loss_delta: float | None
+) -> None:
     compressor, controller = CONTROLLED["bit width"]
+    controller = replace(controller, loss_delta=loss_delta)  # type: ignore[type-var]
     saving = {"save_top_k": -1, **when}
     whole, resumed = continued(tmp_path, compressor, saving=saving, controller=controller)
     assert differences(whole, resumed) == []
+    assert whole[0]["controller"] != controller.init()
 
 
 @pytest.mark.parametrize(
