@@ -100,17 +100,19 @@ def test_qsgd_rounds_up_as_often_as_it_should() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_cast_float16_equals_numpy(kind: str) -> None:
     x = cases.tensors(300)[kind]
-    sent, _, _ = apply(Cast("float16"), x)
+    sent, left, _ = apply(Cast("float16"), x)
     clipped = np.clip(x.numpy(), -65504, 65504)
     np.testing.assert_array_equal(sent, clipped.astype(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(left, x.numpy() - sent)
 
 
 def test_cast_bfloat16_is_nearest_even() -> None:
     x = cases.tensors(300)["normal"]
-    sent, _, _ = apply(Cast("bfloat16"), x)
+    sent, left, _ = apply(Cast("bfloat16"), x)
     whole = x.numpy().view(np.uint32).astype(np.uint64)
     rounded = (whole + 0x7FFF + ((whole >> 16) & 1)) & 0xFFFF0000
     np.testing.assert_array_equal(sent.view(np.uint32), rounded.astype(np.uint32))
+    np.testing.assert_array_equal(left, x.numpy() - sent)
 
 
 def test_cast_accepts_a_torch_dtype() -> None:
