@@ -71,7 +71,7 @@ def sends_directions(name: str) -> bool:
 
 
 def _drawn_as(entry: Range | Choice, prefix: str) -> str:
-    return entry.field if entry.field == LEVEL else prefix + entry.field
+    return LEVEL if prefix + entry.field == PREFIX + LEVEL else prefix + entry.field
 
 
 def drawn(name: str, model: str, draw: int, draws: int) -> dict[str, Any]:

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.compressors.traits import LEVEL, Traits
 from lightning_gc.registry import required_fields
 from lightning_gc.search_space import Choice, Range, Space, check_field
-
-
-def instance(compressor: type[Compressor], fields: Mapping[str, Any]) -> Compressor:
-    """Return one with these fields; ``level`` is that of the compressor inside, if it has one."""
-    given, at = dict(fields), None
-    if LEVEL not in _names(compressor):
-        at = given.pop(LEVEL, None)
-    found: Compressor = compressor(**given)
-    return found if at is None else found.at(at)
 
 
 def traits_of(compressor: type[Compressor]) -> Traits:
@@ -27,6 +16,28 @@ def traits_of(compressor: type[Compressor]) -> Traits:
     if isinstance(found, Traits):
         return found
     return (compressor.examples()[0] if required_fields(compressor) else compressor()).traits
+
+
+def knob_name(compressor: type[Compressor]) -> str | None:
+    """Return what a study calls the knob: its field, or ``level`` of a compressor inside.
+
+    Raises:
+        ValueError: a field ``level`` that is not the knob.
+    """
+    knob, names = traits_of(compressor).knob, field_names(compressor)
+    if knob is None:
+        return None
+    if LEVEL in names and knob.field != LEVEL:
+        raise ValueError(
+            f"{compressor.__name__}.{LEVEL} is not the knob, which is {knob.field}; call the field "
+            f"something else."
+        )
+    return knob.field if knob.field in names else LEVEL
+
+
+def field_names(compressor: type[Compressor]) -> set[str]:
+    """Return the names of a compressor's fields."""
+    return {field.name for field in dataclasses.fields(compressor)}  # type: ignore[arg-type]
 
 
 def declared(compressor: type[Compressor]) -> Space:
@@ -40,32 +51,34 @@ def declared(compressor: type[Compressor]) -> Space:
         >>> declared(TopK)
         (Range(field='density', low=0.0001, high=0.1, scale='log', integer=False),)
     """
-    traits = traits_of(compressor)
+    traits, name = traits_of(compressor), knob_name(compressor)
     space, knob = traits.space, traits.knob
-    fields = _names(compressor) - {entry.field for entry in space}
-    if knob is not None and knob.field in fields:  # else it is an inner compressor's
-        space += (knob.range,)
+    if knob is not None and name is not None:
+        # What is handed on from a compressor inside may have the knob by its other name.
+        both = (LEVEL, knob.field)
+        space = tuple(_renamed(entry, name) if entry.field in both else entry for entry in space)
+        if name not in {entry.field for entry in space}:
+            space += (_renamed(knob.range, name),)
     for entry in space:
         check_entry(compressor, entry)
     return space
 
 
 def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
-    """Refuse an entry that the compressor has no field for, or that contradicts its knob."""
+    """Refuse an entry that is neither a field nor ``level``, or that contradicts the knob."""
     name, knob = compressor.__name__, traits_of(compressor).knob
-    known_as = None if knob is None else knob.field
-    if knob is not None and knob.field not in _names(compressor):
-        if entry.field == knob.field:
-            raise ValueError(f"{name} has {knob.field} of the compressor inside; call it level.")
-        known_as = LEVEL
-    if not (known_as == LEVEL == entry.field):
-        check_field(compressor, entry)
+    known_as = knob_name(compressor)
     if knob is None or entry.field != known_as:
+        if knob is not None and entry.field == knob.field:
+            raise ValueError(f"{name} has {knob.field} of the compressor inside; call it {LEVEL}.")
+        check_field(compressor, entry)
         return
     if isinstance(entry, Choice):
-        values = [v for v in entry.values if not isinstance(v, int | float) or isinstance(v, bool)]
-        if values:
-            raise ValueError(f"{name}.{entry.field} is a number, but could become {values[0]!r}.")
+        for value in entry.values:
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ValueError(f"{name}.{entry.field} is a number, but could become {value!r}.")
+            if knob.integer and value != round(value):
+                raise ValueError(f"{name}.{entry.field} takes whole numbers only, not {value!r}.")
         low, high = min(map(float, entry.values)), max(map(float, entry.values))  # type: ignore[arg-type]
     else:
         low, high = entry.low, entry.high
@@ -80,5 +93,5 @@ def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
         )
 
 
-def _names(compressor: type[Compressor]) -> set[str]:
-    return {field.name for field in dataclasses.fields(compressor)}  # type: ignore[arg-type]
+def _renamed(entry: Range | Choice, field: str) -> Range | Choice:
+    return dataclasses.replace(entry, field=field)

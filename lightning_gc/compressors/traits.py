@@ -98,7 +98,7 @@ class Traits:
             compressors, else ``"residual"``.
         knob: the one field that a controller turns, or None.
         space: fields worth tuning, with ranges. A knob that is not among them has its own range.
-            Of a compressor that holds the knob's owner, ``level`` is that of the owner.
+            ``level`` is the knob, where that is a field of the compressor inside.
     """
 
     kind: Kind
@@ -115,8 +115,10 @@ class Traits:
 
     @property
     def level_space(self) -> tuple[Range | Choice, ...]:
-        """The knob's entry, called ``level``: part of the space of what holds this compressor."""
-        if self.knob is None:
-            return ()
-        known = {entry.field: entry for entry in (self.knob.range, *self.space)}
-        return (replace(known.get(LEVEL, known[self.knob.field]), field=LEVEL),)
+        """The knob's entry, called ``level``: part of the space of what holds this compressor.
+
+        Nothing if there is none; then it is the knob's range there, too.
+        """
+        known = {entry.field: entry for entry in self.space}
+        entry = None if self.knob is None else known.get(self.knob.field, known.get(LEVEL))
+        return () if entry is None else (replace(entry, field=LEVEL),)

@@ -10,8 +10,9 @@ from typing import Any
 
 import optuna
 
-from lightning_gc.catalogue.declared_space import check_entry, declared, instance
+from lightning_gc.catalogue.declared_space import check_entry, declared, field_names
 from lightning_gc.compressors import COMPRESSORS, Compressor, Identity, PerParameter
+from lightning_gc.compressors.traits import LEVEL
 from lightning_gc.controllers import Controller
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES, Memory
@@ -41,8 +42,8 @@ class Method(Settings):
         compressor: a class, its registered name, or its dotted path; by default ``name``.
             ``"dense"`` is ``Identity``, the baseline.
         fixed: fields that keep one value; those neither fixed nor tuned keep their default.
-        space: replaces what the compressor declares, field by field. Of a compressor that holds
-            another, ``level`` is the one's inside, here as in ``fixed``.
+        space: replaces what the compressor declares, field by field. Here and in ``fixed``
+            ``level`` is that of the compressor inside, if there is one.
         memory: as for ``CompressedDDPStrategy``; so are ``scheme`` and ``controller``. Its declared
             space is tuned, unless an instance is given.
         memory_space: replaces what the memory declares, field by field.
@@ -140,7 +141,11 @@ class Method(Settings):
 
     def make_compressor(self, tuned: Mapping[str, Any]) -> Compressor:
         """Return the compressor with these values of its tuned fields."""
-        compressor = instance(self.compressor_class, {**self.fixed, **tuned})
+        given, cls = {**self.fixed, **tuned}, self.compressor_class
+        level = None if LEVEL in field_names(cls) else given.pop(LEVEL, None)
+        compressor = cls(**given)
+        if level is not None:  # of the compressor inside
+            compressor = compressor.at(level)
         return PerParameter(compressor) if self.every_tensor else compressor
 
     def suggest_compressor(self, trial: optuna.trial.BaseTrial) -> Compressor:

@@ -14,7 +14,8 @@ class Signum(Preset):
     """Vote on the sign of each worker's own moving average of gradients: ``SignSGD`` of a momentum.
 
     Its default memory is ``LocalMomentum(momentum=0.9)``. The optimizer must have no momentum.
-    A vote is no mean of gradients, so there is no error to feed back, as a survey's table has it.
+    A survey's table lists it with error feedback; its paper has none, for a vote is no mean of
+    gradients, and so leaves no error.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, Signum

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.topk import TopK
-from lightning_gc.compressors.traits import Traits
 from lightning_gc.compressors.wrappers.preset import Preset
 from lightning_gc.compressors.wrappers.quantised import Quantised
 
 
 @dataclass(frozen=True)
-class STC(Preset, DensitySparsifier):
+class STC(Preset, DensitySparsifier):  # type: ignore[override]
     """Sparse ternary compression: the k largest elements, each as plus or minus their mean.
 
     ``C(x)_i = μ·sign(x_i)`` if ``|x_i|`` is among the k = density·numel largest, else 0, where μ is
@@ -46,12 +45,6 @@ class STC(Preset, DensitySparsifier):
     """
 
     memory_name = "residual"
-
-    @functools.cached_property
-    def traits(self) -> Traits:  # type: ignore[override]
-        inner = self.inner.traits  # without a space: its own density is TopK's field
-        space = DensitySparsifier.traits.space
-        return replace(inner, default_memory=self.memory_name, space=space)
 
     @functools.cached_property
     def inner(self) -> Quantised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Self
 
@@ -23,9 +24,10 @@ class Wrapper(Compressor):
                 f"{type(self).__name__} wraps a compressor, such as TopK(0.01), not {self.inner!r}."
             )
 
-    @property
+    @functools.cached_property
     def traits(self) -> Traits:
-        return self.inner.traits
+        inner = self.inner.traits
+        return dataclasses.replace(inner, space=inner.level_space)
 
     @property
     def method(self) -> Compressor:
