@@ -2,13 +2,11 @@
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import io
-import math
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -20,23 +18,17 @@ from lightning_gc import (
     QSGD,
     Choice,
     Codec,
-    Compressor,
     HardThreshold,
     Identity,
-    Induced,
     Knob,
     MomentumCorrection,
-    Quantised,
     Range,
     Residual,
-    Rotated,
-    SizeSwitch,
     TopK,
     cli,
 )
 from lightning_gc.catalogue.declared_space import declared, traits_of
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.compressors.wrappers.preset import Preset
 from lightning_gc.tuning import Method, Rounds
 from lightning_gc.tuning.parameter_space import as_json, parse, parse_all
 from tests.support.processes import run_in_processes
@@ -57,52 +49,6 @@ class Plugin(Codec):
     )
 
     encode = decode = bound = wire = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class QuantisedDGC(Preset):
-    """A user's name for a wrapper with a memory: the knob is a field of both."""
-
-    density: float = 0.01
-    memory_name = "momentum_correction"
-
-    @functools.cached_property
-    def inner(self) -> Quantised:
-        return Quantised(TopK(self.density), QSGD(4, 64))
-
-
-@dataclass(frozen=True)
-class ThreeBits(SizeSwitch):
-    """A wrapper of a user's own, which says nothing of a search space."""
-
-    inner: Compressor = field(default_factory=lambda: QSGD(3))
-
-
-@dataclass(frozen=True)
-class Levelled(TopK):
-    """A selection whose knob is itself called level, and has no range that could be searched."""
-
-    level: float = 0.1  # type: ignore[assignment]
-
-    traits = Traits(
-        "sparsifier",
-        knob=Knob("level", low=0, high=math.inf),
-        space=(Range("level", 0.01, 1.0, "log"),),
-    )
-
-
-@dataclass(frozen=True)
-class TwoLevels(Plugin):
-    """A field called level beside the knob: whose level?"""
-
-    level: float = 0.5  # type: ignore[assignment]
-
-
-class InducedOfQuantised(Induced):
-    """A wrapper of a wrapper, as a user would name it for a study."""
-
-    def __init__(self, biased: Codec | None = None, unbiased: Codec | None = None) -> None:
-        super().__init__(biased or Quantised(TopK(0.02)), unbiased or QSGD(2))  # type: ignore[arg-type]
 
 
 def drawn(method: Method, number: int = 0) -> dict[str, Any]:
@@ -129,71 +75,6 @@ def test_every_registered_compressor_can_be_drawn_from_its_declaration(name: str
             level = given.get(knob.field, given.get("level"))
             assert isinstance(level, int | float)
             assert knob.clamp(level) == level == compressor.level
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "owner"),
-    [
-        (Quantised, TopK),
-        (Induced, TopK),
-        (Rotated, QSGD),
-        (InducedOfQuantised, TopK),
-    ],
-)
-def test_the_level_inside_has_the_range_of_its_owner(
-    wrapper: type[Compressor], owner: type[Compressor]
-) -> None:
-    knob = traits_of(owner).knob
-    assert knob is not None
-    (own,) = (entry for entry in declared(owner) if entry.field == knob.field)
-    (level,) = (entry for entry in declared(wrapper) if entry.field == "level")
-    assert level == dataclasses.replace(own, field="level")
-    least = Method("least", wrapper, fixed={"level": knob.low})
-    assert "level" not in [entry.field for entry in least.tuned]
-    assert least.make_compressor({}).level == knob.low
-    with pytest.raises(ValueError, match=f"has {knob.field} of the compressor inside; call it"):
-        Method("other", wrapper, fixed={knob.field: knob.low})
-    with pytest.raises(ValueError, match="leaves the range of its knob"):
-        Method("other", wrapper, fixed={"level": 2 * knob.high})
-
-
-def test_a_preset_around_a_wrapper_has_its_own_name_of_the_knob() -> None:
-    method = Method("mine", QuantisedDGC)
-    assert method.tuned == declared(TopK)
-    made = method.make_compressor({"density": 0.02})
-    assert made == QuantisedDGC(0.02)
-    assert made.level == 0.02
-
-
-def test_a_wrapper_of_a_users_own_is_searched_by_the_level_inside() -> None:
-    method = Method("mine", ThreeBits)
-    assert method.tuned == (Range("level", 2, 8, integer=True),)
-    assert method.make_compressor({"level": 5}) == ThreeBits(QSGD(5))
-
-
-def test_a_knob_called_level_that_has_no_range_to_search() -> None:
-    assert declared(Levelled) == (Range("level", 0.01, 1.0, "log"),)
-    assert Method("own", Levelled, fixed={"level": 0.5}).make_compressor({}) == Levelled(level=0.5)
-
-    class Holder(Quantised):
-        def __init__(self, sparsifier: Any = None, quantiser: Any = None) -> None:
-            super().__init__(sparsifier or Levelled(), quantiser)
-
-    assert declared(Holder) == declared(Levelled)
-
-
-def test_a_field_called_level_that_is_not_the_knob_is_refused() -> None:
-    with pytest.raises(ValueError, match="level is not the knob, which is share; call"):
-        Method("mine", TwoLevels)
-
-
-@pytest.mark.parametrize(("cls", "name"), [(QSGD, "bits"), (Rotated, "level")])
-def test_a_fraction_is_no_whole_number(cls: type[Compressor], name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} takes whole numbers only, not 2.5"):
-        Method("mine", cls, fixed={name: 2.5})
-    with pytest.raises(ValueError, match=f"{name} takes whole numbers only, not 2.5"):
-        Method("mine", cls, space=(Choice(name, (2, 2.5)),))
-    assert Method("mine", cls, fixed={name: 3.0}).make_compressor({}).level == 3
 
 
 def test_a_plug_in_is_searched_without_a_word_about_it_elsewhere() -> None:
