@@ -21,18 +21,20 @@ def traits_of(compressor: type[Compressor]) -> Traits:
 def knob_name(compressor: type[Compressor]) -> str | None:
     """Return what a study calls the knob: its field, or ``level`` of a compressor inside.
 
+    It is one inside if the class has a ``level`` of its own, in place of the field's value.
+
     Raises:
         ValueError: a field ``level`` that is not the knob.
     """
-    knob, names = traits_of(compressor).knob, field_names(compressor)
-    if knob is None:
-        return None
-    if LEVEL in names and knob.field != LEVEL:
+    knob = traits_of(compressor).knob
+    if knob is None or knob.field == LEVEL or compressor.level is Compressor.level:
+        return None if knob is None else knob.field
+    if LEVEL in field_names(compressor):
         raise ValueError(
-            f"{compressor.__name__}.{LEVEL} is not the knob, which is {knob.field}; call the field "
-            f"something else."
+            f"{compressor.__name__}.{LEVEL} is not the knob, which is {knob.field}; give it that "
+            f"name if it should be, else another."
         )
-    return knob.field if knob.field in names else LEVEL
+    return LEVEL
 
 
 def field_names(compressor: type[Compressor]) -> set[str]:
@@ -55,8 +57,8 @@ def declared(compressor: type[Compressor]) -> Space:
     space, knob = traits.space, traits.knob
     if knob is not None and name is not None:
         # What is handed on from a compressor inside may have the knob by its other name.
-        both = (LEVEL, knob.field)
-        space = tuple(_renamed(entry, name) if entry.field in both else entry for entry in space)
+        other = {LEVEL, knob.field} - field_names(compressor)
+        space = tuple(_renamed(entry, name) if entry.field in other else entry for entry in space)
         if name not in {entry.field for entry in space}:
             space += (_renamed(knob.range, name),)
     for entry in space:
@@ -68,16 +70,18 @@ def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
     """Refuse an entry that is neither a field nor ``level``, or that contradicts the knob."""
     name, knob = compressor.__name__, traits_of(compressor).knob
     known_as = knob_name(compressor)
-    if knob is None or entry.field != known_as:
-        if knob is not None and entry.field == knob.field:
+    inside = {LEVEL} if known_as == LEVEL else set()
+    if entry.field not in field_names(compressor) | inside:
+        if inside and knob is not None and entry.field == knob.field:
             raise ValueError(f"{name} has {knob.field} of the compressor inside; call it {LEVEL}.")
         check_field(compressor, entry)
+    if knob is None or entry.field != known_as:
         return
     if isinstance(entry, Choice):
         for value in entry.values:
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise ValueError(f"{name}.{entry.field} is a number, but could become {value!r}.")
-            if knob.integer and value != round(value):
+            if knob.integer and not float(value).is_integer():
                 raise ValueError(f"{name}.{entry.field} takes whole numbers only, not {value!r}.")
         low, high = min(map(float, entry.values)), max(map(float, entry.values))  # type: ignore[arg-type]
     else:

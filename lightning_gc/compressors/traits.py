@@ -79,7 +79,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class Traits:
-    """What a compressor is. Wrappers hand on the traits of the compressor inside.
+    """What a compressor is. Wrappers hand on those of the compressor inside, all but ``space``.
 
     Attributes:
         kind: the family, which decides on the default scheme.
@@ -117,8 +117,8 @@ class Traits:
     def level_space(self) -> tuple[Range | Choice, ...]:
         """The knob's entry, called ``level``: part of the space of what holds this compressor.
 
-        Nothing if there is none; then it is the knob's range there, too.
+        Empty if the space has no entry of the knob; then its whole range is searched there, too.
         """
         known = {entry.field: entry for entry in self.space}
-        entry = None if self.knob is None else known.get(self.knob.field, known.get(LEVEL))
+        entry = None if self.knob is None else known.get(LEVEL, known.get(self.knob.field))
         return () if entry is None else (replace(entry, field=LEVEL),)

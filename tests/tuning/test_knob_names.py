@@ -40,6 +40,19 @@ class QuantisedDGC(Preset):
 
 
 @dataclass(frozen=True)
+class DenserAtFirst(SizeSwitch):
+    """A wrapper whose own field is called as the knob inside."""
+
+    inner: Compressor = field(default_factory=lambda: TopK(0.01))
+    density: float = 0.25
+
+    @functools.cached_property
+    def traits(self) -> Traits:
+        inner = self.inner.traits
+        return dataclasses.replace(inner, space=(Range("density", 0.2, 0.5), *inner.level_space))
+
+
+@dataclass(frozen=True)
 class ThreeBits(SizeSwitch):
     """A wrapper of a user's own, which says nothing of a search space."""
 
@@ -113,6 +126,13 @@ def test_a_wrapper_of_a_users_own_is_searched_by_the_level_inside() -> None:
     assert method.make_compressor({"level": 5}) == ThreeBits(QSGD(5))
 
 
+def test_a_field_of_a_wrapper_called_as_the_knob_inside_is_another() -> None:
+    method = Method("mine", DenserAtFirst)
+    assert method.tuned == (Range("density", 0.2, 0.5), Range("level", 1e-4, 0.1, "log"))
+    made = method.make_compressor({"density": 0.3, "level": 0.02})
+    assert made == DenserAtFirst(TopK(0.02), density=0.3)
+
+
 def test_a_knob_called_level_that_has_no_range_to_search() -> None:
     assert declared(Levelled) == (Range("level", 0.01, 1.0, "log"),)
     assert Method("own", Levelled, fixed={"level": 0.5}).make_compressor({}) == Levelled(level=0.5)
@@ -125,14 +145,15 @@ def test_a_knob_called_level_that_has_no_range_to_search() -> None:
 
 
 def test_a_field_called_level_that_is_not_the_knob_is_refused() -> None:
-    with pytest.raises(ValueError, match="level is not the knob, which is density; call"):
+    with pytest.raises(ValueError, match="level is not the knob, which is density; give"):
         Method("mine", TwoLevels)
 
 
 @pytest.mark.parametrize(("cls", "name"), [(QSGD, "bits"), (Rotated, "level")])
 def test_a_fraction_is_no_whole_number(cls: type[Compressor], name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} takes whole numbers only, not 2.5"):
-        Method("mine", cls, fixed={name: 2.5})
+    for wrong in (2.5, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"{name} takes whole numbers only, not {wrong}"):
+            Method("mine", cls, fixed={name: wrong})
     with pytest.raises(ValueError, match=f"{name} takes whole numbers only, not 2.5"):
         Method("mine", cls, space=(Choice(name, (2, 2.5)),))
     assert Method("mine", cls, fixed={name: 3.0}).make_compressor({}).level == 3

@@ -1,4 +1,4 @@
-"""Wrapper: a compressor around another one, which keeps its traits, level and wire format."""
+"""Wrapper: a compressor around another one, which keeps its kind, level and wire format."""
 
 from __future__ import annotations
 
