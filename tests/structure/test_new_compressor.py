@@ -83,7 +83,8 @@ def test_names_of_ScaledSign() -> None:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with the plug-in: one file, one line."""
     root = tmp_path_factory.mktemp("project")
-    for folder in ("lightning_gc", "controllers", "tests", "docs", "configs", "examples"):
+    results = "benchmarks/results/papers"  # the site has a page of them
+    for folder in ("lightning_gc", "controllers", "tests", "docs", "configs", "examples", results):
         shutil.copytree(ROOT / folder, root / folder, symlinks=True)
     for file in ("pyproject.toml", "mkdocs.yml", "CHANGELOG.md", "README.md", "SECURITY.md"):
         shutil.copy(ROOT / file, root / file)
