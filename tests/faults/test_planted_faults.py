@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.plant import ROOT, Fault, changed_files, load, main
+from tests.faults.fault import Fault, changed_files, load
+from tests.faults.plant import ROOT, main
 
 FAULTS = load()
 
