@@ -48,7 +48,7 @@ docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes dec
 tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-faults: $(VENV)/.test ## plant deliberate faults, see which test finds each (half an hour): ARGS="--only ID", ARGS=--list
+faults: $(VENV)/.test ## plant deliberate faults, see which test finds each (an hour): ARGS="--only ID", ARGS=--list
 	$(BIN)/python -m tests.faults.plant $(ARGS)
 
 soak: $(VENV)/.test ## random runs, random faults, restarts (a round takes about 5 s): ARGS="--rounds 1000 --out soak.jsonl"
