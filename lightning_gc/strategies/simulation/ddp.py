@@ -85,10 +85,13 @@ class SimulatedDDP(SimulatedWorkers):
         super().__init__(**kwargs)
 
     _of_processes = "CompressedDDPStrategy"
+    _for_norms = (
+        "Use CompressedDDPStrategy with processes, or BatchNorm with statistics of each worker."
+    )
 
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn == "fit":
-            refuse_pass_for_statistics(trainer, self.lightning_module)  # type: ignore[attr-defined]
+            refuse_pass_for_statistics(trainer, self.lightning_module)
         super().setup(trainer)
 
     def _begin_fit(self, module: Any) -> None:

@@ -98,6 +98,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         super().__init__(**kwargs)
 
     _of_processes = "LocalStepsStrategy"
+    _for_norms = "Use BatchNorm: its running statistics are averaged with each exchange."
 
     def _begin_fit(self, module: Any) -> None:
         refuse_in_trainer(type(self).__name__, module.trainer, module)

@@ -9,6 +9,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.strategies.base import CompressedStrategy
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
+from lightning_gc.strategies.simulation.communication import Communication
 from lightning_gc.strategies.simulation.micro_batches import (
     MicroBatches,
     to_batches,
@@ -20,7 +21,7 @@ from lightning_gc.transports.accounting import COMPUTE
 from lightning_gc.transports.simulated_accounting import Ledger
 
 
-class SimulatedWorkers(CompressedStrategy):
+class SimulatedWorkers(Communication, CompressedStrategy):
     """Mixin, before Lightning's ``SingleDeviceStrategy``: a step takes W micro-batches.
 
     The i-th is worker i's. The Trainer's ``accumulate_grad_batches`` is set to W during the fit;
@@ -85,7 +86,7 @@ class SimulatedWorkers(CompressedStrategy):
     @property
     def worker(self) -> int:
         """The worker whose micro-batch is running; 0 outside of training."""
-        trainer = getattr(self.lightning_module, "_trainer", None)  # type: ignore[attr-defined]
+        trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is None or not trainer.training:
             return 0
         return int(max(trainer.fit_loop.batch_idx, 0) % self.workers)
@@ -94,7 +95,7 @@ class SimulatedWorkers(CompressedStrategy):
         return self.engines[self.worker]
 
     def setup_environment(self) -> None:
-        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        trainer = self.lightning_module.trainer
         devices = trainer._accelerator_connector._parallel_devices
         if not self._device_given and devices:
             if len(devices) > 1:
@@ -112,13 +113,14 @@ class SimulatedWorkers(CompressedStrategy):
         if trainer.state.fn != "fit":
             super().setup(trainer)  # type: ignore[misc]
             return
-        module = self.lightning_module  # type: ignore[attr-defined]
+        module = self.lightning_module
         if not module.automatic_optimization:
             raise ValueError(
                 f"{type(module).__name__} optimizes manually, but simulated workers take turns in "
                 f"Lightning's gradient accumulation. Use {self._of_processes} with processes."
             )
         refuse_sparse_gradients(module)
+        self._refuse_synchronised_norms()
         self._units = MicroBatches(self.workers, trainer)  # before optimizers read the step count
         super().setup(trainer)  # type: ignore[misc]
         self.local_workers.name(module)
@@ -130,16 +132,16 @@ class SimulatedWorkers(CompressedStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        trainer = self.lightning_module.trainer
         return deal(loader, self.workers, trainer, self) if trainer.training else loader
 
     def on_train_start(self) -> None:
-        super().on_train_start()  # type: ignore[misc]
+        super().on_train_start()
         assert self._units is not None
         self._units.check_epoch()  # its length is known now
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        worker, trainer = self.worker, self.lightning_module.trainer  # type: ignore[attr-defined]
+        worker, trainer = self.worker, self.lightning_module.trainer
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._done = 0  # also if the last step was abandoned
         if self._done % self.workers != worker:
