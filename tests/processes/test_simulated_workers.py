@@ -29,8 +29,12 @@ from lightning_gc import (
     TwoShot,
 )
 from lightning_gc.controllers import Accordion, Controller, EstimatedThreshold, TotalErrorBudget
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
-from tests.support.models import Plain, PlainSGD, common_rows
+from lightning_gc.strategies.for_pytorch_lightning import (
+    SimulatedDDPStrategy,
+    SimulatedLocalStepsStrategy,
+)
+from tests.support.local_steps import local
+from tests.support.models import Plain, PlainSGD, common_batches, common_rows
 from tests.support.processes import run_in_processes
 from tests.support.simulation import fit_case, real, simulated
 
@@ -141,6 +145,104 @@ def test_ways_of_training() -> None:
         assert us["metrics"] == them[0]["metrics"], name
         for ours, its in zip(us["buffers"], them[0]["buffers"], strict=True):
             assert np.array_equal(ours, its), name
+
+
+class Validated(Plain):
+    """Notes before which steps it was validated, and asks early how long the run will be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when: list[int] = []
+        self.estimated: float = 0
+
+    def noted(self) -> dict[str, Any]:
+        return super().noted() | {"when": self.when, "estimated": self.estimated}
+
+    def setup(self, stage: str) -> None:
+        self.estimated = self.trainer.estimated_stepping_batches
+
+    def on_validation_start(self) -> None:
+        self.when.append(self.trainer.global_step)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Do nothing."""
+
+
+class ValidatedPairs(Validated):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append([float(batch["a"][0, 0]), float(batch["b"][0, 0])])
+        return self.loss(batch["a"], batch_idx) + self.loss(batch["b"], batch_idx)
+
+
+def eleven() -> DataLoader[Tensor]:
+    return common_batches(250, 8, shuffle=True)
+
+
+def thirty() -> DataLoader[Tensor]:
+    return common_batches(180, 2, shuffle=True)
+
+
+def pairs() -> dict[str, DataLoader[Tensor]]:
+    return {"a": eleven(), "b": common_batches(120, 8, shuffle=True)}
+
+
+def validation() -> DataLoader[Tensor]:
+    return common_batches(96, 8)
+
+
+SHARES: dict[str, tuple[int, dict[str, Any]]] = {  # two epochs' steps, most of 11 batches
+    "half": (10, {"limit_train_batches": 0.5}),
+    "a quarter": (4, {"limit_train_batches": 0.25}),
+    "most": (18, {"limit_train_batches": 0.9}),
+    "a number": (8, {"limit_train_batches": 4}),
+    "half, accumulated": (6, {"limit_train_batches": 0.5, "accumulate_grad_batches": 2}),
+    "a number, accumulated": (4, {"limit_train_batches": 4, "accumulate_grad_batches": 2}),
+    "overfitting a share": (6, {"overfit_batches": 0.3}),
+    "overfitting a number": (4, {"overfit_batches": 2}),
+    "validated within": (22, {"val_check_interval": 0.3}),
+    "validated within half": (10, {"val_check_interval": 0.5, "limit_train_batches": 0.5}),
+    "validated after each step": (10, {"val_check_interval": 0.01, "limit_train_batches": 0.5}),
+    "validated after rounding": (
+        60,  # int(30 * 0.7) is 21, and int(90 * 0.7) is 62
+        {"val_check_interval": 0.7, "data": thirty},
+    ),
+    "reloaded": (
+        18,
+        {
+            "val_check_interval": 0.3,
+            "limit_train_batches": 0.9,
+            "reload_dataloaders_every_n_epochs": 1,
+        },
+    ),
+    "two loaders": (10, {"limit_train_batches": 0.5, "module": ValidatedPairs, "data": pairs}),
+}
+
+
+@pytest.mark.parametrize("local_steps", [False, True])
+def test_shares_of_an_epoch(local_steps: bool) -> None:
+    """As many steps as with three processes, the same samples, validated at the same steps."""
+    common: dict[str, Any] = {
+        "compressor": EVERYWHERE,
+        "module": Validated,
+        "data": eleven,
+        "validation": validation,
+    }
+    if local_steps:
+        common |= {
+            "real": local,
+            "simulated": SimulatedLocalStepsStrategy,
+            "options": {"every": 3},
+        }
+    cases = [common | case for _, case in SHARES.values()]
+    runs = zip(*run_in_processes(real, 3, 3, cases), strict=True)
+    for (name, (steps, _)), case, them in zip(SHARES.items(), cases, runs, strict=True):
+        if "accumulate_grad_batches" in case:
+            case["accumulate_grad_batches"] *= 3
+        us = simulated(3, case)
+        assert us["steps"] == us["estimated"] == them[0]["steps"] == steps, name
+        assert us["seen"] == in_turn([run["seen"] for run in them]), name
+        assert us["when"] == them[0]["when"], name
+        assert us["digest"] == them[0]["digest"], name
 
 
 CONTROLLED: dict[str, tuple[Any, Controller]] = {

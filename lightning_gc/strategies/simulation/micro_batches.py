@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_gc.strategies.simulation.sharded_loader import is_dealable
 from lightning_gc.synchronizer.pytree import Tree
 
 _PROGRESS = "epoch_loop.batch_progress"
@@ -13,7 +14,7 @@ class MicroBatches:
     """Makes a Trainer run W micro-batches for each batch of a real worker.
 
     During a fit, ``accumulate_grad_batches``, ``limit_train_batches`` and ``val_check_interval``
-    are multiplied by W where they are counts.
+    are multiplied by W where they are counts, and rounded to whole steps where they are shares.
 
     Args:
         workers: W.
@@ -45,21 +46,32 @@ class MicroBatches:
             value = getattr(trainer, name)
             if isinstance(value, int):
                 self._set(name, value * workers)
+            elif isinstance(value, float) and 0 < value < 1:
+                given_as = name
+                if name == "limit_train_batches" and trainer.overfit_batches > 0:
+                    given_as = "overfit_batches"
+                self._set(name, Share.of(value, workers, given_as))
 
     def check_epoch(self) -> None:
         """Raise ValueError if W does not divide the epoch's number of micro-batches."""
         workers, found = self.workers, self.trainer.num_training_batches
-        if found != float("inf") and found % workers:
-            raise ValueError(
-                f"An epoch has {found} micro-batches, and {workers} simulated workers cannot share "
-                f"them evenly. Use Trainer(limit_train_batches={found // workers}), which is "
-                f"batches of each worker, or let Lightning deal the samples of a DataLoader: "
-                f"use_distributed_sampler=True."
+        if found == float("inf") or found % workers == 0:
+            return
+        fixes = []
+        if found > workers:
+            fixes.append(
+                f"Trainer(limit_train_batches={found // workers}), in batches of each worker, "
+                f"which leaves out the rest"
             )
-        # A share of an epoch, such as val_check_interval=0.25, must end with a whole step.
-        every = self.trainer.val_check_batch
-        if isinstance(every, int) and every % workers:
-            self.trainer.val_check_batch = max(every - every % workers, workers)
+        if not self.trainer._accelerator_connector.use_distributed_sampler:
+            loaders = self.trainer.fit_loop._combined_loader.flattened
+            if all(is_dealable(loader) for loader in loaders):
+                fixes.append("Trainer(use_distributed_sampler=True), which shares out the samples")
+        fixes = fixes or [f"at least {workers} batches"]
+        raise ValueError(
+            f"An epoch has {found} micro-batches, and {workers} simulated workers cannot share "
+            f"them evenly. Use {', or '.join(fixes)}."
+        )
 
     def restore(self) -> None:
         for name, value in self._given.items():
@@ -69,6 +81,38 @@ class MicroBatches:
     def _set(self, name: str, value: Any) -> None:
         self._given[name] = getattr(self.trainer, name)
         setattr(self.trainer, name, value)
+
+
+class Share(float):
+    """Share of an epoch that Lightning multiplies by the epoch's number of micro-batches.
+
+    The product is W times what a real worker's Lightning computes, ``int(batches * share)``, also
+    where a product of floats is a little less than a whole number.
+    """
+
+    workers: int
+    given_as: str
+
+    @classmethod
+    def of(cls, share: float, workers: int, given_as: str) -> Share:
+        made = cls(share)
+        made.workers, made.given_as = workers, given_as
+        return made
+
+    def __mul__(self, micro_batches: Any) -> Any:
+        own = micro_batches // self.workers
+        batches = int(own * float(self))
+        if self.given_as == "val_check_interval":
+            batches = max(batches, 1)  # as Lightning does
+        if batches == 0:
+            raise ValueError(
+                f"Trainer({self.given_as}={float(self)}) is less than one of the {own} batches "
+                f"that each of {self.workers} simulated workers has. Use a larger share, or a "
+                f"number of batches of each worker, such as {self.given_as}=1."
+            )
+        return batches * self.workers
+
+    __rmul__ = __mul__
 
 
 def to_batches(checkpoint: Tree, workers: int) -> None:

@@ -92,12 +92,7 @@ def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
         flavour: the strategy class, with Lightning's ``_sampler``, ``_with_sampler`` and
             ``_seed_workers``.
     """
-    if (
-        not trainer._accelerator_connector.use_distributed_sampler
-        or not isinstance(loader, DataLoader)
-        or isinstance(loader.sampler, DistributedSampler)
-        or isinstance(loader.dataset, IterableDataset)
-    ):
+    if not trainer._accelerator_connector.use_distributed_sampler or not is_dealable(loader):
         return loader
     given: Any = loader.sampler
     if not isinstance(given, RandomSampler | SequentialSampler):
@@ -116,6 +111,15 @@ def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
         flavour._seed_workers(loaders[-1], worker)
     stateful = all(hasattr(each, "state_dict") for each in loaders)
     return StatefulDealt(loaders) if stateful else Dealt(loaders)
+
+
+def is_dealable(loader: Any) -> bool:
+    """Return whether Lightning would shard its samples, if ``use_distributed_sampler`` is true."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.sampler, DistributedSampler)
+        and not isinstance(loader.dataset, IterableDataset)
+    )
 
 
 def _interleaved(iterators: Sequence[Iterator[Any]]) -> Iterator[Any]:

@@ -106,6 +106,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             self._root_device = torch.device(devices[0])
         if trainer.state.fn == "fit":
             refuse_unknown_device(self.root_device)  # type: ignore[attr-defined]
+            # Before any hook reads the number of steps, which loads the data and counts it.
+            self._units = MicroBatches(self.workers, trainer)
         super().setup_environment()  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
@@ -121,7 +123,6 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             )
         refuse_sparse_gradients(module)
         self._refuse_synchronised_norms()
-        self._units = MicroBatches(self.workers, trainer)  # before optimizers read the step count
         super().setup(trainer)  # type: ignore[misc]
         self.local_workers.name(module)
         self._done = 0  # micro-batches of this step with a finished backward pass
@@ -184,10 +185,16 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         self._done += 1
         if not module.trainer.fit_loop._should_accumulate():
             if worker != self.workers - 1:
+                batches = module.trainer.fit_loop.batch_idx + 1
+                fix = f"at least {self.workers} batches"
+                if batches > self.workers:
+                    fix = (
+                        f"Trainer(limit_train_batches={batches // self.workers}), in batches of "
+                        f"each worker, which leaves out the rest"
+                    )
                 raise RuntimeError(
-                    f"The epoch has ended with worker {worker}'s micro-batch. Give a number of "
-                    f"batches that {self.workers} divides, such as by "
-                    f"Trainer(limit_train_batches=...)."
+                    f"The epoch has ended after {batches} micro-batches, with worker {worker}'s, "
+                    f"and {self.workers} simulated workers cannot share them evenly. Use {fix}."
                 )
             self._complete()
             self._done = 0

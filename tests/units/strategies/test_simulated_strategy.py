@@ -104,17 +104,83 @@ class Endless(IterableDataset[Tensor]):
         ({"module": Thaws}, RuntimeError, r"head\.bias was unfrozen, added or replaced"),
         ({"module": Sparse}, ValueError, "sparse=True"),
         (
-            {"data": lambda: common_batches(20, 4), "use_distributed_sampler": False},
+            {"limit_train_batches": 0.05},
             ValueError,
-            r"5 micro-batches, and 2 .*limit_train_batches=2\)",
+            r"\(limit_train_batches=0\.05\) .* 15 batches that each of 2 .*limit_train_batches=1\.",
         ),
-        ({"limit_train_batches": 0.1}, ValueError, r"3 micro-batches, .*limit_train_batches=1\)"),
-        ({"data": lambda: DataLoader(Endless(), 4)}, RuntimeError, "ended with worker 0's"),
+        (
+            {"overfit_batches": 0.05},
+            ValueError,
+            r"Trainer\(overfit_batches=0\.05\) .*overfit_batches=1\.",
+        ),
     ],
 )
 def test_refused(settings: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         two(**settings)
+
+
+class Counted(Endless):
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return 4 * self.batches
+
+    def __iter__(self) -> Any:
+        return iter(common_rows(len(self)))
+
+
+class Either(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batches = batch.values() if isinstance(batch, dict) else [batch]
+        return torch.stack([self.loss(each, batch_idx) for each in batches]).mean()
+
+
+FEWER, DEALT = "limit_train_batches=2)", "use_distributed_sampler=True)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "advised"),
+    [
+        (
+            {"data": lambda: common_batches(20, 4), "use_distributed_sampler": False},
+            ValueError,
+            {FEWER: {}, DEALT: {"use_distributed_sampler": True}},
+        ),
+        ({"data": lambda: DataLoader(Counted(5), 4)}, ValueError, {FEWER: {}}),
+        (
+            {"data": lambda: DataLoader(Counted(5), 4), "use_distributed_sampler": False},
+            ValueError,
+            {FEWER: {}},
+        ),
+        (
+            {"data": lambda: {"a": DataLoader(Counted(5), 4), "b": common_batches(16, 4)}},
+            ValueError,
+            {FEWER: {}},
+        ),
+        ({"data": lambda: DataLoader(Endless(), 4)}, RuntimeError, {FEWER: {}}),
+        ({"data": lambda: DataLoader(Endless(), 20)}, RuntimeError, {"at least 2 batches": None}),
+        ({"data": lambda: DataLoader(Counted(1), 4)}, ValueError, {"at least 2 batches": None}),
+        (
+            {"data": lambda: common_batches(4, 4), "use_distributed_sampler": False},
+            ValueError,
+            {DEALT: {"use_distributed_sampler": True}},
+        ),
+    ],
+)
+def test_batches_that_workers_cannot_share(
+    settings: dict[str, Any], error: type[Exception], advised: dict[str, dict[str, Any] | None]
+) -> None:
+    """The advice is not what is so already, and each of it is enough."""
+    with pytest.raises(error, match="2 simulated workers cannot share") as refused:
+        two(module=Either, **settings)
+    known = {FEWER, DEALT, "at least 2 batches"}
+    assert {each for each in known if each in str(refused.value)} == set(advised)
+    for words, change in advised.items():
+        if change is not None:
+            change = {"limit_train_batches": 2} if words == FEWER else change
+            assert two(module=Either, **settings | change)["steps"] > 0
 
 
 @pytest.mark.parametrize(
