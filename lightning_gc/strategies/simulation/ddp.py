@@ -48,10 +48,12 @@ class SimulatedDDP(SimulatedWorkers):
             start, manual optimization, several devices, one that is neither ``cpu`` nor ``cuda``,
             ``accumulate_grad_batches`` that W does not divide, a ``GradientAccumulationScheduler``,
             ``StochasticWeightAveraging`` of a model with batch normalisation, sparse embedding
-            gradients.
+            gradients, ``SyncBatchNorm``.
+        RuntimeError: a collective, such as ``self.all_gather``, called by the user within a step.
 
     Warns:
-        UserWarning: one worker, whose gradients are compressed like those of several, for nothing.
+        UserWarning: one worker, whose gradients are compressed like those of several, for nothing;
+            code that reads ``trainer.world_size``, which is 1.
 
     Example:
         >>> from lightning_gc import NetworkModel, SimulatedDDPStrategy, TopK

@@ -45,7 +45,7 @@ def fitted(
 
 
 class Calls(Plain):
-    """Calls a function of its own in some of its hooks; ``acted`` are those where it has."""
+    """Calls ``act`` in the given hooks; ``acted`` has the names of hooks that have run."""
 
     def __init__(self, hooks: str | list[str], act: Any) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_one_worker_may_do_all() -> None:
 
 
 def test_after_an_exception_all_is_allowed() -> None:
-    """What ends a run may wait for others."""
+    """A callback may synchronise when the run ends."""
 
     class Ends(pl.Callback):
         reduced = False
@@ -290,7 +290,7 @@ def normed(layer: Any) -> Plain:
 
 
 class NaiveSyncBatchNorm(nn.BatchNorm1d):
-    """As of a library that has one of its own."""
+    """Named as the class of another library."""
 
 
 @pytest.mark.parametrize(
