@@ -12,6 +12,7 @@ from lightning_gc.local_steps.compatibility import check_rounds, refuse
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.strategies.base import CompressedStrategy
 from lightning_gc.strategies.first_callback import FirstCallback
+from lightning_gc.strategies.local_settings import FirstStep, refuse_communicating
 from lightning_gc.strategies.local_warnings import warn_of_few_rounds, warn_of_unlike_rates
 from lightning_gc.strategies.training_progress import steps_of
 from lightning_gc.synchronizer.control_loop import Moment
@@ -33,6 +34,7 @@ class LocalHooks(CompressedStrategy):
     """Of the workers of this process, while fitting. Between steps the module is the first's."""
     _first_callback: type[FirstCallback]
     _first: FirstCallback | None = None
+    _first_step: FirstStep
 
     def _configure_rounds(
         self,
@@ -62,6 +64,7 @@ class LocalHooks(CompressedStrategy):
         workers = self.local_workers
         before = workers.common.get(_NAME)
         self._all_rounds = workers.rounds = rounds
+        self._first_step = FirstStep(type(self).__name__)
         workers.common[_NAME] = CommonState(rounds)
         if before is not None:  # an earlier fit's outer momentum
             state = before.common_state() | {"since": [], "anchor": {}}
@@ -76,6 +79,17 @@ class LocalHooks(CompressedStrategy):
     @property
     def _rounds(self) -> LocalRounds | None:
         return self._all_rounds[0] if self._all_rounds else None
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        refuse_communicating(type(self).__name__, self.optimizers)  # type: ignore[attr-defined]
+
+    def _own_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a worker's own step; refuse an optimizer whose first one needs other workers."""
+        if self._first_step.over:
+            return super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
+        with self._first_step.watched(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def _stepped(self, rounds: LocalRounds) -> Waits:
         """Count a worker's step; what is due is exchanged while this runs."""
@@ -209,7 +223,7 @@ class LocalHooks(CompressedStrategy):
         return dataclasses.replace(now, total_steps=steps, rates_to_come=None)
 
     def _check_optimizer(self, group: Any) -> None:
-        """Any will do: a memory's momentum is of rounds, an optimizer's of steps."""
+        """Any momentum will do: a memory's is of rounds, an optimizer's of steps."""
 
     def _reset_poisoned(self) -> None:
         """Empty the state of optimizers in which something is not finite."""

@@ -1,10 +1,15 @@
-"""Local settings: refuse what cannot work with local steps, before the first one."""
+"""Local settings: refuse what cannot work with local steps, before it has done anything."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 """Names, since there are two packages, and versions that lack one."""
@@ -37,3 +42,114 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
                 f"{type(callback).__name__} averages a worker's own weights, which differ between "
                 f"workers, and {owner} already averages over workers; remove the callback."
             )
+
+
+_COMMUNICATING = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
+"""Names in ``torch.distributed.optim``, whose import has side effects."""
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+"""Namespaces of the operators that ``torch.distributed`` calls; send and receive are there too."""
+
+
+def refuse_communicating(owner: str, optimizers: Iterable[Optimizer]) -> None:
+    """Raise ValueError for a class of torch's that communicates in ``step``, also if wrapped."""
+    for optimizer in optimizers:
+        for part in _with_wrapped(optimizer):
+            classes = [
+                c for c in type(part).__mro__ if c.__module__.startswith("torch.distributed")
+            ]
+            known = _COMMUNICATING & {cls.__name__ for cls in classes}
+            if known:
+                raise ValueError(_why_refused(owner, optimizer, f"is or holds a {known.pop()}"))
+
+
+def _with_wrapped(optimizer: Any) -> list[Any]:
+    """Return an optimizer and those that it holds, each once."""
+    found: list[Any] = []
+    left = [optimizer]
+    while left:
+        part = left.pop()
+        if any(part is each for each in found):
+            continue
+        found.append(part)
+        for value in getattr(part, "__dict__", {}).values():
+            held = value.values() if isinstance(value, dict) else value
+            several = held if isinstance(value, dict | list | tuple) else (value,)
+            left += [each for each in several if isinstance(each, Optimizer)]
+    return found
+
+
+def _why_refused(owner: str, optimizer: Any, found: str) -> str:
+    return (
+        f"{type(optimizer).__name__} {found}, which communicates with other workers in each step. "
+        f"With {owner} a worker makes its steps alone, and the weights are exchanged by the "
+        f"strategy. Return the optimizer for one worker, such as torch.optim.AdamW, from "
+        f"configure_optimizers, or use CompressedDDPStrategy."
+    )
+
+
+class FirstStep:
+    """Refuses an optimizer that communicates in its first step, before the first collective.
+
+    Every worker refuses it at its own first collective, so that none waits for another. An
+    optimizer that communicates in later steps only is not noticed.
+
+    Args:
+        owner: the strategy's name.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self.over = False
+
+    @contextlib.contextmanager
+    def watched(self, optimizer: Optimizer) -> Iterator[None]:
+        """Watch ``optimizer.step`` within this, but not its closure, which trains the module."""
+        before = vars(optimizer).get(
+            "step"
+        )  # a scheduler's wrapper is the object's, not the class's
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            watch = _Watch(lambda found: _why_refused(self._owner, optimizer, found))
+            args = tuple(watch.leaving(each) if callable(each) else each for each in args)
+            if callable(kwargs.get("closure")):
+                kwargs["closure"] = watch.leaving(kwargs["closure"])
+            with watch:
+                output = step(*args, **kwargs)
+            self.over = True
+            return output
+
+        optimizer.step = watched  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if before is None:
+                del optimizer.step
+            else:
+                optimizer.step = before  # type: ignore[method-assign]
+
+
+class _Watch(TorchDispatchMode):
+    """Raises ValueError at a collective of this thread; the exchange has a thread of its own."""
+
+    def __init__(self, why: Callable[[str], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._why = why
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _COLLECTIVES:
+            raise ValueError(self._why(f"calls {func}"))
+        return func(*args, **(kwargs or {}))
+
+    def leaving(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the closure, run outside of this mode."""
+
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self.__enter__()  # type: ignore[no-untyped-call]
+
+        return outside

@@ -81,7 +81,8 @@ class LocalSteps(LocalHooks, RealWorker):
         ValueError: what ``CompressedDDPStrategy`` refuses; a compressor whose workers vote, a
             memory that reads learning rates or weights, momentum both in memory and ``outer``, a
             controller that computes with gradients, arguments for a DDP wrapper; at fit start,
-            manual optimization, ``SyncBatchNorm``, callbacks that average weights or prune.
+            manual optimization, ``SyncBatchNorm``, callbacks that average weights or prune,
+            ``ZeroRedundancyOptimizer``; in the first step, any optimizer that communicates.
         RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added or
             replaced after the fit began.
 
@@ -173,10 +174,11 @@ class LocalSteps(LocalHooks, RealWorker):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make this worker's own step; exchange if a round is over, or the run."""
-        output = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        output = self._own_step(*args, **kwargs)
         assert self._rounds is not None
-        if not finished(self._stepped(self._rounds)):
-            self._reset_poisoned()
+        with self._stopping_with_peers():
+            if not finished(self._stepped(self._rounds)):
+                self._reset_poisoned()
         return output
 
     def _exchange_the_rest(self) -> None:

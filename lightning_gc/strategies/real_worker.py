@@ -1,5 +1,7 @@
 """RealWorker: Lightning hooks of strategies that have one worker in each process."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_gc.strategies import process_shutdown
@@ -8,7 +10,9 @@ from lightning_gc.strategies.joining import Joining
 from lightning_gc.strategies.nccl_waits import warn_of_blocking_waits
 from lightning_gc.strategies.peer_naming import PeerNaming
 from lightning_gc.strategies.shared_memory import unshare
+from lightning_gc.strategies.sigterm_broadcast import note_only, sigterm_exception
 from lightning_gc.synchronizer import Synchronizer
+from lightning_gc.transports.peer_error import PeerError
 
 
 class RealWorker(CompressedStrategy, PeerNaming, Joining):
@@ -19,6 +23,7 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
 
     _synchronizer: Synchronizer | None = None
     _failed = False
+    _handle_sigterm_as_lightning: Callable[[], None] | None = None
 
     def setup_distributed(self) -> None:
         """Join the other workers with a timeout of at least a minute, then set the user's."""
@@ -28,7 +33,30 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
     def setup(self, trainer: Any) -> None:
         unshare(self.lightning_module)  # type: ignore[attr-defined]
         warn_of_blocking_waits(trainer)
+        self._handle_sigterm_as_lightning = note_only(trainer)
         super().setup(trainer)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._stopping_with_peers():
+            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _named(self, *args: Any, **kwargs: Any) -> Any:
+        with self._stopping_with_peers():
+            return super()._named(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _stopping_with_peers(self) -> Iterator[None]:
+        """After SIGTERM, end as the signal asks where a peer that got it too has left before.
+
+        Workers that all get the signal leave one after the other, and some wait for those.
+        """
+        try:
+            yield
+        except PeerError as error:
+            trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+            if not trainer.received_sigterm:
+                raise
+            raise sigterm_exception(trainer) from error
 
     @property
     def workers(self) -> int:
@@ -45,6 +73,9 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
 
     def teardown(self) -> None:
         self._close()
+        if self._handle_sigterm_as_lightning is not None:
+            self._handle_sigterm_as_lightning()
+        self._handle_sigterm_as_lightning = None  # a closure could not be sent to a process
         super().teardown()
 
     def _close(self) -> None:

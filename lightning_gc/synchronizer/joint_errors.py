@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from lightning_gc.transports.distributed import Distributed, gather_text
 
+_Result = TypeVar("_Result")
 _LISTED = 4  # sentences; on a hundred workers one disk is enough to know of
 
 
@@ -64,10 +66,10 @@ def on_all_ranks(act: Callable[[], str], device: torch.device) -> None:
     all_or_raise({everybody.worker: act}, everybody.workers, gather, ValueError)
 
 
-def explaining(problem: str, act: Callable[[], str]) -> Callable[[], str]:
+def explaining(problem: str, act: Callable[[], _Result]) -> Callable[[], _Result]:
     """Return an act whose exceptions say ``problem`` and why."""
 
-    def explained() -> str:
+    def explained() -> _Result:
         try:
             return act()
         except Exception as error:

@@ -21,6 +21,7 @@ from lightning_gc.engine.state_structure import (
     Optional,
     Record,
 )
+from lightning_gc.synchronizer.joint_errors import explaining
 from lightning_gc.synchronizer.local_rounds import Flight, LocalRounds
 from lightning_gc.synchronizer.pytree import Tree, average
 
@@ -159,7 +160,7 @@ class OwnState:
         scaler = self._scaler()
         with self._rounds.present():
             weights, buffers = self._rounds.weights.own()
-            optimizers = [each.state_dict() for each in self._optimizers()]
+            optimizers = [_state_of(each) for each in self._optimizers()]
         flight = self._rounds.flight
         sent = {}
         if flight is not None and flight.sent is not None:
@@ -207,6 +208,11 @@ class OwnState:
                 optimizer.load_state_dict(state)
         restored, self._restored = bool(self._restored), []
         return restored
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Return an optimizer's state; its own exception says neither whose it is nor which call."""
+    return explaining(f"{type(optimizer).__name__}.state_dict() failed", optimizer.state_dict)()
 
 
 class MeanDrift:

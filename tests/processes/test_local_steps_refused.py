@@ -2,14 +2,21 @@
 
 import functools
 import os
+import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_gc import TopK
-from tests.support.fitting import fit
+from lightning_gc import Identity, TopK
+from lightning_gc.strategies.for_pytorch_lightning import SimulatedLocalStepsStrategy
+from tests.support.accelerator import WORKERS
+from tests.support.fitting import digest, fit
 from tests.support.local_steps import Learner, fit_local, local
 from tests.support.models import own_batches
 from tests.support.processes import run_in_processes
@@ -91,3 +98,143 @@ def with_one_that_dies(worker: int) -> str:
 def test_a_dead_worker_is_noticed_at_the_next_exchange() -> None:
     (said,) = run_in_processes(with_one_that_dies, 2, wait_for=1, timeout=60)
     assert said.startswith("PeerError: "), said
+
+
+def with_optimizer(kind: str) -> type[Learner]:
+    """Return a module whose optimizer is of this kind."""
+
+    class Chosen(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if kind == "LBFGS":  # the module may communicate, an optimizer may not
+                self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if kind == "LBFGS":
+                norm = torch.cat([each.grad.view(-1) for each in self.parameters()]).norm()  # type: ignore[union-attr]
+                self.log("norm", norm, sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return OPTIMIZERS[kind](list(self.parameters()))
+
+    return Chosen
+
+
+class Gathers(torch.optim.SGD):
+    """Averages gradients in ``step``, as optimizers do that keep parts of their state apart."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for param in self.param_groups[0]["params"]:
+            dist.all_reduce(param.grad)
+        super().step()
+        return loss
+
+
+class Holds(torch.optim.SGD):
+    """Holds another optimizer, as Lookahead does."""
+
+    def __init__(self, params: Any, held: Any) -> None:
+        super().__init__(params, lr=0.05)
+        self.held = [held]
+
+
+class Unreadable(torch.optim.SGD):
+    """Has its state on worker 0 only, after a call that Lightning makes."""
+
+    def consolidate_state_dict(self) -> None:
+        pass
+
+    def state_dict(self) -> Any:
+        if dist.get_rank() == 1:
+            raise LookupError("the state is elsewhere")
+        return super().state_dict()
+
+
+def zero(params: Any) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(params, optimizer_class=torch.optim.AdamW, lr=0.01)
+
+
+def post_local(params: Any) -> Any:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    return PostLocalSGDOptimizer(torch.optim.SGD(params, 0.05), PeriodicModelAverager(4))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "ZeRO": zero,
+    "held": lambda params: Holds(params, Holds(params, zero(params))),
+    # Lightning itself does not take it, for it lacks ``defaults``.
+    "post-local": lambda params: Holds(params, post_local(params)),
+    "gathers": lambda params: Gathers(params, lr=0.05),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.05),
+    "unreadable": lambda params: Unreadable(params, lr=0.05),
+}
+
+
+def with_optimizers(worker: int) -> dict[str, str]:
+    """Return how a fit with each optimizer ends, and whether the weights are the first ones."""
+    said = {}
+    torch.manual_seed(0)
+    first = digest(Learner())
+    for kind in ("ZeRO", "held", "post-local", "gathers", "LBFGS"):
+        module = with_optimizer(kind)()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                fit(
+                    local(Identity(), every=2, timeout=timedelta(minutes=5)),
+                    lambda module=module: module,  # type: ignore[misc]
+                    own_batches(worker, 4),
+                    devices=WORKERS,
+                    use_distributed_sampler=False,
+                )
+        except ValueError as error:
+            assert digest(module) == first
+            said[kind] = str(error)
+    simulated = SimulatedLocalStepsStrategy(Identity(), workers=2, every=2)
+    try:
+        fit(simulated, with_optimizer("ZeRO"), own_batches(worker, 4))
+    except ValueError as error:
+        said["simulated"] = str(error)
+    return said
+
+
+def test_optimizers_that_communicate_are_refused_on_all_workers() -> None:
+    """By class as a fit begins, also held by another; by what they do in the first step."""
+    for said in run_in_processes(with_optimizers, WORKERS):
+        assert "or holds a ZeroRedundancyOptimizer" in said["ZeRO"]
+        assert "or holds a PostLocalSGDOptimizer" in said["post-local"]
+        assert said["held"].startswith("Holds is or holds a ZeroRedundancyOptimizer")
+        assert said["gathers"].startswith("Gathers calls c10d.allreduce_")
+        assert "With SimulatedLocalStepsStrategy a worker" in said["simulated"]
+        assert "LBFGS" not in said, "a closure and what Lightning shares are not the optimizer's"
+
+
+def saved(worker: int, folder: str) -> str:
+    try:
+        fit(
+            local(Identity(), every=2),
+            with_optimizer("unreadable"),
+            own_batches(worker, 4),
+            devices=WORKERS,
+            use_distributed_sampler=False,
+            callbacks=[ModelCheckpoint(folder)],
+        )
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_whose_state_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """On all workers, and nothing is said of a file that could not be written."""
+    for said in run_in_processes(saved, WORKERS, str(tmp_path)):
+        assert said.startswith("Worker 1 of 2 could not read the state that a checkpoint keeps"), (
+            said
+        )
+        assert "Unreadable.state_dict() failed (LookupError: the state is elsewhere)" in said
+        assert "could not write" not in said

@@ -39,7 +39,7 @@ from lightning_gc.testing.contracts.memory import refused
 from tests.support.accelerator import WORKERS
 from tests.support.instances import ALL, ALL_MEMORIES
 from tests.support.processes import run_in_processes
-from tests.support.resuming import checkpoint, differences, fit_and_save, in_processes
+from tests.support.resuming import Sharded, checkpoint, differences, fit_and_save, in_processes
 
 pytestmark = pytest.mark.processes
 
@@ -187,6 +187,11 @@ def test_saved_when_validation_ends(
 )
 def test_ways_of_ddp(tmp_path: Path, options: dict[str, Any]) -> None:
     whole, resumed = continued(tmp_path, EVERYWHERE, epoch=0, epochs=2, **options)
+    assert differences(whole, resumed) == []
+
+
+def test_an_optimizer_that_is_spread_over_the_workers(tmp_path: Path) -> None:
+    whole, resumed = continued(tmp_path, EVERYWHERE, epoch=0, epochs=2, module=Sharded)
     assert differences(whole, resumed) == []
 
 

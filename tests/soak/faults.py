@@ -113,6 +113,14 @@ class Terminate(Fault):
         run.signal(self.victim, signal.SIGTERM)
 
 
+class TerminateAll(Fault):
+    """SIGTERM to all workers, as a scheduler sends it that takes the machines back."""
+
+    def strike(self, run: Run) -> None:
+        for worker in range(len(run.processes)):
+            run.signal(worker, signal.SIGTERM)
+
+
 class Interrupt(Fault):
     """Ctrl-C on one worker only."""
 
@@ -292,6 +300,7 @@ KINDS: tuple[type[Fault], ...] = (
     Freeze,
     Pause,
     Terminate,
+    TerminateAll,
     Interrupt,
     InterruptAll,
     KillAll,

@@ -39,6 +39,15 @@ class Logged(Books):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
+class Sharded(Logged):
+    """Adam whose state is spread over the workers; each steps its share and broadcasts it."""
+
+    def configure_optimizers(self) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+
+
 class Crash(pl.Callback):
     """Ends the run before a step, as whatever may happen."""
 
@@ -67,6 +76,7 @@ def fit_and_save(
     crash: int = -1,
     callbacks: Sequence[Any] = (),
     strategy: Any = ddp,
+    module: type[Logged] = Logged,
     **options: Any,
 ) -> dict[str, Any]:
     """Fit some epochs as one of several processes, saving at the end of each.
@@ -88,6 +98,7 @@ def fit_and_save(
         crash: the step before which the run ends with an exception.
         callbacks: more of them.
         strategy: makes it of the compressor.
+        module: what is trained.
         options: of the strategy.
     """
     if scaler is not None:
@@ -96,7 +107,7 @@ def fit_and_save(
     loader = own_batches(worker, batches * accumulate, loud if worker == workers - 1 else None)
     return fit(
         strategy(compressor, **options),
-        Logged,
+        module,
         GoesOn(loader.dataset, loader.batch_size) if stateful else loader,
         own_batches(worker, 2),
         resume,

@@ -124,15 +124,20 @@ class Saving:
         acts: dict[int, Callable[[], str]] = {}
         for index, engine in enumerate(self.host.local_workers.engines):
             target = side_files.path_of(path, main["stem"], engine.worker, engine.workers)
-            write = partial(self._write_side_file, index, main, target, options)
-            problem = f"could not write its error state to {target}, so {path} is not written"
-            acts[engine.worker] = explaining(problem, write)
+            acts[engine.worker] = partial(self._save_own, index, main, target, options, path)
         checksums = together(self.host, acts)
         return [checksums.get(worker) for worker in range(main["workers"])]
 
-    def _write_side_file(self, index: int, main: Tree, target: str, options: Any) -> str:
-        """Write one worker's side file; return its checksum."""
-        io = self.host.checkpoint_io
+    def _save_own(self, index: int, main: Tree, target: str, options: Any, path: Any) -> str:
+        """Write one worker's side file; return its checksum, or raise with what has failed."""
+        unsaved = f"so {path} is not written"
+        taking = f"could not read the state that a checkpoint keeps of it, {unsaved}"
+        own = explaining(taking, partial(self._content, index, main))()
+        writing = f"could not write its state to {target}, {unsaved}"
+        return explaining(writing, partial(self._write_side_file, own, target, options))()
+
+    def _content(self, index: int, main: Tree) -> Tree:
+        """Return what one worker's side file holds."""
         own = self.own(index)
         own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
         alone = self.host.local_workers.own
@@ -141,7 +146,11 @@ class Saving:
             own["own"] = each_tensor(states, to_host)
         own |= {name: main[name] for name in ("format", "workers", "run", "stem")}
         own["worker"] = self.host.local_workers.engines[index].worker
-        own = with_checksum(own)
+        return with_checksum(own)
+
+    def _write_side_file(self, own: Tree, target: str, options: Any) -> str:
+        """Write one worker's side file; return its checksum."""
+        io = self.host.checkpoint_io
         save = partial(io.save_checkpoint, own, storage_options=options)
         if wraps(io):
             save(target)

@@ -141,7 +141,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         for worker in range(self.workers):
             self._replicas.enter(worker)
             again = _Once(result)
-            output = super().optimizer_step(optimizer, again, *args, **kwargs)  # type: ignore[misc]
+            output = self._own_step(optimizer, again, *args, **kwargs)
         self._together(self._stepped(each) for each in self._all_rounds)
         return output
 
