@@ -6,6 +6,7 @@ Joined with the ``ModelParallelStrategy`` of either package by its subclasses.
 from __future__ import annotations
 
 import abc
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -122,10 +123,11 @@ class ShardedStrategy(RealWorker, abc.ABC):
             RuntimeError: on all ranks, before anything is loaded, if files are not those that were
                 saved, or if torch could run code that they bring.
         """
-        self._restoring.check_files(checkpoint_path, *args, **kwargs)
-        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        if self._connected:
-            self._restoring.restore(loaded, checkpoint_path)
+        weights_only = args[0] if args else kwargs.get("weights_only")
+        load = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
+        loaded: dict[str, Any] = self._restoring.load(
+            checkpoint_path, weights_only, self._connected, load
+        )
         return loaded
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.state_structure import ANYTHING, COUNT, FLOATS, Record, Structure
 from lightning_gc.strategies.checkpoint.host import KEY, on_all_ranks
-from lightning_gc.strategies.checkpoint.recorded_files import check_files
+from lightning_gc.strategies.checkpoint.recorded_files import LAST, check_files
 from lightning_gc.strategies.checkpoint.restoring import Restoring
 from lightning_gc.strategies.checkpoint.shard_tensors import (
     Assembly,
@@ -50,6 +50,8 @@ from lightning_gc.transports.distributed import broadcast_text
 _SINCE_EPOCH = "first"
 """The one number of a controller's statistics that is no sum over elements: a step."""
 
+_UNREAD = object()
+
 
 @dataclass(frozen=True)
 class ShardedRestoring:
@@ -63,51 +65,94 @@ class ShardedRestoring:
     host: ShardedHost
     off: bool
 
-    def check_files(self, path: Any, weights_only: bool | None = None) -> None:
-        """Check the files of a distributed checkpoint, before Lightning loads any of them.
+    def load(
+        self, path: Any, weights_only: bool | None, fit: bool, load: Callable[[], Tree]
+    ) -> Tree:
+        """Load a checkpoint by ``load``; in a fit restore the engine, controller and other state.
+
+        All files that any rank reads are checked on all ranks before anything is changed.
 
         Args:
             path: of the checkpoint.
             weights_only: as given to the Trainer; only with False torch may unpickle what it finds.
+            fit: whether a fit begins.
+            load: Lightning's loading of weights and optimizers.
 
         Raises:
             RuntimeError: on all ranks, if one cannot use what it has read.
         """
         target = Path(broadcast_text(str(path), self.host.root_device))
+        self._check_files(target, weights_only)
+        if not fit or not self.host.local_workers.engines:
+            return load()
+        main = self._peek(target, weights_only)
+        if main is not _UNREAD:
+            found = self._read_and_compare(main, target)
+        loaded = load()
+        if main is _UNREAD:
+            main = loaded.get(KEY)
+            found = self._read_and_compare(main, target)
+        if found:
+            apply = partial(Restoring(self.host, off=False).apply, main, found)
+            problem = f"could not restore the error state of {target}"
+            on_all_ranks(self.host, explaining(problem, apply))
+        else:
+            self._begin_at_zero(main, target)
+        return loaded
+
+    def _check_files(self, target: Path, weights_only: bool | None) -> None:
+        """Check the files of a distributed checkpoint, before Lightning loads any of them."""
 
         def check() -> str:
             safely = weights_only is not False
             return str(check_files(self.host, target, recorded=not self.off, safely=safely))
 
-        problem = (
-            f"could not use the checkpoint {target}; nothing has been restored. Restore the file, "
-            f"or {self.host.way_out}"
-        )
-        unrecorded = on_all_ranks(self.host, explaining(problem, check))
+        unrecorded = on_all_ranks(self.host, explaining(self._problem(target), check))
         if self.host.global_rank == 0 and "True" in unrecorded.values():
             warnings.warn(
                 f"{target} has no checksums of its weights, so that a damaged file is not noticed. "
                 f"Version 0.1 saved none, and an interrupted save leaves none.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
-    def restore(self, checkpoint: Tree, path: Any) -> None:
-        """Restore the engine, controller and other state, if there is an engine.
+    def _peek(self, target: Path, weights_only: bool | None) -> Any:
+        """Return our part of a checkpoint, before Lightning loads the rest; or ``_UNREAD``.
 
-        Raises:
-            RuntimeError: on all ranks, if one cannot use what it has read.
+        The latter only if the user trusts a file that has objects of other classes in it.
         """
-        engines = self.host.local_workers.engines
-        main: Any = checkpoint.get(KEY)
-        if not engines:
-            return
-        target = Path(broadcast_text(str(path), self.host.root_device)).resolve()
+        file = target / LAST if target.is_dir() else target
+        main: Any = None
+
+        def read() -> str:
+            nonlocal main
+            if not file.is_file():
+                return ""  # Lightning says so
+            try:
+                with _named(file):
+                    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except ValueError:
+                if weights_only is False:
+                    return "unread"
+                raise
+            main = saved.get(KEY) if isinstance(saved, dict) else None
+            return ""
+
+        said = on_all_ranks(self.host, explaining(self._problem(target), read))
+        return _UNREAD if any(said.values()) else main
+
+    def _problem(self, target: Path) -> str:
+        return (
+            f"could not use the checkpoint {target}; nothing has been restored. Restore the file, "
+            f"or {self.host.way_out}"
+        )
+
+    def _read_and_compare(self, main: Any, target: Path) -> list[Tree]:
+        """Return what this rank resumes from; raise on all ranks if one cannot read it."""
+        target = target.resolve()
         found: list[Tree] = []
 
         def check() -> str:
-            if main is None or self.off:
-                return ""
-            if isinstance(main, dict) and SHARDED not in main:
+            if main is None or self.off or (isinstance(main, dict) and SHARDED not in main):
                 return ""
             self._check(main)
             if not main["torn"]:
@@ -115,21 +160,21 @@ class ShardedRestoring:
             return f"{main['stem']} {main[CHECKSUM]}"
 
         problem = (
-            f"could not use the error state in {state_folder(target)}; nothing of it has been "
-            f"restored. Move a checkpoint together with that folder, or {self.host.way_out}"
+            f"could not use the error state in {state_folder(target)}; nothing has been restored. "
+            f"Move a checkpoint together with that folder, or {self.host.way_out}"
         )
         saves = on_all_ranks(self.host, explaining(problem, check))
         if len(set(saves.values())) > 1:
-            raise RuntimeError(f"Ranks have found different checkpoints at {path}.")
-        if not found:
-            self._say_why_none(main, target)
-            step = main.get("step", 0) if isinstance(main, dict) else 0
-            engines[0].reset(step if isinstance(step, int) else 0)
-            if self.host.control_loop is not None:
-                self.host.control_loop.begin_anew()
-            return
-        apply = partial(Restoring(self.host, off=False).apply, main, found)
-        on_all_ranks(self.host, explaining(problem, apply))
+            raise RuntimeError(f"Ranks have found different checkpoints at {target}.")
+        return found
+
+    def _begin_at_zero(self, main: Any, target: Path) -> None:
+        """Begin as a run that has no errors yet, from the saved step on."""
+        self._say_why_none(main, target)
+        step = main.get("step", 0) if isinstance(main, dict) else 0
+        self.host.local_workers.first.reset(step if isinstance(step, int) else 0)
+        if self.host.control_loop is not None:
+            self.host.control_loop.begin_anew()
 
     def _say_why_none(self, main: Any, target: Path) -> None:
         """Warn, or log, why errors begin at zero."""
