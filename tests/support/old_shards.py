@@ -30,6 +30,9 @@ class OldSaving(ShardedSaving):
     def _write(self, main: Any, target: Path) -> list[str]:
         host: Any = self.host
         main[SHARDED] = 1
+        if host.distributed_form:
+            target.mkdir(parents=True, exist_ok=True)
+            host.barrier()
         folder = folder_of(target, main["stem"])
         tensors, rest = taken_out(self._averaged(), host.local_workers.shapes)
         common = self.mode == "mean"
@@ -38,7 +41,8 @@ class OldSaving(ShardedSaving):
                 path: host.reduce(t.float().clone(), group=host.replicate_group, reduce_op="mean")
                 for path, t in tensors.items()
             }
-        state = {json.dumps(path): self._whole(path, t, common) for path, t in tensors.items()}
+        small = {p: t.to(self.dtype) if p[0] == "memory" else t for p, t in tensors.items()}
+        state = {json.dumps(path): self._whole(path, t, common) for path, t in small.items()}
         save(state, checkpoint_id=folder)
         own = {
             "averaged": each_tensor(rest, torch.Tensor.cpu),

@@ -55,6 +55,7 @@ def record_files(host: Ranks, target: Path, folder: Path) -> None:
 
     def write() -> str:
         if host.global_rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
             part = folder / f"{_RECORD}.part"
             part.write_text(json.dumps(with_checksum({"format": 1, "files": found})))
             os.replace(part, folder / _RECORD)
