@@ -23,6 +23,7 @@ from tests.support.shard_damage import (
     of_hsdp,
     save,
     tried,
+    within,
 )
 
 pytestmark = [pytest.mark.processes, needs_two]
@@ -99,8 +100,9 @@ def old_and_new(rank: int, folder: str, name: str, flips: int) -> tuple[bool, Sw
         path = here / "restored" / "a.ckpt"
         prepare = [partial(copy, saves["a"], path)]
         if old:
-            names = [n for n in files_of(saves["a"]) if n.endswith((".distcp", "of2.pt"))]
-            done = [Damage("flip", (n,), i) for n in names if "state" in n for i in range(flips)]
+            names = [n for n in files_of(saves["a"]) if "state/" in n and ".metadata" not in n]
+            names = [n for n in names if within(saves["a"], n).stat().st_size]
+            done = [Damage("flip", (n,), i) for n in names for i in range(flips)]
             prepare += [partial(damage.do, path, saves) for damage in done]
         outcomes.append(tried(rank, restoring, path, prepare, weights_only=True))
     (new,), (before, *others) = outcomes
