@@ -3,14 +3,20 @@
 Errors of HSDP, and what torch's distributed checkpoint writes for HSDP and FSDP.
 """
 
+import contextlib
 from collections import Counter
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
 
 from tests.support.accelerator import needs_two
+from tests.support.hsdp import Sharded, fit_sharded
 from tests.support.processes import run_in_processes
 from tests.support.shard_damage import (
     RANKS,
@@ -117,3 +123,103 @@ def test_checkpoints_of_format_1_are_restored_bit_for_bit(tmp_path: Path, name: 
     found = run_in_processes(old_and_new, RANKS, str(tmp_path), name, 4)
     assert all(same for same, _ in found)
     check([swept for _, swept in found])
+
+
+def without_record(saved: Path, path: Path) -> None:
+    copy(saved, path)
+    without_record_of(path)
+
+
+def with_a_fraction(saved: Path, path: Path) -> None:
+    """Keep an object of a class that torch does not know, as a user's callback may."""
+    copy(saved, path)
+    content = torch.load(path / "meta.pt", weights_only=True)
+    torch.save(content | {"callbacks": {"mine": Fraction(1, 3)}}, path / "meta.pt")
+    without_record_of(path)
+
+
+def without_record_of(path: Path) -> None:
+    for record in path.rglob("files.json"):
+        record.unlink()
+
+
+class Overwrites(pl.Callback):
+    """Saves under a name that there is, and fails; then saves weights only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.left: list[list[str]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+
+        def fail(_: Any) -> None:
+            raise ConnectionError("killed")
+
+        with pytest.raises(ConnectionError):
+            trainer.strategy._saving.save(checkpoint, self.path, None, fail)
+        dist.barrier()
+        self._look()
+        trainer.save_checkpoint(self.path, weights_only=True)
+        dist.barrier()
+        self._look()
+
+    def _look(self) -> None:
+        names = [p.name for p in (*self.path.iterdir(), *self.path.glob("*/*/*"))]
+        self.left.append(sorted(set(names) & {"meta.pt", "files.json", "rank0of2.pt"}))
+        dist.barrier()
+
+
+def other_ways(rank: int, folder: str) -> dict[str, Any]:
+    here = Path(folder)
+    save(rank, of_hsdp, here / "one")
+    a, path = here / "one/a.ckpt", here / "restored/a.ckpt"
+    saves = {"a": a}
+    flipped = Damage("flip", ("__0_0.distcp",), 1)
+    found: dict[str, Any] = {}
+    plain, unrecorded = (partial(each, a, path) for each in (copy, without_record))
+    fraction = partial(with_a_fraction, a, path)
+    both = [plain, unrecorded, fraction]
+    found["safely"] = tried(rank, of_hsdp, path, both)
+    found["trusted"] = tried(rank, of_hsdp, path, both, weights_only=False)
+    off = partial(of_hsdp, state="off")
+    found["off"] = tried(rank, off, path, [partial(flipped.do, path, saves)])
+    with (
+        pytest.warns(UserWarning, match="has no checksums of its weights")
+        if rank == 0
+        else (contextlib.nullcontext())
+    ):
+        fit_sharded(
+            rank, of_hsdp(), 1, _adam, ranks=RANKS, resume=_prepared(rank, unrecorded, path)
+        )
+    overwrites = Overwrites(here / "again.ckpt")
+    fit_sharded(rank, of_hsdp(), 1, _adam, ranks=RANKS, callbacks=[overwrites])
+    return found | {"left": overwrites.left}
+
+
+def _adam() -> Sharded:
+    return Sharded(adam=True)
+
+
+def _prepared(rank: int, prepare: Any, path: Path) -> Path:
+    if rank == 0:
+        prepare()
+    dist.barrier()
+    return path
+
+
+def test_other_ways_to_load(tmp_path: Path) -> None:
+    """Without a record, with a file that the user trusts, without errors; and to overwrite."""
+    for found in run_in_processes(other_ways, RANKS, str(tmp_path)):
+        whole, unrecorded, fraction = found["safely"]
+        assert whole[0] == "restored"
+        assert unrecorded == whole
+        assert fraction[0] == "refused"
+        assert "meta.pt cannot be read with weights_only=True: it names fractions." in fraction[1]
+        assert "weights_only=False" in fraction[1]
+        how, digest = zip(*found["trusted"], strict=True)
+        assert how == ("restored",) * 3
+        assert digest[:2] == (whole[1],) * 2
+        assert found["off"][0][0] == "restored"
+        assert found["left"] == [["files.json", "rank0of2.pt"], ["meta.pt"]]

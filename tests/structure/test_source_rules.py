@@ -134,6 +134,12 @@ def test_no_bytes_become_code() -> None:
     assert {p.name: u for p in sources if (u := unsafe(p.read_text()))} == {}
 
 
+def test_examples_unpickle_no_file() -> None:
+    sources = [path for path in files() if path.is_relative_to(ROOT / "examples")]
+    assert any("torch.load" in path.read_text() for path in sources)
+    assert not any("torch.load" in unsafe(path.read_text()) for path in sources)
+
+
 @pytest.mark.parametrize(
     "line",
     [

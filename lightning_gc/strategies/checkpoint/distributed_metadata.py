@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.engine.state_structure import TEXT, WHOLE, Leaf, Record
+from lightning_gc.strategies.checkpoint.side_files import in_short
 
 NAME = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata."
@@ -130,10 +131,9 @@ def check_objects(folder: Path) -> None:
         try:
             _load(folder, where)
         except Exception as error:
-            first = str(error).partition("\n")[0].partition(". ")[0]
             raise Unread(
                 f"{folder / where.file} holds at byte {where.start} an object that cannot be read "
-                f"with weights_only=True ({type(error).__name__}: {first})"
+                f"with weights_only=True ({in_short(error)})"
             ) from error
 
 
@@ -146,10 +146,7 @@ def read_tensor(folder: Path, entry: Entry, chunk: Chunk) -> Tensor:
     try:
         found = _load(folder, chunk.where)
     except Exception as error:
-        first = str(error).partition("\n")[0].partition(". ")[0]
-        raise Unread(
-            f"{folder / chunk.where.file} cannot be read ({type(error).__name__}: {first})"
-        ) from error
+        raise Unread(f"{folder / chunk.where.file} cannot be read ({in_short(error)})") from error
     if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (
         chunk.sizes,
         entry.dtype,

@@ -7,6 +7,7 @@ number each gets the mean, which keeps the mean over replicas, so that nothing i
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from lightning_gc.strategies.checkpoint.sharded_saving import (
     folder_of,
     state_folder,
 )
+from lightning_gc.strategies.checkpoint.side_files import in_short
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import check_checksum, checksum
 from lightning_gc.synchronizer.joint_errors import explaining
@@ -128,12 +130,16 @@ class ShardedRestoring:
             if not file.is_file():
                 return ""  # Lightning says so
             try:
-                with _named(file):
-                    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            except ValueError:
+                saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:
                 if weights_only is False:
                     return "unread"
-                raise
+                named = re.search(r"GLOBAL (\S+)", str(error))
+                what = f"it names {named[1]}" if named else in_short(error)
+                raise ValueError(
+                    f"{file} cannot be read with weights_only=True: {what}. If you trust this "
+                    f"file, give Trainer.fit(..., weights_only=False)"
+                ) from error
             main = saved.get(KEY) if isinstance(saved, dict) else None
             return ""
 
@@ -303,9 +309,8 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = str(error).partition("\n")[0].partition(". ")[0]  # torch adds unsafe advice
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{path} cannot be used: {kind}{first}") from error
+        why = str(error) if isinstance(error, ValueError) else in_short(error)
+        raise ValueError(f"{path} cannot be used: {why}") from error
 
 
 def _shared_out(sums: Tree, share: float, leave: Iterable[str] = (_SINCE_EPOCH,)) -> Tree:
