@@ -19,6 +19,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_gc import QSGD, PerParameter, TopK
 from lightning_gc.controllers import Accordion
@@ -102,7 +103,7 @@ class Tries(pl.Callback):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 loaded = strategy.load_checkpoint(self.path, **self.options)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
             touched = strategy.engine.step or strategy.engine.state_dict()["memory"]
             touched = touched or any(bool((local(p) != SEVEN).any()) for p in module.parameters())
             ours = type(error) is RuntimeError and "could not use the" in str(error)

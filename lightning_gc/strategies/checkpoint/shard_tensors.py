@@ -150,7 +150,7 @@ class Assembly:
 
 
 def add_format_1(assembly: Assembly, folder: Path, replicas: range) -> None:
-    """Add the tensors of a folder in which version 0.1 of this format kept them.
+    """Add the tensors of a folder in which format 1 kept them.
 
     They are in a distributed checkpoint of torch's: a tensor ``(R, *shape)`` per path.
 

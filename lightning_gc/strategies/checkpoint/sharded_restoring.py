@@ -113,7 +113,7 @@ class ShardedRestoring:
         if self.host.global_rank == 0 and "True" in unrecorded.values():
             warnings.warn(
                 f"{target} has no checksums of its weights, so that a damaged file is not noticed. "
-                f"Version 0.1 saved none, and an interrupted save leaves none.",
+                f"Earlier versions saved none, and an interrupted save leaves none.",
                 stacklevel=4,
             )
 
