@@ -25,7 +25,7 @@ from lightning_gc.transports.distributed import Distributed, gather_text
 
 
 class OldSaving(ShardedSaving):
-    """Writes what earlier versions wrote; a record of the checkpoint's files remains to be removed."""
+    """Writes what earlier versions wrote; a record of the checkpoint's files is to be removed."""
 
     def _write(self, main: Any, target: Path) -> list[str]:
         host: Any = self.host

@@ -178,6 +178,9 @@ class Damage:
             if self.kind == "flip":
                 bit = draw.randrange(8 * len(content))
                 content[bit // 8] ^= 1 << bit % 8
+            elif self.kind == "error":
+                error = _largest(file)
+                content[content.index(error) + len(error) // 2] ^= 1
             elif self.kind == "cut":
                 del content[draw.randrange(len(content)) :]
             elif self.kind == "zeros":
@@ -199,6 +202,12 @@ class Damage:
             else:
                 raise AssertionError(self.kind)
             file.write_bytes(content)
+
+
+def _largest(file: Path) -> bytes:
+    """Return the bytes of the largest tensor of errors in a rank's file; none if there is none."""
+    tensors = torch.load(file, weights_only=True)["tensors"].values()
+    return max((t.numpy().tobytes() for t in tensors), key=len, default=b"")
 
 
 def _alike(one: str, other: str) -> bool:
@@ -243,8 +252,10 @@ def copy(saved: Path, path: Path) -> None:
 
 def damages(path: Path, each: int, seed: int) -> list[Damage]:
     """Return damages of every file: ``each`` of those drawn, one of each other kind."""
-    draw, found = random.Random(seed), []
+    draw, found = random.Random(seed), list[Damage]()
     names = files_of(path)
+    ranks = [name for name in names if "rank" in name and _largest(within(path, name))]
+    found += [Damage("error", (name,), 0) for name in ranks]
     for name in names:
         drawn = ["flip"] * 2 * each + ["cut", "zeros", "grown"] * each
         kinds = [*drawn, "empty", "missing", "text", "noise", "of b", "of c"]
