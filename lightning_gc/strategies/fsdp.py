@@ -100,6 +100,7 @@ class CompressedFSDP(ShardedStrategy):
     """
 
     local_workers: FSDPWorkers
+    way_out = "resume from another checkpoint"
 
     def __init__(
         self,

@@ -6,12 +6,13 @@ Joined with the ``ModelParallelStrategy`` of either package by its subclasses.
 from __future__ import annotations
 
 import abc
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from lightning_gc.strategies.checkpoint.shard_tensors import Place, ShardTensors
+from lightning_gc.strategies.checkpoint.shard_tensors import Part, part_of
 from lightning_gc.strategies.checkpoint.sharded_restoring import ShardedRestoring
 from lightning_gc.strategies.checkpoint.sharded_saving import ShardedHost, ShardedSaving
 from lightning_gc.strategies.real_worker import RealWorker
@@ -28,6 +29,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
     """
 
     local_workers: ShardedWorkers
+    way_out = "give the strategy state='off', with which errors begin at zero"
     _device_mesh: Any
     _data_parallel_size: Any
     _tensor_parallel_size: Any
@@ -100,20 +102,32 @@ class ShardedStrategy(RealWorker, abc.ABC):
         return bool(self._save_distributed_checkpoint)  # type: ignore[attr-defined]
 
     @property
-    def shard_tensors(self) -> ShardTensors:
-        """Writes and reads tensors in the shape of parameters."""
-        local = self.local_workers.shapes
-        places = {
-            name: Place(tuple(param.shape), local[name], dim_of(param))
+    def shard_parts(self) -> dict[str, Part]:
+        """This rank's part of every trained parameter."""
+        workers = self.local_workers
+        return {
+            name: part_of(
+                tuple(param.shape),
+                workers.shapes[name],
+                dim_of(param),
+                workers.shard,
+                workers.shards,
+            )
             for param, name in self.names.items()
         }
-        return ShardTensors(self._device_mesh["replicate", "data_parallel"], places)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Restore weights and optimizers, and in a fit our state: there is no later call."""
-        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        if self._connected:
-            self._restoring.restore(loaded, checkpoint_path)
+        """Restore weights and optimizers, and in a fit our state: there is no later call.
+
+        Raises:
+            RuntimeError: on all ranks, before anything is loaded, if files are not those that were
+                saved, or if torch could run code that they bring.
+        """
+        weights_only = args[0] if args else kwargs.get("weights_only")
+        load = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
+        loaded: dict[str, Any] = self._restoring.load(
+            checkpoint_path, weights_only, self._connected, load
+        )
         return loaded
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:

@@ -1,5 +1,7 @@
 """A side file that is damaged, malformed, swapped or foreign is refused by its name."""
 
+import io
+import pickle
 import random
 import re
 import shutil
@@ -7,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support import prepared
 from tests.support.damage import (
     FOREIGN,
     MALFORMED,
@@ -261,3 +265,15 @@ def test_a_checkpoint_from_within_a_step_has_no_errors(tmp_path: Path, state: st
 
     main_edited(path, tear)
     assert outcome(path)[0] == "restored"
+
+
+def test_a_prepared_checkpoint_or_side_file_runs_nothing(path: Path) -> None:
+    """Lightning loads the former, so it must be told; the latter is never unpickled."""
+    folder = path.parent
+    side, content = files_of(path)[0], path.read_bytes()
+    prepared.saved(side, folder)
+    assert_refused(path, side, "cannot be read")
+    prepared.saved(path, folder, **torch.load(io.BytesIO(content), weights_only=True))
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        resume(path, weights_only=True)
+    assert not prepared.harmed(folder)

@@ -9,8 +9,10 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 import subprocess
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -132,6 +134,12 @@ def test_no_bytes_become_code() -> None:
     assert {p.name: u for p in sources if (u := unsafe(p.read_text()))} == {}
 
 
+def test_examples_unpickle_no_file() -> None:
+    sources = [path for path in files() if path.is_relative_to(ROOT / "examples")]
+    assert any("torch.load" in path.read_text() for path in sources)
+    assert not any("torch.load" in unsafe(path.read_text()) for path in sources)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -148,6 +156,80 @@ def test_no_bytes_become_code() -> None:
 def test_what_counts_as_code(line: str) -> None:
     assert unsafe(line)
     assert not unsafe("dist.broadcast(t, src=0); torch.load(f, weights_only=True); m.eval_steps()")
+
+
+LOADERS = {"load", "loads", "safe_load", "safe_load_all", "load_all", "unsafe_load", "full_load"}
+LOADERS |= {"load_checkpoint", "load_file", "safe_open", "genops", "Unpickler", "read_pickle"}
+LOADERS |= {"FileSystemReader", "RDBStorage", "JournalStorage", "CmaEsSampler", "from_pretrained"}
+NO_LOADERS = {"self._restoring.load", "super.load_checkpoint", "self.buffers.load"}
+NO_LOADERS |= {"self._store.load", "tl.load"}
+"""Calls that copy tensors, or that hand on to what the table has."""
+
+READ_BY = {
+    "advice/costs.py": {"json.loads"},  # messages between workers, as in the next ones
+    "advice/session.py": {"json.loads"},
+    "bench/comparison.py": {"json.loads"},
+    "bench/methods.py": {"yaml.safe_load"},
+    "cli.py": {"load"},  # yaml_config's
+    "controllers/trace.py": {"json.loads"},
+    "strategies/checkpoint/atomic_files.py": {"self.checkpoint_io.load_checkpoint"},
+    "strategies/checkpoint/distributed_metadata.py": {"pickletools.genops", "torch.load"},
+    "strategies/checkpoint/recorded_files.py": {"json.loads"},
+    "strategies/checkpoint/shard_tensors.py": {"json.loads"},
+    "strategies/checkpoint/sharded_restoring.py": {"torch.load"},
+    "strategies/checkpoint/side_files.py": {"checkpoint_io.load_checkpoint", "torch.load"},
+    "synchronizer/control_loop.py": {"json.loads"},
+    "synchronizer/joint_errors.py": {"json.loads"},
+    "tuning/editor_schema.py": {"json.loads"},
+    "tuning/journal.py": {"json.loads"},
+    "tuning/storage.py": {"RDBStorage", "JournalStorage"},
+    "tuning/study_rules.py": {"json.loads"},
+    "tuning/subprocess_trial.py": {"json.loads"},
+    "tuning/yaml_config.py": {"yaml.safe_load"},
+}
+"""Every place where bytes of a file or a message become objects. SECURITY.md has their files."""
+
+
+def loaders(source: str) -> set[str]:
+    """Return the calls that read objects from bytes."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {ast.unparse(n.func).replace("super()", "super") for n in nodes if _is_call(n)}
+    own = {n.arg for n in nodes if isinstance(n, ast.arg)}
+    own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+    return {n for n in names - own if n.rpartition(".")[2] in LOADERS} - NO_LOADERS
+
+
+def _is_call(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call)
+
+
+def test_bytes_become_objects_at_known_places_only() -> None:
+    """A new place needs a row in SECURITY.md, a test with a prepared file, and a line here."""
+    found = {}
+    for folder in (ROOT / "lightning_gc", ROOT / "controllers"):
+        for path in folder.rglob("*.py"):
+            inside = folder if folder.name == "lightning_gc" else ROOT
+            name = path.relative_to(inside).as_posix()
+            read = loaders(path.read_text())
+            if read and not name.startswith("testing/"):
+                found[name] = read
+    assert found == READ_BY
+
+
+def test_what_counts_as_a_loader() -> None:
+    assert loaders("torch.load(f); FileSystemReader(p)") == {"torch.load", "FileSystemReader"}
+    assert not loaders("model.load_state_dict(state); workload(3)")
+
+
+def test_every_row_about_security_names_tests_that_exist() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    tests = {path.name for path in files()}
+    for row in rows:
+        named = re.findall(r"\b(test_\w+\.py)", row.split("|")[-2])
+        assert named, row
+        assert set(named) <= tests, row
 
 
 def test_no_file_is_long() -> None:

@@ -69,7 +69,7 @@ class Ends(pl.Callback):
         raise Crashed
 
 
-def resume(path: Path, workers: int = 2, **options: Any) -> str:
+def resume(path: Path, workers: int = 2, weights_only: bool | None = None, **options: Any) -> str:
     """Resume, and return a checksum of all that has been restored.
 
     Raises:
@@ -78,9 +78,10 @@ def resume(path: Path, workers: int = 2, **options: Any) -> str:
     monitor, ours = CompressionMonitor(), strategy(workers, **options)
     torch.manual_seed(1)
     trainer = quiet_trainer(ours, callbacks=[monitor, Ends()])
+    safely: Any = {} if weights_only is None else {"weights_only": weights_only}
     with unwarned():
         try:
-            trainer.fit(PlainSGD(), common_batches(60, 4), ckpt_path=path)
+            trainer.fit(PlainSGD(), common_batches(60, 4), ckpt_path=path, **safely)
         except Crashed:
             return checksum(state_of(ours, monitor))
         except RuntimeError:

@@ -93,7 +93,9 @@ def experiment(build: Any = bowl, **changes: Any) -> Experiment:
     return Experiment("toy", build, metric="loss", **settings | changes)
 
 
-def compare(storage: Path, *methods: Any, build: Any = bowl, finals: bool = False, **changes: Any):
+def compare(
+    storage: Path | str, *methods: Any, build: Any = bowl, finals: bool = False, **changes: Any
+):
     with unwarned():
         return tune(experiment(build, **changes), methods, storage, finals)
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import optuna
 import pytest
+import yaml
 from optuna.storages import BaseStorage
 from optuna.trial import BaseTrial, create_trial
 
+from lightning_gc.bench.methods import parse_method
 from lightning_gc.tuning import Method, TrialError, open_storage, report, yaml_config
 from lightning_gc.tuning.failure_detector import FailureDetector
 from lightning_gc.tuning.final_runs import run_finals
@@ -20,6 +22,7 @@ from lightning_gc.tuning.report import file_name
 from lightning_gc.tuning.studies import RULES
 from lightning_gc.tuning.tables import Table
 from tests.support.fitting import unwarned
+from tests.support.prepared import MARK, Evil, harmed
 from tests.support.tuning import Bowl, Data, compare, experiment
 
 METHODS = ["dense", "@SUM(1)", "=1+1", "+x", "-x", "\tx", "<script>alert(1)</script>"]
@@ -142,17 +145,46 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("trap", None)
 
 
-def test_a_journal_runs_no_code(
-    tmp_path: Path, trap: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["{}/j", "sqlite:///{}/j"], ids=["journal", "database"])
+def test_a_storage_runs_no_code(
+    tmp_path: Path, trap: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("a journal is unpickled"))
-    journal = tmp_path / "j"
-    study = compare(journal, "topk", trials=1)["topk"]
+    """Nor does the attribute that Optuna's CMA-ES sampler unpickles, which no study here uses."""
+    storage = where.format(tmp_path)
+    study = compare(storage, "topk", trials=1)["topk"]
     study.set_user_attr(RULES, study.user_attrs[RULES] | {"compressor": "trap.Evil"})
-    report(journal, tmp_path / "report")
+    for trial in study.get_trials():
+        harm = pickle.dumps(Evil(tmp_path)).hex()
+        study._storage.create_new_trial(
+            study._study_id,
+            create_trial(
+                state=optuna.trial.TrialState.COMPLETE,
+                params=trial.params,
+                distributions=trial.distributions,
+                value=0.5,
+                system_attrs={"cma:optimizer:0": harm, "cma:n_restarts": 0},
+                user_attrs=trial.user_attrs,
+            ),
+        )
+    monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("a storage is unpickled"))
+    report(storage, tmp_path / "report")
     with pytest.raises(ValueError, match=r"exists with compressor='trap\.Evil'"):
-        compare(journal, "topk", trials=1)
+        compare(storage, "topk", trials=1)
     assert not trap.exists()
+    assert not harmed(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.mkdir", "!!python/name:os.mkdir"])
+def test_tags_in_yaml_run_no_code(tmp_path: Path, tag: str) -> None:
+    """Class paths of a file are imported, nothing else of it is."""
+    harm = tmp_path / MARK
+    file = tmp_path / "study.yaml"
+    file.write_text(f"model: {tag} ['{harm}']\ntune: {{}}\n")
+    with pytest.raises(ValueError, match="could not determine a constructor"):
+        yaml_config.read_any(file)
+    with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
+        parse_method(f"topk:density={tag} ['{harm}']")
+    assert not harmed(tmp_path)
 
 
 YAML = {"model": {"class_path": "trap.Evil"}, "tune": {"name": "x", "metric": "x", "space": {}}}

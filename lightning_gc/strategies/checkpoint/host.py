@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,17 +19,22 @@ KEY = "lightning_gc"
 """Name of our part in a checkpoint."""
 
 
-class Host(Protocol):
+class Ranks(Protocol):
+    """Attributes of a Lightning strategy by which ranks act together."""
+
+    root_device: torch.device
+    global_rank: int
+    world_size: int
+
+
+class Host(Ranks, Protocol):
     """Attributes of a Lightning strategy that saving and restoring use."""
 
     local_workers: Workers
     controller: Controller | None
     control_loop: ControlLoop | None
     checkpoint_io: Any
-    root_device: torch.device
     local_rank: int
-    global_rank: int
-    world_size: int
     lightning_module: Any
     reduce: Callable[..., Tensor]
 
@@ -56,6 +62,13 @@ def is_alone(host: Host) -> bool:
     A collective would then hang.
     """
     return bool(host.lightning_module.trainer.interrupted)
+
+
+def on_all_ranks(host: Ranks, act: Callable[[], str]) -> dict[int, str]:
+    """Call ``act``; return the results by rank, or raise on all ranks if it fails on one."""
+    transport = Distributed(purpose="a checkpoint")
+    gather = partial(gather_text, transport=transport, device=host.root_device)
+    return all_or_raise({host.global_rank: act}, host.world_size, gather)
 
 
 def together(host: Host, acts: Mapping[int, Callable[[], str]]) -> dict[int, str]:

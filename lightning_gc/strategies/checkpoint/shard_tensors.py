@@ -1,116 +1,175 @@
-"""Shard tensors: errors of all replicas as DTensors, saved by shards and read for any other mesh.
+"""Shard tensors: cut tensors like parameters, and put a rank's part together from saved parts.
 
-A parameter of shape ``(n, ...)`` has errors ``(R, n, ...)``: those of replicas differ, so they are
-no replicated tensor, of which a distributed checkpoint would keep one.
+A parameter of shape ``(n, ...)`` has errors of that shape in each replica, and those of replicas
+differ. A rank saves its own part; another mesh reads the parts that overlap its own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lightning_gc.engine.state_structure import TEXT, WHOLE, Listed, Record
+from lightning_gc.strategies.checkpoint.distributed_metadata import (
+    Chunk,
+    Entry,
+    chunks_of,
+    read_metadata,
+    read_tensor,
+)
+from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
+from lightning_gc.synchronizer.checksum import checksum
 from lightning_gc.synchronizer.pytree import Tree
 
 Path_ = tuple[str, ...]
 """Where a tensor lies in a tree of nested dicts; one of the names is a parameter's."""
 
+Shape = tuple[int, ...]
+_T = TypeVar("_T")
 
-class Place(NamedTuple):
-    """A parameter's global shape, this rank's part of it, and the dimension it is cut along."""
-
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
-    dim: int
+_SHAPE = Listed(WHOLE)
+PART = Record({"shape": _SHAPE, "offsets": _SHAPE, "sizes": _SHAPE, CHECKSUM: TEXT})
+"""What a rank's file says of each of its tensors."""
 
 
-class ShardTensors:
-    """Writes and reads tensors that are sharded like parameters, one per replica.
+class Part(NamedTuple):
+    """A parameter's global shape, where a part of it begins, and the part's shape."""
+
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
+
+
+def part_of(shape: Shape, local: Shape, dim: int, shard: int, shards: int) -> Part:
+    """Return a rank's part of a parameter that FSDP2 has cut into ``shards`` along ``dim``."""
+    begin = min(shard * math.ceil(shape[dim] / shards), shape[dim])
+    return Part(shape, tuple(begin if d == dim else 0 for d in range(len(shape))), local)
+
+
+def key_of(path: Path_) -> str:
+    """Return a text for a path."""
+    return json.dumps(path)
+
+
+def path_of(key: str) -> Path_:
+    """Return the path of a text.
+
+    Raises:
+        ValueError: it is not the text of one.
+    """
+    path = json.loads(key)
+    Listed(TEXT).check(path, key)
+    if not path:
+        raise ValueError("an empty path")
+    return tuple(path)
+
+
+def described(path: Path_, tensor: Tensor, parts: Mapping[str, Part]) -> Tree:
+    """Return what a file says of a tensor (``PART``)."""
+    part = _found(path, parts)
+    assert part is not None
+    about = {name: list(value) for name, value in part._asdict().items()}
+    return about | {CHECKSUM: checksum(tensor)}
+
+
+class Assembly:
+    """Puts a rank's part of every tensor together: of one replica, or the mean over several.
+
+    Tensors that match no parameter of this model, or one of another shape, are kept by name: each
+    is then a tensor without data, of the shape that was saved, replicas first.
 
     Args:
-        mesh: of the dimensions (replicate, shard).
-        places: parameter name -> its place.
-
-    Communication pattern:
-        Those of ``torch.distributed.checkpoint`` in the default group; all ranks must take part.
+        parts: parameter name -> this rank's part.
+        replicas: those to be read, in the order in which their parts are added.
     """
 
-    def __init__(self, mesh: DeviceMesh, places: Mapping[str, Place]) -> None:
-        self._mesh, self._places = mesh, places
+    def __init__(self, parts: Mapping[str, Part], replicas: range) -> None:
+        self._parts, self._replicas = parts, replicas
+        self._sums: dict[Path_, Tensor] = {}
+        self._covered: dict[Path_, int] = {}
+        self._unknown: dict[Path_, Tensor] = {}
 
-    def save(self, tensors: Mapping[Path_, Tensor], folder: Path, *, common: bool) -> None:
-        """Write this rank's parts.
+    def add(
+        self, path: Path_, part: Part, replica: int, saved: int, load: Callable[[], Tensor]
+    ) -> None:
+        """Add a replica's part of a tensor; call ``load`` only if it overlaps this rank's part.
 
         Args:
-            tensors: by path.
-            folder: for the files.
-            common: replicas have the same, which is written once.
+            path: of the tensor.
+            part: which part it is.
+            replica: whose; all parts of the first replica come first.
+            saved: the number of replicas that have been saved.
+            load: returns the part.
         """
-        state = {
-            json.dumps(path): self._whole(tensor, self._place(path), common)
-            for path, tensor in tensors.items()
-        }
-        save(state, checkpoint_id=folder)
+        own = _found(path, self._parts)
+        if own is None or own.shape != part.shape:
+            self._unknown[path] = torch.empty((saved, *part.shape), device="meta")
+            return
+        if path not in self._sums:
+            self._sums[path] = torch.zeros(own.sizes)
+            self._covered[path] = 0
+        here, there = [], []
+        for begin, size, theirs, length in zip(
+            own.offsets, own.sizes, part.offsets, part.sizes, strict=True
+        ):
+            first, last = max(begin, theirs), min(begin + size, theirs + length)
+            if first >= last:
+                return
+            here.append(slice(first - begin, last - begin))
+            there.append(slice(first - theirs, last - theirs))
+        piece = load()[tuple(there)]
+        target = self._sums[path][tuple(here)]
+        if replica == self._replicas.start:
+            target.copy_(piece)  # added to zeros, -0.0 would become 0.0
+        else:
+            target.add_(piece.float())
+        self._covered[path] += target.numel()
 
-    def load(self, folder: Path) -> dict[Path_, Tensor]:
-        """Return this rank's parts: its replica's own, or the mean if there were others.
+    def mean(self) -> dict[Path_, Tensor]:
+        """Return the mean over replicas of all that has been added, in float32.
 
-        What belongs to no parameter of this model, or to one of another shape, is a tensor without
-        data of the shape that was saved, replicas first.
+        Raises:
+            ValueError: a part is missing, or something is not finite.
         """
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        found: dict[Path_, Tensor] = {}
-        own: dict[str, Any] = {}
-        for key, about in sorted(saved.items()):
-            assert isinstance(about, TensorStorageMetadata)
-            path, replicas, shape = tuple(json.loads(key)), about.size[0], tuple(about.size[1:])
-            place = self._place(path)
-            if place is None or place.shape != shape:
-                found[path] = torch.empty(about.size, device="meta")
-            elif replicas == self._mesh.size(0):
-                own[key] = self._empty(place, replicas, about.properties.dtype, each=True)
-            else:  # one by one: this rank reads the parts of all replicas
-                every = self._empty(place, replicas, about.properties.dtype, each=False)
-                load({key: every}, checkpoint_id=folder)
-                found[path] = every.to_local().float().mean(0)
-        if own:
-            load(own, checkpoint_id=folder)
-        return found | {tuple(json.loads(key)): t.to_local()[0].float() for key, t in own.items()}
+        replicas = len(self._replicas)
+        for path, total in self._sums.items():
+            needed = replicas * total.numel()
+            if self._covered[path] != needed:
+                raise ValueError(f"{'/'.join(path)} has {self._covered[path]} of {needed} elements")
+            if not bool(total.isfinite().all()):
+                raise ValueError(f"{'/'.join(path)} has NaN or infinity")
+            if replicas > 1:
+                total /= replicas
+        return self._sums | self._unknown
 
-    def _place(self, path: Path_) -> Place | None:
-        return next((self._places[name] for name in path if name in self._places), None)
 
-    def _whole(self, tensor: Tensor, place: Place | None, common: bool) -> DTensor:
-        assert place is not None
-        replicas = 1 if common else self._mesh.size(0)
-        return self._dtensor(tensor.unsqueeze(0), place, replicas, each=not common)
+def add_format_1(assembly: Assembly, folder: Path, replicas: range) -> None:
+    """Add the tensors of a folder in which format 1 kept them.
 
-    def _empty(self, place: Place, replicas: int, dtype: Any, *, each: bool) -> DTensor:
-        rows = 1 if each else replicas
-        device = torch.empty(0, device=self._mesh.device_type).device
-        local = torch.empty((rows, *place.local), dtype=dtype, device=device)
-        return self._dtensor(local, place, replicas, each=each)
+    They are in a distributed checkpoint of torch's: a tensor ``(R, *shape)`` per path.
 
-    def _dtensor(self, local: Tensor, place: Place, replicas: int, *, each: bool) -> DTensor:
-        """Return the tensor of which this rank has ``local``: its replica's row, or all rows."""
-        shape = torch.Size((replicas, *place.shape))
-        stride = torch.empty(shape, device="meta").stride()
-        rows = Shard(0) if each else Replicate()
-        placements = (rows, Shard(place.dim + 1))
-        # Both are needed where shards are uneven.
-        return DTensor.from_local(
-            local, self._mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+    Args:
+        assembly: to add to.
+        folder: of the checkpoint.
+        replicas: those to be read.
+    """
+    for key, entry in sorted(read_metadata(folder).tensors.items()):
+        path, (saved, *shape) = path_of(key), entry.size
+        for replica, chunk in chunks_of(entry, replicas):
+            if chunk.sizes[0] != 1:
+                raise ValueError(f"{folder} has a part of {key} of several replicas")
+            part = Part(tuple(shape), chunk.offsets[1:], chunk.sizes[1:])
+
+            def load(entry: Entry = entry, chunk: Chunk = chunk) -> Tensor:
+                return read_tensor(folder, entry, chunk)[0]
+
+            assembly.add(path, part, replica, saved, load)
 
 
 def taken_out(tree: Tree, names: Mapping[str, tuple[int, ...]]) -> tuple[dict[Path_, Tensor], Tree]:
@@ -128,7 +187,7 @@ def taken_out(tree: Tree, names: Mapping[str, tuple[int, ...]]) -> tuple[dict[Pa
             here = (*path, name)
             if isinstance(value, dict):
                 left[name] = rest(value, here)
-            elif isinstance(value, Tensor) and _shape_in(here, names) == tuple(value.shape):
+            elif isinstance(value, Tensor) and _found(here, names) == tuple(value.shape):
                 tensors[here] = value
             else:
                 left[name] = value
@@ -147,5 +206,6 @@ def put_back(tree: Tree, tensors: Mapping[Path_, Tensor]) -> Tree:
     return tree
 
 
-def _shape_in(path: Path_, names: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+def _found(path: Path_, names: Mapping[str, _T]) -> _T | None:
+    """Return what a mapping has for the parameter whose name is in the path."""
     return next((names[name] for name in path if name in names), None)

@@ -1,4 +1,4 @@
-"""Sharded saving: error state of replicas in shards, in a folder of a distributed checkpoint."""
+"""Sharded saving: error state of replicas in shards, in a folder with a file per rank."""
 
 from __future__ import annotations
 
@@ -13,23 +13,46 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.engine.state_structure import COUNT, TEXT, WHOLE, Leaf, Listed, Record
+from lightning_gc.engine.state_structure import (
+    COUNT,
+    TEXT,
+    WHOLE,
+    Each,
+    Leaf,
+    Listed,
+    Record,
+    Structure,
+)
 from lightning_gc.strategies.checkpoint import side_files
 from lightning_gc.strategies.checkpoint.atomic_files import write_atomically
-from lightning_gc.strategies.checkpoint.host import KEY, Host, configuration_of
-from lightning_gc.strategies.checkpoint.shard_tensors import ShardTensors, taken_out
+from lightning_gc.strategies.checkpoint.host import KEY, Host, configuration_of, on_all_ranks
+from lightning_gc.strategies.checkpoint.recorded_files import LAST, record_files
+from lightning_gc.strategies.checkpoint.shard_tensors import (
+    PART,
+    Part,
+    described,
+    key_of,
+    taken_out,
+)
 from lightning_gc.strategies.checkpoint.validation import FILE_NAME, SHARED
 from lightning_gc.strategies.training_progress import metrics_due
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import with_checksum
-from lightning_gc.synchronizer.joint_errors import all_or_raise, explaining
+from lightning_gc.synchronizer.joint_errors import explaining
 from lightning_gc.synchronizer.pytree import Tree, each_tensor
 from lightning_gc.synchronizer.sharded_workers import ShardedWorkers
-from lightning_gc.transports.distributed import Distributed, broadcast_text, gather_text
+from lightning_gc.transports.distributed import broadcast_text
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 has tensors in a distributed checkpoint of torch's, without checksums."""
 SHARDED = "sharded"
-_MESH = Leaf("replicas and shards", lambda v: isinstance(v, list | tuple) and len(v) == 2)
+TENSORS = "tensors"
+_MESH = Leaf(
+    "a number of replicas and one of shards",
+    lambda v: (
+        isinstance(v, list | tuple) and len(v) == 2 and all(type(n) is int and n > 0 for n in v)
+    ),
+)
 MAIN = Record(
     {
         **SHARED,
@@ -42,7 +65,18 @@ MAIN = Record(
     }
 )
 """What lies under ``"lightning_gc"`` in a checkpoint of a model in shards."""
-FILE = {SHARDED: COUNT, "rank": WHOLE, "run": TEXT, "stem": TEXT, CHECKSUM: TEXT}
+FILE: dict[str, Structure] = {
+    SHARDED: COUNT,
+    "rank": WHOLE,
+    "run": TEXT,
+    "stem": TEXT,
+    CHECKSUM: TEXT,
+}
+FILE_SINCE_2: dict[str, Structure] = {"parts": Each(PART)}
+"""Beside it lie the tensors themselves, ``TENSORS``, each with a checksum of its own in its part.
+
+So a rank that needs some of another rank's tensors reads and checks no others.
+"""
 
 
 class ShardedHost(Host):
@@ -52,7 +86,8 @@ class ShardedHost(Host):
     distributed_form: bool  # a checkpoint is a folder
     mesh_shape: tuple[int, int]
     replicate_group: Any
-    shard_tensors: ShardTensors
+    shard_parts: dict[str, Part]
+    way_out: str
     barrier: Callable[..., None]
 
 
@@ -61,10 +96,11 @@ def folder_of(path: Path, stem: str) -> Path:
 
     Within the checkpoint, if that is a folder, so that both are moved together; else beside it.
     """
-    return _all_of(path) / stem
+    return state_folder(path) / stem
 
 
-def _all_of(path: Path) -> Path:
+def state_folder(path: Path) -> Path:
+    """Return the folder with the error state of all saves of a checkpoint."""
     return (path if path.is_dir() else path.parent) / side_files.FOLDER
 
 
@@ -73,21 +109,15 @@ def file_of(folder: Path, rank: int, ranks: int) -> Path:
     return folder / f"rank{rank}of{ranks}.pt"
 
 
-def on_all_ranks(host: Host, act: Callable[[], str]) -> dict[int, str]:
-    """Call ``act``; return the results by rank, or raise on all ranks if it fails on one."""
-    transport = Distributed(purpose="a checkpoint")
-    gather = partial(gather_text, transport=transport, device=host.root_device)
-    return all_or_raise({host.global_rank: act}, host.world_size, gather)
-
-
 @dataclass
 class ShardedSaving:
     """Saves the engine, controller and other state of every rank (``Workers.kept``).
 
-    A checkpoint gets, under ``"lightning_gc"``, what is equal on all ranks. Tensors in the shape of
-    parameters are DTensors ``(R, *shape)`` in a distributed checkpoint of their own, which is read
-    on any mesh; what remains is in a file per rank. Both are in a new folder (``folder_of``), which
-    is complete before the checkpoint that names it is written.
+    A checkpoint gets, under ``"lightning_gc"``, what is equal on all ranks. Each rank writes a file
+    of its own, ``{"sharded", "rank", "run", "stem", "averaged", "compressor", "parts", "sha256",
+    "tensors"}``: ``"tensors"`` are its parts of tensors in the shape of parameters, which any mesh
+    can read. The files are in a new folder (``folder_of``), which is complete before the checkpoint
+    that names it is written. If the checkpoint is a folder too, checksums of its files follow.
 
     Args:
         host: the strategy.
@@ -108,14 +138,26 @@ class ShardedSaving:
         full = bool(engines) and "optimizer_states" in checkpoint and self.mode != "off"
         stem = self._add(checkpoint, target) if full else ""
         if host.distributed_form:
+            self._withdraw(target)
             write(target)
+            if full:
+                record_files(host, target, folder_of(target, stem))
         elif host.global_rank == 0:
             # Other ranks go by the path that rank 0 broadcasts.
             write_atomically(target, write, host.checkpoint_io.remove_checkpoint)
         else:
             write(target)
-        if full and host.global_rank == 0:
+        if (full or host.distributed_form) and host.global_rank == 0:
             remove(target, keep=stem)
+
+    def _withdraw(self, target: Path) -> None:
+        """Make an old checkpoint of that name none, before its files are overwritten one by one.
+
+        A kill could leave new weights beside its old counters. Lightning writes that file last.
+        """
+        if self.host.global_rank == 0:
+            (target / LAST).unlink(missing_ok=True)
+        self.host.barrier()
 
     def _add(self, checkpoint: Tree, target: Path) -> str:
         host, workers, control = self.host, self.host.local_workers, self.host.control_loop
@@ -156,14 +198,15 @@ class ShardedSaving:
             host.barrier()
         folder = folder_of(target, main["stem"])
         tensors, rest = taken_out(self._averaged(), host.local_workers.shapes)
-        common = self.mode == "mean"
-        if common:
+        if self.mode == "mean":
             mean = partial(host.reduce, group=host.replicate_group, reduce_op="mean")
             tensors = {path: mean(t.float().clone()) for path, t in tensors.items()}
+            if host.global_rank >= host.mesh_shape[1]:
+                tensors = {}  # the first replica's ranks write the mean
         small = {
-            path: t.to(self.dtype) if path[0] == "memory" else t for path, t in tensors.items()
+            path: t.to("cpu", self.dtype if path[0] == "memory" else t.dtype).clone()
+            for path, t in tensors.items()
         }
-        host.shard_tensors.save(small, folder, common=common)
 
         def act() -> str:
             own = {
@@ -171,11 +214,16 @@ class ShardedSaving:
                 "compressor": each_tensor(
                     host.local_workers.first.state_dict()["compressor"], lambda t: t.detach().cpu()
                 ),
+                "parts": {key_of(p): described(p, t, host.shard_parts) for p, t in small.items()},
                 "rank": host.global_rank,
                 **{name: main[name] for name in (SHARDED, "run", "stem")},
             }
             own = with_checksum(own)
-            torch.save(own, file_of(folder, host.global_rank, host.world_size))
+            folder.mkdir(parents=True, exist_ok=True)
+            with file_of(folder, host.global_rank, host.world_size).open("wb") as file:
+                torch.save(own | {TENSORS: {key_of(p): t for p, t in small.items()}}, file)
+                file.flush()
+                os.fsync(file.fileno())
             return str(own[CHECKSUM])
 
         problem = f"could not write its part of the error state to {folder}"
@@ -210,7 +258,7 @@ class ShardedSaving:
 
 def remove(path: Path, keep: str = "") -> None:
     """Remove folders of a checkpoint's error state, except that of the stem ``keep``."""
-    parent = _all_of(path)
+    parent = state_folder(path)
     if not parent.is_dir():
         return
     for each in parent.iterdir():

@@ -71,8 +71,12 @@ def read(path: str, checkpoint_io: Any) -> Any:
         with fs.open(where, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        first = str(error).partition("\n")[0].partition(". ")[0]  # torch adds unsafe advice
-        raise ValueError(f"it cannot be read ({type(error).__name__}: {first})") from error
+        raise ValueError(f"it cannot be read ({in_short(error)})") from error
+
+
+def in_short(error: Exception) -> str:
+    """Return an exception's class and first sentence; torch's next ones advise what is unsafe."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. ')[0]}"
 
 
 def checkpoint_before(checkpoint: Any, step: int) -> str | None:
