@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_gc.engine.engine import ENGINE_STATE
-from lightning_gc.engine.state_structure import ANYTHING, Record, Structure
+from lightning_gc.state_structure import ANYTHING, Record, Structure
 from lightning_gc.strategies.checkpoint.host import KEY
 from lightning_gc.strategies.checkpoint.restoring import Restoring
 from lightning_gc.strategies.checkpoint.shard_tensors import put_back
@@ -29,6 +29,7 @@ from lightning_gc.strategies.checkpoint.sharded_saving import (
     folder_of,
     on_all_ranks,
 )
+from lightning_gc.strategies.checkpoint.validation import check_declared
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import check_checksum
 from lightning_gc.synchronizer.joint_errors import explaining
@@ -155,6 +156,8 @@ class ShardedRestoring:
                 raise ValueError(f"{path} has {name}={own[name]!r}, but its checkpoint {value!r}")
         if own[CHECKSUM] != main["files"][rank]:
             raise ValueError(f"{path} is not the file that was saved with its checkpoint")
+        if shards == self.host.mesh_shape[1] and rank % shards == self.host.local_workers.shard:
+            check_declared(own, main, self.host.local_workers)
         return own
 
 

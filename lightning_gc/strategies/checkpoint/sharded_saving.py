@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.engine.state_structure import COUNT, TEXT, WHOLE, Leaf, Listed, Record
+from lightning_gc.state_structure import COUNT, TEXT, WHOLE, Leaf, Listed, Record
 from lightning_gc.strategies.checkpoint import side_files
 from lightning_gc.strategies.checkpoint.atomic_files import write_atomically
 from lightning_gc.strategies.checkpoint.host import KEY, Host, configuration_of
