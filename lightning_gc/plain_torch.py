@@ -59,7 +59,7 @@ def attach(
         seed: of the compressor's private random numbers, equal on all workers.
         timeout: of the exchange's collectives; that of the process group if left out.
         verify: what workers compare, as for ``CompressedDDPStrategy``, with DDP only. An error of a
-            step is raised by the next backward pass, or by ``close``.
+            step is raised by the next forward pass, or by ``close``.
         bucket_cap_mb: of a model in shards: megabytes of a rank's shards from which on a bucket is
             full, as for ``CompressedHSDPStrategy``. DDP has its own.
 
@@ -73,9 +73,11 @@ def attach(
     Raises:
         ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
             differ, as for the strategies, a memory that needs more than a hook; a model in shards
-            without replicas, or on several meshes.
+            without replicas, or on several meshes; a module of ``torch.compile`` or ``replicate``;
+            in a forward pass, a static graph that begins with accumulated gradients.
         RuntimeError: the module already has a communication hook; in a forward pass, a parameter
             that was unfrozen, added or replaced since; a model in shards with torch before 2.7.
+        PeerError: in a forward or backward pass, an exchange has failed.
 
     Example:
         ``examples/plain_torch.py`` trains and resumes; in short::
