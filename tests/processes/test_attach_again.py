@@ -130,7 +130,13 @@ STATEFUL = (
     VarianceCriterion(),
     Quantised(VarianceCriterion(), NaturalCompression()),
 )
-LEVELS = ((1e300, {}), (-1.0, {}), ("much", {}), (0.1, {"body.2.weight": 1e9}), (0.1,))
+LEVELS: tuple[Any, ...] = (
+    (1e300, {}),
+    (-1.0, {}),
+    ("much", {}),
+    (0.1, {"body.2.weight": 1e9}),
+    (0.1,),
+)
 
 
 def edited(state: dict[str, Any], **changed: Any) -> dict[str, Any]:
@@ -183,7 +189,11 @@ def apart(worker: int) -> list[str]:
     loop.run(0, 2)
     state = loop.handle.state_dict()
     said = []
-    for change in ({"levels": (0.2, {})}, {"layout": [*state["layout"], []]}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"levels": (0.2, {})},
+        {"layout": [*state["layout"], []]},
+    )
+    for change in changes:
         try:
             loop.handle.load_state_dict(edited(state, **(change if worker else {})))
         except ValueError as error:
