@@ -30,7 +30,7 @@ def attach(
     scheme: Scheme | str | None = None,
     controller: Controller | None = None,
     *,
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = (),
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
     timeout: timedelta | None = None,
@@ -53,13 +53,13 @@ def attach(
         scheme: how payloads become a mean; the compressor's default if left out.
         controller: chooses levels; the training loop calls ``begin_epoch`` or ``begin_batch``.
         optimizers: those of the module's parameters: for memories that depend on learning rates or
-            refuse some settings, and for any controller.
+            refuse some settings, and for any controller. None is none.
         scaler: of fp16 training, with DDP only. Errors are kept unscaled, and restored when it
             skips a step.
         seed: of the compressor's private random numbers, equal on all workers.
         timeout: of the exchange's collectives; that of the process group if left out.
         verify: what workers compare, as for ``CompressedDDPStrategy``, with DDP only. An error of a
-            step is raised by the next backward pass, or by ``close``.
+            step is raised by the next forward pass, or by ``close``.
         bucket_cap_mb: of a model in shards: megabytes of a rank's shards from which on a bucket is
             full, as for ``CompressedHSDPStrategy``. DDP has its own.
 
@@ -73,9 +73,11 @@ def attach(
     Raises:
         ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
             differ, as for the strategies, a memory that needs more than a hook; a model in shards
-            without replicas, or on several meshes.
+            without replicas, or on several meshes; a module of ``torch.compile`` or ``replicate``;
+            in a forward pass, a static graph that begins with accumulated gradients.
         RuntimeError: the module already has a communication hook; in a forward pass, a parameter
             that was unfrozen, added or replaced since; a model in shards with torch before 2.7.
+        PeerError: in a forward or backward pass, an exchange has failed.
 
     Example:
         ``examples/plain_torch.py`` trains and resumes; in short::
@@ -86,17 +88,12 @@ def attach(
             loss.backward()
             optimizer.step()
     """
-    if not isinstance(module, DistributedDataParallel | FSDPModule):
-        raise ValueError(
-            f"attach({type(module).__name__}(...)): give a DistributedDataParallel module, or one "
-            f"that fully_shard was called on; wrap the model first: "
-            f"attach(DistributedDataParallel(model), ...)."
-        )
+    _refuse_other_modules(module)
     configuration = configure("attach", compressor, memory, scheme, seed)
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
     verification(verify, "attach")
-    its = list(optimizers)
+    its = list(optimizers or ())
     if controller is not None and not its:
         raise ValueError(
             f"attach(..., controller={controller!r}): a controller sees the learning rates; give "
@@ -117,3 +114,35 @@ def attach(
     check_bucket_cap("attach", bucket_cap_mb)
     model = cast(nn.Module, module)
     return AttachedShards(model, configuration, controller, its, timeout, bucket_cap_mb)
+
+
+def _refuse_other_modules(module: object) -> None:
+    """Raise ValueError for a module whose exchange of gradients is not one that we can replace."""
+    given, wanted = type(module).__name__, (DistributedDataParallel, FSDPModule)
+    if any(base.__module__.startswith(_REPLICATE) for base in type(module).__mro__):
+        raise ValueError(
+            f"attach({given}(...)): modules of torch's replicate(...) are not supported; use "
+            f"DistributedDataParallel(model) instead of replicate(model)."
+        )
+    if isinstance(module, wanted):
+        return
+    if isinstance(getattr(module, "_orig_mod", None), wanted):
+        raise ValueError(
+            f"attach({given}(...)): call attach before torch.compile, or compile the model before "
+            f"DistributedDataParallel wraps it: attach(ddp, ...), then torch.compile(ddp)."
+        )
+    inside = module.modules() if isinstance(module, nn.Module) else ()
+    held = next((type(each).__name__ for each in inside if isinstance(each, wanted)), None)
+    if held is not None:
+        raise ValueError(
+            f"attach({given}(...)): the module holds a {held}, which exchanges the gradients; give "
+            f"attach that one."
+        )
+    raise ValueError(
+        f"attach({given}(...)): give a DistributedDataParallel module, or one that fully_shard was "
+        f"called on; wrap the model first: attach(DistributedDataParallel(model), ...)."
+    )
+
+
+_REPLICATE = "torch.distributed._composable.replicate"
+"""The modules with both kinds of torch's ``replicate``: by DDP, and by FSDP2."""

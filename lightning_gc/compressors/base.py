@@ -18,6 +18,7 @@ from lightning_gc.compressors.bounds import Bound
 from lightning_gc.compressors.traits import Knob, Traits, Waits
 from lightning_gc.flow import Flow, Limits, Mean, Payload
 from lightning_gc.settings import Settings
+from lightning_gc.state_structure import NOTHING, Structure
 
 Joint = Literal["no", "parts", "shards"]
 
@@ -68,6 +69,13 @@ class Compressor(Settings, abc.ABC):
     @abc.abstractmethod
     def wire(self, numel: int) -> Wire:
         """Return the tensors that are sent of a tensor of ``numel`` elements."""
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        """Return what ``bucket.state`` has of a tensor of this shape, at any level.
+
+        By default nothing. State that is loaded is held to it before anything changes.
+        """
+        return NOTHING
 
     @property
     def waits(self) -> Waits:
@@ -174,7 +182,7 @@ class Codec(Compressor):
 
     1. It takes, and what it does not take stays: ``decode(encode(x)) + x_after == x_before``.
     2. It adds: ``decode`` accumulates ``scale`` times the payload into ``out``.
-    3. It is what it declares: ``traits`` and ``bound`` are true of it.
+    3. It is what it declares: ``traits``, ``bound`` and ``keeps`` are true of it.
     4. It has one knob, and ``at(level)`` moves the payload's size in the knob's direction.
     5. Its payloads are those of ``wire(numel)``.
     6. Its randomness is private: from ``bucket.generator`` or ``generator_seed`` only.
@@ -255,7 +263,7 @@ class Collective(Compressor):
     1. What ``rounds`` leaves in ``buffer`` is what the worker did not send: the result plus the
        mean over workers of the errors is the mean of the gradients, if ``traits.conserves``.
     2. All workers end with the same bits, or all raise a ``ReplicaError``.
-    3. It is what it declares: ``traits`` and ``bound`` are true of it.
+    3. It is what it declares: ``traits``, ``bound`` and ``keeps`` are true of it.
     4. It has one knob, and ``at(level)`` moves the bytes in the knob's direction.
     5. Its requests have the same shapes on all workers but for tensors with a limit.
     6. Its randomness is private: from ``bucket.generator`` or ``generator_seed`` only.

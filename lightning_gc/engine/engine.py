@@ -19,28 +19,33 @@ from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.loss_scaling import LossScaling
 from lightning_gc.engine.made import Made
 from lightning_gc.engine.narrow_buffers import NarrowBuffers
-from lightning_gc.engine.state_structure import (
-    ERRORS,
-    FINITE,
-    WHOLE,
-    Each,
-    Plain,
-    Record,
-    Structure,
-)
 from lightning_gc.engine.statistics import Statistics
 from lightning_gc.flow import Flow
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.state_structure import (
+    ERRORS,
+    WHOLE,
+    Each,
+    Number,
+    Plain,
+    Record,
+    Structure,
+)
 from lightning_gc.transports.base import all_reduce_bytes, reduce_scatter_bytes
 
 ENGINE_STATE: dict[str, Structure] = {
     "memory": Each(Each(ERRORS)),
     "compressor": Each(Record(others=Plain())),
-    "learning_rates": Each(FINITE),
+    "learning_rates": Each(Number(low=0)),
     "step": WHOLE,
 }
-"""What ``Engine.state_dict`` returns."""
+"""What ``Engine.state_dict`` returns, of any compressor."""
+
+
+def compressor_state(compressor: Compressor, shapes: Mapping[str, tuple[int, ...]]) -> Structure:
+    """Return what an engine keeps under ``"compressor"`` of parameters of these shapes."""
+    return Record(maybe={name: compressor.keeps(shape) for name, shape in shapes.items()})
 
 
 @dataclass

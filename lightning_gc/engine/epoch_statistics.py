@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gc.bucket import Bucket
 from lightning_gc.engine.error_buffers import ErrorBuffers, to_host
-from lightning_gc.engine.state_structure import FINITE, FLOATS, NUMBER, Each, Record
+from lightning_gc.state_structure import FINITE, FLOATS, NUMBER, Each, Record
 
 PIECE = 1 << 16
 """Elements of a tensor on the host whose squares torch adds up at once, in float32: of 25 million

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_gc.compressors.base import Codec, Compressor
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter
+from lightning_gc.state_structure import Each, Leaf, Number, Optional, Pair, Structure
 
 
 class Levels:
@@ -74,6 +77,27 @@ class Levels:
             name: level if level is not None and at[level].compresses(shapes[name]) else None
             for name, level in found.items()
         }
+
+
+@dataclass(frozen=True)
+class RequestedLevels(Structure):
+    """What ``Levels.requested`` returns: levels that lie in the knob's range, and can be set."""
+
+    compressor: Compressor
+
+    def check(self, value: Any, place: str = "") -> None:
+        """Raise ValueError if ``value``, found at ``place``, is something else."""
+        knob = self.compressor.knob
+        level: Structure = Leaf("None, for there is no knob", lambda v: v is None)
+        if knob is not None:
+            level = Optional(Number(knob.low, knob.high))
+        Optional(Pair(level, Each(level))).check(value, place)
+        if value is None:
+            return
+        try:
+            Levels(self.compressor).set(*value)
+        except ValueError as error:
+            raise ValueError(f"{place or 'the state'} cannot be set: {error}") from error
 
 
 def _clamped(compressor: Compressor, level: float | None, whose: str) -> float | None:

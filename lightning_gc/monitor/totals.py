@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lightning_gc.engine import Engine
-from lightning_gc.engine.state_structure import NUMBER, Record
 from lightning_gc.network_model import NetworkModel
+from lightning_gc.state_structure import NUMBER, Record
 from lightning_gc.synchronizer.parts import Parts
 from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, COMPUTE, DECODE, Recorder
 

@@ -18,8 +18,9 @@ from lightning_gc.strategies.hook_arguments import refuse_other_hooks
 from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.real_worker import RealWorker
 from lightning_gc.synchronizer import Synchronizer
+from lightning_gc.synchronizer.module_hooks import ModuleHook
 from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
-from lightning_gc.synchronizer.validation import refuse_sparse_gradients
+from lightning_gc.synchronizer.validation import refuse_sparse_gradients, refuse_static_accumulation
 from lightning_gc.synchronizer.verification import Verify, verification
 
 
@@ -129,7 +130,12 @@ class CompressedDDP(RealWorker):
             verify=self.verify,
         )
         self._on_engines_ready()
-        ddp.register_comm_hook(None, self._synchronizer.hook)
+        ddp.register_comm_hook(None, ModuleHook(self._synchronizer.hook).exchange)
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        if self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
+            refuse_static_accumulation(self.model)  # type: ignore[attr-defined]
+        super().pre_backward(closure_loss)  # type: ignore[misc]
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from lightning_gc.controllers import Controller
 from lightning_gc.synchronizer import Synchronizer, Workers
-from lightning_gc.synchronizer.attached_state import attached_state, check_attached_state
+from lightning_gc.synchronizer.attached_state import (
+    attached_state,
+    check_attached_state,
+    refuse_other_saves,
+)
 from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
 from lightning_gc.synchronizer.joint_errors import all_or_raise
 from lightning_gc.synchronizer.parts import Parts
@@ -89,7 +93,7 @@ class Attached(abc.ABC):
     def check(self) -> None:
         """Raise what has gone wrong in the background, between backward pass and optimizer step.
 
-        Else the next backward pass raises it, or ``close``.
+        Else the next forward or backward pass raises it, or ``close``.
 
         Raises:
             PeerError: an exchange has failed.
@@ -199,8 +203,9 @@ class Attached(abc.ABC):
         the state's begins anew, with a warning.
 
         Raises:
-            ValueError: on all workers, if one's state is damaged, or that of another worker, number
-                of workers, configuration, model, step or run.
+            ValueError: on all workers, if one's state is damaged, is not such as the compressor and
+                its knob declare, or is that of another worker, number of workers, configuration,
+                model, step or run.
         """
         transport, workers = Distributed(self._everybody, "loading states"), self._workers
         saves = all_or_raise(
@@ -209,12 +214,7 @@ class Attached(abc.ABC):
             partial(gather_text, transport=transport, device=self._device),
             ValueError,
         )
-        for worker, save in saves.items():
-            if save != saves[0]:
-                raise ValueError(
-                    f"Worker {worker} has a state of {save}, but worker 0 of {saves[0]}; give all "
-                    f"workers states that were saved together."
-                )
+        refuse_other_saves(saves)
         there = each_tensor(dict(state), lambda tensor: tensor.to(self._device))
         self._workers.first.load_state_dict(copy.deepcopy(there["engine"]))
         if self._control is not None:

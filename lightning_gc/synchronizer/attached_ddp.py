@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,10 +12,15 @@ from lightning_gc.controllers import Controller
 from lightning_gc.synchronizer import Configuration, Synchronizer, Workers
 from lightning_gc.synchronizer.attached import Attached
 from lightning_gc.synchronizer.attached_settings import check_settings
+from lightning_gc.synchronizer.module_hooks import ModuleHook
 from lightning_gc.synchronizer.one_worker import warn_of_one_worker
 from lightning_gc.synchronizer.parts import Parts
 from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
-from lightning_gc.synchronizer.validation import refuse_sparse_gradients, refuse_unsynchronised
+from lightning_gc.synchronizer.validation import (
+    refuse_sparse_gradients,
+    refuse_static_accumulation,
+    refuse_unsynchronised,
+)
 from lightning_gc.synchronizer.verification import Verify
 
 
@@ -65,7 +69,7 @@ class AttachedDDP(Attached):
             super().__init__(
                 workers, synchronizer, controller, optimizers, device, group, group, Parts()
             )
-            ddp.register_comm_hook(None, synchronizer.hook)
+            ddp.register_comm_hook(None, ModuleHook(synchronizer.hook).exchange)
         except BaseException:  # such as that of a module that has a hook already
             self._open.discard(self)
             synchronizer.close(failed=True)
@@ -75,10 +79,18 @@ class AttachedDDP(Attached):
             compressor = configuration.compressor
             warn_of_one_worker(compressor, "One worker: nothing is sent", "gradients", fix)
         # Not by the communication hook, which is not called if all that is trained is new.
-        self._watching = ddp.register_forward_hook(self._refuse_unsynchronised)
+        # Before DDP's own collectives, in which this worker would wait for peers that wait for it.
+        before = ddp.register_forward_pre_hook(ModuleHook(self._check_before).watch)
+        after = ddp.register_forward_hook(ModuleHook(self._refuse_unsynchronised).watch)
+        self._watching = (before, after)
 
-    def _refuse_unsynchronised(self, ddp: DistributedDataParallel, *passed: Any) -> None:
+    def _check_before(self, ddp: DistributedDataParallel) -> None:
+        self._synchronizer.check()
+        refuse_static_accumulation(ddp)
+
+    def _refuse_unsynchronised(self, ddp: DistributedDataParallel) -> None:
         refuse_unsynchronised(ddp.module, self._exchanged, self._optimizers)
 
     def _detach(self) -> None:
-        self._watching.remove()
+        for hook in self._watching:
+            hook.remove()

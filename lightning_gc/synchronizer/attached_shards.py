@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from lightning_gc.synchronizer.attached import Attached
 from lightning_gc.synchronizer.attached_settings import check_settings
 from lightning_gc.synchronizer.configuration import Configuration
 from lightning_gc.synchronizer.fsdp_units import Unit, has_hooks, units_of
+from lightning_gc.synchronizer.module_hooks import ModuleHook
 from lightning_gc.synchronizer.shard_exchange import ShardExchange
 from lightning_gc.synchronizer.shard_validation import refuse_new_parameters, refuse_whole_gradients
 from lightning_gc.synchronizer.sharded_workers import ShardedWorkers
@@ -47,7 +47,7 @@ class AttachedShards(Attached):
     ) -> None:
         check_settings(configuration, controller, optimizers)
         refuse_whole_gradients("attach", controller)
-        self._model, self._units = model, units_of(model)
+        self._units = units_of(model)
         mesh = replicated_mesh(self._units)
         between, node = mesh.get_group(0), mesh.get_group(1)
         workers = ShardedWorkers(configuration)
@@ -75,11 +75,11 @@ class AttachedShards(Attached):
         super().__init__(
             workers, synchronizer, controller, optimizers, device, between, None, parts
         )
-        self._watching = model.register_forward_hook(self._refuse_unsynchronised)
+        self._watching = model.register_forward_hook(ModuleHook(self._refuse_unsynchronised).watch)
 
-    def _refuse_unsynchronised(self, *passed: Any) -> None:
+    def _refuse_unsynchronised(self, model: nn.Module) -> None:
         self._exchange.buckets.refuse_interrupted()
-        refuse_new_parameters(self._model, self._exchanged, self._optimizers)
+        refuse_new_parameters(model, self._exchanged, self._optimizers)
 
     def _replicate(self) -> None:
         for unit in self._units:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_gc.engine.engine import ENGINE_STATE
-from lightning_gc.engine.state_structure import (
+from lightning_gc.engine.levels import RequestedLevels
+from lightning_gc.state_structure import (
     COUNT,
     LEVEL,
     TEXT,
@@ -19,7 +20,7 @@ from lightning_gc.engine.state_structure import (
     Structure,
 )
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
-from lightning_gc.synchronizer.checksum import check_checksum, with_checksum
+from lightning_gc.synchronizer.checksum import check_checksum, checksum, with_checksum
 from lightning_gc.synchronizer.control_state import CONTROL_STATE
 from lightning_gc.synchronizer.pytree import Tree
 from lightning_gc.synchronizer.worker_statistics import WorkerStatistics
@@ -61,7 +62,7 @@ def attached_state(workers: Workers, control: Tree | None) -> Tree:
 
 
 def check_attached_state(state: Any, workers: Workers) -> str:
-    """Return the step and the run in which a state was saved.
+    """Return the step and the run in which a state was saved, and a checksum of what all share.
 
     Raises:
         ValueError: it is damaged, or that of another worker, configuration or model.
@@ -78,10 +79,7 @@ def check_attached_state(state: Any, workers: Workers) -> str:
         always = _STATE if known == 1 else {**_STATE, **_SINCE_2}
         Record(always, _OF_SHARDS).check(dict(state))
     except ValueError as error:
-        raise ValueError(
-            f"has a state that cannot be used: {error}. Load an earlier one, or none: then errors "
-            f"begin at zero."
-        ) from error
+        raise _unusable(error) from error
     for what, own in _identity(workers).items():
         if state.get(what) != own:
             raise ValueError(
@@ -96,7 +94,48 @@ def check_attached_state(state: Any, workers: Workers) -> str:
                     f"has a state with an error of {name} of shape {tuple(tensor.shape)}, but the "
                     f"model has {workers.shapes.get(name, 'no such parameter')}."
                 )
-    return f"step {state['engine']['step']}" + (f" of run {state['run']}" if known != 1 else "")
+    try:
+        workers.check_declared(state["engine"]["compressor"], state["levels"], place="engine/")
+        loop = {} if state["control"] is None else state["control"]["loop"]
+        RequestedLevels(workers.configuration.compressor).check(
+            loop.get("levels"), "control/loop/levels"
+        )
+    except ValueError as error:
+        raise _unusable(error) from error
+    # Ranks of a model in shards may have buckets without any elements, which are not in a layout.
+    shared = {
+        "levels": state["levels"],
+        "layout": [] if workers.place() else state["layout"],
+        "loop": {name: loop.get(name) for name in ("state", "levels", "every", "pause", "epoch")},
+    }
+    saved = f"step {state['engine']['step']}" + (f" of run {state['run']}" if known != 1 else "")
+    return f"{saved}{_SHARED}{checksum(shared)}"
+
+
+def refuse_other_saves(saves: Mapping[int, str]) -> None:
+    """Raise ValueError if workers' states, by ``check_attached_state``, were not saved together."""
+    first = saves[0].partition(_SHARED)[0]
+    for worker, save in saves.items():
+        own = save.partition(_SHARED)[0]
+        if save == saves[0]:
+            continue
+        different = f"of {own}, but worker 0 of {first}"
+        if own == first:
+            different = "with other levels, buckets or decisions than worker 0"
+        raise ValueError(
+            f"Worker {worker} has a state {different}; give all workers states that were saved "
+            f"together."
+        )
+
+
+_SHARED = ", with levels, buckets and decisions of checksum "
+
+
+def _unusable(error: ValueError) -> ValueError:
+    return ValueError(
+        f"has a state that cannot be used: {error}. Load an earlier one, or none: then errors "
+        f"begin at zero."
+    )
 
 
 def _identity(workers: Workers) -> dict[str, Any]:

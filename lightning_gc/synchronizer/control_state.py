@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gc.engine.state_structure import (
+from lightning_gc.state_structure import (
     ANYTHING,
     COUNT,
     FINITE,

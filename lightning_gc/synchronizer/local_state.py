@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gc.engine.state_structure import (
+from lightning_gc.state_structure import (
     ANYTHING,
     COUNT,
     ERRORS,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPSink
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller, Decision, Observation
@@ -126,6 +130,44 @@ def refuse_unsynchronised(
                         f"parameter of the module before the fit, or let it require no gradient; "
                         f"if another module exchanges it, leave attach(optimizers=...) out."
                     )
+
+
+def refuse_static_accumulation(ddp: DistributedDataParallel) -> None:
+    """Raise ValueError for a forward pass whose backward pass ends in torch's INTERNAL ASSERT.
+
+    With ``static_graph=True`` torch from 2.1 on ends the first backward pass of all as if it were
+    synchronised, which under ``no_sync`` it is not (pytorch pull request 187732).
+    """
+    if (
+        ddp.static_graph
+        and not ddp.require_backward_grad_sync
+        and not ddp._static_graph_delay_allreduce_enqueued
+        and torch.is_grad_enabled()
+        and _ends_first_pass_synchronised()
+    ):
+        raise ValueError(
+            f"DistributedDataParallel(static_graph=True) in torch {torch.__version__} cannot begin "
+            f"with a backward pass that accumulates gradients. Synchronise the first pass, or use "
+            f"static_graph=False."
+        )
+
+
+@functools.cache
+def _ends_first_pass_synchronised() -> bool:
+    """Return whether torch ends a static graph's first backward pass so under ``no_sync``."""
+    ended: list[bool] = []
+    stub = SimpleNamespace(
+        static_graph=True,
+        require_backward_grad_sync=False,
+        _static_graph_delay_allreduce_enqueued=False,
+        _ddp_sink_clone=False,
+        reducer=SimpleNamespace(_delay_all_reduce=lambda: ended.append(True)),
+    )
+    with torch.enable_grad():
+        leaf = torch.zeros(1, requires_grad=True)
+        (out,) = _DDPSink.apply(lambda: stub, leaf * 1)
+        out.sum().backward()
+    return bool(ended)
 
 
 def check_agreement(

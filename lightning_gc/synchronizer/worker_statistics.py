@@ -11,7 +11,7 @@ from lightning_gc.bucket import Tally
 from lightning_gc.controllers import Controller, ExchangeRecord
 from lightning_gc.engine import Engine
 from lightning_gc.engine.epoch_statistics import EpochStatistics
-from lightning_gc.engine.state_structure import FINITE, Record
+from lightning_gc.state_structure import FINITE, Record
 from lightning_gc.transports.accounting import KEPT, Recorder
 
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from lightning_gc.bucket import in_memory_order
 from lightning_gc.engine import Engine
-from lightning_gc.engine.state_structure import Structure
+from lightning_gc.engine.engine import compressor_state
+from lightning_gc.engine.levels import RequestedLevels
 from lightning_gc.flow import Flow
+from lightning_gc.state_structure import Structure
 from lightning_gc.synchronizer.bucket_regrouping import Regrouping, Shapes
 from lightning_gc.synchronizer.configuration import Configuration
 from lightning_gc.synchronizer.validation import refuse_complex_parameters
@@ -157,6 +159,26 @@ class Workers:
             engine.loss_scaling.scale = scale
             if rates is not None:
                 engine.learning_rates.now = dict(rates)
+
+    def check_declared(
+        self,
+        state: Mapping[str, Any],
+        levels: Any,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        place: str = "",
+    ) -> None:
+        """Raise ValueError if saved state is not such as this compressor declares it.
+
+        Args:
+            state: parameter name -> the compressor's state, of the same compressor.
+            levels: as ``Levels.requested`` returns them.
+            shapes: parameter name -> shape that ``state`` is of; those of this process's parts.
+            place: where ``state`` lies.
+        """
+        compressor = self.configuration.compressor
+        shapes = self.shapes if shapes is None else shapes
+        compressor_state(compressor, shapes).check(state, f"{place}compressor")
+        RequestedLevels(compressor).check(levels, "levels")
 
     def regroup(self, layout: Sequence[Sequence[str]]) -> None:
         """Exchange the next round in ``layout`` if it has exactly this model's parameters."""

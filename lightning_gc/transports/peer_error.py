@@ -65,8 +65,8 @@ def peers_in_words(operation: str, worker: int, workers: int, when: str = "") ->
     peers = ", ".join(str(i) for i in range(workers) if i != worker)
     return (
         f"Worker {worker}: {operation} with worker{'s'[: workers > 2]} {peers} failed{when}. "
-        f"One of them has died, hangs, or has fewer batches or has stopped earlier than the "
-        f"others; its own output says more."
+        f"One of them has died, hangs, has fewer batches, has stopped earlier, or has a loss that "
+        f"reaches no parameter; its own output says more."
     )
 
 

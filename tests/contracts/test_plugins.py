@@ -103,13 +103,24 @@ class Guesses(BlockMeans):
         out.sub_(noise)
 
 
+@dataclass(frozen=True)
+class Remembers(BlockMeans):
+    """Keeps state that it does not declare."""
+
+    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        yield from super().rounds(bucket, buffer, out)
+        for state in bucket.state.values():
+            state["steps"] = bucket.step
+
+
 def test_the_laws_find_what_breaks_them() -> None:
-    """A collective that loses its error, and one whose randomness is not private."""
+    """One that loses its error, draws from the global generator, or keeps undeclared state."""
     contract = CompressorContract()
     contract.test_collective_1_takes_and_leaves_the_rest(BlockMeans(), 2)
     for broken, law in (
         (Forgets(), lambda c: contract.test_collective_1_takes_and_leaves_the_rest(c, 2)),
         (Guesses(), contract.test_collective_6_randomness_is_private),
+        (Remembers(), contract.test_3_keeps_what_it_declares),
     ):
         try:
             law(broken)

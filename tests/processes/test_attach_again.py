@@ -11,10 +11,24 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import TopK, attach
+from lightning_gc import (
+    GradiVeQ,
+    GradZip,
+    ModelTopK,
+    NaturalCompression,
+    PowerSGD,
+    Quantised,
+    ReusedThreshold,
+    TopK,
+    VarianceCriterion,
+    attach,
+)
 from lightning_gc.controllers import Accordion, Fixed
+from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
+from lightning_gc.synchronizer.checksum import checksum, with_checksum
 from tests.processes.test_attach import Loop
 from tests.support.controlled_workers import Listens
+from tests.support.damaged_leaves import replaced
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
@@ -105,3 +119,93 @@ def test_a_second_attach_leaves_nothing_behind_and_a_second_close_does_nothing()
     for same, threads, groups in run_in_processes(attached_twice, 2):
         assert same
         assert (threads, groups) == (1, 1)
+
+
+STATEFUL = (
+    PowerSGD(1),
+    GradZip(1),
+    GradiVeQ(3, 16, every=4, dense_steps=1),
+    ModelTopK(0.1),
+    ReusedThreshold(0.1),
+    VarianceCriterion(),
+    Quantised(VarianceCriterion(), NaturalCompression()),
+)
+LEVELS: tuple[Any, ...] = (
+    (1e300, {}),
+    (-1.0, {}),
+    ("much", {}),
+    (0.1, {"body.2.weight": 1e9}),
+    (0.1,),
+)
+
+
+def edited(state: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """Return a state with a valid checksum that says something else."""
+    return with_checksum({n: v for n, v in (state | changed).items() if n != CHECKSUM})
+
+
+def nonsense(worker: int) -> list[str]:
+    """Return what was loaded, or changed what it should not, though it makes no sense."""
+    dist.init_process_group("gloo")
+    taken = []
+    for compressor in STATEFUL:
+        loop = Loop(worker, compressor)
+        loop.run(0, 3)
+        state = loop.handle.state_dict()
+        before, name = checksum(state), "body.2.weight"
+        kept = state["engine"]["compressor"]
+        made = {
+            what: {"engine": state["engine"] | {"compressor": kept | damaged}}
+            for what, damaged in replaced({name: kept[name]})
+        }
+        made["another parameter"] = {
+            "engine": state["engine"] | {"compressor": kept | {"head.bias.more": kept[name]}}
+        }
+        made |= {f"levels={levels}": {"levels": levels} for levels in LEVELS}
+        for what, change in made.items():
+            try:
+                loop.handle.load_state_dict(edited(state, **change))
+                taken.append(f"{compressor!r}: {what} was loaded")
+            except ValueError as error:
+                if "cannot be used" not in str(error):
+                    taken.append(f"{compressor!r}: {what}: {error}")
+            if checksum(loop.handle.state_dict()) != before:
+                taken.append(f"{compressor!r}: {what} changed the state")
+        loop.handle.load_state_dict(edited(state))
+        loop.run(3, 4)
+        loop.handle.close()
+    return taken
+
+
+def test_nonsense_with_a_valid_checksum_is_refused_before_anything_changes() -> None:
+    """Each value that a compressor keeps, by one of another type, shape or range; and levels."""
+    assert run_in_processes(nonsense, 1) == [[]]
+
+
+def apart(worker: int) -> list[str]:
+    """Worker 1's state has levels, or buckets, that fit, but are not worker 0's."""
+    dist.init_process_group("gloo")
+    loop = Loop(worker, TopK(0.05))
+    loop.run(0, 2)
+    state = loop.handle.state_dict()
+    said = []
+    changes: tuple[dict[str, Any], ...] = (
+        {"levels": (0.2, {})},
+        {"layout": [*state["layout"], []]},
+    )
+    for change in changes:
+        try:
+            loop.handle.load_state_dict(edited(state, **(change if worker else {})))
+        except ValueError as error:
+            said.append(str(error))
+    loop.handle.load_state_dict(edited(state, levels=(0.2, {})))
+    loop.run(2, 3)
+    loop.handle.close()
+    return said
+
+
+def test_levels_and_buckets_must_be_equal_on_all_workers() -> None:
+    for said in run_in_processes(apart, 2):
+        assert len(said) == 2
+        for sentence in said:
+            assert sentence.startswith("Worker 1 has a state with other levels, buckets or")

@@ -92,7 +92,7 @@ def test_400_flipped_bits(
     assert counts["refused"] > 300
 
 
-SOME = ("no memory", "the other worker", "an error of NaN", "errors of integers", "a list")
+SOME = ("no memory", "the other worker", "an error of NaN", "a text for a factor", "a list")
 """Of each kind of malformed content one, by day."""
 
 
@@ -200,6 +200,8 @@ BROKEN_MAIN: dict[str, Any] = {
     "no turn": lambda main: main.pop("turn"),
     "a decision without a level": lambda main: main["turn"]["decision"].pop("level"),
     "a negative level": lambda main: main["turn"]["decision"].update(level=-1.0),
+    "a level that no knob has": lambda main: main["turn"].update(levels=[1e300, {}]),
+    "levels of no parameter": lambda main: main["turn"].update(levels=[2, {"w": "much"}]),
     "a layout of numbers": lambda main: main.update(layout=[[1, 2]]),
     "no workers": lambda main: main.update(workers=0),
     "a mode of its own": lambda main: main.update(mode="some"),
@@ -208,7 +210,7 @@ BROKEN_MAIN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", by_day(BROKEN_MAIN, ("no step", "a negative level")))
+@pytest.mark.parametrize("name", by_day(BROKEN_MAIN, ("no step", "a level that no knob has")))
 def test_a_malformed_part_of_the_checkpoint_is_refused(path: Path, name: str) -> None:
     """With its own checksum, and from versions that knew none."""
     before = path.read_bytes()
@@ -240,6 +242,9 @@ def test_the_mean_in_a_checkpoint_is_checked(tmp_path: Path) -> None:
             main_edited(path, change)
             assert_refused(path, path, r"body\.0\.weight/error is a tensor .*NaN")
             path.write_bytes(before)
+    main_edited(path, MALFORMED["a text for a factor"])
+    assert_refused(path, path, r"compressor/body\.0\.weight/q is 'q', not a tensor")
+    path.write_bytes(before)
     assert resume(path) == whole
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc.engine.state_structure import (
+from lightning_gc.state_structure import (
     ANYTHING,
     COUNT,
     ERRORS,

@@ -20,6 +20,7 @@ from lightning_gc.compressors.traits import Knob, Traits
 from lightning_gc.flow import Flow, Mean, together
 from lightning_gc.kernels.streams import used_here
 from lightning_gc.search_space import Range
+from lightning_gc.state_structure import NOTHING, Numbers, Record, Structure
 
 RANK = Traits(
     kind="low rank",
@@ -119,6 +120,13 @@ class LowRank(BatchedCollective):
         draw, shape = bucket.generator(shared=True), (rows, rank - kept.shape[1])
         fresh = torch.randn(shape, generator=draw, device=matrix.device, dtype=matrix.dtype)
         return torch.cat([kept, fresh], dim=1)
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        """Return Q of a matrix, of as many columns as the rank has been."""
+        if len(shape) < 2:
+            return NOTHING
+        n, m = sides(shape)
+        return Record({"q": Numbers((m, (1, min(n, m))))})
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 0: for one worker it is a projection, but of how much is not known."""

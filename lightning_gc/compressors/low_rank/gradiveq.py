@@ -19,8 +19,10 @@ from lightning_gc.compressors.traits import Knob, Waits
 from lightning_gc.flow import Flow, Mean
 from lightning_gc.kernels.streams import used_here
 from lightning_gc.search_space import Choice, Range
+from lightning_gc.state_structure import Numbers, OneOf, Record, Structure
 
 _SENDABLE = 2.0**-16  # as of ``LowRank``
+_ROUNDING = 1.01  # by how much what is at most 1 may exceed it
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,15 @@ class GradiVeQ(Collective):
 
     def _rows(self, flat: Tensor) -> Tensor:
         return pad(flat, (0, -flat.numel() % self.slice_size)).view(-1, self.slice_size)
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        """Return S, a sum over at most a cycle, or U, whose columns have length 1."""
+        size = self.slice_size
+        most = self.every * _ROUNDING
+        return OneOf(
+            Record({"moment": Numbers((size, size), -most, most)}),
+            Record({"basis": Numbers((size, (1, size)), -_ROUNDING, _ROUNDING)}),
+        )
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 0: it is a projection, but the gradient may be orthogonal to its span."""

@@ -17,6 +17,7 @@ from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Waits
 from lightning_gc.kernels.streams import used_here
+from lightning_gc.state_structure import WHOLE, Numbers, Record, Structure
 
 _FURTHEST = math.log(4)  # beyond the thresholds of the step before, in units of the logarithm
 _FLATTEST, _STEEPEST = 2.0, 0.02  # mean logarithms of how far elements are above a threshold
@@ -100,6 +101,9 @@ class ModelTopK(DensitySparsifier, SparseCodec):
         if common > 0:
             return common
         return topk_selection.kth_largest(buffer.abs(), self.count(buffer.numel()))
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        return Record({"tail": Numbers((4,), low=0, dtype=torch.float64), "step": WHOLE})
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 0: no element of a tensor may reach the model's threshold."""

@@ -13,6 +13,7 @@ from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Waits
+from lightning_gc.state_structure import COUNT, WHOLE, Number, Numbers, Record, Structure
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,17 @@ class ReusedThreshold(DensitySparsifier, SparseCodec):
         else:
             threshold = state["threshold"]
         return topk_selection.reaching(buffer, threshold.to(buffer.dtype).clamp_min(lowest))
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        """Return all four values: none of them is there alone."""
+        return Record(
+            {
+                "density": Number(0, 1),
+                "threshold": Numbers((), low=0),
+                "found": WHOLE,
+                "steps": COUNT,
+            }
+        )
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 0: between the steps that find a threshold, nothing may reach it."""

@@ -16,6 +16,7 @@ from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Knob, Traits, Waits
 from lightning_gc.kernels.streams import used_here
 from lightning_gc.search_space import Range
+from lightning_gc.state_structure import Numbers, Record, Structure
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,9 @@ class VarianceCriterion(SparseCodec):
             noise = noise.mul_(math.sqrt(self.decay)).nan_to_num_(0.0, most, most)
             state["noise"] = noise.where(ambiguous, 0.0).float()
         return (~ambiguous).nonzero().view(-1)
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        return Record({"noise": Numbers((math.prod(shape),), low=0, dtype=torch.float32)})
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 0: all elements may be ambiguous."""

@@ -16,6 +16,7 @@ from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.compressors.traits import Traits, Waits
 from lightning_gc.flow import Payload
+from lightning_gc.state_structure import Structure
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,9 @@ class Induced(Codec):
         width = len(self.biased.wire(out.numel()))
         self.biased.decode(payload[:width], out, scale, bucket)
         self.unbiased.decode(payload[width:], out, scale, _of_error(bucket))
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        return self.biased.keeps(shape)
 
     def wire(self, numel: int) -> Wire:
         return *self.biased.wire(numel), *self.unbiased.wire(numel)

@@ -14,6 +14,7 @@ from lightning_gc.compressors.base import CodecScheme, Compressor
 from lightning_gc.compressors.bounds import Bound
 from lightning_gc.compressors.traits import Traits, Waits
 from lightning_gc.flow import Flow
+from lightning_gc.state_structure import Structure
 
 
 class Preset(Compressor):
@@ -50,6 +51,9 @@ class Preset(Compressor):
 
     def bound(self, numel: int) -> Bound:
         return self.inner.bound(numel)
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        return self.inner.keeps(shape)
 
     def wire(self, numel: int) -> Wire:
         return self.inner.wire(numel)

@@ -25,6 +25,7 @@ from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.compressors.traits import Traits, Waits
 from lightning_gc.flow import Payload
+from lightning_gc.state_structure import Structure
 
 _STEP = 16  # positions, that take a byte or more
 
@@ -144,6 +145,9 @@ class Quantised(Codec):
         self.quantiser.decode(tuple(quantised), values, 1.0, _values(bucket, values))
         coded = coded[: elias_fano.coded_bytes(count, out.numel())]
         sparse_codec.add((values, coded), out, scale)
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        return self.sparsifier.keeps(shape)
 
     def wire(self, numel: int) -> Wire:
         values, positions = self.sparsifier.wire(numel)

@@ -11,6 +11,7 @@ from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.compressors.bounds import Bound
 from lightning_gc.compressors.traits import Traits, Waits
+from lightning_gc.state_structure import Structure
 
 
 class Wrapper(Compressor):
@@ -36,6 +37,9 @@ class Wrapper(Compressor):
     def bound(self, numel: int) -> Bound:
         """Return the inner bound: what goes dense only does better."""
         return self.inner.bound(numel)
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        return self.inner.keeps(shape)
 
     def wire(self, numel: int) -> Wire:
         return self.inner.wire(numel)

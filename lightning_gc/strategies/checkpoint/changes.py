@@ -47,7 +47,11 @@ def changes(
         for name, kept in saved.items()
         if all(tuple(tensor.shape) == shapes.get(name) for tensor in kept.values())
     }
-    compressor = {name: kept for name, kept in own["compressor"].items() if name in shapes}
+    compressor = {
+        name: kept
+        for name, kept in own["compressor"].items()
+        if name in shapes and (name in fitting or name not in saved)
+    }
     sentences = []
     if dropped:
         sentences.append(

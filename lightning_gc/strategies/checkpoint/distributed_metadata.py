@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gc.engine.state_structure import TEXT, WHOLE, Leaf, Record
+from lightning_gc.state_structure import TEXT, WHOLE, Leaf, Record
 from lightning_gc.strategies.checkpoint.side_files import in_short
 
 NAME = ".metadata"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_gc.engine.state_structure import ANYTHING, COUNT, TEXT, Listed, Record
+from lightning_gc.state_structure import ANYTHING, COUNT, TEXT, Listed, Record
 from lightning_gc.strategies.checkpoint import side_files
 from lightning_gc.strategies.checkpoint.atomic_files import wraps, write_atomically
 from lightning_gc.strategies.checkpoint.host import KEY

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_gc.engine.state_structure import COUNT, TEXT, Each, Record
+from lightning_gc.state_structure import COUNT, TEXT, Each, Record
 from lightning_gc.strategies.checkpoint import side_files
 from lightning_gc.strategies.checkpoint.distributed_metadata import NAME as METADATA
 from lightning_gc.strategies.checkpoint.distributed_metadata import check_objects

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gc.engine.state_structure import Structure
+from lightning_gc.state_structure import Structure
 from lightning_gc.strategies.checkpoint import side_files
 from lightning_gc.strategies.checkpoint.changes import changes
 from lightning_gc.strategies.checkpoint.host import (
@@ -22,7 +22,11 @@ from lightning_gc.strategies.checkpoint.host import (
     first_worker,
     together,
 )
-from lightning_gc.strategies.checkpoint.validation import check_main, check_side_file
+from lightning_gc.strategies.checkpoint.validation import (
+    check_declared,
+    check_main,
+    check_side_file,
+)
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.joint_errors import explaining
 from lightning_gc.synchronizer.pytree import Tree, average, each_tensor
@@ -130,6 +134,7 @@ class Restoring:
         engines, kept = self.host.local_workers.engines, self._kept
         common = self.host.local_workers.common
         check_main(main, kept, {name: part.common_structure for name, part in common.items()})
+        check_declared(main, main, self.host.local_workers)
         if main["torn"]:
             self._log_rank0(f"{path} was saved within a step: errors begin at zero.")
             return [_NOTHING] * len(engines)
@@ -165,6 +170,7 @@ class Restoring:
                 with self._usable(path, file, main):
                     own = side_files.read(file, self.host.checkpoint_io)
                     check_side_file(own, main, worker, self._kept, self._alone)
+                    check_declared(own, main, self.host.local_workers)
             found.append(own)
         return found
 

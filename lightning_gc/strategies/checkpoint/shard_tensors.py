@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_gc.engine.state_structure import TEXT, WHOLE, Listed, Record
+from lightning_gc.state_structure import TEXT, WHOLE, Listed, Record
 from lightning_gc.strategies.checkpoint.distributed_metadata import (
     Chunk,
     Entry,

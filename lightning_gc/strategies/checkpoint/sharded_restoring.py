@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.engine.engine import ENGINE_STATE
-from lightning_gc.engine.state_structure import ANYTHING, COUNT, FLOATS, Record, Structure
+from lightning_gc.state_structure import ANYTHING, COUNT, FLOATS, Record, Structure
 from lightning_gc.strategies.checkpoint.host import KEY, on_all_ranks
 from lightning_gc.strategies.checkpoint.recorded_files import LAST, check_files
 from lightning_gc.strategies.checkpoint.restoring import Restoring
@@ -43,6 +43,7 @@ from lightning_gc.strategies.checkpoint.sharded_saving import (
     state_folder,
 )
 from lightning_gc.strategies.checkpoint.side_files import in_short
+from lightning_gc.strategies.checkpoint.validation import check_declared
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import check_checksum, checksum
 from lightning_gc.synchronizer.joint_errors import explaining
@@ -285,6 +286,8 @@ class ShardedRestoring:
                     raise ValueError(f"it has {name}={own[name]!r}, but its checkpoint {value!r}")
             if own[CHECKSUM] != main["files"][rank]:
                 raise ValueError("it is not the file that was saved with its checkpoint")
+            if shards == self.host.mesh_shape[1] and rank % shards == self.host.local_workers.shard:
+                check_declared(own, main, self.host.local_workers)
         return own | {TENSORS: tensors}
 
 

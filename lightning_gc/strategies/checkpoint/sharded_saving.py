@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.engine.state_structure import (
+from lightning_gc.state_structure import (
     COUNT,
     TEXT,
     WHOLE,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_gc.engine.engine import ENGINE_STATE
-from lightning_gc.engine.state_structure import (
+from lightning_gc.state_structure import (
     ANYTHING,
     COUNT,
     FLAG,
@@ -24,6 +24,7 @@ from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import check_checksum
 from lightning_gc.synchronizer.control_state import CONTROL_STATE
 from lightning_gc.synchronizer.pytree import Tree
+from lightning_gc.synchronizer.workers import Workers
 
 FORMAT = 2
 """Format 1 has no checksums, and nothing of what is called ``_SINCE_2`` here."""
@@ -120,6 +121,29 @@ def check_side_file(
     if recorded not in (None, own.get(CHECKSUM)):
         raise ValueError("it is not the file that was saved with its checkpoint")
     _check_shapes(own, main)
+
+
+def check_declared(own: Tree, main: Tree, workers: Workers) -> None:
+    """Raise ValueError for levels, or state of a compressor, that this run's does not declare.
+
+    Another compressor's are not used, nor is the state of parameters whose shape has changed.
+
+    Args:
+        own: a side file's content, or the checkpoint's part itself; checked.
+        main: the checkpoint's part, checked.
+        workers: of this process.
+    """
+    if main["configuration"]["compressor"] != repr(workers.configuration.compressor):
+        return
+    saved = main.get("shapes", {})
+    same = {
+        name: shape
+        for name, shape in workers.shapes.items()
+        if all(each == list(shape) for each in saved.get(name, {}).values())
+    }
+    kept = own.get("compressor", {})
+    turn = main["turn"] or {}
+    workers.check_declared({n: kept[n] for n in kept if n in same}, turn.get("levels"), same)
 
 
 def _format_of(state: Any) -> int:

@@ -12,6 +12,7 @@ from lightning_gc.coding import wire
 from lightning_gc.compressors import Codec, Compressor, SparseCodec
 from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.engine.compatibility import combine
+from lightning_gc.engine.engine import compressor_state
 from lightning_gc.flow import Payload
 from lightning_gc.memories import NoMemory, Residual
 from lightning_gc.testing.contracts import cases
@@ -259,6 +260,24 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
             after = lockstep.step(cases.gradients(workers, 2))
             what = "the mean of the step after it is not finite"
             assert cases.flat(after.mean).isfinite().all(), broken(compressor, EXCHANGE, what, on)
+
+    def test_3_keeps_what_it_declares(self, compressor: Compressor) -> None:
+        """What ``bucket.state`` has of each parameter, at several levels, is as ``keeps`` says."""
+        lockstep, knob = Lockstep(2, compressor), compressor.knob
+        for step in range(8):
+            if knob is not None and step in (3, 6):
+                for engine in lockstep.engines:
+                    engine.set_levels(knob.low if step == 3 else knob.high)
+            given = cases.gradients(2, step)
+            lockstep.step(given)
+            shapes = {name: tuple(grad.shape) for name, grad in given[0].items()}
+            structure = compressor_state(compressor, shapes)
+            for engine in lockstep.engines:
+                try:
+                    structure.check(engine.state_dict()["compressor"], "bucket.state")
+                except ValueError as error:
+                    what = f"after step {step} {error}; let `keeps(shape)` return what is kept"
+                    raise AssertionError(broken(compressor, "law 3", what)) from error
 
     def test_configuration_is_a_value(self, compressor: Compressor) -> None:
         copy = pickle.loads(pickle.dumps(compressor))  # noqa: S301 - our own bytes

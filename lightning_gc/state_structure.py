@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -85,6 +86,19 @@ class Pair(Structure):
 
 
 @dataclass(frozen=True)
+class OneOf(Structure):
+    """A dict that is as ``first`` says if it has all names of ``first``, else as ``second``."""
+
+    first: Record
+    second: Record
+
+    def check(self, value: Any, place: str = "") -> None:
+        _DICT.check(value, place)
+        named = self.first.always.keys() <= value.keys()
+        (self.first if named else self.second).check(value, place)
+
+
+@dataclass(frozen=True)
 class Record(Structure):
     """A dict with a structure for each of its names.
 
@@ -124,6 +138,73 @@ class Plain(Structure):
             _PLAIN_LEAF.check(value, place)
 
 
+@dataclass(frozen=True)
+class Number(Structure):
+    """A number in ``low..high``, both included.
+
+    Args:
+        low: the least.
+        high: the greatest; infinity allows every finite number from ``low`` on.
+        whole: only whole numbers.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+
+    def check(self, value: Any, place: str = "") -> None:
+        kind = "whole number" if self.whole else "finite number"
+        rule = f"a {kind}{_range_in_words(self.low, self.high)}"
+        Leaf(rule, self._holds).check(value, place)
+
+    def _holds(self, value: Any) -> bool:
+        fits = type(value) is int if self.whole else _is_number(value) and math.isfinite(value)
+        return fits and self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Numbers(Structure):
+    """A tensor of finite floating-point numbers in ``low..high``.
+
+    Args:
+        shape: its sizes; a pair is the least and the greatest size of a dimension.
+        low: the least number.
+        high: the greatest number.
+        dtype: None allows every floating-point type.
+    """
+
+    shape: tuple[int | tuple[int, int], ...]
+    low: float = -math.inf
+    high: float = math.inf
+    dtype: torch.dtype | None = None
+
+    def check(self, value: Any, place: str = "") -> None:
+        ERRORS.check(value, place)
+        sizes = [(size, size) if isinstance(size, int) else size for size in self.shape]
+        fits = value.dim() == len(sizes) and all(
+            least <= size <= most for size, (least, most) in zip(value.shape, sizes, strict=True)
+        )
+        if not fits:
+            expected = [f"{a}" if a == b else f"{a}..{b}" for a, b in sizes]
+            raise ValueError(
+                f"{place or 'the state'} has shape {tuple(value.shape)}, not "
+                f"({', '.join(expected)})"
+            )
+        if self.dtype not in (None, value.dtype):
+            raise ValueError(f"{place or 'the state'} is of {value.dtype}, not {self.dtype}")
+        if value.numel() and not self.low <= float(value.min()) <= float(value.max()) <= self.high:
+            raise ValueError(
+                f"{place or 'the state'} has numbers in {float(value.min()):g}.."
+                f"{float(value.max()):g}, not numbers{_range_in_words(self.low, self.high)}"
+            )
+
+
+def _range_in_words(low: float, high: float) -> str:
+    if low == -math.inf:
+        return "" if high == math.inf else f" of at most {high:g}"
+    return f" of at least {low:g}" if high == math.inf else f" in {low:g}..{high:g}"
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -152,6 +233,8 @@ ERRORS = Leaf(
     "a tensor of finite floating-point numbers", lambda v: _is_floating(v) and _is_finite(v)
 )
 """What a memory keeps: the guard lets nothing into it that is not finite."""
+
+NOTHING = Leaf("an empty dict, for the compressor's `keeps` declares no state", lambda v: v == {})
 
 _DICT = Leaf(
     "a dict with texts as keys",

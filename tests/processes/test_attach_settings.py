@@ -1,0 +1,143 @@
+"""What ``attach`` is given: no optimizers, other wrappers, static graphs; what ends peers."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc import PowerSGD, TopK, attach
+from tests.support.fitting import ddp, fit, unwarned
+from tests.support.models import Plain, common_batches
+from tests.support.processes import run_in_processes
+
+pytestmark = pytest.mark.processes
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+
+def said(act: Any, *args: Any, **options: Any) -> str:
+    """Return the class and the text of what a call raises, or nothing."""
+    try:
+        act(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def other_modules(worker: int) -> dict[str, str]:
+    dist.init_process_group("gloo")
+    wrapped = DistributedDataParallel(net())
+    none = attach(DistributedDataParallel(net()), TopK(0.1), optimizers=None)
+    none.close()
+    found = {
+        "compiled": said(attach, torch.compile(wrapped, backend="eager"), TopK(0.1)),
+        "held": said(attach, nn.Sequential(wrapped), TopK(0.1)),
+        "replicated": said(attach, replicate(net()), TopK(0.1)),
+        "plain": said(attach, net(), TopK(0.1)),
+    }
+    by_shards = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    if hasattr(by_shards, "ReplicateModule"):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",))
+        given = by_shards.replicate(net(), mesh=mesh)
+        found["replicated by FSDP2"] = said(attach, given, TopK(0.1))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:One worker")
+def test_other_modules_are_answered_by_name() -> None:
+    """And ``optimizers=None`` is as none."""
+    found = run_in_processes(other_modules, 1)[0]
+    assert "attach before torch.compile" in found["compiled"]
+    assert "holds a DistributedDataParallel" in found["held"]
+    assert "attach(DistributedDataParallel(model), ...)" in found["plain"]
+    for name in ("replicated", "replicated by FSDP2"):
+        assert "torch's replicate(...)" in found.get(name, "torch's replicate(...)"), found[name]
+    assert all(sentence.startswith("ValueError: attach(") for sentence in found.values())
+
+
+def accumulated(worker: int) -> dict[str, str]:
+    """The first pass is under ``no_sync``, or follows a synchronised one."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    x = torch.randn(4, 64)
+
+    def train(attached: bool, first: bool, static: bool = True) -> None:
+        module = DistributedDataParallel(net(), static_graph=static)
+        handle: Any = attach(module, TopK(0.1)) if attached else None
+        try:
+            if first:
+                module(x).sum().backward()
+            for _ in range(2):
+                with module.no_sync():
+                    module(x).sum().backward()
+                module(x).sum().backward()
+        finally:
+            if handle is not None:
+                handle.close()
+
+    return {
+        "plain": said(train, attached=False, first=False),
+        "refused": said(train, attached=True, first=False),
+        "after a pass": said(train, attached=True, first=True),
+        "not static": said(train, attached=True, first=False, static=False),
+    }
+
+
+def test_a_static_graph_that_begins_with_accumulation_is_refused_where_torch_fails() -> None:
+    for found in run_in_processes(accumulated, 2):
+        assert bool(found["plain"]) == bool(found["refused"]), found
+        if found["refused"]:
+            assert "expect_autograd_hooks_" in found["plain"]
+            assert found["refused"].startswith("ValueError: DistributedDataParallel(static_graph=")
+            assert "Synchronise the first pass" in found["refused"]
+        assert found["after a pass"] == found["not static"] == ""
+
+
+def accumulated_by_lightning(worker: int) -> dict[str, str]:
+    found = {}
+    for name, compressor in (("plain", None), ("refused", TopK(0.1))):
+        with unwarned():
+            strategy = ddp(compressor, static_graph=True)
+            settings: dict[str, Any] = {"devices": 2, "accumulate_grad_batches": 2}
+            found[name] = said(fit, strategy, Plain, common_batches(16, 4), **settings)
+    return found
+
+
+def test_lightnings_accumulation_with_a_static_graph_is_refused_likewise() -> None:
+    for found in run_in_processes(accumulated_by_lightning, 2):
+        assert bool(found["plain"]) == bool(found["refused"]), found
+        if found["refused"]:
+            assert "expect_autograd_hooks_" in found["plain"]
+            assert "Synchronise the first pass" in found["refused"]
+
+
+def failing(worker: int) -> str:
+    """Worker 1's own exchange fails in the third step; the module has buffers."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    module = DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(64)))
+    handle = attach(module, PowerSGD(1))
+
+    def train() -> None:
+        for step in range(6):
+            if (worker, step) == (1, 2):
+                for kept in handle._workers.first.compressor_state.values():
+                    kept.update(q="a text")
+            module(torch.randn(8, 64)).square().mean().backward()
+
+    return said(train)
+
+
+def test_a_failed_exchange_ends_the_next_forward_pass_before_its_collectives() -> None:
+    """Else this worker would wait in the broadcast of buffers for peers that wait for it."""
+    peer, own = run_in_processes(failing, 2, timeout=30)
+    assert own.startswith("AttributeError")
+    assert peer.startswith("PeerError: Worker 0: all-reduce with worker 1 failed")
+    assert "a loss that reaches no parameter" in peer
