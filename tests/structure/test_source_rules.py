@@ -151,7 +151,7 @@ def test_what_counts_as_code(line: str) -> None:
 
 
 def test_no_file_is_long() -> None:
-    long = {p.name: n for p in files() if (n := len(p.read_text().splitlines())) > 320}
+    long = {p.name: n for p in files() if (n := len(p.read_text().splitlines())) > 340}
     assert not long
 
 
