@@ -56,29 +56,29 @@ _SINGLE = {
     "advise": "advice",
     "attach": "plain_torch",
 }
-_ADAPTED = (
-    "CompressedDDPStrategy",
-    "CompressedFSDPStrategy",
-    "CompressedHSDPStrategy",
-    "CompressionMonitor",
-    "LocalStepsStrategy",
-    "SimulatedDDPStrategy",
-    "SimulatedLocalStepsStrategy",
-)
-_FABRIC = ("CompressedFabricStrategy",)
+_EITHER_LIGHTNING = {
+    "CompressedDDPStrategy": "strategies.ddp.CompressedDDP",
+    "CompressedFSDPStrategy": "strategies.fsdp.CompressedFSDP",
+    "CompressedFabricStrategy": "strategies.fabric.CompressedFabric",
+    "CompressedHSDPStrategy": "strategies.hsdp.CompressedHSDP",
+    "CompressionMonitor": "monitor.Monitor",
+    "LocalStepsStrategy": "strategies.local_steps.LocalSteps",
+    "SimulatedDDPStrategy": "strategies.simulation.ddp.SimulatedDDP",
+    "SimulatedLocalStepsStrategy": "strategies.simulation.local_steps.SimulatedLocalSteps",
+}
 
 
 if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
 
     def __getattr__(name: str) -> _Any:
-        """Import what is asked for: a class for the program's Lightning, a submodule, or the rest.
+        """Import what is asked for: a class for either Lightning, a submodule, or the rest.
 
         Names that start with an underscore are asked for by tools; ``__all__`` by ``import *``.
         """
-        if name in _ADAPTED:
-            return getattr(_flavours.adaptor(), name)
-        if name in _FABRIC:
-            return getattr(_flavours.adaptor(_flavours.FABRICS), name)
+        if name in _EITHER_LIGHTNING:
+            module, _, mixin = _EITHER_LIGHTNING[name].rpartition(".")
+            found = _importlib.import_module(f"{__name__}.{module}")
+            return _flavours.public_class(getattr(found, mixin))
         if name in _SINGLE:
             return getattr(_importlib.import_module(f"{__name__}.{_SINGLE[name]}"), name)
         if name == "__all__" or not name.startswith("_"):
@@ -98,7 +98,7 @@ def _import_all() -> None:
     """Import the packages of compressors, memories and schemes, and list all public names."""
     packages = [_importlib.import_module(f"{__name__}.{package}") for package in _PACKAGES]
     names = {name: getattr(package, name) for package in packages for name in package.__all__}
-    globals().update(names, __all__=sorted([*names, *_SINGLE, *_ADAPTED, *_FABRIC]))
+    globals().update(names, __all__=sorted([*names, *_SINGLE, *_EITHER_LIGHTNING]))
 
 
 _flavours.register_names()

@@ -190,7 +190,9 @@ class Codec(Compressor):
        ValueError or writes to ``out`` alone, and all workers get the same bits of the same payload.
        Where raising would mean waiting for a device, what cannot be right makes ``out`` non-finite.
     8. It recovers: after gradients of any finite size, and after any payloads, results are finite
-       again within a few rounds. (The engine removes what is not finite from errors.)
+       again within a few rounds. (The engine removes what is not finite from errors.) Gradients of
+       up to 1e30 have finite results in every round. Beyond, sums over elements, workers or rounds
+       may leave float32; the mean of that parameter is then not finite on all workers.
     """
 
     @abc.abstractmethod

@@ -13,6 +13,7 @@ import torch
 
 from lightning_gc.controllers import Decision
 from lightning_gc.engine import Engine
+from lightning_gc.flavours import EitherLightning
 from lightning_gc.monitor.decisions import as_markdown, level_figures
 from lightning_gc.monitor.hparams import configuration, hparams_of
 from lightning_gc.monitor.more_than_plain import more_than_plain
@@ -25,7 +26,7 @@ PREFIX = "compression/"
 EPOCH = "compression_epoch/"
 
 
-class Monitor:
+class Monitor(EitherLightning):
     """Logs bytes, errors, levels and seconds of compression, per logging step and per epoch.
 
     At each logging step, under ``compression/``, of worker 0: ``wire_bytes`` and ``dense_bytes``

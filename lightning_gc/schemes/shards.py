@@ -38,7 +38,11 @@ def toward(
 
 
 def book(buffer: Tensor, start: int, error: Tensor, times: int) -> None:
-    """Add an encoding's error to the worker's own, so many times, from ``start`` on."""
+    """Add an encoding's error to the worker's own, so many times, from ``start`` on.
+
+    An element whose sum leaves float32 becomes zero, as the engine does with kept errors.
+    """
     mine = buffer[start : start + error.numel()]
     # NaN and overflow from other workers are in the payload, and are added to no error.
     mine.add_(error[: mine.numel()].nan_to_num_(0.0, 0.0, 0.0), alpha=times)
+    mine.nan_to_num_(0.0, 0.0, 0.0)

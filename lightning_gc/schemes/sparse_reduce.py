@@ -101,7 +101,8 @@ class SparseReduce(Scheme):
         survivors = topk_selection.best(mean, nonzero, min(share, most))
         payload = codec.take(mean, survivors)
         # The error of rounding the mean; times W, since the mean over workers must hold it once.
-        error[survivors] += workers * mean[survivors].nan_to_num_(0.0, 0.0, 0.0)
+        second = workers * mean[survivors].nan_to_num_(0.0, 0.0, 0.0)
+        error[survivors] += second.nan_to_num_(0.0, 0.0, 0.0)
         gathered = yield Gather(payload, limits)
 
         if bucket.wanted:

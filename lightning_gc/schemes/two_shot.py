@@ -12,7 +12,7 @@ from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Joint, limits_of
 from lightning_gc.flow import Exchange, Flow, Gather
 from lightning_gc.schemes.base import Scheme
-from lightning_gc.schemes.shards import padded, unpad
+from lightning_gc.schemes.shards import book, padded, unpad
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,7 @@ class TwoShot(Scheme):
         for sender, payload in enumerate(arrived):
             codec.receive(tuple(payload), mean, 1 / workers, parts[me], sender)
         payload = codec.send(mean, parts[me].again())  # mean now holds the second error
-        mine = buffer[me * size : (me + 1) * size]
-        # NaN and overflow from other workers are in the payload, and are added to no error.
-        mine.add_(mean[: mine.numel()].nan_to_num_(0.0, 0.0, 0.0), alpha=workers)
+        book(buffer, me * size, mean, workers)
         gathered = yield Gather(payload, limits)
 
         if not bucket.wanted:

@@ -9,7 +9,7 @@ import torch
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.engine import Engine
-from lightning_gc.flavours import ADAPTORS
+from lightning_gc.flavours import EitherLightning, package_of
 from lightning_gc.memories import Memory
 from lightning_gc.network_model import NetworkModel
 from lightning_gc.schemes import Scheme
@@ -31,7 +31,7 @@ from lightning_gc.synchronizer.workers import learning_rates_of
 from lightning_gc.transports.accounting import Recorder
 
 
-class CompressedStrategy(Resuming, SingleTrainer):
+class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
     """Connects the workers of this process to Lightning's hooks. Nothing numerical.
 
     Attributes:
@@ -76,17 +76,11 @@ class CompressedStrategy(Resuming, SingleTrainer):
     def __repr__(self) -> str:
         """Return class, compressor, and the Lightning package that it is for.
 
-        Lightning shows it where a strategy is not for its Trainer.
+        Lightning's Fabric shows it where it is given a strategy for a Trainer.
         """
-        homes = {cls.__module__ for cls in type(self).__mro__}
-        ours = [package for package, module in ADAPTORS.items() if module in homes]
-        others = [module for module in ADAPTORS.values() if module not in homes]
         words = f" with {self.compressor!r}" if hasattr(self, "compressor") else ""
-        if ours:
-            words += (
-                f" for the Trainer of {ours[0]}; the one for the other package is in {others[0]}, "
-                f"and Fabric takes CompressedFabricStrategy"
-            )
+        package = package_of(type(self))
+        words += f" for the Trainer of {package}; Fabric takes CompressedFabricStrategy"
         return f"<{type(self).__name__}{words}>"
 
     @property

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
-from lightning_gc.flavours import FABRICS
+from lightning_gc.flavours import FABRICS, EitherLightning, package_of
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.strategies.checkpoint.of_fabric import FabricCheckpoint
@@ -31,7 +31,7 @@ from lightning_gc.synchronizer.validation import check_controller, refuse_rounds
 from lightning_gc.synchronizer.verification import Verify, verification
 
 
-class CompressedFabric(SingleTrainer, PeerNaming, Joining):
+class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
     """DDP of Lightning's Fabric, whose workers exchange compressed gradients.
 
     Use it as ``Fabric(strategy=CompressedFabricStrategy(TopK(density=0.01)))``, or by name:
@@ -72,6 +72,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
     checkpoint_io: Any
 
     _owner = "Fabric"
+    _packages = FABRICS
 
     def __init__(
         self,
@@ -101,14 +102,12 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining):
         super().__init__(**ddp_kwargs)
 
     def __repr__(self) -> str:
-        """Return class, compressor, and what it is for.
+        """Return class, compressor, and the package that it is for.
 
-        Lightning shows it where a strategy is not for its Fabric or Trainer.
+        A Trainer shows it where it is given a strategy for Fabric.
         """
-        homes = {cls.__module__ for cls in type(self).__mro__}
-        ours = [package for package, module in FABRICS.items() if module in homes]
         parts = f" with {self.configuration.compressor!r}" if hasattr(self, "configuration") else ""
-        place = f" for Fabric of {ours[0]}" if ours else ""
+        place = f" for Fabric of {package_of(type(self))}"
         trainer = "a Trainer takes CompressedDDPStrategy"
         return f"<{type(self).__name__}{parts}{place}; {trainer}>"
 

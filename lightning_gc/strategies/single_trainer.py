@@ -1,10 +1,15 @@
-"""SingleTrainer: refuse to use a strategy object, which holds errors, in a second Trainer."""
+"""SingleTrainer: refuse a second Trainer for a strategy object, and another package's Trainer."""
 
 from typing import Any
 
+from lightning_gc.flavours import refuse_other_package
+
 
 class SingleTrainer:
-    """Mixin that refuses a second Trainer, at its first access: it reads ``_accelerator``."""
+    """Mixin that refuses a second Trainer, at its first access: it reads ``_accelerator``.
+
+    A Trainer or Fabric of another Lightning package is refused when it hands over its accelerator.
+    """
 
     _taken = False
     _owner = "Trainer"
@@ -20,6 +25,7 @@ class SingleTrainer:
 
     @_accelerator.setter
     def _accelerator(self, accelerator: Any) -> None:
+        refuse_other_package(self, accelerator)
         self.__dict__["_accelerator_in_use"] = accelerator
 
     @property

@@ -164,9 +164,11 @@ MISTAKES = [
     ),
     (
         "Trainer(strategy=the_others.CompressedDDPStrategy(TopK()), accelerator='cpu')",
-        "...<CompressedDDPStrategy with PerParameter(...) for the Trainer of lightning.pytorch; "
-        "the one for the other package is in lightning_gc.strategies.for_pytorch_lightning, and "
-        "Fabric takes CompressedFabricStrategy>...",
+        "This CompressedDDPStrategy is for lightning.pytorch, but it was given to "
+        "pytorch_lightning. For pytorch_lightning: `from "
+        "lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy`. For "
+        "lightning.pytorch: `from lightning_gc.strategies.for_lightning import "
+        "CompressedDDPStrategy`.",
     ),
 ]
 

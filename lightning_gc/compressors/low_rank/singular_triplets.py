@@ -44,7 +44,7 @@ class SingularTriplets(Codec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take triplets out of ``buffer``. The host waits for their number."""
-        if not self.smaller(bucket.shape, None):
+        if not buffer.numel() or not self.smaller(bucket.shape, None):
             return self._whole(buffer)
         n, m = sides(bucket.shape)
         matrix = pad(buffer, (0, n * m - buffer.numel())).view(n, m)
@@ -78,7 +78,7 @@ class SingularTriplets(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         n, m = sides(bucket.shape)
-        count = payload[0].numel() // n
+        count = payload[0].numel() // max(1, n)
         whole = not count and (payload[1].numel() or not self.smaller(bucket.shape, None))
         if whole:
             payload_validation.lengths(payload, 0, out.numel())

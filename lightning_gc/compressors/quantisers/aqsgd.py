@@ -149,6 +149,7 @@ def fitted(shares: Tensor, most: int) -> Tensor:
 
     Levels of odd and of even number are moved in turn, as one has only the others for neighbours.
     """
+    shares = shares if len(shares) else shares.new_zeros(1)
     values = shares.nan_to_num(0.0).sort().values
     sums = torch.cat([values.new_zeros(1), values.double().cumsum(0).float()])
     # At first as many elements between any two, of those above zero.

@@ -105,7 +105,7 @@ def _draw(buffer: Tensor, unit: float, random: torch.Generator) -> tuple[Tensor,
     numbers = np.random.Generator(np.random.SFC64(random.initial_seed()))
     size = _PIECE if host else max(1, numel)
     positions, levels = [], []
-    for start in range(0, numel, size):
+    for start in range(0, max(1, numel), size):  # one empty piece of an empty tensor
         # float64: single precision has few fractions of a step beside thousands of them.
         drawn = buffer[start : start + size].to(torch.float64, copy=True).div_(unit)
         if host:

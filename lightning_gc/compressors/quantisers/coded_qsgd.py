@@ -83,6 +83,8 @@ class CodedQSGD(Codec):
 
     def _unit(self, buffer: Tensor) -> float:
         """Return ``‖x‖/s`` as float32 has it; the largest one that it has if x is not finite."""
+        if not buffer.numel():
+            return _SMALLEST
         largest = buffer.abs().amax().double()
         shares = buffer.double() / largest.clamp_min(topk_selection.smallest(buffer))
         length = float(torch.linalg.vector_norm(shares) * largest)

@@ -53,4 +53,4 @@ class AtomoEntries(DensitySparsifier, MagnitudeSampling):
 
     def bound(self, numel: int) -> Variance:
         """Return ω = numel/k − 1, reached when all magnitudes are equal; the best make no more."""
-        return Variance(numel / self.count(numel) - 1)
+        return Variance(max(1, numel) / max(1, self.count(numel)) - 1)

@@ -80,7 +80,8 @@ class ChunkedTopK(DensitySparsifier, SparseCodec):
         """Return δ = the least k/chunk of a chunk, reached when all magnitudes are equal."""
         chunks, rest = divmod(numel, self.chunk)
         shares = [self.count(self.chunk) / self.chunk] if chunks else []
-        return Contraction(min([*shares, self.count(rest) / rest] if rest else shares))
+        shares += [self.count(rest) / rest] if rest else []
+        return Contraction(min(shares, default=1.0))
 
     @classmethod
     def examples(cls) -> tuple[ChunkedTopK, ...]:

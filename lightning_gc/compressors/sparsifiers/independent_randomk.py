@@ -45,7 +45,7 @@ class IndependentRandomK(IndependentSparsifier):
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, in expectation over the draw."""
-        return Contraction(self.count(numel) / numel)
+        return Contraction(self.count(numel) / max(1, numel))
 
     @classmethod
     def examples(cls) -> tuple[IndependentRandomK, ...]:

@@ -34,4 +34,4 @@ class RandomK(RandomSparsifier):
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, in expectation over the draw."""
-        return Contraction(self.count(numel) / numel)
+        return Contraction(self.count(numel) / max(1, numel))

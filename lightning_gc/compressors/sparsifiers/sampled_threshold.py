@@ -66,10 +66,11 @@ def stride(k: int, numel: int) -> int:
     An odd number, or the sample would be from a few columns of a matrix with an even row length.
     """
     most = max(numel // 100, 1 << 16)
-    apart = max(1, numel // min(most, -(-HITS * numel // k)))
+    wanted = -(-HITS * numel // max(1, k))
+    apart = max(1, numel // max(1, min(most, wanted)))
     return apart - 1 + apart % 2
 
 
 def rank(k: int, numel: int) -> int:
     """Return how many elements of the sample reach the threshold, and of the tensor at least."""
-    return max(1, round(k * (numel // stride(k, numel)) / numel))
+    return max(1, round(k * (numel // stride(k, numel)) / max(1, numel)))

@@ -100,7 +100,7 @@ class TopK(DensitySparsifier, SparseCodec):
         if self.selection == "sampled":
             sent = sampled_threshold.rank(sent, numel)
         kept = 1.0 if self.value_dtype == "float32" else 1 - _ROUNDING**2
-        return Contraction(kept * sent / numel)
+        return Contraction(kept * sent / max(1, numel))
 
     @classmethod
     def examples(cls) -> tuple[TopK, ...]:

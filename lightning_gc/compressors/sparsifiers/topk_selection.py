@@ -100,7 +100,9 @@ def kth_largest(magnitudes: Tensor, k: int) -> Tensor:
     if 2 * np.count_nonzero(numbers) < len(numbers):  # many equal numbers are slow to part
         numbers = numbers[numbers != 0]
     place = len(numbers) - k
-    return magnitudes.new_tensor(float(np.partition(numbers, place)[place]) if place >= 0 else 0.0)
+    return magnitudes.new_tensor(
+        float(np.partition(numbers, place)[place]) if 0 <= place < len(numbers) else 0.0
+    )
 
 
 def smallest(buffer: Tensor) -> float:

@@ -153,8 +153,11 @@ class Quantised(Codec):
         values, positions = self.sparsifier.wire(numel)
         fixed, rest = positions.varies == "no", values.length % _STEP
         padded = positions.length + _STEP - 1 - (rest if fixed else 0)
+        quantised = self.quantiser.wire(max(1, values.length))
+        if not values.length:
+            quantised = tuple(dataclasses.replace(field, length=0) for field in quantised)
         fields = (
-            *self.quantiser.wire(values.length),
+            *quantised,
             dataclasses.replace(positions, length=padded, note=f"{positions.note}; then zeros"),
             Field("rest", torch.uint8, rest if fixed else _STEP - 1, note="zeros"),
         )

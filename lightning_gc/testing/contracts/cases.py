@@ -24,6 +24,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "prime": (101,),
     "smaller_than_workers": (2,),
 }
+EMPTY: tuple[tuple[int, ...], ...] = ((0,), (0, 5), (3, 0))
 WORKERS = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gc.bucket import Bucket
 from lightning_gc.coding import wire
 from lightning_gc.compressors import Codec, Compressor, SparseCodec
 from lightning_gc.compressors.sparsifiers import sparse_codec
@@ -185,6 +186,23 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
             what = f"in step {step} workers send lengths {sorted(seen)}; say varies='worker'"
             assert len(seen) == 1, broken(codec, "law 5", what, f"{numel} elements")
 
+    def test_5_tensors_of_no_elements(self, codec: Codec) -> None:
+        """A payload of an empty tensor is as declared, and decodes to nothing."""
+        for shape in cases.EMPTY:
+            x, on = torch.zeros(0), f"a tensor of shape {shape}"
+            bucket = Bucket(x.clone(), {"w": shape}, step=0, seed=1, worker=0, workers=1)
+            with telling(codec, "law 5", on):
+                payload, declared = codec.encode(x, bucket), codec.wire(0)
+                codec.decode(payload, torch.zeros(0), 1.0, bucket)
+                codec.bound(0)
+            lengths = [tensor.numel() for tensor in payload]
+            what = f"encode returned {lengths} elements, not {declared!r}"
+            is_so = len(payload) == len(declared) and all(
+                n <= field.length and (field.varies != "no" or n == field.length)
+                for n, field in zip(lengths, declared, strict=True)
+            )
+            assert is_so, broken(codec, "law 5", what, on)
+
     def test_6_randomness_is_private(self, codec: Codec) -> None:
         x = cases.tensors(221)["normal"]
         cases.private(codec, lambda step: codec.encode(x.clone(), cases.bucket_of(x, step=step)))
@@ -219,6 +237,22 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         ):
             what = f"{said}: up to {float(flat.abs().max()):.2g}"
             assert not flat.any(), broken(compressor, EXCHANGE, what, f"{workers} workers")
+
+    def test_parameters_of_no_elements(self, compressor: Compressor, workers: int) -> None:
+        """Alone, and with another parameter."""
+        for shape in cases.EMPTY:
+            for others in ((), ("matrix",)):
+                lockstep, on = Lockstep(workers, compressor), f"{workers} workers, shape {shape}"
+                for step in range(2):
+                    given = [
+                        {"empty": torch.zeros(shape)} | {name: made[name] for name in others}
+                        for made in cases.gradients(workers, step)
+                    ]
+                    with telling(compressor, EXCHANGE, on):
+                        result = lockstep.step(given)
+                    what = f"the mean of it has the shape {tuple(result.mean['empty'].shape)}"
+                    same = result.mean["empty"].shape == shape
+                    assert same, broken(compressor, EXCHANGE, what, on)
 
     def test_absent_gradient_leaves_its_error_alone(
         self, compressor: Compressor, workers: int

@@ -26,6 +26,17 @@ SPIKES: dict[str, Callable[[Tensor], Tensor]] = {
 """What becomes of an ordinary gradient. All of it is finite in float32."""
 
 
+SETTLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal numbers of 1e30": lambda x: x * 1e30,
+    "all of 1e30": lambda x: torch.full_like(x, 1e30),
+    "signs of 1e30": lambda x: x.sign() * 1e30,
+    "one element of 1e30": lambda x: _with_one(torch.zeros_like(x), 1e30),
+    "1e30 beside 1e-38": lambda x: torch.where(x > 0, x * 1e30, x * 1e-38),
+    "all of 1e-45": lambda x: torch.full_like(x, 1e-45),
+}
+"""Gradients that leave float32 in no sum over elements, workers and rounds."""
+
+
 class RecoveryContract:
     """Tests that no number, once met, stays for ever. Part of ``CompressorContract``.
 
@@ -39,6 +50,19 @@ class RecoveryContract:
                 given = spikes(spike, rounds=rounds, workers=workers)
                 on = f"{kind} on {workers} of 2 workers, {rounds} times in a row"
                 recovers(compressor, Lockstep(2, compressor), given, on)
+
+    def test_8_finite_in_finite_out(self, compressor: Compressor) -> None:
+        """Up to 1e30. Beyond, an error may leave float32 only together with the mean."""
+        for kind, change in (SETTLED | SPIKES).items():
+            for workers in (1, 2, 4):
+                lockstep = Lockstep(workers, compressor)
+                for step in range(2):
+                    given = [
+                        {name: change(tensor) for name, tensor in named.items()}
+                        for named in ordinary(workers, step)
+                    ]
+                    on = f"{kind} on {workers} workers, in round {step}"
+                    stays_finite(compressor, lockstep, given, on, means=kind in SETTLED)
 
     def test_8_recovers_from_a_liar(self, compressor: Compressor) -> None:
         """Worker 1 of three floods one message with one number, or is named."""
@@ -109,6 +133,23 @@ def recovers(
     what = f"results are not finite {calm} ordinary rounds later"
     finite = all(mean.isfinite().all() for mean in result.mean.values())
     assert finite, broken(who, "law 8", what, on)
+
+
+def stays_finite(
+    who: Compressor, lockstep: Lockstep, given: list[cases.Named], on: str, *, means: bool
+) -> None:
+    """Assert that a round leaves finite state, and finite errors of each finite mean."""
+    result = lockstep.step(given)
+    what = "an error or another kept tensor is not finite"
+    assert cases.finite_state(lockstep), broken(who, "law 8", what, on)
+    for name, mean in result.mean.items():
+        finite = bool(mean.isfinite().all())
+        what = f"the gradients of {name} are finite, their mean is not"
+        assert finite or not means, broken(who, "law 8", what, on)
+        errors = [error[name] for error in result.errors if name in error]
+        what = f"the mean of {name} is finite, an error is not"
+        kept = not finite or all(error.isfinite().all() for error in errors)
+        assert kept, broken(who, "law 8", what, on)
 
 
 def ordinary(workers: int, step: int) -> list[cases.Named]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lightning_gc import CodedQSGD
+from lightning_gc.testing import Lockstep
 from tests.support.codecs import KINDS, apply, each_kind
 
 
@@ -58,3 +59,13 @@ def test_what_is_not_finite_is_sent() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="levels=0"):
         CodedQSGD(0)
+
+
+@pytest.mark.parametrize("levels", [1, 4])
+def test_four_workers_report_finite_errors_of_finite_means(levels: int) -> None:
+    """W times the error of the second encoding leaves float32; it was added to the owner's."""
+    lockstep = Lockstep(4, CodedQSGD(levels))
+    for _ in range(2):
+        result = lockstep.step([{"w": torch.full((101,), 1e38)}] * 4)
+        assert result.mean["w"].isfinite().all()
+        assert all(error["w"].isfinite().all() for error in result.errors)
