@@ -19,7 +19,7 @@ from lightning_gc.strategies.keyword_arguments import refuse_unknown
 from lightning_gc.strategies.real_worker import RealWorker
 from lightning_gc.synchronizer import Synchronizer
 from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
-from lightning_gc.synchronizer.validation import refuse_sparse_gradients
+from lightning_gc.synchronizer.validation import refuse_second_hook, refuse_sparse_gradients
 from lightning_gc.synchronizer.verification import Verify, verification
 
 
@@ -111,6 +111,7 @@ class CompressedDDP(RealWorker):
         """Start the synchronizer and register its hook; Lightning registers hooks on CUDA only."""
         ddp = self.model  # type: ignore[attr-defined]
         assert isinstance(ddp, DistributedDataParallel)
+        refuse_second_hook(ddp)
         refuse_sparse_gradients(ddp.module)
         self._refuse_static_manual(ddp)
         self.local_workers.name(ddp.module)

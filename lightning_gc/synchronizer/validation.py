@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller, Decision, Observation
@@ -88,6 +89,20 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
                 f"{name} is {type(child).__name__}(sparse=True), whose gradients cannot be "
                 f"compressed; use sparse=False, TopK sends few elements of it anyway."
             )
+
+
+def refuse_second_hook(ddp: DistributedDataParallel) -> None:
+    """Raise RuntimeError if a module has a communication hook, of which DDP allows one.
+
+    ``_apply_optimizer_in_backward`` makes DDP register one as well.
+    """
+    if ddp._comm_hooks:
+        hook = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
+        raise RuntimeError(
+            f"This DistributedDataParallel module already has the communication hook {hook}, and "
+            f"DDP allows one. Wrap the model again and register no other hook; an optimizer that "
+            f"steps within the backward pass registers one."
+        )
 
 
 def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compressor) -> None:

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import TopK, attach
+from lightning_gc import QSGD, Identity, PowerSGD, RandomK, TopK, attach
 from lightning_gc.controllers import Accordion, Fixed
-from tests.processes.test_attach import Loop
+from tests.processes.test_attach import Loop, Net, batches
 from tests.support.controlled_workers import Listens
+from tests.support.fitting import digest
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
@@ -93,11 +95,15 @@ def attached_twice(worker: int) -> list[Any]:
         return threading.active_count(), len(distributed_c10d._world.pg_map)
 
     before = left()
-    with pytest.raises(RuntimeError, match="can only be called once"):
+    with pytest.raises(RuntimeError, match="already has the communication hook"):
         attach(ddp, TopK(0.1))
     after = left()
     handle.close()
     handle.close()
+    hooked = DistributedDataParallel(nn.Linear(64, 64))
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(RuntimeError, match=r"the communication hook allreduce_hook, and DDP"):
+        attach(hooked, TopK(0.1))
     return [before == after, *left()]
 
 
@@ -105,3 +111,34 @@ def test_a_second_attach_leaves_nothing_behind_and_a_second_close_does_nothing()
     for same, threads, groups in run_in_processes(attached_twice, 2):
         assert same
         assert (threads, groups) == (1, 1)
+
+
+def elsewhere_by_default(worker: int) -> list[list[str]]:
+    """Return digests of trainings without and with a default device that holds no numbers."""
+    dist.init_process_group("gloo")
+    found: list[list[str]] = [[], []]
+    for compressor in (Identity(), QSGD(4), RandomK(0.1), PowerSGD(1)):
+        for device, digests in zip((None, "meta"), found, strict=True):
+            torch.manual_seed(0)
+            net, data = Net(), batches(worker)
+            wrapped = DistributedDataParallel(net)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+            torch.set_default_device(device)
+            try:
+                handle = attach(wrapped, compressor)
+                for step in range(4):
+                    if step == 2:
+                        handle.load_state_dict(handle.state_dict())
+                    optimizer.zero_grad()
+                    wrapped(data[step]).square().mean().backward()
+                    optimizer.step()
+                handle.close()
+            finally:
+                torch.set_default_device(None)
+            digests.append(digest(net))
+    return found
+
+
+def test_a_default_device_is_not_that_of_the_exchange() -> None:
+    for usual, other in run_in_processes(elsewhere_by_default, 2):
+        assert usual == other
