@@ -57,7 +57,7 @@ soak: $(VENV)/.test ## random runs, random faults, restarts (a round takes about
 gpu-check: $(VENV)/.test ## everything that needs a GPU, skipped without one; writes gpu-check.txt: ARGS="--only 1 7"
 	$(BIN)/python -m tests.gpu $(ARGS)
 
-matrix: $(VENV)/.test ## the supported versions, one by one, as far as they can be installed here: ARGS="--only py311-tested-l"
+matrix: $(VENV)/.test ## the supported versions, or projects of others, one by one, as far as they can be installed here: ARGS="--only py311-tested-l", ARGS=--projects
 	$(BIN)/python -m tests.matrix $(ARGS)
 
 release: $(VENV)/.test ## source distribution and wheel into dist/, their metadata checked

@@ -61,7 +61,7 @@ def probe(transport: Distributed, device: torch.device) -> dict[str, list[Probe]
 def _of_kind(kind: str, transport: Distributed, device: torch.device) -> Iterator[Probe]:
     workers = transport.workers
     for tried, size in enumerate(SIZES):
-        payload = torch.zeros(max(size, 8) // 4, device=device)
+        payload = torch.zeros(max(size, 8) // 4, dtype=torch.float32, device=device)
         asked = Asked(kind, payload.numel() * 4)
         # The first of a size grows buffers and TCP's window. All workers know the same seconds.
         seconds: list[float] = []

@@ -104,7 +104,9 @@ class Session:
         names = tuple(order)
         nbytes = tuple(timing.sizes()[name][1] for name in names)
         gradients = {
-            name: timing.gradients.get(name, torch.zeros(timing.sizes()[name][0])).to(self.device)
+            name: timing.gradients.get(
+                name, torch.zeros(timing.sizes()[name][0], dtype=torch.float32, device="cpu")
+            ).to(self.device)
             for name in names
         }
         timing.gradients = {}

@@ -136,7 +136,9 @@ def gradient(shapes: Shapes, worker: int) -> Tensor:
     """Return a worker's gradient: what is common to all, and noise of the same size."""
     numel = sum(torch.Size(shape).numel() for shape in shapes.values())
     common, own = (
-        torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        torch.randn(
+            numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu"
+        )
         for seed in (0, 1 + worker)
     )
     return common.add_(own).mul_(2**-0.5)

@@ -93,7 +93,9 @@ def wire_bits(compressor: Compressor) -> float:
     wire = compressor.wire(SIDE**2)
     if isinstance(compressor.method, Codec) and all(field.varies == "no" for field in wire):
         return 8 * sum(field.nbytes for field in wire) / SIDE**2
-    drawn = torch.randn((SIDE, SIDE), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randn(
+        (SIDE, SIDE), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     alone = Lockstep(1, compressor)
     alone.step([{"weight": SPREAD * drawn}])
     tally = alone.engines[0].statistics.tally

@@ -25,6 +25,8 @@ class Layouts:
         key = (bucket.grad.device, *bucket.shapes.items())
         if key not in self._known:
             spans = [(start, stop - start) for _, start, stop in bucket.spans() if stop > start]
-            starts, lengths = torch.tensor(spans, device=bucket.grad.device).t().contiguous()
+            starts, lengths = (
+                torch.tensor(spans, dtype=torch.int64, device=bucket.grad.device).t().contiguous()
+            )
             self._known[key] = starts, lengths
         return self._known[key]

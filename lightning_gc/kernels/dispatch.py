@@ -56,7 +56,7 @@ def in_words(device: torch.device) -> str:
 
 
 def _one(device: torch.device) -> Tensor:
-    return torch.ones(1, device=device)
+    return torch.ones(1, dtype=torch.float32, device=device)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ def run(device: torch.device) -> None:
     Raises:
         RuntimeError: one does not compile or run, or its result is not that of torch.
     """
-    numbers = torch.linspace(-1, 1, 1000, device=device)
+    numbers = torch.linspace(-1, 1, 1000, dtype=torch.float32, device=device)
     for name, attempt in _ATTEMPTS.items():
         try:
             for ours, theirs in attempt(numbers):

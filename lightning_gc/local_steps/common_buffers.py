@@ -112,7 +112,7 @@ class CommonBuffers:
             torch.where(_same(mine, common), 0.0, common.to(wide) - mine.to(wide)).reshape(-1)
             for mine, common in zip(own, self.common.values(), strict=True)
         ]
-        device = next(iter([*own, *still.values()]), torch.empty(0)).device
+        device = next(iter([*own, *still.values()]), torch.empty(0, device="cpu")).device
         flags = [float(name in changed) for name in names]
         sent = torch.cat([*gaps, torch.tensor(flags, dtype=wide, device=device)])
         # Those that have not changed here are needed only if they have elsewhere: not copied.

@@ -172,7 +172,9 @@ class Monitor(EitherLightning):
         """Average the epoch over workers in one message and log it."""
         engines, _ = parts(trainer)
         self._take_time()
-        numbers = torch.tensor([s.packed() for s in self._sums], dtype=torch.float64).mean(0)
+        numbers = torch.tensor(
+            [s.packed() for s in self._sums], dtype=torch.float64, device="cpu"
+        ).mean(0)
         epoch, total = self._mean(trainer, numbers).tolist()
         averages = Totals(*epoch).averages(engines[0].workers, trainer.strategy.network)
         averages |= self._levels(trainer)
@@ -184,11 +186,16 @@ class Monitor(EitherLightning):
         if watched:
             own = [[each.total_error, each.total_error_update] for each in watched]
             # In float32: beyond that, they depend on the order in which buckets were added.
-            both = self._mean(trainer, torch.tensor(own).mean(0)).tolist()
+            both = self._mean(
+                trainer, torch.tensor(own, dtype=torch.float32, device="cpu").mean(0)
+            ).tolist()
             figures[PREFIX + "total_error"], figures[PREFIX + "total_error_update"] = both
         self._write(trainer, figures, self._index)
         trainer.callback_metrics.update(
-            {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+            {
+                name: torch.tensor(value, dtype=torch.float64, device="cpu")
+                for name, value in figures.items()
+            }
         )
 
     def _warn_of_bytes(self, trainer: Any, epoch: Totals) -> None:

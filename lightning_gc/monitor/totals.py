@@ -145,7 +145,11 @@ class Sums:
                 setattr(step, f"{phase}_seconds", spent)
         if engine.statistics.norms_wanted and engine.step > self._step:
             measured = engine.statistics.norms
-            own = torch.tensor(measured or [(0.0, 0.0)]).double().norm(dim=0)
+            own = (
+                torch.tensor(measured or [(0.0, 0.0)], dtype=torch.float32, device="cpu")
+                .double()
+                .norm(dim=0)
+            )
             norm, error = self._parts.norms(own).tolist()
             if measured or norm:  # a rank whose shards are all empty has measured nothing itself
                 step.observed_steps = 1

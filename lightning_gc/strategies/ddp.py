@@ -20,7 +20,11 @@ from lightning_gc.strategies.real_worker import RealWorker
 from lightning_gc.synchronizer import Synchronizer
 from lightning_gc.synchronizer.module_hooks import ModuleHook
 from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
-from lightning_gc.synchronizer.validation import refuse_sparse_gradients, refuse_static_accumulation
+from lightning_gc.synchronizer.validation import (
+    refuse_second_hook,
+    refuse_sparse_gradients,
+    refuse_static_accumulation,
+)
 from lightning_gc.synchronizer.verification import Verify, verification
 
 
@@ -112,6 +116,7 @@ class CompressedDDP(RealWorker):
         """Start the synchronizer and register its hook; Lightning registers hooks on CUDA only."""
         ddp = self.model  # type: ignore[attr-defined]
         assert isinstance(ddp, DistributedDataParallel)
+        refuse_second_hook(ddp)
         refuse_sparse_gradients(ddp.module)
         self._refuse_static_manual(ddp)
         self.local_workers.name(ddp.module)

@@ -159,7 +159,7 @@ class LocalHooks(CompressedStrategy):
 
     def _on_any(self, is_so: bool) -> bool:
         """Return whether it is so on any worker; all must ask."""
-        here = torch.tensor(float(is_so), device=self.root_device)  # type: ignore[attr-defined]
+        here = torch.tensor(float(is_so), dtype=torch.float32, device=self.root_device)  # type: ignore[attr-defined]
         return float(self.reduce(here, reduce_op="mean")) > 0  # type: ignore[attr-defined]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -24,9 +24,14 @@ def compile_kernels(engine: Engine, device: torch.device) -> None:
     """
     if not dispatch.may_compile(device):
         return
-    grad = torch.linspace(-1, 1, sum(a * b for a, b in SHAPES.values()), device=device)
+    grad = torch.linspace(
+        -1, 1, sum(a * b for a, b in SHAPES.values()), dtype=torch.float32, device=device
+    )
     grad[::100] = 1e30  # reaches any threshold
-    weights = {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
+    weights = {
+        name: torch.zeros(shape, dtype=torch.float32, device=device)
+        for name, shape in SHAPES.items()
+    }
     alone = Engine(engine.compressor, engine.memory, engine.scheme)
     try:
         with torch.no_grad():

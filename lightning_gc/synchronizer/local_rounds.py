@@ -71,7 +71,7 @@ class Flight:
     sent: Tensor | None
     arriving: list[torch.futures.Future[Tensor]]
     drift: Tensor | None = None
-    rate: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    rate: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))
 
 
 class LocalRounds:

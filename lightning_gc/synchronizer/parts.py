@@ -65,5 +65,9 @@ class ShardParts(Parts):
     def norms_of(self, norms: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
         """Return the same by name; what this process has not, as an empty shard, counts as 0."""
         every = list(names)
-        whole = self.norms(torch.tensor([norms.get(name, 0.0) for name in every])).tolist()
+        whole = self.norms(
+            torch.tensor(
+                [norms.get(name, 0.0) for name in every], dtype=torch.float32, device="cpu"
+            )
+        ).tolist()
         return dict(zip(every, whole, strict=True))

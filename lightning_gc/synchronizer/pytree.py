@@ -47,7 +47,7 @@ def reduced(tree: Tree, mean: Callable[[Tensor], Tensor]) -> Tree:
     def mean_of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return mean(leaf.float())
-        return float(mean(torch.tensor(float(leaf), dtype=torch.float64)))
+        return float(mean(torch.tensor(float(leaf), dtype=torch.float64, device="cpu")))
 
     return _each_leaf(tree, mean_of)
 

@@ -98,7 +98,7 @@ def _without_state(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same settings of its groups, and an empty parameter in each."""
     groups = [
         {name: _number(value) for name, value in group.items() if name != "params"}
-        | {"params": [torch.zeros(0)]}
+        | {"params": [torch.zeros(0, dtype=torch.float32, device="cpu")]}
         for group in optimizer.param_groups
     ]
     return torch.optim.SGD(groups, lr=0.0) if groups else optimizer

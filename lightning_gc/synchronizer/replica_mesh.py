@@ -29,7 +29,7 @@ def replica_mesh(
     Communication pattern:
         All ranks make all groups, in the same order.
     """
-    mesh = torch.arange(replicas * shards).view(replicas, shards, 1)
+    mesh = torch.arange(replicas * shards, device="cpu").view(replicas, shards, 1)
     of_each = (mesh.flatten(1).t(), mesh.flatten(1), mesh.view(-1, 1))
     groups = [_own(rows.tolist(), timeout) for rows in of_each]
     return DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=NAMES)

@@ -181,7 +181,7 @@ class Synchronizer:
         compared = self._common() if common is None else common
         comparison = self._verification.compare(workers.first.step, compared)
         if comparison is not None:
-            self._compared = self._background.submit(comparison, torch.empty(0))
+            self._compared = self._background.submit(comparison, torch.empty(0, device="cpu"))
         workers.end_round(self._round)
         self._round = []
 

@@ -94,6 +94,20 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
             )
 
 
+def refuse_second_hook(ddp: DistributedDataParallel) -> None:
+    """Raise RuntimeError if a module has a communication hook, of which DDP allows one.
+
+    ``_apply_optimizer_in_backward`` makes DDP register one as well.
+    """
+    if ddp._comm_hooks:
+        hook = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
+        raise RuntimeError(
+            f"This DistributedDataParallel module already has the communication hook {hook}, and "
+            f"DDP allows one. Wrap the model again and register no other hook; an optimizer that "
+            f"steps within the backward pass registers one."
+        )
+
+
 def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compressor) -> None:
     """Raise ValueError for complex parameters, whose gradients are exchanged as pairs of floats."""
     found = [name for param, name in names.items() if param.is_complex()]
@@ -164,7 +178,7 @@ def _ends_first_pass_synchronised() -> bool:
         reducer=SimpleNamespace(_delay_all_reduce=lambda: ended.append(True)),
     )
     with torch.enable_grad():
-        leaf = torch.zeros(1, requires_grad=True)
+        leaf = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
         (out,) = _DDPSink.apply(lambda: stub, leaf * 1)
         out.sum().backward()
     return bool(ended)

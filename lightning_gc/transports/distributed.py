@@ -202,7 +202,8 @@ class Distributed(Transport):
 def _as_tensor(lengths: Sequence[int] | Sequence[Sequence[int]], like: Payload) -> Tensor:
     device = like[0].device
     # From pinned memory, or the host would wait for a GPU here as well as where it reads lengths.
-    numbers = torch.tensor(lengths, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda"
+    numbers = torch.tensor(lengths, dtype=torch.int64, device="cpu", pin_memory=pinned)
     return numbers.to(device, non_blocking=True)
 
 

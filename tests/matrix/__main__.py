@@ -6,10 +6,13 @@
     python -m tests.matrix --only NAME --tests tests/units
     python -m tests.matrix --strict                     # what cannot be had is a failure
     python -m tests.matrix --json                       # the names, for CI
+    python -m tests.matrix --projects                   # projects of others, as each week
+    python -m tests.matrix --only project-scvi          # one of them
 
 For each an empty environment gets the wheel and one Lightning package, and `first_run.py` does what
-a new user does first. With pytorch-lightning, tests follow. The exit status is 1 if one failed;
-what cannot be had is said.
+a new user does first. With pytorch-lightning, tests follow. A project's environment gets the wheel,
+the project and the tested versions, and its script in `projects` trains. The exit status is 1 if
+one failed; what cannot be had is said.
 """
 
 from __future__ import annotations
@@ -25,7 +28,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.matrix.combination import Combination, NotHere, combinations
+from tests.matrix.combination import (
+    CONSTRAINTS,
+    Combination,
+    NotHere,
+    Project,
+    combinations,
+    projects,
+    tested_torch,
+)
 from tests.matrix.installers import ROOT, Installer, Own, default, run
 
 TESTS = (
@@ -53,11 +64,7 @@ def build(folder: Path) -> Path:
 
 def attempt(each: Combination, wheel: Path, kind: type[Installer], tests: list[str]) -> list[str]:
     """Return versions, what the first run said, what the tests said."""
-    folder = ROOT / "runs" / "matrix" / each.name
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "empty").mkdir(parents=True)
-    log = folder / "log.txt"
-    installer = kind(folder / "environment", log)
+    folder, log, installer = prepared(each.name, kind)
     try:
         installer.make(each.python)
         for small in installer.torch(each.torch_version):
@@ -90,30 +97,62 @@ def attempt(each: Combination, wheel: Path, kind: type[Installer], tests: list[s
     return [found, "passed", last if passed else f"FAILED: {last}"]
 
 
+def prepared(name: str, kind: type[Installer]) -> tuple[Path, Path, Installer]:
+    """Return an empty folder, its log, and what fills its environment."""
+    folder = ROOT / "runs" / "matrix" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "empty").mkdir(parents=True)
+    log = folder / "log.txt"
+    return folder, log, kind(folder / "environment", log)
+
+
+def train(each: Project, wheel: Path, kind: type[Installer]) -> list[str]:
+    """Return versions, whether a project's script succeeded, and where its log is."""
+    folder, log, installer = prepared(each.name, kind)
+    try:
+        installer.make(f"{sys.version_info.major}.{sys.version_info.minor}")
+        for small in installer.torch(tested_torch()):
+            installer.install(small)
+        installer.install("-c", str(CONSTRAINTS), str(wheel), *each.requirements)
+    except NotHere as why:
+        return ["", "not here", str(why)]
+    asked = [installer.python, "-c", VERSIONS.format((each.requirements or ["torch"])[-1])]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    script = [installer.python, str(ROOT / "tests" / "matrix" / "projects" / each.script)]
+    passed = run(script, log, folder / "empty", 2400)
+    return [found, "passed" if passed else "FAILED", "" if passed else f"see {log}"]
+
+
 def main() -> int:
     """Try them; print a table."""
     usage = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tests.matrix", None, __doc__, formatter_class=usage)
-    names = [each.name for each in combinations()]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    names, others = ([each.name for each in listed] for listed in (combinations(), projects()))
+    parser.add_argument("--only", nargs="+", choices=names + others, metavar="NAME")
+    parser.add_argument("--projects", action="store_true", help="projects, instead of versions")
     parser.add_argument("--own", action="store_true", help="this Python and its torch")
     parser.add_argument("--tests", nargs="+", default=list(TESTS), help="what pytest runs")
     parser.add_argument("--strict", action="store_true", help="everything must be had")
     parser.add_argument("--json", action="store_true", help="print the names")
     options = parser.parse_args()
     console = Console(highlight=False)
+    only = options.only or (others if options.projects else names)
     if options.json:
-        console.print(json.dumps(names), soft_wrap=True)
+        console.print(json.dumps(only), soft_wrap=True)
         return 0
-    table = Table("combination", "Python, torch, Lightning", "first run", "tests", "minutes")
-    chosen = [each for each in combinations() if each.name in options.only]
+    table = Table("name", "Python, torch, package", "first run", "tests", "minutes")
+    every: list[Combination | Project] = [*combinations(), *projects()]
+    chosen = [each for each in every if each.name in only]
     kind = Own if options.own else default()
     wheels = ROOT / "runs" / "matrix" / "wheel"
     shutil.rmtree(wheels, ignore_errors=True)
     wheel, failed = build(wheels), False
     for each in chosen:
         begun = time.monotonic()
-        row = attempt(each, wheel, kind, options.tests)
+        if isinstance(each, Project):
+            row = train(each, wheel, kind)
+        else:
+            row = attempt(each, wheel, kind, options.tests)
         bad = ("FAILED", "not here") if options.strict else ("FAILED",)
         failed = failed or any(word in cell for word in bad for cell in row)
         table.add_row(each.name, *row, f"{(time.monotonic() - begun) / 60:.1f}")

@@ -1,12 +1,14 @@
-"""A combination of versions, as ``combinations.toml`` lists them."""
+"""What is tried, as ``combinations.toml`` lists it: versions together, and projects of others."""
 
 from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
 
 
 class NotHere(Exception):
@@ -37,8 +39,7 @@ class Combination:
     def torch_version(self) -> str:
         """As pip wants it after the name: ``"==2.6.0"``, or ``""`` for the newest."""
         if self.torch == "tested":
-            lines = (ROOT / "constraints.txt").read_text().splitlines()
-            return next(line for line in lines if line.startswith("torch==")).removeprefix("torch")
+            return tested_torch()
         return "" if self.torch == "newest" else f"=={self.torch}"
 
     @property
@@ -48,7 +49,38 @@ class Combination:
         return [f"{self.package}{version}", *self.others]
 
 
+@dataclass(frozen=True)
+class Project:
+    """A project of others whose own classes train with compressed gradients.
+
+    Attributes:
+        name: of the project, ``"project-..."``.
+        script: in the folder ``projects``; it trains.
+        requirements: what pip installs, each the newest that the tested versions allow.
+    """
+
+    name: str
+    script: str
+    requirements: list[str]
+
+
+def tested_torch() -> str:
+    """Return the version of constraints.txt, ``"==2.13.0"``."""
+    lines = CONSTRAINTS.read_text().splitlines()
+    return next(line for line in lines if line.startswith("torch==")).removeprefix("torch")
+
+
 def combinations() -> list[Combination]:
     """Return all, in the order of the file."""
-    text = (ROOT / "tests" / "matrix" / "combinations.toml").read_text()
-    return [Combination(name, **fields) for name, fields in tomllib.loads(text).items()]
+    named = _listed().items()
+    return [Combination(name, **fields) for name, fields in named if name != "projects"]
+
+
+def projects() -> list[Project]:
+    """Return all, in the order of the file."""
+    named = _listed()["projects"].items()
+    return [Project(f"project-{name}", **fields) for name, fields in named]
+
+
+def _listed() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "tests" / "matrix" / "combinations.toml").read_text())

@@ -9,15 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import (
+    QSGD,
     GradiVeQ,
     GradZip,
+    Identity,
     ModelTopK,
     NaturalCompression,
     PowerSGD,
     Quantised,
+    RandomK,
     ReusedThreshold,
     TopK,
     VarianceCriterion,
@@ -26,9 +30,10 @@ from lightning_gc import (
 from lightning_gc.controllers import Accordion, Fixed
 from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
 from lightning_gc.synchronizer.checksum import checksum, with_checksum
-from tests.processes.test_attach import Loop
+from tests.processes.test_attach import Loop, Net, batches
 from tests.support.controlled_workers import Listens
 from tests.support.damaged_leaves import replaced
+from tests.support.fitting import digest
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
@@ -107,11 +112,15 @@ def attached_twice(worker: int) -> list[Any]:
         return threading.active_count(), len(distributed_c10d._world.pg_map)
 
     before = left()
-    with pytest.raises(RuntimeError, match="can only be called once"):
+    with pytest.raises(RuntimeError, match="already has the communication hook"):
         attach(ddp, TopK(0.1))
     after = left()
     handle.close()
     handle.close()
+    hooked = DistributedDataParallel(nn.Linear(64, 64))
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(RuntimeError, match=r"the communication hook allreduce_hook, and DDP"):
+        attach(hooked, TopK(0.1))
     return [before == after, *left()]
 
 
@@ -209,3 +218,34 @@ def test_levels_and_buckets_must_be_equal_on_all_workers() -> None:
         assert len(said) == 2
         for sentence in said:
             assert sentence.startswith("Worker 1 has a state with other levels, buckets or")
+
+
+def elsewhere_by_default(worker: int) -> list[list[str]]:
+    """Return digests of trainings without and with a default device that holds no numbers."""
+    dist.init_process_group("gloo")
+    found: list[list[str]] = [[], []]
+    for compressor in (Identity(), QSGD(4), RandomK(0.1), PowerSGD(1)):
+        for device, digests in zip((None, "meta"), found, strict=True):
+            torch.manual_seed(0)
+            net, data = Net(), batches(worker)
+            wrapped = DistributedDataParallel(net)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+            torch.set_default_device(device)
+            try:
+                handle = attach(wrapped, compressor)
+                for step in range(4):
+                    if step == 2:
+                        handle.load_state_dict(handle.state_dict())
+                    optimizer.zero_grad()
+                    wrapped(data[step]).square().mean().backward()
+                    optimizer.step()
+                handle.close()
+            finally:
+                torch.set_default_device(None)
+            digests.append(digest(net))
+    return found
+
+
+def test_a_default_device_is_not_that_of_the_exchange() -> None:
+    for usual, other in run_in_processes(elsewhere_by_default, 2):
+        assert usual == other

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import lightning_gc
-from tests.matrix.combination import combinations
+from tests.matrix.combination import combinations, projects
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -49,6 +49,17 @@ def test_each_promised_python_is_tried_and_the_newest_with_the_newest() -> None:
     assert said <= tried
     newest = {each.package for each in combinations() if each.python == max(tried)}
     assert newest == {"pytorch-lightning", "lightning"}
+
+
+def test_each_project_has_a_script_and_each_script_a_project() -> None:
+    """Their environments get torch before anything else could choose its build."""
+    folder = ROOT / "tests" / "matrix" / "projects"
+    scripts = {path.name for path in folder.glob("*.py")} - {"comparison.py"}
+    assert {each.script for each in projects()} == scripts
+    assert not any(word.startswith("torch") for each in projects() for word in each.requirements)
+    weekly = yaml.safe_load((ROOT / ".github" / "workflows" / "projects.yml").read_text())
+    (schedule,) = weekly[True]["schedule"]  # YAML 1.1 reads the key "on" so
+    assert schedule["cron"].rpartition(" ")[2] in "0123456"
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda p: p.name)

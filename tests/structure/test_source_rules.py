@@ -232,6 +232,34 @@ def test_every_row_about_security_names_tests_that_exist() -> None:
         assert set(named) <= tests, row
 
 
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace"),
+    *("logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor"),
+    *("tril_indices", "triu_indices", "zeros"),
+}
+OF_DEFAULT_DTYPE = {"eye", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros"}
+
+
+def left_to_defaults(source: str) -> list[str]:
+    """Return the tensors whose device or dtype a program's ``torch.set_default_*`` would choose."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("torch"), name), keywords=given):
+                needed = {"device"} if name in FACTORIES else set()
+                needed |= {"dtype"} if name in OF_DEFAULT_DTYPE else set()
+                if needed - {keyword.arg for keyword in given}:
+                    found.append(ast.unparse(node))
+    return found
+
+
+def test_every_new_tensor_names_its_device_and_dtype() -> None:
+    """A default device sends a tensor of the exchange elsewhere; the contracts may leave it so."""
+    sources = [p for p in (ROOT / "lightning_gc").rglob("*.py") if "testing" not in p.parts]
+    assert len(sources) > 40
+    assert {p.name: u for p in sources if (u := left_to_defaults(p.read_text()))} == {}
+
+
 def test_no_file_is_long() -> None:
     long = {p.name: n for p in files() if (n := len(p.read_text().splitlines())) > 400}
     assert not long

@@ -111,7 +111,9 @@ def _draw(buffer: Tensor, unit: float, random: torch.Generator) -> tuple[Tensor,
         if host:
             drawn.add_(torch.from_numpy(numbers.random(drawn.numel())))
         else:
-            drawn.add_(torch.rand(drawn.shape, generator=random, out=torch.empty_like(drawn)))
+            drawn.add_(
+                torch.rand(drawn.shape, generator=random, dtype=drawn.dtype, device=drawn.device)
+            )
         found = topk_selection.reaching(drawn.floor_(), 0.5)
         positions.append(found + start)
         levels.append(drawn[found].long())

@@ -116,7 +116,7 @@ def add(
     arrived = yield Exchange(payloads)
     whole = torch.int32 if wide <= 31 else torch.int64
     sums = torch.zeros(size, dtype=whole, device=out.device)
-    sound = torch.zeros(1, device=out.device)
+    sound = torch.zeros(1, dtype=torch.float32, device=out.device)
     for sender, payload in enumerate(arrived):
         codes, sound = read(sender, payload, bits, 2 * s, sound)
         sums += codes

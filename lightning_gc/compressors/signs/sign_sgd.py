@@ -56,7 +56,10 @@ class SignSGD(Codec):
         votes = nonzero.any().float().view(1)
         if not payload_validation.on_host(buffer) or not nonzero.all():
             draw = bucket.generator(shared=False)
-            coins = torch.rand(buffer.shape, generator=draw, device=buffer.device) < 0.5
+            coins = (
+                torch.rand(buffer.shape, generator=draw, dtype=torch.float32, device=buffer.device)
+                < 0.5
+            )
             positive |= ~nonzero & coins
         bits = pack(positive.to(torch.uint8), 1)
         sign_payload.add(bits, torch.cat([-votes, votes]), buffer, -1.0)

@@ -38,7 +38,7 @@ class IndependentRandomMask(IndependentSparsifier):
     def how_many(self, numel: int, seed: int) -> int:
         """Return a binomial number, drawn on the host."""
         host = torch.Generator().manual_seed(seed)
-        trials = torch.tensor(numel, dtype=torch.float64)
+        trials = torch.tensor(numel, dtype=torch.float64, device="cpu")
         return int(torch.binomial(trials, torch.full_like(trials, self.density), generator=host))
 
     def wire(self, numel: int) -> Wire:

@@ -42,11 +42,11 @@ def on_host(numel: int, k: int, generator: torch.Generator) -> Tensor:
     replacement, and keeps k of those that differ, without preferring any position.
     """
     if k > _SPARSE * numel:
-        return torch.randperm(numel, generator=generator)[:k]
+        return torch.randperm(numel, generator=generator, device="cpu")[:k]
     expected = -numel * math.log1p(-k / numel)  # draws until k differ, on average
     draws = int(expected + 6 * math.sqrt(expected)) + 8
     while True:
-        drawn = torch.randint(numel, (draws,), generator=generator)
+        drawn = torch.randint(numel, (draws,), generator=generator, device="cpu")
         found = torch.from_numpy(np.unique(drawn.numpy()))
         if found.numel() >= k:
-            return found[torch.randperm(found.numel(), generator=generator)[:k]]
+            return found[torch.randperm(found.numel(), generator=generator, device="cpu")[:k]]

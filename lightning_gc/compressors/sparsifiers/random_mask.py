@@ -69,5 +69,5 @@ def how_many(density: float, numel: int, bucket: Bucket) -> int:
     """
     alike = replace(bucket, shapes={f"{numel} elements": (numel,)})
     host = torch.Generator().manual_seed(alike.generator_seed(shared=True))
-    trials = torch.tensor(numel, dtype=torch.float64)
+    trials = torch.tensor(numel, dtype=torch.float64, device="cpu")
     return int(torch.binomial(trials, torch.full_like(trials, density), generator=host))

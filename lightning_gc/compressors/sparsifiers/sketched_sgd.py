@@ -188,6 +188,6 @@ def _largest(numbers: Tensor, count: int) -> Tensor:
     All workers must choose the same, whatever their devices.
     """
     if numbers.device.type == "cpu":
-        return topk_selection.best(numbers, torch.arange(numbers.numel()), count)
+        return topk_selection.best(numbers, torch.arange(numbers.numel(), device="cpu"), count)
     order = numbers.abs().nan_to_num_(math.inf).sort(descending=True, stable=True).indices
     return order[:count].sort().values

@@ -11,7 +11,7 @@ from lightning_gc.kernels.numba_kernels.float32 import jit, multiply_add
 
 def round_off(buffer: Tensor) -> Tensor:
     """Return ``buffer`` as bfloat16, ``(numel,)``, and leave in it what rounding has left."""
-    rounded = torch.empty(buffer.shape, dtype=torch.bfloat16)
+    rounded = torch.empty(buffer.shape, dtype=torch.bfloat16, device=buffer.device)
     numbers = buffer.numpy()
     _round_off(numbers, numbers.view(np.uint32), rounded.view(torch.int16).numpy().view(np.uint16))
     return rounded

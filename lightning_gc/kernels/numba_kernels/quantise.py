@@ -23,7 +23,9 @@ def quantise(
     buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: torch.Generator | None
 ) -> Tensor:
     """As ``kernels.quantise.quantise``, for codes of at most 8 bits."""
-    packed = torch.empty(packed_bytes(buffer.numel(), bits), dtype=torch.uint8)
+    packed = torch.empty(
+        packed_bytes(buffer.numel(), bits), dtype=torch.uint8, device=buffer.device
+    )
     state = np.zeros(4, np.uint64)
     if noise is not None:
         stream = np.random.SFC64(noise.initial_seed())

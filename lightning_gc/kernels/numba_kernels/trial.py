@@ -24,7 +24,7 @@ def run() -> None:
     Raises:
         ArithmeticError: the result of one is not torch's.
     """
-    numbers = torch.linspace(-1, 1, _NUMEL).pow(3)
+    numbers = torch.linspace(-1, 1, _NUMEL, dtype=torch.float32, device="cpu").pow(3)
     numbers[96:240] = 0
     for name, attempt in {"bfloat16": _bfloat16, "quantise": _quantise}.items():
         for ours, theirs in attempt(numbers):
@@ -51,7 +51,7 @@ def _quantise(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     random = torch.from_numpy(drawn).float() * 2.0**-24
     generator = torch.Generator().manual_seed(_SEED)
     for bits, noise, u in ((4, generator, random), (8, None, 0.5), (3, None, 0.5)):
-        s = torch.tensor(2.0 ** (bits - 1) - 1)
+        s = torch.tensor(2.0 ** (bits - 1) - 1, dtype=torch.float32, device="cpu")
         ratio = numbers / wide.where(wide > 0, 1.0)
         levels = (ratio.abs() * s + u).floor().clamp(max=s).copysign(ratio)
         codes = (levels + s).to(torch.uint8)

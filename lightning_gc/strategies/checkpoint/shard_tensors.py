@@ -112,7 +112,7 @@ class Assembly:
             self._unknown[path] = torch.empty((saved, *part.shape), device="meta")
             return
         if path not in self._sums:
-            self._sums[path] = torch.zeros(own.sizes)
+            self._sums[path] = torch.zeros(own.sizes, dtype=torch.float32, device="cpu")
             self._covered[path] = 0
         here, there = [], []
         for begin, size, theirs, length in zip(

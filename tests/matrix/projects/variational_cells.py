@@ -1,0 +1,36 @@
+"""scvi-tools: SCVI, which makes a Trainer and a distributed sampler by itself, on random counts."""
+
+from pathlib import Path
+
+import anndata
+import numpy as np
+import scvi
+from comparison import compare, last, seed, trainer_settings
+from torch import nn
+
+from lightning_gc import Compressor
+
+
+def fit(compressor: Compressor | None, folder: Path, stop: bool, resume: bool) -> nn.Module:
+    """Train for an epoch, or for two."""
+    draw = np.random.default_rng(0)
+    cells = anndata.AnnData(draw.poisson(2.0, (128, 100)).astype(np.float32))
+    scvi.model.SCVI.setup_anndata(cells)
+    scvi.settings.seed = 0
+    model = scvi.model.SCVI(cells, n_hidden=64)
+    seed(0)
+    settings = trainer_settings(compressor, folder, stop, find_unused_parameters=True)
+    del settings["enable_model_summary"], settings["num_sanity_val_steps"]
+    model.train(
+        batch_size=16,
+        train_size=0.75,
+        early_stopping=False,
+        ckpt_path=last(folder, resume),
+        **settings,
+    )
+    network: nn.Module = model.module
+    return network
+
+
+if __name__ == "__main__":
+    compare(fit)
