@@ -55,7 +55,7 @@ class ScaledSign(Codec):
 
     def bound(self, numel: int) -> Contraction:
         """Return 1 / numel, reached by one large element."""
-        return Contraction(1 / numel)
+        return Contraction(1 / max(numel, 1))
 
     def wire(self, numel: int) -> Wire:
         """Return a bit an element, and the scale."""
