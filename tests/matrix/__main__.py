@@ -116,7 +116,8 @@ def train(each: Project, wheel: Path, kind: type[Installer]) -> list[str]:
         installer.install("-c", str(CONSTRAINTS), str(wheel), *each.requirements)
     except NotHere as why:
         return ["", "not here", str(why)]
-    asked = [installer.python, "-c", VERSIONS.format((each.requirements or ["torch"])[-1])]
+    package = (each.requirements or ["torch"])[-1].partition("[")[0]
+    asked = [installer.python, "-c", VERSIONS.format(package)]
     found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     script = [installer.python, str(ROOT / "tests" / "matrix" / "projects" / each.script)]
     passed = run(script, log, folder / "empty", 2400)

@@ -10,6 +10,7 @@ import yaml
 
 import lightning_gc
 from tests.matrix.combination import combinations, projects
+from tests.matrix.projects.comparison import broken
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -60,6 +61,29 @@ def test_each_project_has_a_script_and_each_script_a_project() -> None:
     weekly = yaml.safe_load((ROOT / ".github" / "workflows" / "projects.yml").read_text())
     (schedule,) = weekly[True]["schedule"]  # YAML 1.1 reads the key "on" so
     assert schedule["cron"].rpartition(" ")[2] in "0123456"
+
+
+def digests(**changed: str) -> list[dict[str, str]]:
+    """Return what two workers write that keep all promises, but for some of the second."""
+    sound = {"plain": "a", "identity": "a", "qsgd": "b", "topk": "c", "powersgd": "d"}
+    return [sound, sound | changed]
+
+
+@pytest.mark.parametrize(
+    ("trained", "resumed", "said"),
+    [
+        (digests(), digests(), []),
+        (digests(topk="e"), digests(), ["topk: the two workers"]),
+        (digests(), digests(topk="e"), ["topk: the two workers"]),
+        (digests(), [digests(qsgd="e")[1]] * 2, ["qsgd: the resumed run"]),
+        ([digests(qsgd="a")[1]] * 2, [digests(qsgd="a")[1]] * 2, ["qsgd: the weights are those"]),
+        ([digests(identity="e")[1]] * 2, [digests(identity="e")[1]] * 2, ["identity: the weights"]),
+    ],
+)
+def test_a_project_s_broken_promises_are_named(trained: Any, resumed: Any, said: Any) -> None:
+    found = broken(trained, resumed)
+    assert len(found) == len(said)
+    assert all(map(str.startswith, found, said)), found
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda p: p.name)

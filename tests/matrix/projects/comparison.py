@@ -41,15 +41,15 @@ def compare(fit: Fit) -> None:
         _work(fit, resume=phase == "resume")
         return
     trained, resumed = _started("train"), _started("resume")
-    broken = list(_broken(trained, resumed))
+    failed = broken(trained, resumed)
     for name in METHODS:
         digests = [found[0][name] for found in (trained, resumed)]
         sys.stdout.write(f"{name:9} trained {digests[0]}, resumed {digests[1]}\n")
-    sys.exit("\n".join(broken) or 0)
+    sys.exit("\n".join(failed) or 0)
 
 
-def _broken(trained: list[dict[str, str]], resumed: list[dict[str, str]]) -> list[str]:
-    """Return what did not hold, in sentences."""
+def broken(trained: list[dict[str, str]], resumed: list[dict[str, str]]) -> list[str]:
+    """Return what did not hold, in sentences: digests of each worker's weights, by method."""
     found = []
     for name in METHODS:
         if any(each[0][name] != each[1][name] for each in (trained, resumed)):

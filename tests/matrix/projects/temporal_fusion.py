@@ -51,7 +51,8 @@ def fit(compressor: Compressor | None, folder: Path, stop: bool, resume: bool) -
     settings = trainer_settings(compressor, folder, stop, find_unused_parameters=True)
     trainer = pl.Trainer(**settings, limit_train_batches=4, gradient_clip_val=0.1)
     loader = data.to_dataloader(train=True, batch_size=8, num_workers=0)
-    trainer.fit(model, loader, ckpt_path=last(folder, resume))
+    # Its checkpoints hold the loss as an object, which torch loads only where it is told to.
+    trainer.fit(model, loader, ckpt_path=last(folder, resume), weights_only=False)
     return model
 
 
