@@ -20,7 +20,6 @@ from lightning_gc.synchronizer.attached import Attached
 from lightning_gc.synchronizer.attached_ddp import AttachedDDP
 from lightning_gc.synchronizer.attached_shards import AttachedShards
 from lightning_gc.synchronizer.shard_validation import check_bucket_cap
-from lightning_gc.synchronizer.validation import refuse_second_hook
 from lightning_gc.synchronizer.verification import Verify, verification
 
 
@@ -101,7 +100,6 @@ def attach(
             f"optimizers=optimizer."
         )
     if isinstance(module, DistributedDataParallel):
-        refuse_second_hook(module)
         return AttachedDDP(module, configuration, controller, its, scaler, timeout, verify)
     if scaler is not None and scaler.is_enabled():
         raise ValueError(

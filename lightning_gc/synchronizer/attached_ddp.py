@@ -17,6 +17,7 @@ from lightning_gc.synchronizer.one_worker import warn_of_one_worker
 from lightning_gc.synchronizer.parts import Parts
 from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
 from lightning_gc.synchronizer.validation import (
+    refuse_second_hook,
     refuse_sparse_gradients,
     refuse_static_accumulation,
     refuse_unsynchronised,
@@ -49,6 +50,7 @@ class AttachedDDP(Attached):
     ) -> None:
         check_settings(configuration, controller, optimizers)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        refuse_second_hook(ddp)
         refuse_sparse_gradients(ddp.module)
         warn_of_one_queue(ddp)
         workers = Workers(configuration)

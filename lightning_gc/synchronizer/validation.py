@@ -97,10 +97,11 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
 def refuse_second_hook(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError if a module has a communication hook, of which DDP allows one.
 
-    ``_apply_optimizer_in_backward`` makes DDP register one as well.
+    ``_apply_optimizer_in_backward`` makes DDP register one as well. ``_comm_hooks`` would not do: a
+    copied module has the list of the original, but no hook.
     """
-    if ddp._comm_hooks:
-        hook = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
+    hook = ddp._get_ddp_logging_data().get("comm_hook")
+    if hook:
         raise RuntimeError(
             f"This DistributedDataParallel module already has the communication hook {hook}, and "
             f"DDP allows one. Wrap the model again and register no other hook; an optimizer that "
