@@ -34,7 +34,7 @@ from lightning_gc.advice.link_probe import KINDS, NOMINAL, at_rate, fit_all, off
 from lightning_gc.advice.prediction import predict
 from lightning_gc.advice.report import COLUMNS
 from lightning_gc.bench.baselines import PLAIN
-from lightning_gc.text_table import markdown
+from lightning_gc.core.text_table import markdown
 from lightning_gc.transports import Distributed
 
 LIMIT = timedelta(seconds=120)

@@ -24,10 +24,10 @@ from torch import nn
 
 import lightning_gc as gc
 from lightning_gc.compressors.base import Codec
+from lightning_gc.core.flow import Flow
+from lightning_gc.core.text_table import markdown
 from lightning_gc.engine.compatibility import by_default
 from lightning_gc.engine.engine import Engine
-from lightning_gc.flow import Flow
-from lightning_gc.text_table import markdown
 from lightning_gc.transports.simulated import Simulated
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

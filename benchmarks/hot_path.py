@@ -22,8 +22,8 @@ import dated_page
 import torch
 
 from lightning_gc import QSGD, Codec, HardThreshold, TopK
-from lightning_gc.bucket import Bucket
-from lightning_gc.text_table import markdown
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.text_table import markdown
 
 DENSITY = 0.01
 REACHED = 2.5758  # by 1 % of the magnitudes of normal numbers

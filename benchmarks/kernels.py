@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gc.coding import payload_validation
+from lightning_gc.core import payload_validation
 from lightning_gc.kernels import accumulate, dequantise, dispatch, quantise, select
 
 BITS, BLOCK_SIZE = 4, 512

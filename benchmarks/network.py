@@ -29,7 +29,7 @@ from network_methods import LIMIT, METHODS, check_methods, steps_between, train
 
 from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
 from lightning_gc.bench.table import COLUMNS, cells
-from lightning_gc.text_table import markdown
+from lightning_gc.core.text_table import markdown
 
 
 def turn(

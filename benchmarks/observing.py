@@ -25,11 +25,11 @@ import torch
 from models import MODELS, build
 
 from lightning_gc import CompressedDDPStrategy, TopK
+from lightning_gc.control.control_loop import ControlLoop
 from lightning_gc.controllers import Controller, Decision, Needs, Observation
 from lightning_gc.controllers.base import State
-from lightning_gc.engine.epoch_statistics import EpochStatistics
-from lightning_gc.synchronizer.control_loop import ControlLoop
-from lightning_gc.text_table import markdown
+from lightning_gc.core.text_table import markdown
+from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.transports.accounting import Recording
 
 DECLARED = {

@@ -25,7 +25,7 @@ from pytorch_lightning import Callback
 
 from lightning_gc.bench.baselines import NONE, PLAIN
 from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
-from lightning_gc.text_table import markdown
+from lightning_gc.core.text_table import markdown
 
 PHASES = ("compress", "communicate", "decode")
 COLUMNS = ("", "step", "computation", *PHASES, "sum of the parts", "hidden")

@@ -34,9 +34,10 @@ import torch  # noqa: E402
 from tune_language_model import LanguageModel  # noqa: E402, F401 - configs/thesis.yaml names it
 
 from lightning_gc.compressors import Compressor  # noqa: E402
-from lightning_gc.tuning import yaml_config  # noqa: E402
+from lightning_gc.methods import yaml_config  # noqa: E402
+from lightning_gc.methods.lightning_flavour import quiet_libraries  # noqa: E402
 from lightning_gc.tuning.early_stopping import EarlyStopping  # noqa: E402
-from lightning_gc.tuning.terminal_progress import quiet_libraries  # noqa: E402
+from lightning_gc.tuning.experiment import load_experiment  # noqa: E402
 from lightning_gc.tuning.training_run import fit  # noqa: E402
 
 UNITS = {"small": 100, "medium": 300}
@@ -70,7 +71,7 @@ def train(options: argparse.Namespace) -> None:
     sections["model"]["init_args"]["hidden"] = UNITS[options.size]
     sections["data"]["init_args"]["folder"] = str(options.data.resolve())
     sections["trainer"] |= {"max_epochs": options.epochs, "precision": options.precision}
-    experiment, methods = yaml_config.load(sections)
+    experiment, methods = load_experiment(sections)
     method = next(method for method in methods if method.name == options.method)
     rate, dropout = RATES[options.size, options.method]
     settings = {"model.learning_rate": rate, "model.dropout": dropout, "memory.momentum": MOMENTUM}

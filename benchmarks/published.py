@@ -31,8 +31,8 @@ from torch import Tensor
 
 import lightning_gc as gc
 from lightning_gc.compressors.sparsifiers import sketched_sgd
+from lightning_gc.core.text_table import markdown
 from lightning_gc.testing import Lockstep
-from lightning_gc.text_table import markdown
 
 
 def ef21(folder: Path, problem: Problem) -> tuple[list[Tensor], list[Tensor]]:

@@ -24,8 +24,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import CompressedDDPStrategy, PerParameter, SizeSwitch, TopK
+from lightning_gc.checkpoint.saving import Saving
 from lightning_gc.engine import Engine
-from lightning_gc.strategies.checkpoint.saving import Saving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from images import Photos, load

@@ -45,7 +45,7 @@ from lightning_gc import (
 )
 from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange, last_that_pays
 from lightning_gc.advice.traces import Pattern, Shapes, Trace, pattern, trace
-from lightning_gc.text_table import markdown
+from lightning_gc.core.text_table import markdown
 
 FULL: Shapes = {
     "embedding": (10_000, 300),

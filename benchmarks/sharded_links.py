@@ -33,7 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import QSGD, Compressor, Hierarchical, PowerSGD, Scheme, TopK, attach
-from lightning_gc.text_table import markdown
+from lightning_gc.core.text_table import markdown
 
 NODES, LOCAL, WARMUP = 2, 2, 3
 LIMIT = timedelta(seconds=120)

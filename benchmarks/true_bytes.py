@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gc import QSGD, Cast, HardThreshold, Identity, TopK
-from lightning_gc.flow import Exchange, Gather, Mean, Request
-from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
+from lightning_gc.core.flow import Exchange, Gather, Mean, Request
+from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
 from lightning_gc.transports import Distributed
 
 TOLERANCE = 0.05

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lightning_gc.settings import Settings
+from lightning_gc.core.settings import Settings
 
 from .curves import Curve
 from .exchange_record import ExchangeRecord

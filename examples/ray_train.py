@@ -15,8 +15,8 @@ from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback,
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from lightning_gc import TopK
-from lightning_gc.strategies.for_lightning import CompressionMonitor
-from lightning_gc.strategies.for_ray import CompressedRayStrategy
+from lightning_gc.lightning.for_lightning import CompressionMonitor
+from lightning_gc.lightning.for_ray import CompressedRayStrategy
 
 
 class Model(DemoModel):

@@ -25,8 +25,11 @@ from text import Corpus, columns, load
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_gc.tuning import report, tune, yaml_config
-from lightning_gc.tuning.terminal_progress import Progress, quiet_libraries
+from lightning_gc.methods import yaml_config
+from lightning_gc.methods.lightning_flavour import quiet_libraries
+from lightning_gc.tuning import report, tune
+from lightning_gc.tuning.experiment import load_experiment
+from lightning_gc.tuning.terminal_progress import Progress
 
 read_once = functools.cache(load)
 
@@ -212,7 +215,7 @@ def main() -> None:
             f"{options.config.stem}_{text}_h{sections['model']['init_args']['hidden']}_w{workers}"
         )
         changes = {"name": name, "workers": workers, "trials": options.trials}
-        experiment, methods = yaml_config.load(sections, **changes)
+        experiment, methods = load_experiment(sections, **changes)
         Text(options.data)  # a folder that lacks something is refused here
     except ValueError as error:
         parser.error(str(error))

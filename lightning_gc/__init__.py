@@ -14,57 +14,57 @@ from lightning_gc import flavours as _flavours
 
 if _TYPE_CHECKING:
     from lightning_gc.advice import advise as advise
+    from lightning_gc.attachment.plain_torch import attach as attach
     from lightning_gc.compressors import *
+    from lightning_gc.lightning.fabric_for_pytorch_lightning import (
+        CompressedFabricStrategy as CompressedFabricStrategy,
+    )
+    from lightning_gc.lightning.for_pytorch_lightning import (
+        CompressedDDPStrategy as CompressedDDPStrategy,
+    )
+    from lightning_gc.lightning.for_pytorch_lightning import (
+        CompressedFSDPStrategy as CompressedFSDPStrategy,
+    )
+    from lightning_gc.lightning.for_pytorch_lightning import (
+        CompressedHSDPStrategy as CompressedHSDPStrategy,
+    )
+    from lightning_gc.lightning.for_pytorch_lightning import (
+        CompressionMonitor as CompressionMonitor,
+    )
+    from lightning_gc.lightning.for_pytorch_lightning import (
+        LocalStepsStrategy as LocalStepsStrategy,
+    )
+    from lightning_gc.lightning.for_pytorch_lightning import (
+        SimulatedDDPStrategy as SimulatedDDPStrategy,
+    )
+    from lightning_gc.lightning.for_pytorch_lightning import (
+        SimulatedLocalStepsStrategy as SimulatedLocalStepsStrategy,
+    )
     from lightning_gc.local_steps import GrowingRounds as GrowingRounds
     from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.memories import *
-    from lightning_gc.network_model import NetworkModel as NetworkModel
-    from lightning_gc.plain_torch import attach as attach
     from lightning_gc.schemes import *
-    from lightning_gc.strategies.fabric_for_pytorch_lightning import (
-        CompressedFabricStrategy as CompressedFabricStrategy,
-    )
-    from lightning_gc.strategies.for_pytorch_lightning import (
-        CompressedDDPStrategy as CompressedDDPStrategy,
-    )
-    from lightning_gc.strategies.for_pytorch_lightning import (
-        CompressedFSDPStrategy as CompressedFSDPStrategy,
-    )
-    from lightning_gc.strategies.for_pytorch_lightning import (
-        CompressedHSDPStrategy as CompressedHSDPStrategy,
-    )
-    from lightning_gc.strategies.for_pytorch_lightning import (
-        CompressionMonitor as CompressionMonitor,
-    )
-    from lightning_gc.strategies.for_pytorch_lightning import (
-        LocalStepsStrategy as LocalStepsStrategy,
-    )
-    from lightning_gc.strategies.for_pytorch_lightning import (
-        SimulatedDDPStrategy as SimulatedDDPStrategy,
-    )
-    from lightning_gc.strategies.for_pytorch_lightning import (
-        SimulatedLocalStepsStrategy as SimulatedLocalStepsStrategy,
-    )
+    from lightning_gc.transports.network_model import NetworkModel as NetworkModel
 
 __version__ = "0.2.0"
 
 _PACKAGES = ("compressors", "memories", "schemes")
 _SINGLE = {
     "GrowingRounds": "local_steps",
-    "NetworkModel": "network_model",
+    "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
     "advise": "advice",
-    "attach": "plain_torch",
+    "attach": "attachment.plain_torch",
 }
 _EITHER_LIGHTNING = {
-    "CompressedDDPStrategy": "strategies.ddp.CompressedDDP",
-    "CompressedFSDPStrategy": "strategies.fsdp.CompressedFSDP",
-    "CompressedFabricStrategy": "strategies.fabric.CompressedFabric",
-    "CompressedHSDPStrategy": "strategies.hsdp.CompressedHSDP",
-    "CompressionMonitor": "monitor.Monitor",
-    "LocalStepsStrategy": "strategies.local_steps.LocalSteps",
-    "SimulatedDDPStrategy": "strategies.simulation.ddp.SimulatedDDP",
-    "SimulatedLocalStepsStrategy": "strategies.simulation.local_steps.SimulatedLocalSteps",
+    "CompressedDDPStrategy": "lightning.ddp.CompressedDDP",
+    "CompressedFSDPStrategy": "lightning.fsdp.CompressedFSDP",
+    "CompressedFabricStrategy": "lightning.fabric.CompressedFabric",
+    "CompressedHSDPStrategy": "lightning.hsdp.CompressedHSDP",
+    "CompressionMonitor": "lightning.monitor.Monitor",
+    "LocalStepsStrategy": "lightning.local_steps.LocalSteps",
+    "SimulatedDDPStrategy": "lightning.simulation.ddp.SimulatedDDP",
+    "SimulatedLocalStepsStrategy": "lightning.simulation.local_steps.SimulatedLocalSteps",
 }
 
 

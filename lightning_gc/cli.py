@@ -153,14 +153,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tune(options: argparse.Namespace) -> int:
+    from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning import Method, tune
-    from lightning_gc.tuning.storage import without_password
+    from lightning_gc.tuning.experiment import load_experiment
+    from lightning_gc.tuning.journal import without_password
     from lightning_gc.tuning.studies import best_trial
-    from lightning_gc.tuning.terminal_progress import Progress, quiet_libraries
-    from lightning_gc.tuning.yaml_config import load
+    from lightning_gc.tuning.terminal_progress import Progress
 
     quiet_libraries()
-    experiment, known = load(options.config, trials=options.trials, workers=options.workers)
+    experiment, known = load_experiment(
+        options.config, trials=options.trials, workers=options.workers
+    )
     methods = {method.name: method for method in known}
     names = options.compressor or methods
     if not names:
@@ -190,8 +193,8 @@ def _outcome(study: Any) -> str:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning import report
-    from lightning_gc.tuning.terminal_progress import quiet_libraries
 
     quiet_libraries()
     for path in report(options.storage, options.out, options.name):
@@ -200,8 +203,8 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _fit(options: argparse.Namespace) -> int:
+    from lightning_gc.methods.yaml_config import read_any
     from lightning_gc.tuning.lightning_cli import run
-    from lightning_gc.tuning.yaml_config import read_any
 
     read_any(options.config)
     try:
@@ -217,29 +220,28 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    from lightning_gc.tuning.editor_schema import editor_schema
+    from lightning_gc.tuning.lightning_cli import editor_schema
 
     sys.stdout.write(f"{json.dumps(editor_schema(options.modules), indent=1)}\n")
     return OK
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from lightning_gc.bench.command import bench
+    from lightning_gc.bench.comparison import bench
 
     bench(options)
     return OK
 
 
 def _advise(options: argparse.Namespace) -> int:
-    from lightning_gc.advice.command import run
+    from lightning_gc.advice.advising import run
 
     run(options)
     return OK
 
 
 def _list(options: argparse.Namespace) -> int:
-    from lightning_gc.catalogue.rendering import markdown, plain
-    from lightning_gc.catalogue.rows import FAMILIES
+    from lightning_gc.methods.rows import FAMILIES, markdown, plain
 
     for family in options.families:
         if family not in FAMILIES:

@@ -19,14 +19,14 @@ from types import ModuleType, new_class
 from typing import Any, ClassVar, Self
 
 ADAPTORS = {
-    "pytorch_lightning": "lightning_gc.strategies.for_pytorch_lightning",
-    "lightning.pytorch": "lightning_gc.strategies.for_lightning",
+    "pytorch_lightning": "lightning_gc.lightning.for_pytorch_lightning",
+    "lightning.pytorch": "lightning_gc.lightning.for_lightning",
 }
 """Lightning package -> module that registers our strategies for it."""
 
 FABRICS = {
-    "lightning_fabric": "lightning_gc.strategies.fabric_for_pytorch_lightning",
-    "lightning.fabric": "lightning_gc.strategies.fabric_for_lightning",
+    "lightning_fabric": "lightning_gc.lightning.fabric_for_pytorch_lightning",
+    "lightning.fabric": "lightning_gc.lightning.fabric_for_lightning",
 }
 """Package of Fabric -> the same for that."""
 

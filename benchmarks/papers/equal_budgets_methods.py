@@ -21,10 +21,10 @@ from optuna.trial import FixedTrial
 
 from lightning_gc import COMPRESSORS, Compressor, PerParameter, SizeSwitch
 from lightning_gc.compressors.traits import LEVEL
+from lightning_gc.core.search_space import Choice, Range, Space
 from lightning_gc.engine.compatibility import by_default
-from lightning_gc.search_space import Choice, Range, Space
+from lightning_gc.methods.parameter_space import MEMORY_PREFIX, PREFIX
 from lightning_gc.tuning import Method
-from lightning_gc.tuning.parameter_space import MEMORY_PREFIX, PREFIX
 
 DENSE = "identity"  # bit-equal to plain DDP
 MEMORY_MOMENTUM = f"{MEMORY_PREFIX}momentum"

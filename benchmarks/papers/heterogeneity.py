@@ -49,7 +49,7 @@ from lightning_gc import (
 )
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
-from lightning_gc.engine.epoch_statistics import EpochStatistics
+from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.transports import Simulated
 
 WORKERS, STEPS, CONDITION = 20, 200, 20.0

@@ -30,7 +30,7 @@ from shared import hush
 from tune_language_model import LanguageModel, Text
 
 from lightning_gc import tuning
-from lightning_gc.tuning import yaml_config
+from lightning_gc.methods import yaml_config
 from lightning_gc.tuning.early_stopping import EarlyStopping
 from lightning_gc.tuning.training_run import fit
 

@@ -21,10 +21,10 @@ from lightning_gc.advice.bucket_layout import Layout, pieces_of
 from lightning_gc.advice.timeline import BucketWork
 from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern, trace
 from lightning_gc.compressors import Identity
-from lightning_gc.flow import is_gathered
+from lightning_gc.core.flow import is_gathered
+from lightning_gc.methods.method import Method
 from lightning_gc.schemes import AllReduce
 from lightning_gc.transports.distributed import Distributed, gather_text
-from lightning_gc.tuning.method import Method
 
 REPEATS = 2
 FEW = 4

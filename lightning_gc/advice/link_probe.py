@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_gc.advice.alpha_beta import HasSeconds, Link, LinkByKind
 from lightning_gc.advice.traces import Asked, volume
-from lightning_gc.flow import Exchange, Gather, Mean, Request
+from lightning_gc.core.flow import Exchange, Gather, Mean, Request
 from lightning_gc.transports.distributed import Distributed
 
 SIZES = tuple(1 << power for power in (3, 12, 16, 18, 19, 20, 21, 22, 23, 24))

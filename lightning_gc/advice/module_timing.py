@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.advice.timeline import Module
-from lightning_gc.synchronizer.workers import plain_name
-from lightning_gc.tuning.lightning_flavour import pl
+from lightning_gc.exchange.workers import plain_name
+from lightning_gc.methods.lightning_flavour import pl
 
 Mark = float | torch.cuda.Event
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_gc.advice.alpha_beta import HasSeconds, dense, exchange
 from lightning_gc.advice.bucket_layout import Layout, caps, layout, segments
 from lightning_gc.advice.costs import Costs, together, work
-from lightning_gc.advice.plan_search import Plan, greedy
 from lightning_gc.advice.timeline import BucketWork, Module, Timeline, timeline
 from lightning_gc.advice.traces import Asked, Trace, sent, volume
 
@@ -181,3 +181,48 @@ def shortlist(rows: Sequence[Row], count: int) -> list[Row]:
 
 def _buckets(cap: float | None) -> str:
     return "" if cap is None else f", buckets of {cap:g} MiB"
+
+
+Plan = tuple[bool, ...]
+"""Whether each segment is compressed."""
+
+
+def greedy(sizes: Sequence[int], seconds: Callable[[Plan], float]) -> Plan:
+    """Return a plan that no change of one or two segments makes faster.
+
+    From all compressed and from none, the largest segments first, each is changed if that shortens
+    the step, until none does; then pairs. Compressing a segment that is sent before a gap of the
+    link only widens the gap, so most changes gain nothing, and few rounds are made.
+
+    Args:
+        sizes: of the segments; large ones are tried first.
+        seconds: plan -> predicted seconds of a step.
+
+    Reference:
+        After Wang, Lin, Zhu and Ng, "Espresso: Revisiting Gradient Compression from the System
+        Perspective", EuroSys 2023: its algorithm 1 goes over the tensors once, in this order.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    ends = [_descend((start,) * len(sizes), order, seconds) for start in (True, False)]
+    return min(ends, key=lambda end: end[1])[0]
+
+
+PAIRS = 12
+"""Up to so many segments, pairs are tried too."""
+
+
+def _descend(
+    plan: Plan, order: Sequence[int], seconds: Callable[[Plan], float]
+) -> tuple[Plan, float]:
+    moves: list[tuple[int, ...]] = [(i,) for i in order]
+    if len(order) <= PAIRS:
+        moves += list(itertools.combinations(order, 2))
+    best, moved = seconds(plan), True
+    while moved:
+        moved = False
+        for move in moves:
+            changed = tuple(on != (i in move) for i, on in enumerate(plan))
+            took = seconds(changed)
+            if took < best * (1 - 1e-9):
+                plan, best, moved = changed, took, True
+    return plan, best

@@ -26,9 +26,9 @@ from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, b
 from lightning_gc.bench.comparison import Say, take_turns
 from lightning_gc.bench.method_run import BenchError, BenchSetup, Measurement, measure, train
 from lightning_gc.bench.step_timing import WARMUP_STEPS
+from lightning_gc.methods.method import Method
 from lightning_gc.transports.distributed import Distributed, gather_text
 from lightning_gc.transports.peer_error import PeerError
-from lightning_gc.tuning.method import Method
 
 STEPS = 6
 """Measured steps of the module and of DDP without an exchange, before anything is predicted."""

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.core.flow import Exchange, Gather, Mean, Reply, Request
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default
-from lightning_gc.flow import Exchange, Gather, Mean, Reply, Request
 from lightning_gc.memories import Memory
-from lightning_gc.network_model import messages_sent
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.base import LENGTH_BYTES, laid_out
+from lightning_gc.transports.network_model import messages_sent
 from lightning_gc.transports.simulated import Simulated
 
 Shapes = dict[str, tuple[int, ...]]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+import lightning_gc
+from lightning_gc.methods.lightning_flavour import pl
+from lightning_gc.methods.method import Method
 from lightning_gc.transports.base import all_reduce_bytes
-from lightning_gc.tuning.lightning_flavour import pl
 
 NONE, PLAIN = "no synchronisation", "plain DDP"
 FP16, POWER_SGD = "torch fp16 hook", "torch PowerSGD hook"
@@ -106,3 +109,52 @@ def low_rank_numel(tensor: Tensor) -> int:
     low = (rows + columns) * min(rows, columns, RANK)
     # PowerSGD's ``min_compression_rate``: tensors that would shrink less are sent dense.
     return low if low * 2 < tensor.numel() else tensor.numel()
+
+
+DEFAULT = ("cast", "qsgd", "topk", "topk:value_dtype=bfloat16,scheme=sparse_reduce")
+
+
+def select_methods(words: Sequence[str], known: Mapping[str, Method]) -> dict[str, Method]:
+    """Return the methods that words name, and refuse those that cannot work.
+
+    Args:
+        words: each a method of the file, a compressor's name, or ``name:field=value,...``, where
+            ``memory`` and ``scheme`` may stand among the fields.
+        known: the methods of the file.
+
+    Raises:
+        ValueError: an unknown name or field, a value or combination that is refused, local steps.
+    """
+    methods = {word: known.get(word) or parse_method(word) for word in words}
+    for word, method in methods.items():
+        if method.rounds is not None or method.rounds_space:
+            raise ValueError(
+                f"{word} has local steps (rounds): most of its steps exchange nothing, so that "
+                f"single ones tell little. Leave it out here; lightning-gc tune compares it."
+            )
+        make_strategy(method)
+    return methods
+
+
+def parse_method(word: str) -> Method:
+    """Parse ``name:field=value,...``."""
+    name, _, rest = word.partition(":")
+    fields: dict[str, Any] = {}
+    for part in rest.split(",") if rest else ():
+        field, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{word!r}: write a compressor's fields as topk:density=0.01.")
+        fields[field.strip()] = yaml.safe_load(value)
+    parts = {kind: fields.pop(kind) for kind in ("memory", "scheme") if kind in fields}
+    return Method(word, name, fixed=fields, **parts)
+
+
+def make_strategy(method: Method, **settings: Any) -> Any:
+    """Return a new strategy of a method; fields that are not fixed have their defaults."""
+    return lightning_gc.CompressedDDPStrategy(
+        method.make_compressor({}),
+        memory=method.memory,
+        scheme=method.scheme,
+        controller=method.controller,
+        **settings,
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import shutil
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -10,10 +12,16 @@ from typing import Any
 
 import torch
 
-from lightning_gc.bench.baselines import BASELINES, NONE
+from lightning_gc.bench.baselines import BASELINES, DEFAULT, NONE, select_methods
 from lightning_gc.bench.method_run import BenchSetup, Measurement, measure
+from lightning_gc.bench.preparation import explained, prepare, print_line, process_group
+from lightning_gc.bench.table import COLUMNS, FOOTNOTE, cells, write
+from lightning_gc.bench.worker_device import WorkerRank
+from lightning_gc.core.text_table import plain
+from lightning_gc.methods.lightning_flavour import quiet_libraries
+from lightning_gc.methods.method import Method
+from lightning_gc.methods.yaml_config import methods_in, read
 from lightning_gc.transports.distributed import Distributed, gather_text
-from lightning_gc.tuning.method import Method
 
 Say = Callable[[str], None]
 
@@ -92,3 +100,38 @@ def _rows(
         if losses:
             row["loss"] = statistics.fmean(losses)
         yield name, row
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Run the command on one worker.
+
+    Raises:
+        ValueError: an invalid option, file or environment.
+        BenchError: a method has failed; unless another worker has, the traceback was printed.
+    """
+    worker = WorkerRank.from_environment("bench")
+    for name, least in (("rounds", 1), ("steps", 2), ("timeout", 1)):
+        if getattr(options, name) < least:
+            value = getattr(options, name)
+            raise ValueError(f"--{name} {value:g}: must be at least {least}.")
+    sections = read(options.config, needed=("model",))
+    say = print_line if worker.rank == 0 else lambda text: None
+    quiet_libraries()
+    setup, device = prepare(
+        sections,
+        worker,
+        options.steps,
+        options.timeout,
+        find_unused_parameters=options.find_unused_parameters,
+        say=say,
+    )
+    methods = select_methods(options.compressor or DEFAULT, methods_in(sections))
+    agreed = ("compressor", "rounds", "steps", "find_unused_parameters")
+    same = {name: repr(getattr(options, name)) for name in agreed}
+    with process_group(setup, device, same), explained():
+        rows = compare(setup, methods, options.rounds, device, say)
+    if worker.rank == 0:
+        width = shutil.get_terminal_size(fallback=(120, 24)).columns
+        say(f"{plain(COLUMNS, cells(rows), width)}\n{FOOTNOTE}")
+        for path in write(options.out, options.config, setup, options.rounds, rows):
+            say(str(path))

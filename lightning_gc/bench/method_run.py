@@ -10,15 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_gc.bench.baselines import NONE, baseline_strategy, computed_bytes
-from lightning_gc.bench.methods import make_strategy
-from lightning_gc.bench.sigterm import SigtermCallback
+from lightning_gc.bench.baselines import NONE, baseline_strategy, computed_bytes, make_strategy
 from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
-from lightning_gc.bench.worker_device import WorkerRank
+from lightning_gc.bench.worker_device import SigtermCallback, WorkerRank
+from lightning_gc.methods.lightning_flavour import pl
+from lightning_gc.methods.method import Method
+from lightning_gc.methods.yaml_config import YAMLBuild
 from lightning_gc.transports.peer_error import PeerError, is_from_backend
-from lightning_gc.tuning.lightning_flavour import pl
-from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.yaml_config import YAMLBuild
 
 TRAINER_ARGUMENTS = (
     *("precision", "plugins", "gradient_clip_val", "gradient_clip_algorithm", "deterministic"),

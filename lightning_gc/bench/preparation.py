@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from lightning_gc.bench.method_run import TRAINER_ARGUMENTS, BenchError, BenchSetup
 from lightning_gc.bench.worker_device import WorkerRank
-from lightning_gc.synchronizer.validation import check_agreement
+from lightning_gc.exchange.validation import check_agreement
+from lightning_gc.methods.yaml_config import YAMLBuild
 from lightning_gc.transports.distributed import Distributed
-from lightning_gc.tuning.yaml_config import YAMLBuild
 
 
 def prepare(

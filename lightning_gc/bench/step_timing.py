@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_gc.tuning.lightning_flavour import pl
+from lightning_gc.methods.lightning_flavour import pl
 
 WARMUP_STEPS = 4
 """Steps that are not measured: DDP rebuilds its buckets, PowerSGD's hook sends dense gradients."""

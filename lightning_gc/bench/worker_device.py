@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import threading
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
+
+from lightning_gc.methods.lightning_flavour import pl
 
 _HOW = """torchrun --nproc-per-node 2 -m lightning_gc {command} config.yaml
 On several machines, the same on each, with a number of its own after --node-rank:
@@ -79,3 +84,34 @@ class WorkerRank:
                 f"worker per GPU, or set trainer.accelerator to cpu."
             )
         return torch.device("cuda", self.local_rank)
+
+
+class SigtermCallback(pl.Callback):
+    """Exits at once on SIGTERM, where Lightning would wait for the other workers first.
+
+    Args:
+        rank: this worker's.
+        method: what it measures.
+    """
+
+    def __init__(self, rank: int, method: str) -> None:
+        self.rank, self.method = rank, method
+        self.install()
+
+    def on_train_start(self, *_: Any) -> None:
+        """Install the handler again, over Lightning's."""
+        self.install()
+
+    def install(self) -> None:
+        """Install the handler, in the main thread only."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._exit)
+
+    def _exit(self, *_: Any) -> None:
+        sys.stderr.write(
+            f"lightning-gc: Worker {self.rank} was told to stop while it measured {self.method}; "
+            f"if by torchrun, another worker has failed, and its summary says which.\n"
+        )
+        sys.stderr.flush()
+        # No exception: clean-up would wait for the failed worker.
+        os._exit(1)

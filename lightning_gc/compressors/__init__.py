@@ -21,7 +21,7 @@ from lightning_gc.compressors.quantisers.absolute_rounding import (
 )
 from lightning_gc.compressors.quantisers.aqsgd import AQSGD as AQSGD
 from lightning_gc.compressors.quantisers.bin_means import BinMeans as BinMeans
-from lightning_gc.compressors.quantisers.blockwise_8bit import Blockwise8Bit as Blockwise8Bit
+from lightning_gc.compressors.quantisers.blockwise_codes import Blockwise8Bit as Blockwise8Bit
 from lightning_gc.compressors.quantisers.cast import Cast as Cast
 from lightning_gc.compressors.quantisers.coded_qsgd import CodedQSGD as CodedQSGD
 from lightning_gc.compressors.quantisers.dynamic_tree import DynamicTree as DynamicTree
@@ -72,10 +72,10 @@ from lightning_gc.compressors.sparsifiers.sketched_sgd import SketchedSGD as Ske
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec as SparseCodec
 from lightning_gc.compressors.sparsifiers.stc import STC as STC
 from lightning_gc.compressors.sparsifiers.strom_threshold import StromThreshold as StromThreshold
-from lightning_gc.compressors.sparsifiers.threshold_estimator import (
+from lightning_gc.compressors.sparsifiers.topk import TopK as TopK
+from lightning_gc.compressors.sparsifiers.topk_selection import (
     ThresholdEstimator as ThresholdEstimator,
 )
-from lightning_gc.compressors.sparsifiers.topk import TopK as TopK
 from lightning_gc.compressors.sparsifiers.unbiased_randomk import UnbiasedRandomK as UnbiasedRandomK
 from lightning_gc.compressors.sparsifiers.variance_criterion import (
     VarianceCriterion as VarianceCriterion,
@@ -88,14 +88,14 @@ from lightning_gc.compressors.traits import Traits as Traits
 from lightning_gc.compressors.traits import Waits as Waits
 from lightning_gc.compressors.wrappers.induced import Induced as Induced
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter as PerParameter
-from lightning_gc.compressors.wrappers.preset import Preset as Preset
 from lightning_gc.compressors.wrappers.quantised import Quantised as Quantised
 from lightning_gc.compressors.wrappers.size_switch import SizeSwitch as SizeSwitch
+from lightning_gc.compressors.wrappers.wrapper import Preset as Preset
 from lightning_gc.compressors.wrappers.wrapper import Wrapper as Wrapper
-from lightning_gc.registry import concrete as _concrete
-from lightning_gc.registry import export as _export
-from lightning_gc.search_space import Choice as Choice
-from lightning_gc.search_space import Range as Range
+from lightning_gc.core.registry import concrete as _concrete
+from lightning_gc.core.registry import export as _export
+from lightning_gc.core.search_space import Choice as Choice
+from lightning_gc.core.search_space import Range as Range
 
 COMPRESSORS = _concrete(globals(), Compressor)
 """``{name: class}`` of all compressors that have a name; wrappers need an inner one."""

@@ -11,14 +11,14 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation
-from lightning_gc.coding.wire import Wire, limits
 from lightning_gc.compressors.bounds import Bound
 from lightning_gc.compressors.traits import Knob, Traits, Waits
-from lightning_gc.flow import Flow, Limits, Mean, Payload
-from lightning_gc.settings import Settings
-from lightning_gc.state_structure import NOTHING, Structure
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow, Limits, Mean, Payload
+from lightning_gc.core.settings import Settings
+from lightning_gc.core.state_structure import NOTHING, Structure
+from lightning_gc.core.wire import Wire, limits
 
 Joint = Literal["no", "parts", "shards"]
 

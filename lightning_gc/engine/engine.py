@@ -8,22 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import Compressor
-from lightning_gc.engine.compatibility import combine
-from lightning_gc.engine.error_buffers import Buffers, ErrorBuffers, to_host
-from lightning_gc.engine.exchange import BucketExchange
-from lightning_gc.engine.guard import Guard
-from lightning_gc.engine.learning_rates import LearningRates
-from lightning_gc.engine.levels import Levels
-from lightning_gc.engine.loss_scaling import LossScaling
-from lightning_gc.engine.made import Made
-from lightning_gc.engine.narrow_buffers import NarrowBuffers
-from lightning_gc.engine.statistics import Statistics
-from lightning_gc.flow import Flow
-from lightning_gc.memories import Memory
-from lightning_gc.schemes import Scheme
-from lightning_gc.state_structure import (
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow
+from lightning_gc.core.state_structure import (
     ERRORS,
     WHOLE,
     Each,
@@ -32,6 +20,14 @@ from lightning_gc.state_structure import (
     Record,
     Structure,
 )
+from lightning_gc.engine.compatibility import combine
+from lightning_gc.engine.error_buffers import Buffers, ErrorBuffers, Made, NarrowBuffers, to_host
+from lightning_gc.engine.guard import BucketExchange, Guard
+from lightning_gc.engine.levels import Levels
+from lightning_gc.engine.rates import LearningRates, LossScaling
+from lightning_gc.engine.statistics import Statistics
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
 from lightning_gc.transports.base import all_reduce_bytes, reduce_scatter_bytes
 
 ENGINE_STATE: dict[str, Structure] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_gc.coding.bit_packing import packed_bytes, unpack
+from lightning_gc.core.bit_packing import packed_bytes, unpack
 from lightning_gc.kernels.dispatch import fused
 from lightning_gc.kernels.quantise import in_blocks, in_one_pass, pieces
 
@@ -43,7 +43,7 @@ def dequantise(
         ValueError: ``packed`` has a wrong length; whatever ``check`` raises.
 
     Example:
-        >>> from lightning_gc.coding import payload_validation
+        >>> from lightning_gc.core import payload_validation
         >>> out, codes = torch.zeros(2), torch.tensor([6], dtype=torch.uint8)
         >>> dequantise(codes, torch.tensor([3.0]), 2, 2, out, 1.0, payload_validation.codes)
         >>> out

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.coding.bit_packing import pack
+from lightning_gc.core.bit_packing import pack
 from lightning_gc.kernels.dispatch import compiled, fused
 
 _PIECE = 1 << 16  # elements, about

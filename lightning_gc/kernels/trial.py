@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_gc.coding.bit_packing import unpack
+from lightning_gc.core.bit_packing import unpack
 
 _BLOCK = 64
 _BITS = (5, 8, 12)  # codes with a rest only, with whole bytes only, with both

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gc.local_steps.common_buffers import CommonBuffers
-from lightning_gc.local_steps.fragment import in_fragments
-from lightning_gc.local_steps.outer_sgd import OuterSGD
+from lightning_gc.core.digest import digest
+from lightning_gc.core.flow import Flow, Gather, Mean, Reply, Request
+from lightning_gc.local_steps.outer_sgd import OuterSGD, in_fragments
 
 
 class CommonWeights:
@@ -126,3 +127,226 @@ class CommonWeights:
     def _put(self, flats: Sequence[Tensor]) -> None:
         for each, flat in zip(self.fragments, flats, strict=True):
             each.put(flat)
+
+
+class CommonBuffers:
+    """Keeps the floating-point buffers that all workers had after the last exchange.
+
+    Exchanged is the difference to them, exactly 0 where nothing has changed: constants, such as
+    position tables, masks of −∞ and NaN for what is missing, keep every bit. Where the mean of the
+    differences is not finite, as of a minimum that begins at ∞, all take worker 0's value. Integers
+    and booleans are left alone: they are constants or count steps, and so are equal on all workers.
+
+    Parameters that are not trained are like buffers from the exchange on before which they have
+    first changed on some worker: a mean teacher's are averaged, a frozen backbone's are neither
+    kept nor sent. Of each of these one number is sent, whether it has changed.
+
+    A buffer that a worker lacks, or has in another shape than at the beginning, counts as unchanged
+    there and is left alone; so is a new one.
+
+    Args:
+        find: returns buffer name -> buffer, equal on all workers now. Called each time: a module
+            may assign a new tensor to a name.
+        untrained: returns parameter name -> parameter that is not trained, likewise.
+
+    Attributes:
+        common: name -> value after the last exchange.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Mapping[str, Tensor]],
+        untrained: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        self._find, self._untrained = find, untrained
+        frozen = {n: p for n, p in untrained().items() if p.is_floating_point() and _is_plain(p)}
+        self._frozen = {n: torch.zeros_like(p, device="meta") for n, p in frozen.items()}
+        self._layout = {name: torch.zeros_like(b, device="meta") for name, b in find().items()}
+        floats = {name: b for name, b in find().items() if b.is_floating_point()}
+        self.common = {name: b.detach().clone() for name, b in floats.items()}
+        self._seen: dict[str, int] = {}
+        self._look()
+
+    def _look(self) -> None:
+        """Note the bits of parameters that are not trained, which are equal on all workers now."""
+        self._seen = _digests(self._still)
+
+    @property
+    def _still(self) -> dict[str, Tensor]:
+        """Parameters that are not trained, and were unchanged at the last exchange."""
+        now, names = self._untrained(), (n for n in self._frozen if n not in self.common)
+        return {n: now[n] for n in names if n in now and now[n].shape == self._frozen[n].shape}
+
+    def _changed(self) -> list[str]:
+        """Return the names of those of ``_still`` that have other bits than they had."""
+        return [
+            name for name, bits in _digests(self._still).items() if bits != self._seen.get(name)
+        ]
+
+    @property
+    def live(self) -> dict[str, Tensor]:
+        """This worker's buffers; without those that have another shape than the common ones."""
+        now = {**self._untrained(), **self._find()}
+        found = {name: now[name] for name in self.common if name in now}
+        return {n: tensor for n, tensor in found.items() if tensor.shape == self.common[n].shape}
+
+    @property
+    def moved(self) -> bool:
+        """Whether this worker's buffers, or parameters that are not trained, are not the common."""
+        differ = (not bool(_same(live, self.common[n]).all()) for n, live in self.live.items())
+        return any(differ) or bool(self._changed())
+
+    def alike(self, device: torch.device) -> list[Tensor]:
+        """Return tensors to broadcast, as many and of the same shapes on all workers.
+
+        This worker's buffers, integers too; in the place of one that it lacks, or that has another
+        shape by now, a copy of the common one.
+        """
+        now = self._find()
+        return [
+            now[name]
+            if name in now and now[name].shape == each.shape
+            else self.common.get(name, torch.zeros_like(each, device=device)).clone()
+            for name, each in self._layout.items()
+        ]
+
+    def exchange(self, arriving: dict[str, Tensor]) -> tuple[Flow, Tensor]:
+        """Return the flow that puts the buffers that are to be common into ``arriving``, by name.
+
+        And what it sends, float32 or the widest type of any buffer, which it may change: ``common −
+        live`` of all buffers, exactly 0 where these are equal, then 1 for each parameter that is
+        not trained and has changed, else 0. It is empty, on all workers, where there is neither.
+
+        Communication pattern:
+            One mean. After it, only if that is not finite somewhere, a gather of these elements;
+            and only if parameters have changed for the first time, a mean of these.
+        """
+        live, still, changed = self.live, self._still, self._changed()
+        names = [name for name in self._frozen if name not in self.common]
+        own = [live.get(name, common).detach() for name, common in self.common.items()]
+        wide = _widest(self.common.values())
+        gaps = [
+            torch.where(_same(mine, common), 0.0, common.to(wide) - mine.to(wide)).reshape(-1)
+            for mine, common in zip(own, self.common.values(), strict=True)
+        ]
+        device = next(iter([*own, *still.values()]), torch.empty(0, device="cpu")).device
+        flags = [float(name in changed) for name in names]
+        sent = torch.cat([*gaps, torch.tensor(flags, dtype=wide, device=device)])
+        # Those that have not changed here are needed only if they have elsewhere: not copied.
+        values = {
+            name: still[name].data
+            if name in still
+            else torch.zeros_like(self._frozen[name], device=device)
+            for name in names
+        } | {name: still[name].detach().clone() for name in changed}
+        flat = torch.cat([sent[:0], *(each.to(wide).reshape(-1) for each in own)])
+        return self._flow(sent, flat, values, arriving), sent
+
+    def _flow(
+        self, sent: Tensor, own: Tensor, values: Mapping[str, Tensor], arriving: dict[str, Tensor]
+    ) -> Flow:
+        (mean,) = yield Mean((sent,))
+        gaps, flags = mean.split([own.numel(), len(values)])
+        odd, first = yield from _where_not_finite(gaps, own)
+        start = 0
+        for name, common in self.common.items():
+            piece = slice(start, start := start + common.numel())
+            before, gap = common.reshape(-1), gaps[piece]
+            after = torch.where(gap == 0, before, (before.to(gap.dtype) - gap).to(common.dtype))
+            if first is not None:
+                after = torch.where(odd[piece], first[piece].to(common.dtype), after)
+            arriving[name] = after.view(common.shape)
+        new = [name for name, flag in zip(values, flags.tolist(), strict=True) if flag]
+        if new:
+            wide = _widest(values[name] for name in new)
+            flat = torch.cat([values[name].to(wide).reshape(-1) for name in new])
+            (mean,) = yield Mean((flat.clone(),))
+            odd, first = yield from _where_not_finite(mean, flat)
+            mean = mean if first is None else torch.where(odd, first, mean)
+            for name, piece in zip(new, mean.split([values[n].numel() for n in new]), strict=True):
+                arriving[name] = piece.view(values[name].shape).to(values[name].dtype).clone()
+
+    def step(self, arrived: Mapping[str, Tensor]) -> None:
+        """Take what has arrived for the common buffers, and let this worker go on with them."""
+        self.common.update(arrived)
+        self.put(self.common)
+
+    def begin(self, buffers: Mapping[str, Tensor]) -> None:
+        """Take copies of these for the common buffers; all workers are equal now."""
+        self.common.update({name: buffer.clone() for name, buffer in buffers.items()})
+        self._look()
+
+    def put(self, named: Mapping[str, Tensor]) -> None:
+        """Set this worker's buffers, those that are named."""
+        now = {**self._still, **self.live}
+        for name, value in named.items():
+            if name in now and now[name].shape == value.shape:
+                now[name].data.copy_(value)
+
+    def put_back(self, named: Mapping[str, Tensor]) -> None:
+        """Set this worker's buffers again, while the common ones are in their place.
+
+        Those that somebody has changed there, as in validation, stay as they are now.
+        """
+        live = self.live
+        changed = {n for n, now in live.items() if not bool(_same(now, self.common[n]).all())}
+        self.put({name: value for name, value in named.items() if name not in changed})
+
+    @property
+    def taken(self) -> list[str]:
+        """Names of parameters that are not trained, but have changed, and so are exchanged."""
+        return [name for name in self.common if name in self._frozen]
+
+    def take(self, names: Iterable[str]) -> None:
+        """Exchange these parameters from now on; they are equal on all workers now."""
+        still = self._still
+        self.common.update({n: still[n].detach().clone() for n in names if n in still})
+
+    def own(self) -> dict[str, Tensor]:
+        """Return copies of this worker's buffers, and of what has changed since the exchange."""
+        still = self._still
+        here = {**self.live, **{name: still[name] for name in self._changed()}}
+        return {name: tensor.detach().clone() for name, tensor in here.items()}
+
+
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Return where two are equal, or both are NaN."""
+    return (one == other) | (one.isnan() & other.isnan())
+
+
+def _widest(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the type in which all of them are exchanged: float32 or wider."""
+    return functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+
+
+def _is_plain(param: Tensor) -> bool:
+    """Return whether a parameter's bits lie in memory as they are; 4-bit ones are wrapped."""
+    return type(param) in (Tensor, nn.Parameter) and param.layout == torch.strided
+
+
+def _digests(named: Mapping[str, Tensor]) -> dict[str, int]:
+    bits = {name: digest(tensor) for name, tensor in named.items() if tensor.numel()}
+    return dict(zip(bits, torch.cat(list(bits.values())).tolist(), strict=True)) if bits else {}
+
+
+def _where_not_finite(
+    mean: Tensor, own: Tensor
+) -> Generator[Request, Reply, tuple[Tensor, Tensor | None]]:
+    """Return where a mean is not finite, and a tensor that has worker 0's own values there.
+
+    None in its place if it is nowhere; all workers decide alike, for they have the same mean.
+    """
+    odd = ~mean.isfinite()
+    if not bool(odd.any()):
+        return odd, None
+    gathered = yield Gather((own[odd],))
+    first = torch.zeros_like(own)
+    first[odd] = gathered[0][0]
+    return odd, first
+
+
+def mean_of(flat: Tensor) -> Flow:
+    """Replace a flat tensor by its mean over workers."""
+    (mean,) = yield Mean((flat,))
+    if mean is not flat:
+        flat.copy_(mean)

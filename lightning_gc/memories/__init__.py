@@ -1,5 +1,7 @@
 """Memories: error feedback and momentum before compression, one rule per file."""
 
+from lightning_gc.core.registry import concrete as _concrete
+from lightning_gc.core.registry import export as _export
 from lightning_gc.memories.base import Memory as Memory
 from lightning_gc.memories.cser import CSER as CSER
 from lightning_gc.memories.diana import DIANA as DIANA
@@ -14,8 +16,6 @@ from lightning_gc.memories.residual import Residual as Residual
 from lightning_gc.memories.saef import SAEF as SAEF
 from lightning_gc.memories.step_ahead import StepAhead as StepAhead
 from lightning_gc.memories.weighted_error import WeightedError as WeightedError
-from lightning_gc.registry import concrete as _concrete
-from lightning_gc.registry import export as _export
 
 MEMORIES = _concrete(globals(), Memory)
 """``{name: class}`` of all memories that have a name."""

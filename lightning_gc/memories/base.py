@@ -9,11 +9,11 @@ from typing import Any, Protocol, Self, TypeAlias
 
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.flow import Flow, Reply, Request
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow, Reply, Request
+from lightning_gc.core.search_space import Choice, Range
+from lightning_gc.core.settings import Settings
 from lightning_gc.memories.storage import Storage
-from lightning_gc.search_space import Choice, Range
-from lightning_gc.settings import Settings
 
 State: TypeAlias = Mapping[str, Tensor]
 """Buffer name -> flat tensor."""

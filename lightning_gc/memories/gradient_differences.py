@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.flow import Flow
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 

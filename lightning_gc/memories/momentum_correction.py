@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.flow import Flow
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow
+from lightning_gc.core.search_space import Range
 from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
-from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.flow import Flow, Mean
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow, Mean
+from lightning_gc.core.search_space import Range
 from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
-from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.flow import Flow
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow
+from lightning_gc.core.search_space import Range
 from lightning_gc.memories.base import GradientExchange, Memory, State
-from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)

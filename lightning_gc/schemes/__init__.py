@@ -1,7 +1,7 @@
 """Schemes: how workers turn payloads into their mean, one communication pattern per file."""
 
-from lightning_gc.registry import concrete as _concrete
-from lightning_gc.registry import export as _export
+from lightning_gc.core.registry import concrete as _concrete
+from lightning_gc.core.registry import export as _export
 from lightning_gc.schemes.all_gather import AllGather as AllGather
 from lightning_gc.schemes.all_gather_or_two_shot import AllGatherOrTwoShot as AllGatherOrTwoShot
 from lightning_gc.schemes.all_reduce import AllReduce as AllReduce

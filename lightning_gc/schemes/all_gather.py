@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Joint, limits_of
-from lightning_gc.flow import Flow, Gather
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow, Gather
 from lightning_gc.schemes.base import Scheme
 
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Compressor, wire_of
-from lightning_gc.flow import Flow
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow
 from lightning_gc.schemes.all_gather import AllGather
-from lightning_gc.schemes.base import MemoryLike, Scheme
-from lightning_gc.schemes.shards import book, padded, toward, unpad
+from lightning_gc.schemes.base import MemoryLike, Scheme, book, padded, toward, unpad
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import elias_fano
-from lightning_gc.coding.payload_validation import naming
 from lightning_gc.compressors.base import Codec, Compressor
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.flow import Exchange, Flow, Gather, Limits, Mean
+from lightning_gc.core import elias_fano
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Exchange, Flow, Gather, Limits, Mean
+from lightning_gc.core.payload_validation import naming
 from lightning_gc.schemes.base import Scheme
 
 SLACK = 1.25  # an owner sends at most this many times its equal share of the survivors

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Compressor, limits_of, wire_of
-from lightning_gc.flow import Flow, Gather, Limits
-from lightning_gc.schemes.base import Scheme
-from lightning_gc.schemes.shards import book, padded, toward, unpad
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow, Gather, Limits
+from lightning_gc.schemes.base import Scheme, book, padded, toward, unpad
 from lightning_gc.schemes.two_shot import TwoShot
 
 

@@ -8,11 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import Codec, Joint, limits_of
-from lightning_gc.flow import Exchange, Flow, Gather
-from lightning_gc.schemes.base import Scheme
-from lightning_gc.schemes.shards import book, padded, unpad
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Exchange, Flow, Gather
+from lightning_gc.schemes.base import Scheme, book, padded, unpad
 
 
 @dataclass(frozen=True)

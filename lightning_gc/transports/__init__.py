@@ -1,6 +1,6 @@
 """Transports: fulfil the requests of flows, over a process group or between simulated workers."""
 
-from lightning_gc.registry import export as _export
+from lightning_gc.core.registry import export as _export
 from lightning_gc.transports.accounting import Recording as Recording
 from lightning_gc.transports.base import Transport as Transport
 from lightning_gc.transports.checksummed import Checksummed as Checksummed

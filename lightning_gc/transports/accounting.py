@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 
 from lightning_gc.controllers.exchange_record import ExchangeRecord
-from lightning_gc.flow import Flow, Request, resume
-from lightning_gc.network_model import messages_sent
+from lightning_gc.core.flow import Flow, Request, resume
 from lightning_gc.transports.base import Transport
+from lightning_gc.transports.network_model import messages_sent
 
 KEPT = 64
 """Requests whose bytes and seconds are kept."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_gc.flow import Limits, Payload, Reply, Request
+from lightning_gc.core.flow import Limits, Payload, Reply, Request
 from lightning_gc.transports.peer_error import MessageError
 
 

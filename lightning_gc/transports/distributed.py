@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Sequence
 
@@ -9,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
-from lightning_gc.transports import gloo_exit
+from lightning_gc.core.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Message,
@@ -76,7 +76,7 @@ class Distributed(Transport):
         self.worker = dist.get_rank(group)
         self.workers = dist.get_world_size(group)
         self.sent_bytes = self.node_bytes = 0
-        gloo_exit.register()
+        register()
 
     def fulfil(self, request: Request) -> Reply:
         """Carry out one request.
@@ -270,3 +270,23 @@ def _encoded(text: str, device: torch.device) -> Tensor:
 
 def _decoded(data: Tensor) -> str:
     return bytes(data.tolist()).decode(errors="replace")
+
+
+PAUSE = 0.1  # seconds; the threads need the interpreter's lock for microseconds
+
+
+def let_gloo_finish() -> None:
+    """Wait at exit until Gloo's threads have released their tensors.
+
+    They need the interpreter's lock for that. If it is already finalising, the process aborts
+    ("terminate called without an active exception", SIGABRT) after a successful run, and torchrun
+    would restart all workers. That the group has been destroyed does not help while DDP's reducer
+    still holds it (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    time.sleep(PAUSE)
+
+
+def register() -> None:
+    """Register the exit handler (idempotent)."""
+    atexit.unregister(let_gloo_finish)
+    atexit.register(let_gloo_finish)

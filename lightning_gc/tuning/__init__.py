@@ -10,13 +10,13 @@ if _missing:
         f"not installed. Install the extra: pip install 'lightning-gc[tune]'."
     )
 
+from lightning_gc.methods.method import Method as Method  # noqa: E402
+from lightning_gc.methods.method import Rounds as Rounds  # noqa: E402
 from lightning_gc.tuning.comparison import Event as Event  # noqa: E402
 from lightning_gc.tuning.comparison import tune as tune  # noqa: E402
 from lightning_gc.tuning.early_stopping import MissingMetric as MissingMetric  # noqa: E402
 from lightning_gc.tuning.experiment import Experiment as Experiment  # noqa: E402
 from lightning_gc.tuning.journal import StorageError as StorageError  # noqa: E402
-from lightning_gc.tuning.method import Method as Method  # noqa: E402
+from lightning_gc.tuning.journal import open_storage as open_storage  # noqa: E402
 from lightning_gc.tuning.report import report as report  # noqa: E402
-from lightning_gc.tuning.rounds import Rounds as Rounds  # noqa: E402
-from lightning_gc.tuning.storage import open_storage as open_storage  # noqa: E402
 from lightning_gc.tuning.trial import TrialError as TrialError  # noqa: E402

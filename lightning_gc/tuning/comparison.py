@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from lightning_gc.tuning import trial_leases
+from lightning_gc.methods.method import DENSE, Method
+from lightning_gc.tuning import failure_detector
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.failure_detector import FailureDetector
 from lightning_gc.tuning.final_runs import finals_running, run_finals
-from lightning_gc.tuning.keyboard_interrupt import interrupt_check
-from lightning_gc.tuning.method import DENSE, Method
-from lightning_gc.tuning.storage import database_errors, open_storage
+from lightning_gc.tuning.journal import database_errors, open_storage
 from lightning_gc.tuning.studies import best_trial, open_study
 from lightning_gc.tuning.trial import run_trial
 
@@ -93,7 +95,7 @@ def tune(
         for method in wanted:
             study = studies[method.name]
             # If other processes die at the last trials, these are made up for here.
-            while trial_leases.running(study):
+            while failure_detector.running(study):
                 time.sleep(_PAUSE)
                 run(_run_study(experiment, method, study, detector))
             while finals:
@@ -122,11 +124,11 @@ def _run_study(
     experiment: Experiment, method: Method, study: optuna.Study, detector: FailureDetector
 ) -> Iterator[Event]:
     while True:
-        lost = trial_leases.fail_lost_trials(study, detector)
+        lost = failure_detector.fail_lost_trials(study, detector)
         if lost:
             numbers = ", ".join(map(str, lost))
             yield Event(method.name, "lost", len(lost), f"trials of dead processes: {numbers}")
-        trial = trial_leases.begin_trial(study, experiment.trials)
+        trial = failure_detector.begin_trial(study, experiment.trials)
         if trial is None:
             return
         if not run_trial(experiment, method, study, trial):
@@ -134,7 +136,7 @@ def _run_study(
             yield Event(method.name, "lost", 1, text)
             continue
         trials = study.get_trials(deepcopy=False)
-        done = sum(trial_leases.counts(t) and t.state != TrialState.RUNNING for t in trials)
+        done = sum(failure_detector.counts(t) and t.state != TrialState.RUNNING for t in trials)
         yield Event(method.name, "trial", done, _describe(study, trial.number))
 
 
@@ -160,3 +162,33 @@ def _describe(study: optuna.Study, number: int) -> str:
     error = trial.user_attrs.get("error", "")
     text = f"trial {number} {trial.state.name.lower()} {values or error}"
     return text if best is None else f"{text} (best {best.values[0]:.5g})"
+
+
+@contextlib.contextmanager
+def interrupt_check() -> Iterator[Callable[[], None]]:
+    """Record Ctrl-C; yield a function that raises KeyboardInterrupt if there was one.
+
+    Call it between two runs. Python prints and forgets exceptions in destructors and in callbacks
+    from C, where short trials spend much of their time.
+    """
+    pressed = threading.Event()
+
+    def check() -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if in_main else None
+    if not callable(before):  # not the main thread, ignored, or not Python's to handle
+        yield check
+        return
+
+    def record(number: int, frame: Any) -> None:
+        pressed.set()
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, record)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import optuna
 
+from lightning_gc.methods.method import Method
 from lightning_gc.tuning.experiment import Experiment
-from lightning_gc.tuning.method import Method
 
 TOTAL, PER_STEP = "compression/total_", "compression_epoch/"
 TIMES = ("seconds", "cpu_seconds")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import optuna
 
-from lightning_gc.network_model import NetworkModel
-from lightning_gc.settings import Settings
-from lightning_gc.tuning.method import DENSE, Method, check_budget
+from lightning_gc.core.settings import Settings
+from lightning_gc.methods import yaml_config
+from lightning_gc.methods.method import DENSE, Method, check_budget
+from lightning_gc.methods.parameter_space import parse_all
+from lightning_gc.transports.network_model import NetworkModel
 
 Build = Callable[[optuna.trial.BaseTrial], Sequence[Any]]
 """``(trial) -> (model, datamodule)``, or ``(model, datamodule, {Trainer argument: value})``.
@@ -146,3 +149,42 @@ class Experiment(Settings):
     def better(self, value: float, than: float) -> bool:
         """Return whether one value of the metric is better than another."""
         return value < than if self.mode == "min" else value > than
+
+
+def load_experiment(
+    given: str | Path | Mapping[str, Any], **changes: Any
+) -> tuple[Experiment, list[Method]]:
+    """Return the experiment and the methods that a file describes.
+
+    Args:
+        given: path of the YAML file, or its sections.
+        changes: settings in place of those in its section ``tune``, such as ``trials=10``; or None.
+
+    Raises:
+        ValueError: the file is missing, is no YAML, or holds invalid settings.
+    """
+    sections = given if isinstance(given, Mapping) else yaml_config.read(given)
+    settings = _settings(sections, changes)
+    trainer = yaml_config.mapping("trainer", sections.get("trainer"), "max_epochs: 8")
+    devices = trainer.pop("devices", 1)
+    if not isinstance(devices, int):
+        raise ValueError(f"trainer.devices={devices!r}: tuning needs a number.")
+    parts = {name: sections.get(name) for name in ("model", "data")} | {"trainer": trainer}
+    build = yaml_config.YAMLBuild(parts, parse_all(settings.pop("space")))
+    build.check()
+    methods = list(yaml_config.methods_in(sections).values())
+    experiment = Experiment(**settings, build=build, devices=devices)
+    experiment.check_trainer(trainer)
+    return experiment, methods
+
+
+def _settings(sections: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section ``tune``: fields of ``Experiment``, and ``space``."""
+    given = yaml_config.mapping("tune", sections["tune"], "metric: loss")
+    given.pop("methods", None)
+    given |= {name: value for name, value in changes.items() if value is not None}
+    parser = yaml_config.arguments()
+    elsewhere = {"build", "devices", "trainer"}  # made of other sections
+    parser.add_class_arguments(Experiment, "tune", skip=elsewhere, instantiate=False)
+    parser.add_argument("--tune.space", type=dict[str, Any], required=True)
+    return dict(vars(parser.instantiate(yaml_config.parse(parser, {"tune": given})).tune))

@@ -14,11 +14,11 @@ from typing import Any
 
 import optuna
 
+from lightning_gc.methods.method import DENSE, Method
+from lightning_gc.methods.parameter_space import PREFIXES
 from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.failure_detector import FailureDetector, heartbeat, owner
-from lightning_gc.tuning.method import DENSE, Method
-from lightning_gc.tuning.parameter_space import PREFIXES
 from lightning_gc.tuning.studies import best_trial
 from lightning_gc.tuning.trial import TrialError, train
 

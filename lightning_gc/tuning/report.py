@@ -13,9 +13,9 @@ from typing import Any
 import optuna
 from optuna.storages import BaseStorage
 
-from lightning_gc import text_table
+from lightning_gc.core import text_table
+from lightning_gc.tuning.journal import open_storage
 from lightning_gc.tuning.plots import plots
-from lightning_gc.tuning.storage import open_storage
 from lightning_gc.tuning.tables import TOP, Studies, Table, rules_of, sizes_of, tables
 
 _TEXTS = {

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import optuna
@@ -12,9 +15,10 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from lightning_gc.core.registry import given_fields, path_of, public_name
+from lightning_gc.methods.method import Method
+from lightning_gc.methods.parameter_space import as_json
 from lightning_gc.tuning.experiment import Experiment
-from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.study_rules import agreed, rules_of
 
 RULES = "rules"
 
@@ -96,3 +100,124 @@ def best_trial(study: optuna.Study) -> FrozenTrial | None:
         return None
     best = min if study.directions[0] == StudyDirection.MINIMIZE else max
     return best(done, key=lambda trial: trial.values[0])
+
+
+# What the first versions wrote down; without these it is no study of ours.
+_FIRST = ("metric", "mode", "objective", "compressor", "fixed", "space", "budget", "workers")
+# Arguments of the Trainer that say what is shown, and where.
+_SHOWN = ("logger", "default_root_dir", "enable_progress_bar", "enable_model_summary")
+
+
+def rules_of(experiment: Experiment, method: Method) -> dict[str, Any]:
+    """Return the rules under which a method's trials are made.
+
+    How many trials there are, and the timeout, are none: what is done stays as it is. The shared
+    space, and model, data and Trainer's arguments, are known if ``build`` declares them, as that of
+    a YAML file does; what a function does is not looked at.
+    """
+    memory, scheme = method.memory_and_scheme()
+    budget, pareto = experiment.budget_of(method), experiment.objective == "pareto"
+    build, settings = experiment.build, vars(experiment)
+    sections = getattr(build, "sections", {})
+    trainer = {**experiment.trainer, **(sections.get("trainer") or {})}
+    rules = {
+        "metric": experiment.metric,
+        "mode": experiment.mode,
+        "objective": experiment.objective,
+        "compressor": path_of(method.compressor_class),
+        "fixed": method.fixed,
+        "space": as_json(method.tuned) | as_json(getattr(build, "space", ())),
+        "budget": budget,
+        "bytes_counted": None if budget is None and not pareto else experiment.bytes_counted,
+        "workers": max(experiment.workers, experiment.devices),
+        "every_tensor": method.every_tensor,
+        "memory": memory,
+        "memory_space": as_json(method.tuned_memory),
+        "rounds": method.rounds,
+        "rounds_space": as_json(method.rounds_space),
+        "scheme": scheme,
+        "controller": method.controller,
+        "model": sections.get("model"),
+        "data": sections.get("data"),
+        "trainer": {name: value for name, value in trainer.items() if name not in _SHOWN},
+    }
+    more = ("test_metric", "sampler", "pruner", "warmup", "patience", "seed", "seeds", "network")
+    rules |= {name: settings[name] for name in (*more, "devices")}
+    plain: dict[str, Any] = json.loads(json.dumps(_plain(rules)))  # as the storage returns them
+    return plain
+
+
+def agreed(study: str, known: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rules under which an existing study goes on: those asked for.
+
+    Seeds of final runs may be added. What an early version has not written down is taken to have
+    been as it is asked for now.
+
+    Args:
+        study: its name.
+        known: what it has stored.
+        asked: what ``rules_of`` returns.
+
+    Raises:
+        ValueError: it was made under other rules.
+
+    Warns:
+        UserWarning: some of its rules were not written down.
+    """
+    known = dict(known) if isinstance(known, dict) else {}
+    if "compressor" in known:  # rules of old studies name the compressor's file as well
+        known["compressor"] = public_name(str(known["compressor"]))
+    if known and asked["bytes_counted"]:  # the first versions knew no others
+        known.setdefault("bytes_counted", "wire_bytes")
+    unknown = [name for name in asked if name not in known and name not in _FIRST]
+    seeds = known.get("seeds")
+    if isinstance(seeds, list) and all(seed in asked["seeds"] for seed in seeds):
+        known["seeds"] = asked["seeds"]
+    old = dict(_leaves(known | {name: asked[name] for name in unknown}))
+    new = dict(_leaves(asked))
+    other = [path for path in old | new if old.get(path) != new.get(path)]
+    if other:
+        raise ValueError(
+            f"The study {study!r} exists with {_said(other, old)}, and is now asked for "
+            f"{_said(other, new)}; the trials would not compare, so change that back, or give the "
+            f"experiment another name or storage."
+        )
+    if unknown:
+        warnings.warn(
+            f"The study {study!r} is of an earlier version, which did not write down "
+            f"{', '.join(unknown)}. They are taken to have been as they are now; if one was not, "
+            f"give the experiment another name or storage.",
+            stacklevel=2,
+        )
+    return dict(asked)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; of an object its class and the fields not at their default.
+
+    Of an object that is no dataclass only the class is known.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, type):
+        return path_of(value)
+    return {"class_path": path_of(type(value))} | _plain(given_fields(value))
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``(dotted path, value)`` of all that is given; None is not."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{path}.{name}" if path else name)
+    elif value is not None:
+        yield path, value
+
+
+def _said(paths: Iterable[str], leaves: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{path}={leaves[path]!r}" if path in leaves else f"no {path}" for path in paths
+    )

@@ -16,10 +16,10 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from lightning_gc.methods.method import DENSE
+from lightning_gc.tuning.failure_detector import counts
 from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
-from lightning_gc.tuning.method import DENSE
 from lightning_gc.tuning.studies import RULES, best_trial
-from lightning_gc.tuning.trial_leases import counts
 
 TOP = 8
 """Greatest number of best trials of a study in box plots; at most a third of its trials."""

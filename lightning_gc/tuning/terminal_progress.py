@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-
-import optuna
 import rich.progress
 
 from lightning_gc.tuning.comparison import Event
 from lightning_gc.tuning.experiment import Experiment
-
-
-def quiet_libraries() -> None:
-    """Silence messages of Optuna, Lightning and trials that are not worth reading."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    for package in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch"):
-        logging.getLogger(package).setLevel(logging.WARNING)
-    for unread in (
-        ".*is deprecated",
-        ".*not have many workers",
-        ".*than the logging interval",
-        "One worker: nothing is sent",  # the report tells, and of the next
-        "This sends .* times what plain",
-    ):
-        warnings.filterwarnings("ignore", message=unread)
 
 
 class Progress(rich.progress.Progress):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optuna
 
 import lightning_gc
-from lightning_gc.tuning.early_stopping import look_up
+from lightning_gc.methods.lightning_flavour import pl
+from lightning_gc.methods.method import Method
+from lightning_gc.tuning.early_stopping import TOTAL, BestTracker, look_up
 from lightning_gc.tuning.experiment import Experiment
-from lightning_gc.tuning.lightning_flavour import pl
-from lightning_gc.tuning.method import Method
-from lightning_gc.tuning.training_callback import Ask, TrialCallback
 
 # Arguments of the Trainer that its tests need as well.
 _TEST_ARGUMENTS = ("accelerator", "precision", "plugins", "limit_test_batches")
@@ -103,3 +105,86 @@ def _train(trainer: pl.Trainer, callback: TrialCallback, model: Any, data: Any) 
 
 class _NoLogger(pl.loggers.logger.DummyLogger):
     """Writes nothing: results go into the study."""
+
+
+Ask = Callable[[Mapping[str, float]], bool]
+"""``(logged metrics) -> whether training goes on``."""
+
+
+class TrialCallback(pl.Callback):
+    """Asks after each training epoch with a validation whether training goes on.
+
+    Worker 0 asks and all obey. Must follow the monitor, whose metrics it passes on. After a last
+    epoch without a validation it passes on the monitor's totals once more.
+
+    Args:
+        ask: is given all logged metrics, the epoch's ``seconds`` of training, and its
+            ``cpu_seconds``: CPU time of the process over its workers. At the end of training it is
+            given the totals alone, and its answer is ignored.
+        best_of: restore the weights of the best epoch at the end; None keeps the last ones.
+
+    Attributes:
+        interrupted: the user pressed Ctrl-C, which Lightning turns into an exit.
+    """
+
+    def __init__(self, ask: Ask, best_of: Experiment | None = None) -> None:
+        self.ask = ask
+        self.interrupted = False
+        self._tracker = BestTracker(best_of) if best_of is not None else None
+        self._weights: dict[str, Any] | None = None
+        self._starts = self._spent = 0.0, 0.0  # wall clock and CPU time
+        self._validated = False
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clocks."""
+        self._starts, self._validated = _clocks(), False
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clocks; of several validations the last one counts."""
+        (wall, cpu), (wall_start, cpu_start) = _clocks(), self._starts
+        self._spent = wall - wall_start, cpu - cpu_start
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that there are new metrics."""
+        self._validated = not trainer.sanity_checking
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ask, stop, and copy the best weights."""
+        if not self._validated:
+            return
+        go_on, better, tracker = True, True, self._tracker
+        strategy: Any = trainer.strategy
+        if trainer.is_global_zero:
+            logged = _logged(trainer)
+            seconds, cpu = self._spent
+            times = {"seconds": seconds, "cpu_seconds": cpu / len(strategy.engines)}
+            go_on = self.ask(logged | times)
+            if tracker is not None:
+                value = logged.get(tracker.experiment.metric, math.nan)
+                better = math.isfinite(value) and tracker.add(value) == 0
+        if tracker is not None and strategy.reduce_boolean_decision(better):
+            weights = pl_module.state_dict()
+            self._weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        if not strategy.reduce_boolean_decision(go_on):
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Pass on the totals of epochs without a validation; restore the best weights."""
+        if trainer.is_global_zero and not self._validated:
+            self.ask({n: v for n, v in _logged(trainer).items() if n.startswith(TOTAL)})
+        if self._weights is not None:
+            pl_module.load_state_dict(self._weights)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Tell Ctrl-C from a failure."""
+        self.interrupted = isinstance(exception, KeyboardInterrupt)
+
+
+def _logged(trainer: pl.Trainer) -> dict[str, float]:
+    return {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1}
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()

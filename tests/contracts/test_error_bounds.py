@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_gc.compressors import Codec, Collective, Compressor
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.collective import exchanged
+from lightning_gc.testing.contracts.compressor import exchanged
 from tests.support.instances import ALL, each_instance
 
 RANDOM, DRAWS = 1000, 32

@@ -24,7 +24,7 @@ from lightning_gc import (
 )
 from lightning_gc.compressors import Compressor
 from lightning_gc.engine.compatibility import combine
-from lightning_gc.local_steps.compatibility import refuse
+from lightning_gc.local_steps.round_plan import refuse
 from lightning_gc.memories import GlobalMomentum, LocalMomentum, Memory, MomentumCorrection
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing import LocalLockstep

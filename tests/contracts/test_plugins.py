@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors import Collective, Contraction, Knob, SparseCodec, Traits
-from lightning_gc.flow import Flow, Mean
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow, Mean
+from lightning_gc.core.wire import Field, Wire
 from lightning_gc.memories import Memory
 from lightning_gc.memories.base import GradientExchange
 from lightning_gc.testing.contracts import CompressorContract, MemoryContract

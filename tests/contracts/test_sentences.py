@@ -13,9 +13,9 @@ from torch import Tensor
 
 import lightning_gc.testing.contracts as contracts
 from lightning_gc import AllGather, Codec, Contraction, Knob, Residual, TopK, Traits
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Field, Wire
-from lightning_gc.flow import Flow, Payload
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow, Payload
+from lightning_gc.core.wire import Field, Wire
 from lightning_gc.memories.base import GradientExchange
 from lightning_gc.testing.contracts import CompressorContract, MemoryContract, SchemeContract
 from tests.contracts.test_plugins import BlockMeans

@@ -15,8 +15,10 @@ import torch
 
 from lightning_gc import QSGD, AllGather, Codec, NoMemory, RandomK, TopK
 from lightning_gc.engine.compatibility import combine
-from lightning_gc.tuning import Method, yaml_config
+from lightning_gc.methods import yaml_config
+from lightning_gc.tuning import Method
 from lightning_gc.tuning.early_stopping import EarlyStopping
+from lightning_gc.tuning.experiment import load_experiment
 from lightning_gc.tuning.training_run import fit
 from tests.support.fitting import unwarned
 from tests.support.texts import write
@@ -32,20 +34,20 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_files_describe_the_thesis_and_the_demo(example: ModuleType) -> None:
-    thesis, methods = yaml_config.load(CONFIGS / "thesis.yaml")
+    thesis, methods = load_experiment(CONFIGS / "thesis.yaml")
     assert (thesis.trials, thesis.sampler, thesis.patience) == (60, "random", 10)
     assert [m.name for m in methods if m.tuned] == []  # ratios are given, not searched
     assert len(methods) == 1 + 4 * 3 + 1
     momenta = [m.name for m in methods if m.tuned_memory]
     assert momenta == ["dgc_50x", "dgc_500x", "dgc_5000x"]
-    demo, methods = yaml_config.load(CONFIGS / "demo.yaml")
+    demo, methods = load_experiment(CONFIGS / "demo.yaml")
     assert [m.name for m in methods] == ["dense", "topk", "randomk", "qsgd", "hard_threshold"]
     assert demo.workers == 2
 
 
 def test_ratios_are_those_of_the_thesis(example: ModuleType) -> None:
     """In its own count, of 64 bits for a value and its index; QSGD's of s levels and a sign."""
-    _, methods = yaml_config.load(CONFIGS / "thesis.yaml")
+    _, methods = load_experiment(CONFIGS / "thesis.yaml")
     counted = {}
     for method in methods[1:]:
         assert not isinstance(method.memory, str)
@@ -111,7 +113,7 @@ def test_the_number_of_workers_changes_nothing_without_compression(
         sections["model"]["init_args"]["hidden"] = 8
         sections["data"]["init_args"] |= {"folder": str(data), "batch": 8, "bptt": 5}
         sections["trainer"] |= {"accelerator": "cpu", "max_epochs": 2}
-        experiment, _ = yaml_config.load(sections, workers=workers)
+        experiment, _ = load_experiment(sections, workers=workers)
         stopping = EarlyStopping(experiment, Method("dense"))
         trial = optuna.trial.FixedTrial({"model.learning_rate": 5.0, "model.dropout": 0.0})
         with unwarned():

@@ -18,15 +18,13 @@ import yaml
 
 from lightning_gc import cli
 from lightning_gc.advice import session
-from lightning_gc.advice.advising import Advice, rate
+from lightning_gc.advice.advising import Advice, rate, show
 from lightning_gc.advice.alpha_beta import Link, LinkByKind
-from lightning_gc.advice.command import show
 from lightning_gc.advice.prediction import Row, Situation, pieces_for, predict
-from lightning_gc.advice.report import strategy_section
+from lightning_gc.advice.report import Verdict, strategy_section
 from lightning_gc.advice.session import WHOLE, Session
 from lightning_gc.advice.timeline import Module
 from lightning_gc.advice.traces import Asked, Trace
-from lightning_gc.advice.verdict import Verdict
 from lightning_gc.bench.baselines import FP16, PLAIN
 from lightning_gc.controllers import BySize, Chain, Fixed
 from lightning_gc.tuning import Method

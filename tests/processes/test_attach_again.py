@@ -28,8 +28,8 @@ from lightning_gc import (
     attach,
 )
 from lightning_gc.controllers import Accordion, Fixed
-from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
-from lightning_gc.synchronizer.checksum import checksum, with_checksum
+from lightning_gc.core.checksum import NAME as CHECKSUM
+from lightning_gc.core.checksum import checksum, with_checksum
 from tests.processes.test_attach import Loop, Net, batches
 from tests.support.controlled_workers import Listens
 from tests.support.damaged_leaves import replaced

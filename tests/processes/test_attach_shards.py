@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_gc import Identity, PerParameter, Residual, StepAhead, TopK, attach
 from lightning_gc.controllers import Accordion
-from lightning_gc.synchronizer.checksum import NAME as CHECKSUM
-from lightning_gc.synchronizer.checksum import with_checksum
+from lightning_gc.core.checksum import NAME as CHECKSUM
+from lightning_gc.core.checksum import with_checksum
 from tests.support.accelerator import BACKEND, DEVICE, needs_four
 from tests.support.hsdp import RANKS, Sharded, batches_of, fit_sharded, hsdp, whole
 from tests.support.processes import run_in_processes

@@ -25,7 +25,7 @@ from lightning_gc.controllers import (
     TotalError,
     TotalErrorBudget,
 )
-from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
+from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
 from tests.support.fitting import ddp, fit
 from tests.support.models import Books, own_batches
 from tests.support.processes import run_in_processes

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gc.flow import Exchange, Gather
+from lightning_gc.core.flow import Exchange, Gather
 from lightning_gc.transports import Distributed
 from lightning_gc.transports.p2p import PIECE
 from tests.support.processes import run_in_processes

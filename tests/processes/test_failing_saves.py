@@ -14,7 +14,7 @@ import torch
 from pytorch_lightning.callbacks import OnExceptionCheckpoint
 
 from lightning_gc import PerParameter, TopK
-from lightning_gc.strategies.checkpoint.side_files import FOLDER
+from lightning_gc.checkpoint.side_files import FOLDER
 from tests.support.fitting import Crashed
 from tests.support.processes import run_in_processes
 from tests.support.resuming import Crash, differences, fit_and_save, in_processes, side_files

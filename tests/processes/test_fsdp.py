@@ -16,7 +16,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from lightning_gc import QSGD, Identity, PerParameter
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.processes.test_hsdp import Manual, Seen, Twice
 from tests.support.accelerator import needs_four, needs_two
 from tests.support.fitting import quiet_trainer, unwarned
@@ -132,7 +132,7 @@ def in_the_other_flavour(rank: int) -> tuple[str, float]:
     """Fit by name; return the strategy and the ratio of bytes."""
     import lightning.pytorch as other
 
-    from lightning_gc.strategies import for_lightning
+    from lightning_gc.lightning import for_lightning
 
     class Net(other.LightningModule):
         def configure_model(self) -> None:
@@ -233,7 +233,7 @@ def test_uncompressed_it_is_fsdp2_on_four_ranks() -> None:
 def test_by_name_in_the_other_flavour() -> None:
     pytest.importorskip("lightning")
     for name, ratio in run_in_processes(in_the_other_flavour, 2):
-        assert name == "lightning_gc.strategies.for_lightning.CompressedFSDPStrategy"
+        assert name == "lightning_gc.lightning.for_lightning.CompressedFSDPStrategy"
         assert 3.5 < ratio < 4
 
 

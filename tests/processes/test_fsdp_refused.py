@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gc import QSGD
-from lightning_gc.synchronizer.fsdp_units import units_of
+from lightning_gc.sharded.fsdp_units import units_of
 from tests.support.fsdp import fsdp
 from tests.support.hsdp import OtherwiseSharded, Sharded, fit_sharded
 from tests.support.processes import run_in_processes

@@ -28,9 +28,9 @@ from lightning_gc import (
 )
 from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
+from lightning_gc.core.flow import Exchange, Gather, Mean
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import combine
-from lightning_gc.flow import Exchange, Gather, Mean
 from lightning_gc.memories import Memory
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases

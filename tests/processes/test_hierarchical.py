@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gc import QSGD, Hierarchical, Identity, PerParameter, TopK
-from lightning_gc.synchronizer import Synchronizer, Workers, configure
+from lightning_gc.exchange import Synchronizer, Workers, configure
 from tests.support.processes import run_in_processes
 from tests.support.resuming import checkpoint, differences, in_processes
 from tests.support.simulation import real, simulated

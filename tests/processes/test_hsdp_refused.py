@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from lightning_gc import Identity, TopK
-from lightning_gc.synchronizer import fsdp_units
-from lightning_gc.synchronizer.fsdp_units import Unit, gradient_of, units_of
+from lightning_gc.sharded import fsdp_units
+from lightning_gc.sharded.fsdp_units import Unit, gradient_of, units_of
 from tests.support.hsdp import RANKS, OtherwiseSharded, Sharded, fit_sharded, hsdp
 from tests.support.processes import run_in_processes
 

@@ -16,7 +16,7 @@ import torch
 
 from lightning_gc import PerParameter, PowerSGD, TopK
 from lightning_gc.controllers import Accordion
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.support.accelerator import needs_four
 from tests.support.hsdp import RANKS, Sharded, fit_sharded, hsdp
 from tests.support.instances import ALL_MEMORIES

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_gc import HardThreshold, PerParameter
 from lightning_gc.controllers import Fixed
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.processes.test_controllers_in_training import Spy
 from tests.support.accelerator import DEVICE, needs_four, spread
 from tests.support.hsdp import Sharded, batches_of, hsdp, left_by

@@ -19,8 +19,8 @@ import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 
 from lightning_gc import PerParameter, TopK
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
-from lightning_gc.synchronizer.checksum import checksum
+from lightning_gc.core.checksum import checksum
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.damage import NAME, Ends, resume, save
 from tests.support.fitting import Crashed, ddp, quiet_trainer
 from tests.support.models import common_batches

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 
 from lightning_gc import NetworkModel, PerParameter, PowerSGD, SimulatedDDPStrategy, TopK
+from lightning_gc.control import probes
 from lightning_gc.controllers import BandwidthAware, Controller, GainSearch, LayerBudget, Needs
 from lightning_gc.controllers.trace import replay
-from lightning_gc.synchronizer import step_clock
 from tests.support.fitting import ddp, fit, quiet_trainer, unwarned
 from tests.support.models import Books, Plain, common_batches, own_batches
 from tests.support.processes import run_in_processes
@@ -110,7 +110,7 @@ def validated(worker: int) -> list[float]:
     clock = SimpleNamespace(perf_counter=lambda: module.now)
     settings: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 6, "val_check_interval": 2}
     trainer = quiet_trainer(ddp(TopK(0.1), controller=controller), devices=1, **settings)
-    with unwarned(), mock.patch.object(step_clock, "time", clock):
+    with unwarned(), mock.patch.object(probes, "time", clock):
         trainer.fit(module, own_batches(worker, 6), own_batches(worker, 1))
     return [told.step_seconds for told in controller.told if told.steps]
 

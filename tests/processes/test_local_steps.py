@@ -29,7 +29,7 @@ from lightning_gc import (
     Residual,
     TopK,
 )
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from lightning_gc.transports.base import all_reduce_bytes
 from tests.support.accelerator import WORKERS, needs_two
 from tests.support.fitting import ddp

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_gc import Identity, TopK
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedLocalStepsStrategy
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedLocalStepsStrategy
 from tests.support.accelerator import WORKERS
 from tests.support.fitting import digest, fit
 from tests.support.local_steps import Learner, fit_local, local

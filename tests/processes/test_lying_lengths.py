@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.flow import Exchange, Gather, Payload, Request
+from lightning_gc.core.flow import Exchange, Gather, Payload, Request
 from lightning_gc.transports import Distributed, distributed
 from lightning_gc.transports.base import Message
 from lightning_gc.transports.p2p import PIECE

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.support.fitting import ddp, fit
 from tests.support.processes import run_in_processes
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import QSGD, Identity, PerParameter, TopK, attach
 from lightning_gc.compressors import Compressor
-from lightning_gc.strategies.for_pytorch_lightning import (
+from lightning_gc.lightning.for_pytorch_lightning import (
     CompressedHSDPStrategy,
     LocalStepsStrategy,
     SimulatedDDPStrategy,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import TopK
-from lightning_gc.flow import Flow
-from lightning_gc.synchronizer import leaving_group
+from lightning_gc.core.flow import Flow
+from lightning_gc.exchange import synchronizer
 from lightning_gc.transports.peer_error import PeerError
 from tests.support.fitting import ddp, fit
 from tests.support.models import Books, own_batches
@@ -64,8 +64,8 @@ class ModuleFails(Books):
 def train(worker: int, module: type[Books]) -> tuple[str, str, list[str]]:
     """Return the kind of the error with which a fit ends, the error, and what was heard."""
     hears = Hears()
-    leaving_group.waits_for_others = lambda group: True  # as with NCCL
-    leaving_group._abort = lambda group: hears.events.append("abort")
+    synchronizer.waits_for_others = lambda group: True  # as with NCCL
+    synchronizer._abort = lambda group: hears.events.append("abort")
     try:
         # Longer than the test may take: nothing here is shown by a timeout.
         strategy = ddp(TopK(0.1), timeout=timedelta(minutes=5))

@@ -16,10 +16,11 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_gc import CompressionMonitor, TopK
-from lightning_gc.tuning import Method, open_storage, trial_leases
-from lightning_gc.tuning.subprocess_trial import SubprocessError, fit_in_subprocess
-from lightning_gc.tuning.training_callback import TrialCallback
-from lightning_gc.tuning.trial_leases import begin_trial, counts
+from lightning_gc.tuning import Method, open_storage
+from lightning_gc.tuning import failure_detector
+from lightning_gc.tuning.failure_detector import begin_trial, counts
+from lightning_gc.tuning.training_run import TrialCallback
+from lightning_gc.tuning.trial import SubprocessError, fit_in_subprocess
 from tests.support.fitting import ddp, fit
 from tests.support.processes import hold_port, preloaded, run_in_processes
 from tests.support.tuning import Bowl, Data, compare, experiment, steep, work
@@ -72,7 +73,7 @@ def work_or_die(worker: int, path: str, trials: int, folder: Path) -> list[int]:
 def test_whoever_asks_too_late_gives_the_trial_back(monkeypatch: pytest.MonkeyPatch) -> None:
     study = optuna.create_study()
     assert begin_trial(study, 1) is not None
-    monkeypatch.setattr(trial_leases, "has_room", lambda *_: True)  # as seen before others asked
+    monkeypatch.setattr(failure_detector, "has_room", lambda *_: True)  # as seen before others asked
     assert begin_trial(study, 1) is None
     assert [counts(trial) for trial in study.trials] == [True, False]
     assert begin_trial(study, 2) is not None

@@ -12,9 +12,9 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_gc import HardThreshold, PerParameter, TopK
+from lightning_gc.checkpoint.side_files import FOLDER
 from lightning_gc.controllers import Accordion, TotalErrorBudget
-from lightning_gc.strategies.checkpoint.side_files import FOLDER
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.controlled_workers import Listens
 from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.models import GoesOn, Plain, common_batches, common_rows

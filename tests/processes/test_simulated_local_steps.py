@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gc import QSGD, AllGather, GrowingRounds, NoMemory, OuterSGD, PerParameter, TopK
 from lightning_gc.controllers import RoundSchedule, Schedule
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedLocalStepsStrategy
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedLocalStepsStrategy
 from tests.support.local_steps import local
 from tests.support.models import Plain
 from tests.support.processes import run_in_processes

@@ -29,7 +29,7 @@ from lightning_gc import (
     TwoShot,
 )
 from lightning_gc.controllers import Accordion, Controller, EstimatedThreshold, TotalErrorBudget
-from lightning_gc.strategies.for_pytorch_lightning import (
+from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedDDPStrategy,
     SimulatedLocalStepsStrategy,
 )

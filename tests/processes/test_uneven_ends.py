@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc import Identity, PerParameter, TopK
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.support.fitting import ddp, fit
 from tests.support.models import own_batches
 from tests.support.processes import run_in_processes

@@ -10,8 +10,9 @@ from torch.distributed import distributed_c10d
 
 from lightning_gc import AtomoSVD, PowerSGD, RandomK, TopK
 from lightning_gc.compressors import Compressor
+from lightning_gc.exchange import Synchronizer, Workers, configure
+from lightning_gc.exchange import kernel_compilation
 from lightning_gc.kernels import dispatch
-from lightning_gc.synchronizer import Synchronizer, Workers, arithmetic, configure
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
@@ -43,11 +44,11 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
         if worker == 1 and differs == "build":  # for one GPU or another, which nobody uses
             patch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+cu126")
         if worker == 1 and differs == "vectors":
-            patch.setattr(arithmetic, "_vectors", lambda: "NEON")
+            patch.setattr(kernel_compilation, "_vectors", lambda: "NEON")
         if worker == 1 and differs == "kernels":
             patch.setattr(dispatch, "in_words", lambda device: "Triton 3.2.0")
         if worker == 1 and differs == "device":
-            patch.setattr(arithmetic, "device_in_words", lambda device: "a T4 with 40")
+            patch.setattr(kernel_compilation, "device_in_words", lambda device: "a T4 with 40")
         workers = Workers(configure("test", compressor, None, None, 0))
         workers.name(nn.Linear(40, 40))
         try:

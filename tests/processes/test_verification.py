@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import QSGD, GTopK, PowerSGD, SimulatedDDPStrategy, StepAhead, TopK, attach
-from lightning_gc.coding.digest import ReplicaError
 from lightning_gc.compressors import Compressor
-from lightning_gc.flow import Exchange, Request
+from lightning_gc.core.digest import ReplicaError
+from lightning_gc.core.flow import Exchange, Request
 from lightning_gc.transports import Distributed
 from lightning_gc.transports.base import as_bytes
 from lightning_gc.transports.peer_error import MessageError, PeerError

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_gc.strategies.checkpoint.side_files import FOLDER
+from lightning_gc.checkpoint.side_files import FOLDER
 from tests.soak.faults import KINDS, LINKS, Damage, Fault, OtherNumber
 from tests.soak.launch import End, Run, children
 from tests.soak.plan import EPOCHS, STEPS, Plan, draw_plan

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.soak.plan import EPOCHS, STEPS, Plan
 from tests.support.fitting import arrays, fit, unwarned
 

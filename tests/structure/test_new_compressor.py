@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.coding.wire import Field, Wire
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.core.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.flow import Payload
+from lightning_gc.core.flow import Payload
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def test_lists_beside_pages_of_the_api_name_classes(browser: Any, address: str) 
 def test_paths_of_sources_begin_at_the_repository(site: Path) -> None:
     text = (site / "api" / "network.html").read_text()
     assert set(re.findall(r"Source code in <code>([^<]*)", text)) == {
-        "lightning_gc/network_model.py"
+        "lightning_gc/transports/network_model.py"
     }
 
 

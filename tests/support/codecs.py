@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc import Codec
-from lightning_gc.bucket import Bucket
-from lightning_gc.flow import Payload
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
 from lightning_gc.testing.contracts import cases
 
 _DRAW = torch.Generator().manual_seed(7)

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from lightning_gc import Compressor, PerParameter, TopK
+from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller, Decision, Needs, Observation
-from lightning_gc.synchronizer import Workers
-from lightning_gc.synchronizer.configuration import configure
-from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
-from lightning_gc.synchronizer.peers import Peers
-from lightning_gc.transports.simulated_accounting import Ledger
+from lightning_gc.exchange import Workers
+from lightning_gc.exchange.peers import Peers
+from lightning_gc.exchange.workers import configure
+from lightning_gc.transports.simulated import Ledger
 
 CPU = torch.device("cpu")
 NUMEL = 40

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_gc.bucket import Bucket
+from lightning_gc.core.bucket import Bucket
 
 DEVICE = torch.device("meta")  # the one besides the host that every build of torch has
 _aten = torch.ops.aten

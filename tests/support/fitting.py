@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy
+from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
 from tests.support.accelerator import BACKEND, DEVICE, spread
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_gc.strategies.for_pytorch_lightning import CompressedHSDPStrategy
+from lightning_gc.lightning.for_pytorch_lightning import CompressedHSDPStrategy
 from tests.support.accelerator import BACKEND, DEVICE
 from tests.support.fitting import quiet_trainer
 

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gc.engine import Engine
-from lightning_gc.synchronizer import Synchronizer, configure
-from lightning_gc.synchronizer.fsdp_units import units_of
-from lightning_gc.synchronizer.shard_buckets import ShardBuckets
-from lightning_gc.synchronizer.sharded_workers import ShardedWorkers
+from lightning_gc.exchange import Synchronizer, configure
+from lightning_gc.sharded.fsdp_units import units_of
+from lightning_gc.sharded.shard_exchange import ShardBuckets
+from lightning_gc.sharded.sharded_workers import ShardedWorkers
 from lightning_gc.transports import Simulated
 
 MINUTE = timedelta(minutes=1)

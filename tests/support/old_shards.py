@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_gc.strategies.checkpoint.shard_tensors import taken_out
-from lightning_gc.strategies.checkpoint.sharded_saving import (
+from lightning_gc.checkpoint.shard_tensors import taken_out
+from lightning_gc.checkpoint.sharded_saving import (
     SHARDED,
     ShardedSaving,
     file_of,
     folder_of,
 )
-from lightning_gc.synchronizer.checksum import with_checksum
-from lightning_gc.synchronizer.pytree import each_tensor
-from lightning_gc.synchronizer.sharded_workers import dim_of
+from lightning_gc.core.checksum import with_checksum
+from lightning_gc.core.pytree import each_tensor
+from lightning_gc.sharded.sharded_workers import dim_of
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 

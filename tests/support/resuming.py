@@ -11,8 +11,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch.amp import GradScaler
 
-from lightning_gc.strategies.checkpoint.side_files import FOLDER
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor
+from lightning_gc.checkpoint.side_files import FOLDER
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.support.accelerator import DEVICE
 from tests.support.fitting import Crashed, ddp, fit
 from tests.support.models import Books, GoesOn, own_batches

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
 from tests.support.fitting import ddp, fit, unwarned
 from tests.support.models import Plain, common_batches
 

@@ -35,18 +35,18 @@ from lightning_gc import (
     Variance,
     cli,
 )
-from lightning_gc.catalogue import rendering
-from lightning_gc.catalogue.citations import cited
-from lightning_gc.catalogue.rows import (
+from lightning_gc.compressors.traits import Traits
+from lightning_gc.core.wire import Field, Wire
+from lightning_gc.methods import rows
+from lightning_gc.methods.rows import (
     FAMILIES,
     bound,
+    cited,
     compressor_row,
     wire_bits,
     wire_row,
     written,
 )
-from lightning_gc.coding.wire import Field, Wire
-from lightning_gc.compressors.traits import Traits
 
 ROOT = Path(__file__).parents[2]
 TABLES = sorted((ROOT / "docs" / "tables").glob("*.md"))
@@ -185,7 +185,7 @@ def test_configurations_are_written_without_defaults() -> None:
 def test_the_tables_of_the_documentation_are_current(path: Path) -> None:
     command = f"python -m lightning_gc list {path.stem} --markdown > docs/tables/{path.name}"
     stale = f"docs/tables/{path.name} is stale. Run `make docs-tables`, or: {command}"
-    assert path.read_text() == rendering.markdown(path.stem), stale
+    assert path.read_text() == rows.markdown(path.stem), stale
     pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
     assert any(f'"docs/tables/{path.name}"' in page for page in pages)
 
@@ -199,7 +199,7 @@ def test_there_are_tables() -> None:
 
 def test_bars_do_not_break_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "own", lambda: [compressor_row("mine", Mine)])
-    *_, line = rendering.markdown("own").splitlines()
+    *_, line = rows.markdown("own").splitlines()
     assert line.startswith(
         "| [`Mine`][tests.tuning.test_catalogue.Mine]<br>`mine` | Send all, or &#124;nothing&#124;."
     )
@@ -221,7 +221,7 @@ def test_a_terminal_shows_all_of_it(
 
 def test_families_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "memories", "--markdown"]) == cli.OK
-    assert capsys.readouterr().out == rendering.markdown("memories")
+    assert capsys.readouterr().out == rows.markdown("memories")
     assert cli.main(["list", "recollections"]) == cli.USAGE
     assert "'recollections' is no family; there are compressors" in capsys.readouterr().err
 

@@ -17,9 +17,10 @@ import yaml
 
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
 from lightning_gc.advice.advising import METHODS
-from lightning_gc.bench.methods import DEFAULT
-from lightning_gc.tuning import open_storage, yaml_config
-from lightning_gc.tuning.trial_leases import counts
+from lightning_gc.bench.baselines import DEFAULT
+from lightning_gc.tuning import open_storage
+from lightning_gc.tuning.experiment import load_experiment
+from lightning_gc.tuning.failure_detector import counts
 from tests.support.fitting import unwarned
 from tests.support.processes import run_in_processes
 from tests.support.tuning import Bowl
@@ -217,13 +218,13 @@ def test_files_that_cannot_be_are_refused_before_the_first_trial(
 ) -> None:
     change(old, new)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - said is looked for below
-        yaml_config.load("toy.yaml")
+        load_experiment("toy.yaml")
     assert said in str(caught.value)
 
 
 def test_places_are_found_through_init_args_and_in_the_trainer(folder: Path) -> None:
     change("model.x: {low: 0, high: 1}", "{model.x: [0.25], trainer.max_epochs: [3]}")
-    experiment, _ = yaml_config.load("toy.yaml")
+    experiment, _ = load_experiment("toy.yaml")
     model, data, trainer = experiment.build(
         optuna.trial.FixedTrial({"model.x": 0.25, "trainer.max_epochs": 3})
     )

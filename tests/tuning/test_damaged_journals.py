@@ -14,7 +14,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial
 
 from lightning_gc.tuning import StorageError
-from lightning_gc.tuning.trial_leases import counts
+from lightning_gc.tuning.failure_detector import counts
 from tests.support.processes import run_in_processes
 from tests.support.tuning import compare, hasten
 

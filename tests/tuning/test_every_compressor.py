@@ -7,8 +7,8 @@ import pytest
 
 from lightning_gc import COMPRESSORS, cli
 from lightning_gc.tuning import open_storage
+from lightning_gc.tuning.failure_detector import counts
 from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
-from lightning_gc.tuning.trial_leases import counts
 from tests.support.fitting import unwarned
 
 CONFIG = """

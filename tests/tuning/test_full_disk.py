@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial
 
 from lightning_gc import cli
 from lightning_gc.tuning import open_storage
-from lightning_gc.tuning.trial_leases import counts
+from lightning_gc.tuning.failure_detector import counts
 from tests.support.fitting import unwarned
 from tests.support.processes import run_in_processes
 from tests.support.tuning import hasten

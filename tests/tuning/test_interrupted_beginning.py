@@ -5,7 +5,7 @@ from typing import Any
 import optuna
 import pytest
 
-from lightning_gc.tuning import trial_leases
+from lightning_gc.tuning import failure_detector
 
 
 def test_a_trial_without_an_owner_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,6 +16,6 @@ def test_a_trial_without_an_owner_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(optuna.Trial, "set_user_attr", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            trial_leases.begin_trial(study, 1)
-    assert trial_leases.running(study) == []
-    assert trial_leases.begin_trial(study, 1) is not None
+            failure_detector.begin_trial(study, 1)
+    assert failure_detector.running(study) == []
+    assert failure_detector.begin_trial(study, 1) is not None

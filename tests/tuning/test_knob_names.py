@@ -21,9 +21,9 @@ from lightning_gc import (
     SizeSwitch,
     TopK,
 )
-from lightning_gc.catalogue.declared_space import declared, traits_of
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.compressors.wrappers.preset import Preset
+from lightning_gc.compressors.wrappers.wrapper import Preset
+from lightning_gc.methods.declared_space import declared, traits_of
 from lightning_gc.tuning import Method
 
 

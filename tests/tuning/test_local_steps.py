@@ -5,9 +5,9 @@ from pathlib import Path
 import optuna
 import pytest
 
+from lightning_gc.methods.parameter_space import parse_all
 from lightning_gc.tuning import Method, Rounds, trial
 from lightning_gc.tuning.early_stopping import EarlyStopping
-from lightning_gc.tuning.parameter_space import parse_all
 from tests.support.tuning import bowl, compare, denser, experiment
 
 

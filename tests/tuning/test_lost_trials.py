@@ -12,9 +12,8 @@ from optuna.trial import TrialState
 
 from lightning_gc.tuning import Method, StorageError, final_runs, open_storage, tune
 from lightning_gc.tuning.comparison import Event
-from lightning_gc.tuning.failure_detector import LEASE, FailureDetector, owner
+from lightning_gc.tuning.failure_detector import LEASE, FailureDetector, counts, owner
 from lightning_gc.tuning.final_runs import finals_running, run_finals
-from lightning_gc.tuning.trial_leases import counts
 from tests.support.fitting import unwarned
 from tests.support.tuning import Bowl, Data, bowl, compare, experiment
 

@@ -14,8 +14,10 @@ import yaml
 from optuna.storages import BaseStorage
 from optuna.trial import BaseTrial, create_trial
 
-from lightning_gc.bench.methods import parse_method
-from lightning_gc.tuning import Method, TrialError, open_storage, report, yaml_config
+from lightning_gc.bench.baselines import parse_method
+from lightning_gc.methods import yaml_config
+from lightning_gc.tuning import Method, TrialError, open_storage, report
+from lightning_gc.tuning.experiment import load_experiment
 from lightning_gc.tuning.failure_detector import FailureDetector
 from lightning_gc.tuning.final_runs import run_finals
 from lightning_gc.tuning.report import file_name
@@ -193,7 +195,7 @@ YAML = {"model": {"class_path": "trap.Evil"}, "tune": {"name": "x", "metric": "x
 @pytest.mark.parametrize(
     "use",
     [
-        lambda: yaml_config.load(YAML),
+        lambda: load_experiment(YAML),
         lambda: Method("mine", "trap.Evil"),
         lambda: Method("trap.Evil"),  # as after --compressor
     ],

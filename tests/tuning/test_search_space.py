@@ -27,10 +27,10 @@ from lightning_gc import (
     TopK,
     cli,
 )
-from lightning_gc.catalogue.declared_space import declared, traits_of
 from lightning_gc.compressors.traits import Traits
+from lightning_gc.methods.declared_space import declared, traits_of
+from lightning_gc.methods.parameter_space import as_json, parse, parse_all
 from lightning_gc.tuning import Method, Rounds
-from lightning_gc.tuning.parameter_space import as_json, parse, parse_all
 from tests.support.processes import run_in_processes
 
 

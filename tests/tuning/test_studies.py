@@ -15,9 +15,9 @@ from optuna.trial import FrozenTrial, TrialState
 from lightning_gc import Range
 from lightning_gc.tuning import Method, MissingMetric, StorageError, TrialError, open_storage, tune
 from lightning_gc.tuning.comparison import Event
+from lightning_gc.tuning.failure_detector import counts
 from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
 from lightning_gc.tuning.studies import PerTrialSampler, best_trial
-from lightning_gc.tuning.trial_leases import counts
 from tests.support.fitting import unwarned
 from tests.support.tuning import (
     Bowl,

@@ -12,9 +12,9 @@ from optuna.storages import BaseStorage
 
 from lightning_gc import AllGather, LocalMomentum, NetworkModel, NoMemory, Range, Residual, TwoShot
 from lightning_gc.controllers import Accordion, Fixed
-from lightning_gc.tuning import Experiment, Method, Rounds, open_storage, yaml_config
-from lightning_gc.tuning.studies import RULES, open_study
-from lightning_gc.tuning.study_rules import rules_of
+from lightning_gc.tuning import Experiment, Method, Rounds, open_storage
+from lightning_gc.tuning.experiment import load_experiment
+from lightning_gc.tuning.studies import RULES, open_study, rules_of
 from tests.support.tuning import QUIET, experiment
 
 
@@ -163,18 +163,18 @@ def test_another_file_under_the_same_name_is_refused(
     storage: BaseStorage, path: str, value: Any, old: str, new: str
 ) -> None:
     sections = yaml.safe_load(FILE)
-    rules, (method,) = yaml_config.load(sections)
+    rules, (method,) = load_experiment(sections)
     open_study(rules, method, storage)
     shown = copy.deepcopy(sections)
     shown["trainer"]["enable_progress_bar"] = True
-    open_study(yaml_config.load(shown)[0], topk(memory=Residual(0.9)), storage)
+    open_study(load_experiment(shown)[0], topk(memory=Residual(0.9)), storage)
     changed = copy.deepcopy(sections)
     *outer, last = path.split(".")
     node = changed
     for name in outer:
         node = node[name]
     node[last] = value
-    rules, (method,) = yaml_config.load(changed)
+    rules, (method,) = load_experiment(changed)
     refused(storage, rules, method, old, new)
 
 

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from lightning_gc.tuning import Method, yaml_config
+from lightning_gc.methods import yaml_config
+from lightning_gc.tuning import Method
+from lightning_gc.tuning.experiment import load_experiment
 
 
 def sections(**changes: Any) -> dict[str, Any]:
@@ -18,7 +20,7 @@ def sections(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("given", [["topk", "qsgd"], {"topk": None, "qsgd": {}}])
 def test_methods_may_be_a_list_of_names(given: Any) -> None:
-    _, methods = yaml_config.load(sections(methods=given))
+    _, methods = load_experiment(sections(methods=given))
     assert methods == [Method("topk"), Method("qsgd")]
     assert list(yaml_config.methods_in(sections(methods=given))) == ["topk", "qsgd"]
 
@@ -35,7 +37,7 @@ def test_methods_may_be_a_list_of_names(given: Any) -> None:
 )
 def test_other_shapes_are_refused_by_their_key(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - said is looked for below
-        yaml_config.load(sections(**changes))
+        load_experiment(sections(**changes))
     assert said in str(caught.value)
 
 
@@ -45,4 +47,4 @@ def test_a_section_without_keys_is_refused(section: str, given: Any) -> None:
     with pytest.raises(
         ValueError, match=rf"^{section}: .* has no keys; write some, such as \w+: \w+\.$"
     ):
-        yaml_config.load(sections() | {section: given})
+        load_experiment(sections() | {section: given})

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_gc.bucket import Bucket
+from lightning_gc.core.bucket import Bucket
 from lightning_gc.testing.contracts import cases
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from lightning_gc import NetworkModel, TopK
+from lightning_gc.control.control_loop import ControlLoop, Moment
+from lightning_gc.control.probes import StepClock
 from lightning_gc.controllers import (
     BandwidthAware,
     CongestionAIMD,
@@ -25,14 +27,12 @@ from lightning_gc.controllers import (
     Point,
 )
 from lightning_gc.controllers.trace import append, replay
-from lightning_gc.flow import Flow, Gather, Mean
-from lightning_gc.network_model import messages_sent
-from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
-from lightning_gc.synchronizer.peers import Peers
-from lightning_gc.synchronizer.step_clock import StepClock
+from lightning_gc.core.flow import Flow, Gather, Mean
+from lightning_gc.exchange.peers import Peers
 from lightning_gc.transports.accounting import KEPT, Recording
 from lightning_gc.transports.base import Transport
-from lightning_gc.transports.simulated_accounting import Ledger
+from lightning_gc.transports.network_model import messages_sent
+from lightning_gc.transports.simulated import Ledger
 from tests.support.controlled_workers import CPU, Training
 
 

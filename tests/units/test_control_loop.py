@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lightning_gc import HardThreshold, PerParameter, TopK
-from lightning_gc.bucket import Tally
+from lightning_gc.control.control_loop import ControlLoop, Moment
+from lightning_gc.control.probes import WorkerStatistics
 from lightning_gc.controllers import Decision, EstimatedThreshold, Needs, Observation
-from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
-from lightning_gc.synchronizer.peers import Peers
-from lightning_gc.synchronizer.worker_statistics import WorkerStatistics
-from lightning_gc.transports.simulated_accounting import Ledger
+from lightning_gc.core.bucket import Tally
+from lightning_gc.exchange.peers import Peers
+from lightning_gc.transports.simulated import Ledger
 from tests.support.controlled_workers import CPU, NUMEL, Listens, Training, loop
 
 

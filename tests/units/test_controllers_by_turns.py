@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_gc import PerParameter, PowerSGD
+from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop, Moment
 from lightning_gc.controllers import (
     BySize,
     Chain,
@@ -14,9 +15,7 @@ from lightning_gc.controllers import (
     Needs,
     RoundSchedule,
 )
-from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
-from lightning_gc.synchronizer.control_state import CONTROL_STATE
-from lightning_gc.synchronizer.peers import Peers
+from lightning_gc.exchange.peers import Peers
 from tests.support.controlled_workers import CPU, NUMEL, Listens, Training, loop
 
 

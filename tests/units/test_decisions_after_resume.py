@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from lightning_gc import PerParameter, TopK
+from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop, Moment
 from lightning_gc.controllers import Chain, Controller, Fixed, Observation, RoundSchedule
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedLocalStepsStrategy
-from lightning_gc.synchronizer import Workers
-from lightning_gc.synchronizer.configuration import configure
-from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
-from lightning_gc.synchronizer.control_state import CONTROL_STATE
-from lightning_gc.synchronizer.peers import Peers
-from lightning_gc.transports.simulated_accounting import Ledger
+from lightning_gc.exchange import Workers
+from lightning_gc.exchange.peers import Peers
+from lightning_gc.exchange.workers import configure
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedLocalStepsStrategy
+from lightning_gc.transports.simulated import Ledger
 from tests.support.fitting import fit, unwarned
 
 CPU = torch.device("cpu")

@@ -13,19 +13,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_gc import PowerSGD, StepAhead, TopK
-from lightning_gc.bucket import Bucket
+from lightning_gc.attachment import attached
+from lightning_gc.attachment.attached import AttachedDDP
+from lightning_gc.checkpoint.restoring import Restoring
+from lightning_gc.control.control_loop import ControlLoop
+from lightning_gc.control.probes import gradient_moments
 from lightning_gc.controllers import EstimatedThreshold
+from lightning_gc.core.bucket import Bucket
 from lightning_gc.engine import error_buffers
 from lightning_gc.engine.error_buffers import ErrorBuffers
-from lightning_gc.strategies.checkpoint.restoring import Restoring
-from lightning_gc.strategies.lookahead import Lookahead
-from lightning_gc.synchronizer import Workers, attached
-from lightning_gc.synchronizer.attached_ddp import AttachedDDP
-from lightning_gc.synchronizer.configuration import configure
-from lightning_gc.synchronizer.control_loop import ControlLoop
-from lightning_gc.synchronizer.gradient_moments import gradient_moments
-from lightning_gc.synchronizer.peers import Peers
-from lightning_gc.transports.simulated_accounting import Ledger
+from lightning_gc.exchange import Workers
+from lightning_gc.exchange.peers import Peers
+from lightning_gc.exchange.workers import configure
+from lightning_gc.lightning.base import Lookahead
+from lightning_gc.transports.simulated import Ledger
 
 CUDA = torch.device("cuda", 0)
 SHAPE = (40, 30)

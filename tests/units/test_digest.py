@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gc.coding.digest import ReplicaError, check_same, digest
+from lightning_gc.core.digest import ReplicaError, check_same, digest
 
 
 @pytest.mark.parametrize("numel", [1, 3, 511, 512, 1025, 5000])

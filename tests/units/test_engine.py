@@ -18,17 +18,17 @@ from lightning_gc import (
     Residual,
     TopK,
 )
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, join, split, together
 from lightning_gc.engine import Engine
-from lightning_gc.engine.epoch_statistics import EpochStatistics
-from lightning_gc.flow import Exchange, Flow, Gather, Mean, join, split, together
-from lightning_gc.synchronizer import Workers, configure
+from lightning_gc.engine.statistics import EpochStatistics
+from lightning_gc.exchange import Workers, configure
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import run
 from lightning_gc.transports import Simulated
-from lightning_gc.transports.simulated_accounting import Ledger
+from lightning_gc.transports.simulated import Ledger
 from tests.support.engines import step_alone
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.engine.epoch_statistics import EpochStatistics
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.engine.statistics import EpochStatistics
 
 NUMEL, STEPS = 70_000, 5  # more than one piece
 

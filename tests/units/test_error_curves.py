@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lightning_gc import QSGD, Compressor, GradiVeQ, PowerSGD, TopK
+from lightning_gc.control.control_loop import ControlLoop, Moment
+from lightning_gc.control.probes import error_curves
 from lightning_gc.controllers import LayerBudget, Needs, Observation
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default
-from lightning_gc.synchronizer.control_loop import ControlLoop, Moment
-from lightning_gc.synchronizer.error_curves import error_curves
-from lightning_gc.synchronizer.peers import Peers
+from lightning_gc.exchange.peers import Peers
 from tests.support.controlled_workers import CPU, Listens, Training
 
 DENSITIES = (0.01, 0.1, 0.5)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gc.flow import Exchange, Flow, Gather, Mean, Request, together
+from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Request, together
 from lightning_gc.transports import Simulated
 
 

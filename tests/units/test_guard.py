@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Reply, Request
+from lightning_gc.engine.error_buffers import Layouts
 from lightning_gc.engine.guard import Guard
-from lightning_gc.engine.layouts import Layouts
-from lightning_gc.flow import Exchange, Flow, Gather, Mean, Reply, Request
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
 

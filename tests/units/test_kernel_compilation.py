@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import TopK, attach
-from lightning_gc.bucket import Bucket
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
 from lightning_gc.engine import Engine
-from lightning_gc.flow import Payload
+from lightning_gc.exchange import synchronizer
+from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.kernels import dispatch
-from lightning_gc.synchronizer import synchronizer
-from lightning_gc.synchronizer.kernel_compilation import compile_kernels
 from tests.support.instances import ALL_MEMORIES
 
 HOST = torch.device("cpu")

@@ -13,8 +13,8 @@ import pytorch_lightning as pl
 import lightning_gc
 from lightning_gc import controllers
 from lightning_gc.controllers import Controller, Observation
-from lightning_gc.strategies import for_lightning
-from lightning_gc.synchronizer.validation import decision_of
+from lightning_gc.exchange.validation import decision_of
+from lightning_gc.lightning import for_lightning
 
 MISTAKES = [
     # compressors by name and class
@@ -166,8 +166,8 @@ MISTAKES = [
         "Trainer(strategy=the_others.CompressedDDPStrategy(TopK()), accelerator='cpu')",
         "This CompressedDDPStrategy is for lightning.pytorch, but it was given to "
         "pytorch_lightning. For pytorch_lightning: `from "
-        "lightning_gc.strategies.for_pytorch_lightning import CompressedDDPStrategy`. For "
-        "lightning.pytorch: `from lightning_gc.strategies.for_lightning import "
+        "lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy`. For "
+        "lightning.pytorch: `from lightning_gc.lightning.for_lightning import "
         "CompressedDDPStrategy`.",
     ),
 ]

@@ -29,13 +29,13 @@ from lightning_gc import (
 )
 from lightning_gc.controllers import Schedule
 from lightning_gc.engine.compatibility import by_default
-from lightning_gc.monitor.decisions import level_figures
-from lightning_gc.monitor.totals import Totals
-from lightning_gc.strategies.for_pytorch_lightning import (
+from lightning_gc.lightning.for_pytorch_lightning import (
     CompressionMonitor,
     SimulatedDDPStrategy,
     SimulatedLocalStepsStrategy,
 )
+from lightning_gc.lightning.monitor.callback import level_figures
+from lightning_gc.lightning.monitor.totals import Totals
 from tests.support.fitting import fit, unwarned
 from tests.support.models import Plain, common_batches
 

@@ -10,7 +10,7 @@ import torch
 from lightning_gc import Residual, TopK
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
-from lightning_gc.engine.epoch_statistics import EpochStatistics
+from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.testing.contracts import cases
 from tests.support.engines import step_alone
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

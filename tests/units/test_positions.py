@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gc.coding.elias_fano import coded_bytes, decode, encode, most_bytes
 from lightning_gc.compressors.sparsifiers import sparse_codec
+from lightning_gc.core.elias_fano import coded_bytes, decode, encode, most_bytes
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -31,13 +31,13 @@ from lightning_gc import (
     TwoShot,
     VarianceCriterion,
 )
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.bit_packing import pack, unpack
-from lightning_gc.coding.elias_fano import encode
-from lightning_gc.flow import Flow
+from lightning_gc.core.bit_packing import pack, unpack
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.elias_fano import encode
+from lightning_gc.core.flow import Flow
+from lightning_gc.exchange import Synchronizer, Workers, configure
+from lightning_gc.exchange.validation import refuse_sparse_gradients
 from lightning_gc.memories.base import GradientExchange
-from lightning_gc.synchronizer import Synchronizer, Workers, configure
-from lightning_gc.synchronizer.validation import refuse_sparse_gradients
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated

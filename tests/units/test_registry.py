@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from lightning_gc import COMPRESSORS, Compressor, PerParameter, SizeSwitch, TopK
-from lightning_gc.registry import concrete, did_you_mean, make, path_of, required_fields
+from lightning_gc.core.registry import concrete, did_you_mean, make, path_of, required_fields
 
 
 class Base:

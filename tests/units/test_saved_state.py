@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc.state_structure import (
+from lightning_gc.core.checksum import check_checksum, checksum, with_checksum
+from lightning_gc.core.state_structure import (
     ANYTHING,
     COUNT,
     ERRORS,
@@ -26,8 +27,7 @@ from lightning_gc.state_structure import (
     Record,
     Structure,
 )
-from lightning_gc.synchronizer.checksum import check_checksum, checksum, with_checksum
-from lightning_gc.synchronizer.joint_errors import all_or_raise, explaining
+from lightning_gc.exchange.peers import all_or_raise, explaining
 
 ALL_DIFFERENT: list[Any] = [
     *(None, True, False, 0, 1, -1, 1.0, 0.0, -0.0, math.inf, math.nan, "", "1", "None", "True"),

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gc.flow import Flow, Request
-from lightning_gc.synchronizer import shard_buckets
-from lightning_gc.synchronizer.bucket_regrouping import Shapes
-from lightning_gc.synchronizer.fsdp_units import Piece
-from lightning_gc.synchronizer.shard_buckets import ShardBuckets
+from lightning_gc.core.flow import Flow, Request
+from lightning_gc.exchange.bucket_regrouping import Shapes
+from lightning_gc.sharded import shard_exchange
+from lightning_gc.sharded.fsdp_units import Piece
+from lightning_gc.sharded.shard_exchange import ShardBuckets
 from lightning_gc.transports import Recording, Transport
 from lightning_gc.transports.background import Background
 from tests.support.pretended_cuda import CUDA, PretendedCuda, Stream
@@ -60,8 +60,8 @@ class Pass:
         self.background = Background(Recording(Silent()), CUDA)
         self.ends: list[Callable[[], None]] = []
         self.exchanged: list[tuple[str, list[float]]] = []
-        patch.setattr(shard_buckets, "after_backward", self.ends.append)
-        patch.setattr(shard_buckets, "gradient_of", self.gradient_of)
+        patch.setattr(shard_exchange, "after_backward", self.ends.append)
+        patch.setattr(shard_exchange, "gradient_of", self.gradient_of)
         names = {unit.param: unit.name for unit in self.units}
         self.buckets = ShardBuckets(
             self.units, names, bucket_bytes, self.submit, self.background.check, lambda: None
@@ -165,7 +165,7 @@ def test_an_interrupted_pass_is_refused_not_followed_by_zeros(
 def test_what_a_hook_was_given_is_kept_for_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else FSDP2's next reduce-scatter might get its memory while it is being read."""
     kept: list[Tensor] = []
-    monkeypatch.setattr(shard_buckets, "used_here", kept.append)
+    monkeypatch.setattr(shard_exchange, "used_here", kept.append)
     tried = Pass(monkeypatch, bucket_bytes=1)
     given = torch.ones(ROWS * COLUMNS)
     assert tried.units[1].hook is not None

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gc.synchronizer.two_communicators import warn_of_one_queue
+from lightning_gc.exchange.validation import warn_of_one_queue
 
 PLAIN, SYNCED = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.SyncBatchNorm(2))
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_gc import QSGD, EFSignSGD, NoMemory, RandomK, Residual, SignSGD, TopK
 from lightning_gc.compressors import Compressor
-from lightning_gc.flow import Exchange, Reply, Request
+from lightning_gc.core.flow import Exchange, Reply, Request
 from lightning_gc.schemes import Scheme, TwoHop, TwoShot
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank, sides
 from lightning_gc.compressors.low_rank.singular_triplets import SingularTriplets
 from lightning_gc.compressors.traits import Waits
+from lightning_gc.core.bucket import Bucket
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import BatchedCollective, dense
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.traits import Knob, Traits
-from lightning_gc.flow import Flow, Mean, together
-from lightning_gc.kernels.streams import used_here
-from lightning_gc.search_space import Range
-from lightning_gc.state_structure import NOTHING, Numbers, Record, Structure
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow, Mean, together
+from lightning_gc.core.search_space import Range
+from lightning_gc.core.state_structure import NOTHING, Numbers, Record, Structure
+from lightning_gc.core.wire import Field, Wire
+from lightning_gc.kernels.dispatch import used_here
 
 RANK = Traits(
     kind="low rank",

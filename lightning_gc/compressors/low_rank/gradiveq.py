@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Collective, dense
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank
 from lightning_gc.compressors.traits import Knob, Waits
-from lightning_gc.flow import Flow, Mean
-from lightning_gc.kernels.streams import used_here
-from lightning_gc.search_space import Choice, Range
-from lightning_gc.state_structure import Numbers, OneOf, Record, Structure
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow, Mean
+from lightning_gc.core.search_space import Choice, Range
+from lightning_gc.core.state_structure import Numbers, OneOf, Record, Structure
+from lightning_gc.core.wire import Field, Wire
+from lightning_gc.kernels.dispatch import used_here
 
 _SENDABLE = 2.0**-16  # as of ``LowRank``
 _ROUNDING = 1.01  # by how much what is at most 1 may exceed it

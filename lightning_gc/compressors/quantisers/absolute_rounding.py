@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import AbsoluteError
 from lightning_gc.compressors.quantisers import coded_multiples
 from lightning_gc.compressors.traits import Knob, Traits
-from lightning_gc.flow import Payload
-from lightning_gc.search_space import Range
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.search_space import Range
+from lightning_gc.core.wire import Wire
 
 _ROUNDING = 2.0**-9  # of float32, in steps: see bound
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation
-from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, check_block_size
 from lightning_gc.compressors.quantisers.qsgd import BITS
 from lightning_gc.compressors.traits import Knob
-from lightning_gc.flow import Payload
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.search_space import Range
+from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.quantise import in_blocks
-from lightning_gc.search_space import Range
 
 _SAMPLE = 4096  # elements by which levels are chosen, about
 _SWEEPS = 4

@@ -8,14 +8,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.flow import Payload
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.search_space import Choice
+from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels import bfloat16
-from lightning_gc.search_space import Choice
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import golomb_rice, payload_validation
-from lightning_gc.coding.bit_packing import packed_bytes
-from lightning_gc.coding.elias_fano import check_count
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.sparsifiers import sparse_codec, sparse_sign_payload, topk_selection
 from lightning_gc.compressors.traits import Waits
-from lightning_gc.flow import Payload
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.elias_fano import check_count, decode_heights, encode_heights
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.accumulate import accumulate
 
 _LOW = 10  # most low bits of a level
@@ -47,8 +47,8 @@ def take(buffer: Tensor, unit: float, bucket: Bucket) -> Payload:
     gap_low = _gap_low(found.numel(), buffer.numel())
     return (
         *whole,
-        torch.cat(golomb_rice.encode(gaps, gap_low)),
-        *golomb_rice.encode(levels.abs() - 1, low),
+        torch.cat(encode(gaps, gap_low)),
+        *encode(levels.abs() - 1, low),
         *sparse_sign_payload.pack_signs(levels < 0),
     )
 
@@ -128,21 +128,74 @@ def _places(payload: Payload, unit: float | Tensor, out: Tensor) -> tuple[Tensor
     if not count:
         payload_validation.lengths((gaps, high_parts), 0, 0)
     look = payload_validation.on_host(gaps)
-    low = min(_LOW, low_parts.numel() // max(1, golomb_rice.low_bytes(count, 1)))
-    payload_validation.lengths((low_parts,), golomb_rice.low_bytes(count, low))
+    low = min(_LOW, low_parts.numel() // max(1, low_bytes(count, 1)))
+    payload_validation.lengths((low_parts,), low_bytes(count, low))
     highest = _HIGH << low  # one more than there should be: limits are rounded to float32
-    levels = golomb_rice.decode(low_parts, high_parts, count, low, highest + 1, look)
+    levels = decode(low_parts, high_parts, count, low, highest + 1, look)
     multiples = (levels + 1).to(out.dtype).mul_(unit)
     multiples = payload_validation.codes(levels, highest, multiples)
     negative = sparse_sign_payload.unpack_signs(tuple(signs))
     multiples = torch.where(negative, -multiples, multiples)
 
     gap_low = _gap_low(count, numel)
-    cut = golomb_rice.low_bytes(count, gap_low)
-    between = golomb_rice.decode(gaps[:cut], gaps[cut:], count, gap_low, numel, look)
+    cut = low_bytes(count, gap_low)
+    between = decode(gaps[:cut], gaps[cut:], count, gap_low, numel, look)
     return payload_validation.positions((between + 1).cumsum(0) - 1, multiples, numel)
 
 
 def _gap_low(count: int, numel: int) -> int:
     """Return the low bits of gaps: those of their mean, which receivers know as well."""
     return max(0, ((numel - count) // max(1, count)).bit_length() - 1)
+
+
+def encode(numbers: Tensor, low: int) -> tuple[Tensor, Tensor]:
+    """Return low parts and high parts of numbers, ``(c,)`` int64, both uint8.
+
+    Low parts are filled up to whole bytes a bit, ``low · ceil(c/8)`` bytes in all, so that a
+    receiver who knows c can tell ``low`` from their length.
+    """
+    count = numbers.numel()
+    if not count:
+        return (numbers.new_empty(0, dtype=torch.uint8),) * 2
+    heights = (numbers >> low).cumsum(0)
+    high = encode_heights(heights, int(heights[-1]) + count)
+    if not low:
+        return numbers.new_empty(0, dtype=torch.uint8), high
+    rest = torch.nn.functional.pad(numbers & ((1 << low) - 1), (0, -count % 8))
+    return pack(rest, low), high
+
+
+def low_bytes(count: int, low: int) -> int:
+    """Return the length in bytes of the low parts of ``count`` numbers."""
+    return packed_bytes(-(-count // 8) * 8, low)
+
+
+def decode(
+    low_parts: Tensor, high_parts: Tensor, count: int, low: int, beyond: int, look: bool
+) -> Tensor:
+    """Return ``(count,)`` int64: the inverse of ``encode``.
+
+    The bytes are not trusted: numbers are from 0 to ``2^low`` times the bits of ``high_parts``, and
+    the caller must check that. If these have a wrong number of set bits and ``look`` is False, all
+    numbers are ``beyond``.
+
+    Args:
+        low_parts: ``(low_bytes(count, low),)`` uint8.
+        high_parts: uint8.
+        count: c.
+        low: bits of a low part.
+        beyond: a number that the caller does not accept.
+        look: read values on the host; False where that would mean waiting for a device.
+
+    Raises:
+        ValueError: with ``look``, high parts without exactly ``count`` set bits; low parts of a
+            wrong length.
+    """
+    if not count:
+        return torch.zeros(0, dtype=torch.int64, device=high_parts.device)
+    length = 8 * high_parts.numel()
+    heights, wrong = decode_heights(high_parts, count, length, look)
+    numbers = heights.diff(prepend=heights.new_zeros(1)).clamp_(min=0) << low
+    if low:
+        numbers |= unpack(low_parts, low, -(-count // 8) * 8)[:count]
+    return numbers if look else numbers.masked_fill_(wrong, beyond)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.quantisers.blockwise_8bit import BLOCK_SIZES, Blockwise8Bit
-from lightning_gc.compressors.quantisers.lookup_table import LookupTable
+from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, Blockwise8Bit
+from lightning_gc.compressors.quantisers.minifloat import LookupTable
 from lightning_gc.compressors.traits import Traits
 
 _DECADES = 7

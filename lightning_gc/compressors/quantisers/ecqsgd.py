@@ -6,10 +6,9 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_gc.compressors.quantisers.blockwise_8bit import check_block_size
-from lightning_gc.compressors.quantisers.blockwise_levels import check_bits
+from lightning_gc.compressors.quantisers.blockwise_codes import check_bits, check_block_size
 from lightning_gc.compressors.quantisers.qsgd import QSGD
-from lightning_gc.compressors.wrappers.preset import Preset
+from lightning_gc.compressors.wrappers.wrapper import Preset
 
 
 @dataclass(frozen=True)

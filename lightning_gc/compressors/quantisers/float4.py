@@ -11,7 +11,7 @@ from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.quantisers import minifloat
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, BlockwiseCodes
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.search_space import Choice
+from lightning_gc.core.search_space import Choice
 
 # Bits of the mantissa, and the code of the largest number.
 _FORMATS = {"e2m1": (1, 7), "e3m0": (0, 7)}

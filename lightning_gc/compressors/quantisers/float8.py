@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.quantisers import minifloat
-from lightning_gc.compressors.quantisers.blockwise_8bit import BLOCK_SIZES, Blockwise8Bit
+from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, Blockwise8Bit
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.search_space import Choice
+from lightning_gc.core.search_space import Choice
 
 # Bits of the mantissa, and the code of the largest number.
 _FORMATS = {"e4m3": (3, 126), "e5m2": (2, 123), "1-3-4": (4, 127)}

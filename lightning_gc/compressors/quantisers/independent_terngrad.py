@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import trits
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Multiple, Variance
 from lightning_gc.compressors.quantisers import integer_sums, terngrad
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.flow import Payload
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.wire import Field, Wire
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ class IndependentTernGrad(Codec):
         sent = torch.where(noise < buffer.abs(), buffer.sign(), 0.0)
         # Elements that are not finite make the scale so, with which all are.
         buffer.sub_(sent * scale)
-        return trits.pack(sent.nan_to_num(0.0).add_(1).to(torch.uint8)), scale
+        return pack(sent.nan_to_num(0.0).add_(1).to(torch.uint8)), scale
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         packed, own = payload
-        signs, own = trits.unpack(packed, out.numel(), own)
+        signs, own = unpack(packed, out.numel(), own)
         out.add_(signs.to(out.dtype).sub_(1).mul_(own), alpha=scale)
 
     def bound(self, numel: int) -> Variance | Multiple:
@@ -90,9 +91,51 @@ class IndependentTernGrad(Codec):
 
     def wire(self, numel: int) -> Wire:
         note = "0 to 2 for −1 to 1; five to a byte"
-        codes = Field("codes", torch.uint8, trits.packed_bytes(numel), note=note)
+        codes = Field("codes", torch.uint8, packed_bytes(numel), note=note)
         return codes, Field("scale", torch.float32, 1)
 
     @classmethod
     def examples(cls) -> tuple[IndependentTernGrad, ...]:
         return (cls(), cls(clip=None), cls(clip=0.5))
+
+
+PER_BYTE = 5  # 3^5 = 243
+_HIGHEST = 3**PER_BYTE - 1
+
+
+def packed_bytes(numel: int) -> int:
+    """Return the length in bytes of ``numel`` trits."""
+    return -(-numel // PER_BYTE)
+
+
+def pack(trits: Tensor) -> Tensor:
+    """Return ``(packed_bytes(n),)`` uint8 for trits, ``(n,)`` uint8; the last are filled up by 0.
+
+    Example:
+        >>> pack(torch.tensor([1, 2, 0, 0, 0, 2], dtype=torch.uint8))
+        tensor([7, 2], dtype=torch.uint8)
+    """
+    digits = pad(trits, (0, -trits.numel() % PER_BYTE)).view(-1, PER_BYTE)
+    packed = digits[:, -1].clone()
+    for place in reversed(range(PER_BYTE - 1)):
+        packed.mul_(3).add_(digits[:, place])
+    return packed
+
+
+def unpack(data: Tensor, numel: int, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return trits, ``(numel,)`` uint8, and ``scales`` if the bytes are valid.
+
+    Args:
+        data: ``(packed_bytes(numel),)`` uint8.
+        numel: how many.
+        scales: factors of what trits stand for, a floating dtype.
+
+    Raises:
+        ValueError: on the host, a byte above 242. Elsewhere the scales become NaN.
+    """
+    scales = payload_validation.codes(data, _HIGHEST, scales)
+    rest, digits = data.clone(), []
+    for _ in range(PER_BYTE):
+        digits.append(rest.remainder(3))
+        rest = rest.div_(3, rounding_mode="floor")
+    return torch.stack(digits, dim=1).view(-1)[:numel], scales

@@ -8,12 +8,11 @@ from typing import Literal
 
 import torch
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.bounds import Variance
-from lightning_gc.compressors.quantisers.blockwise_8bit import BLOCK_SIZES
-from lightning_gc.compressors.quantisers.blockwise_levels import BlockwiseLevels
+from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, BlockwiseLevels
 from lightning_gc.compressors.traits import Knob, Traits
-from lightning_gc.search_space import Range
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.search_space import Range
 
 BITS = Traits(
     kind="quantiser",

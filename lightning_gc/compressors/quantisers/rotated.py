@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Bound
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.traits import Traits, Waits
-from lightning_gc.flow import Payload
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.search_space import Choice
+from lightning_gc.core.wire import Wire
 from lightning_gc.kernels import splitmix
-from lightning_gc.search_space import Choice
 
 
 @dataclass(frozen=True)

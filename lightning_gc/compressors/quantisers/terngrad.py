@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.bounds import Multiple, Variance
 from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.flow import Flow
-from lightning_gc.search_space import Choice
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow
+from lightning_gc.core.search_space import Choice
+from lightning_gc.core.wire import Wire
 
 _BITS = 2  # of a ternary code
 CLIPS = Choice("clip", (1.5, 2.0, 2.5, 3.0, 4.0, None))

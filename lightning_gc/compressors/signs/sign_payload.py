@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.coding.wire import Field
+from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.core.wire import Field
 
 
 def mean(parts: Tensor, count: int | Tensor) -> Tensor:

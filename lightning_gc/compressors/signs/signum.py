@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from lightning_gc.compressors.signs.sign_sgd import SignSGD
-from lightning_gc.compressors.wrappers.preset import Preset
+from lightning_gc.compressors.wrappers.wrapper import Preset
 
 
 @dataclass(frozen=True)

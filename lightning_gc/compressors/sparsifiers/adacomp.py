@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Multiple
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload
 from lightning_gc.compressors.traits import Knob, Traits, Waits
-from lightning_gc.flow import Payload
-from lightning_gc.search_space import Range
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.search_space import Range
+from lightning_gc.core.wire import Field, Wire
 
 
 @dataclass(frozen=True)

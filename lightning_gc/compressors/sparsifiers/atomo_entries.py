@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lightning_gc.compressors.bounds import Variance
-from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.magnitude_sampling import MagnitudeSampling, Sums
+from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.variance_sparsifier import VarianceSparsifier
 
 

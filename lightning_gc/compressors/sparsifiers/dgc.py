@@ -6,9 +6,9 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.topk import TopK
-from lightning_gc.compressors.wrappers.preset import Preset
+from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
+from lightning_gc.compressors.wrappers.wrapper import Preset
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload, topk_selection
-from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Waits
-from lightning_gc.flow import Payload
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.wire import Field, Wire
 
 _LEAST = 2 / 3  # of the wanted share of a side, that rounding leaves: one element of 1.5
 

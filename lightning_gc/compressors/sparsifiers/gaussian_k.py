@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator, reached
+from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator, reached
 
 _CORRECTIONS = 3
 

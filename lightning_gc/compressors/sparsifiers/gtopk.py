@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import elias_fano, payload_validation
-from lightning_gc.coding.digest import check_same, digest
-from lightning_gc.coding.wire import Wire, limits
 from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
-from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Waits
-from lightning_gc.flow import Exchange, Flow, Gather, Payload
+from lightning_gc.core import elias_fano, payload_validation
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.digest import check_same, digest
+from lightning_gc.core.flow import Exchange, Flow, Gather, Payload
+from lightning_gc.core.wire import Wire, limits
 
 Sparse = tuple[Tensor, Tensor]  # ascending positions, values
 _DAMAGED = "A message was damaged on its way down the tree; resume from a checkpoint."

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import elias_fano
 from lightning_gc.compressors.bounds import AbsoluteError
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Knob, Traits, Waits
-from lightning_gc.flow import Payload
+from lightning_gc.core import elias_fano
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.search_space import Range
 from lightning_gc.kernels.dispatch import fused
 from lightning_gc.kernels.select import select
-from lightning_gc.search_space import Range
 
 
 @dataclass(frozen=True)

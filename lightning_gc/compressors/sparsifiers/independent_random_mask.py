@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers.independent_sparsifier import SEED, IndependentSparsifier
+from lightning_gc.core.wire import Field, Wire
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.elias_fano import check_count
-from lightning_gc.coding.wire import Field
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.position_draws import by_hash, positions
-from lightning_gc.flow import Payload
-from lightning_gc.search_space import Range
+from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.elias_fano import check_count
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.search_space import Range
+from lightning_gc.core.wire import Field
 
 
 @dataclass(frozen=True)

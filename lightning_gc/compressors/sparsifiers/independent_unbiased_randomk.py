@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.sparsifiers.independent_sparsifier import SEED, IndependentSparsifier
 from lightning_gc.compressors.sparsifiers.unbiased_randomk import UnbiasedRandomK
-from lightning_gc.flow import Payload
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.wire import Field, Wire
 
 
 @dataclass(frozen=True)

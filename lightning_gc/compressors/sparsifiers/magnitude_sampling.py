@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.sparsifiers import sparse_codec, sparse_sign_payload, topk_selection
-from lightning_gc.flow import Payload
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.accumulate import accumulate
 
 _PASSES = 4  # beside the host, before it waits to see whether they were enough

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Waits
-from lightning_gc.kernels.streams import used_here
-from lightning_gc.state_structure import WHOLE, Numbers, Record, Structure
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.state_structure import WHOLE, Numbers, Record, Structure
+from lightning_gc.kernels.dispatch import used_here
 
 _FURTHEST = math.log(4)  # beyond the thresholds of the step before, in units of the logarithm
 _FLATTEST, _STEEPEST = 2.0, 0.02  # mean logarithms of how far elements are above a threshold

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers.position_draws import positions
 from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.wire import Field, Wire
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.coding import payload_validation
-from lightning_gc.compressors.sparsifiers import threshold_estimator
-from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator
+from lightning_gc.compressors.sparsifiers import topk_selection
+from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator
 from lightning_gc.compressors.traits import Waits
+from lightning_gc.core import payload_validation
 
 _AT_ONCE = 3  # halvings beside the host, for one wait
 
@@ -65,7 +65,7 @@ class RedSync(ThresholdEstimator):
             r = (low + high) / 2
             if r not in counted:
                 counted |= self._count(magnitudes, mean, low, high)
-            enough = k <= counted[r] <= threshold_estimator.MOST * k
+            enough = k <= counted[r] <= topk_selection.MOST * k
             if enough or (high - low) / 2 < self.tolerance:
                 return _at(r, mean)
             low, high = (low, r) if counted[r] < k else (r, high)
@@ -74,7 +74,7 @@ class RedSync(ThresholdEstimator):
         """Return r -> number for the middle; beside the host, which waits, for later ones too."""
         parts = 2 if payload_validation.on_host(magnitudes) else 2**_AT_ONCE
         middles = [low + (high - low) * i / parts for i in range(1, parts)]
-        numbers = [threshold_estimator.reached(magnitudes, _at(r, mean)) for r in middles]
+        numbers = [topk_selection.reached(magnitudes, _at(r, mean)) for r in middles]
         return dict(zip(middles, torch.stack(numbers).tolist(), strict=True))
 
 

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.coding import payload_validation
-from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator
+from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator
+from lightning_gc.core import payload_validation
 
 _FIRST = 0.25  # the share that every stage but the last lets through
 

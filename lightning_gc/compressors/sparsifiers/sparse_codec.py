@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import elias_fano, payload_validation
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec, Part
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.flow import Payload
+from lightning_gc.core import elias_fano, payload_validation
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.accumulate import accumulate
 
 Varies = Literal["no", "step", "worker"]

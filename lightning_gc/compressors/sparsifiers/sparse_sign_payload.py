@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_gc.coding import elias_fano, payload_validation
-from lightning_gc.coding.bit_packing import pack, unpack
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.sparsifiers import sparse_codec
-from lightning_gc.flow import Payload
+from lightning_gc.core import elias_fano, payload_validation
+from lightning_gc.core.bit_packing import pack, unpack
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.accumulate import accumulate
 
 

@@ -6,10 +6,10 @@ import functools
 from dataclasses import dataclass
 
 from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD
-from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.topk import TopK
-from lightning_gc.compressors.wrappers.preset import Preset
+from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.wrappers.quantised import Quantised
+from lightning_gc.compressors.wrappers.wrapper import Preset
 
 
 @dataclass(frozen=True)

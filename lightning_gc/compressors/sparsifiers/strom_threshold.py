@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding.wire import Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload, topk_selection
 from lightning_gc.compressors.traits import Knob, Traits, Waits
-from lightning_gc.flow import Payload
-from lightning_gc.search_space import Range
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.search_space import Range
+from lightning_gc.core.wire import Wire
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers import sampled_threshold, topk_selection
-from lightning_gc.compressors.sparsifiers.density import DensitySparsifier
+from lightning_gc.compressors.sparsifiers import topk_selection
+from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Waits
+from lightning_gc.core.bucket import Bucket
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROUNDING = 2.0**-8  # of bfloat16, relative
@@ -87,7 +88,7 @@ class TopK(DensitySparsifier, SparseCodec):
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         k = self.most(buffer.numel())
         if self.selection == "sampled":
-            return sampled_threshold.about_largest(buffer, k, bucket.step)
+            return topk_selection.about_largest(buffer, k, bucket.step)
         return topk_selection.largest(buffer, k)
 
     def bound(self, numel: int) -> Contraction:
@@ -98,7 +99,7 @@ class TopK(DensitySparsifier, SparseCodec):
         """
         sent = self.most(numel)
         if self.selection == "sampled":
-            sent = sampled_threshold.rank(sent, numel)
+            sent = topk_selection.rank(sent, numel)
         kept = 1.0 if self.value_dtype == "float32" else 1 - _ROUNDING**2
         return Contraction(kept * sent / max(1, numel))
 

@@ -6,12 +6,21 @@ million elements.
 
 from __future__ import annotations
 
-from typing import Any
+import abc
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Compressor
+from lightning_gc.compressors.bounds import Contraction
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.search_space import Range
 from lightning_gc.kernels import select
 from lightning_gc.kernels.dispatch import fused
 
@@ -113,3 +122,139 @@ def smallest(buffer: Tensor) -> float:
 
 def _on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in _INTEGERS
+
+
+@dataclass(frozen=True)
+class DensitySparsifier(Compressor):
+    """Sends k = density·numel elements, at least one; ``density`` is in (0, 1]."""
+
+    density: float = 0.01
+
+    traits = Traits(
+        kind="sparsifier",
+        knob=Knob("density", low=1e-5, high=1.0),
+        space=(Range("density", 1e-4, 0.1, scale="log"),),
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise ValueError(
+                f"{type(self).__name__}(density={self.density!r}): density is the share of "
+                f"elements sent and must be in (0, 1]; use 0.01 to send one element in a hundred."
+            )
+
+    def count(self, numel: int) -> int:
+        """Return k for a tensor of ``numel`` elements."""
+        return min(numel, max(1, round(self.density * numel)))
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        return (cls(0.1), cls(1.0))
+
+
+MOST = 2  # times the wanted number of elements are sent at most
+
+
+@dataclass(frozen=True)
+class ThresholdEstimator(DensitySparsifier, SparseCodec):
+    """Sends what reaches the threshold that ``threshold`` estimates, and no more than 2·k elements.
+
+    If the estimate is too low, the 2·k largest are sent; if it is too high, fewer than k, perhaps
+    none. Zeros are never sent. On CUDA the host waits for their number.
+    """
+
+    @property
+    def waits(self) -> Waits:
+        return Waits(1)
+
+    @abc.abstractmethod
+    def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
+        """Return the magnitude, 0-dim, that about k of ``magnitudes`` should reach.
+
+        Args:
+            magnitudes: ``(numel,)``, the greatest of them 1.
+            k: how many are wanted, fewer than there are.
+        """
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        k = self.count(buffer.numel())
+        lowest = smallest(buffer)
+        if k >= buffer.numel():
+            return reaching(buffer, lowest)
+        magnitudes = buffer.abs()
+        largest = magnitudes.amax()
+        # Squares of 1e30 and of 1e-30 are no numbers; of zeros nothing reaches the threshold.
+        magnitudes.div_(largest.clamp_min(lowest))
+        threshold = (self.threshold(magnitudes, k) * largest).clamp_min(lowest)
+        found = reaching(buffer, threshold.to(buffer.dtype))
+        return best(buffer, found, MOST * k)
+
+    def most(self, numel: int) -> int:
+        return min(numel, MOST * self.count(numel))
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 0: an estimate may be so wrong that nothing is sent."""
+        return Contraction(0.0)
+
+
+def reached(magnitudes: Tensor, threshold: Tensor) -> Tensor:
+    """Return how many magnitudes are not below the threshold, 0-dim."""
+    return (magnitudes >= threshold).sum()
+
+
+HITS = 256  # elements of the sample that are expected to be among the k largest
+CORRECTIONS = 4  # how often the threshold is lowered at most, each time by a pass over the tensor
+FACTOR = 0.8  # by what it is lowered, and the share of k below which too few elements reach it
+
+
+def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:
+    """Return the ascending positions of the c largest magnitudes, zeros excluded, for some c ≤ k.
+
+    c is at least ``rank(k, numel)``, but for zeros; and at least 0.8·k if the sample is like the
+    tensor. For an accelerator the host waits once, or three times if too few reach the threshold.
+    Every ``stride(k, numel)``-th element is in the sample, of which the first one moves on by one
+    with every ``step``.
+    """
+    if not k:
+        return torch.empty(0, dtype=torch.int64, device=buffer.device)
+    apart = stride(k, buffer.numel())
+    sample = buffer[step % apart :: apart].abs()
+    lowest = smallest(buffer)
+    reached = kth_largest(sample, rank(k, buffer.numel()))
+    threshold = reached.clamp_min(lowest)  # NaN stays NaN, which all elements reach
+    found = reaching(buffer, threshold)
+    free = payload_validation.on_host(buffer)  # to look: for an accelerator the host waits
+    for _ in range(CORRECTIONS if free else 1):
+        if found.numel() >= FACTOR * k or (free and threshold <= lowest):
+            break
+        threshold = _lowered(buffer, threshold, lowest, k, 1 if free else CORRECTIONS)
+        found = reaching(buffer, threshold)
+    return best(buffer, found, k)
+
+
+def _lowered(buffer: Tensor, threshold: Tensor, lowest: float, k: int, times: int) -> Tensor:
+    """Return the threshold lowered up to so many times, until enough elements reach it."""
+    lowered = [threshold.mul(FACTOR**i).clamp_min(lowest) for i in range(1, times + 1)]
+    if times > 1:
+        magnitudes = buffer.abs()
+        numbers = torch.stack([(magnitudes >= each).sum() for each in lowered]).tolist()
+        for each, number in zip(lowered, numbers, strict=True):
+            if number >= FACTOR * k:
+                return each
+    return lowered[-1]
+
+
+def stride(k: int, numel: int) -> int:
+    """Return how far apart elements of the sample are.
+
+    An odd number, or the sample would be from a few columns of a matrix with an even row length.
+    """
+    most = max(numel // 100, 1 << 16)
+    wanted = -(-HITS * numel // max(1, k))
+    apart = max(1, numel // max(1, min(most, wanted)))
+    return apart - 1 + apart % 2
+
+
+def rank(k: int, numel: int) -> int:
+    """Return how many elements of the sample reach the threshold, and of the tensor at least."""
+    return max(1, round(k * (numel // stride(k, numel)) / max(1, numel)))

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
-from lightning_gc.flow import Payload
-from lightning_gc.search_space import Range
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.search_space import Range
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Knob, Traits, Waits
-from lightning_gc.kernels.streams import used_here
-from lightning_gc.search_space import Range
-from lightning_gc.state_structure import Numbers, Record, Structure
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.search_space import Range
+from lightning_gc.core.state_structure import Numbers, Record, Structure
+from lightning_gc.kernels.dispatch import used_here
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.sparsifiers.magnitude_sampling import MagnitudeSampling, Sums
 from lightning_gc.compressors.traits import Knob, Traits, Waits
-from lightning_gc.search_space import Range
+from lightning_gc.core.search_space import Range
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import elias_fano, payload_validation
-from lightning_gc.coding.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.bounds import AbsoluteError, Bound, Contraction, Multiple, Unbounded
 from lightning_gc.compressors.quantisers.natural_compression import NaturalCompression
@@ -24,8 +21,11 @@ from lightning_gc.compressors.sparsifiers.hard_threshold import HardThreshold
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.compressors.traits import Traits, Waits
-from lightning_gc.flow import Payload
-from lightning_gc.state_structure import Structure
+from lightning_gc.core import elias_fano, payload_validation
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.state_structure import Structure
+from lightning_gc.core.wire import Field, Wire
 
 _STEP = 16  # positions, that take a byte or more
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.base import CodecScheme, Compressor, dense
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
-from lightning_gc.flow import Flow
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Flow
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.coding.bit_packing import packed_bytes
+from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.kernels.numba_kernels.float32 import copysign, floor, jit, magnitude
 
 CHUNK = 2048  # elements whose codes and random numbers lie in the first cache

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.coding.bit_packing import pack
+from lightning_gc.core.bit_packing import pack
 from lightning_gc.kernels.numba_kernels import bfloat16, dequantise, quantise
 
 _NUMEL, _BLOCK, _SEED = 5000, 48, 1

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.coding.bit_packing import packed_bytes
+from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.kernels.triton_kernels import EXACT, kernel
 
 GROUPS = 128

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gc.coding.digest import ReplicaError
-from lightning_gc.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
+from lightning_gc.core.digest import ReplicaError
+from lightning_gc.core.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.sentences import broken
+from lightning_gc.testing.contracts.cases import broken
 from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.base import as_bytes
 from lightning_gc.transports.simulated import Simulated
@@ -106,7 +106,7 @@ def not_refused(error: Exception) -> str:
     where = f" in {code.co_name}" if code is not None else ""
     return (
         f"{type(error).__name__}{where}: {error}; check what arrives and raise ValueError with a "
-        f"sentence, see lightning_gc.coding.payload_validation"
+        f"sentence, see lightning_gc.core.payload_validation"
     )
 
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation, wire
 from lightning_gc.compressors import Codec, Compressor, Preset
-from lightning_gc.flow import Payload
+from lightning_gc.core import payload_validation, wire
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
 from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.cases import broken, named
 from lightning_gc.testing.contracts.damaged_payloads import damaged, not_refused
-from lightning_gc.testing.contracts.sentences import broken, named
 from lightning_gc.transports.base import as_bytes
 
 FENCE = 64

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors import QSGD, Compressor, HardThreshold, RandomK, TopK
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Reply, Request
 from lightning_gc.engine.compatibility import combine
-from lightning_gc.flow import Reply, Request
 from lightning_gc.memories import Memory
 from lightning_gc.memories.storage import Storage
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.sentences import broken, unequal
+from lightning_gc.testing.contracts.cases import broken, unequal
 from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.simulated import Simulated
 

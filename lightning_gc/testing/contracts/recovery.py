@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.flow import Exchange, Gather, Mean, Payload, Reply, Request
+from lightning_gc.core.flow import Exchange, Gather, Mean, Payload, Reply, Request
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.sentences import broken
+from lightning_gc.testing.contracts.cases import broken
 from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.simulated import Simulated
 

@@ -11,8 +11,8 @@ from lightning_gc.compressors.low_rank.powersgd import PowerSGD
 from lightning_gc.memories import Residual
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing.contracts import cases
+from lightning_gc.testing.contracts.cases import apart, broken
 from lightning_gc.testing.contracts.damaged_payloads import with_liar
-from lightning_gc.testing.contracts.sentences import apart, broken
 from lightning_gc.testing.lockstep import Lockstep
 
 

@@ -6,7 +6,7 @@ import torch
 from lightning_gc.advice.alpha_beta import Link
 from lightning_gc.advice.costs import segment_trace, slowest, together, work
 from lightning_gc.advice.traces import Asked, Trace, sent, trace
-from lightning_gc.tuning.method import Method
+from lightning_gc.methods.method import Method
 
 SHAPES = {"a": (64, 64), "b": (64,), "c": (48, 64), "d": (3,)}
 

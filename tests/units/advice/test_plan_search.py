@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lightning_gc.advice.plan_search import Plan, greedy
+from lightning_gc.advice.prediction import Plan, greedy
 from lightning_gc.advice.timeline import BucketWork, Module, timeline
 
 

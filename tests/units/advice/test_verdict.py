@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.advice.verdict import judge
+from lightning_gc.advice.report import judge
 from tests.support.replay import patient
 
 Rows = dict[str, dict[str, Any]]

@@ -15,8 +15,8 @@ from lightning_gc import (
     NoMemory,
     Residual,
 )
+from lightning_gc.core.flow import Payload
 from lightning_gc.engine.compatibility import combine
-from lightning_gc.flow import Payload
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.support.codecs import KINDS, apply, each_kind
@@ -50,7 +50,7 @@ def test_neighbouring_multiples(kind: str, step: float) -> None:
 
 
 def payload_positions(payload: Payload) -> np.ndarray:
-    from lightning_gc.coding import elias_fano
+    from lightning_gc.core import elias_fano
 
     return elias_fano.decode(payload[1], payload[0].numel(), 300).numpy()
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_gc import AtomoSVD, NoMemory, TwoShot
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.low_rank.atomo_svd import probabilities
-from lightning_gc.flow import Payload
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.support.codecs import KINDS, each_kind

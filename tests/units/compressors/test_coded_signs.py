@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_gc import AdaComp, FixedProportion, StromThreshold
-from lightning_gc.coding.elias_fano import coded_bytes
 from lightning_gc.compressors.sparsifiers import sparse_sign_payload
+from lightning_gc.core.elias_fano import coded_bytes
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.support.codecs import KINDS, STUDENT, apply, each_kind

@@ -20,11 +20,11 @@ from lightning_gc import (
     TopK,
     UnbiasedRandomK,
 )
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation
-from lightning_gc.coding.bit_packing import unpack
-from lightning_gc.coding.elias_fano import encode
-from lightning_gc.flow import Payload
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bit_packing import unpack
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.elias_fano import encode
+from lightning_gc.core.flow import Payload
 from lightning_gc.kernels import dispatch
 from lightning_gc.testing.contracts import cases
 

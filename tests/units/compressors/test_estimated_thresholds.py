@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc import GaussianK, RedSync, SIDCo
-from lightning_gc.compressors.sparsifiers.threshold_estimator import ThresholdEstimator
+from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator
 from lightning_gc.testing.contracts import cases
 
 NUMEL = 20_000

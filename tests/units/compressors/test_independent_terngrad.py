@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_gc import IndependentTernGrad
-from lightning_gc.coding import trits
+from lightning_gc.compressors.quantisers import independent_terngrad
 from tests.support.codecs import KINDS, apply, each_kind
 
 
@@ -36,14 +36,14 @@ def test_probabilities() -> None:
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 243])
 def test_trits_are_digits(count: int) -> None:
     given = np.random.default_rng(count).integers(0, 3, count)
-    packed = trits.pack(torch.tensor(given, dtype=torch.uint8))
+    packed = independent_terngrad.pack(torch.tensor(given, dtype=torch.uint8))
     for number, byte in enumerate(packed.tolist()):
         digits = given[5 * number : 5 * number + 5]
         assert byte == sum(int(d) * 3**i for i, d in enumerate(digits))
-    found, _ = trits.unpack(packed, count, torch.ones(1))
+    found, _ = independent_terngrad.unpack(packed, count, torch.ones(1))
     assert found.tolist() == given.tolist()
 
 
 def test_a_byte_that_no_sender_makes() -> None:
     with pytest.raises(ValueError, match="code 243"):
-        trits.unpack(torch.tensor([243], dtype=torch.uint8), 5, torch.ones(1))
+        independent_terngrad.unpack(torch.tensor([243], dtype=torch.uint8), 5, torch.ones(1))

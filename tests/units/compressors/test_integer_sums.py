@@ -22,10 +22,10 @@ from lightning_gc import (
     TernGrad,
     TwoShot,
 )
-from lightning_gc.coding import payload_validation
-from lightning_gc.coding.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.compressors.quantisers import integer_sums
-from lightning_gc.flow import Exchange, Gather, Reply, Request
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.core.flow import Exchange, Gather, Reply, Request
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.damaged_payloads import Lying

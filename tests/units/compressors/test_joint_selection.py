@@ -17,11 +17,11 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import elias_fano
 from lightning_gc.compressors import SIDCo, VarianceCriterion
+from lightning_gc.core import elias_fano
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Exchange, Gather, Mean, Payload, resume
 from lightning_gc.engine import Engine
-from lightning_gc.flow import Exchange, Gather, Mean, Payload, resume
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_gc import NonzeroBlocks
-from lightning_gc.coding import elias_fano
+from lightning_gc.core import elias_fano
 from tests.support.codecs import KINDS, apply, each_kind
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_gc import AllGather, CompressedDDPStrategy, GradZip, NoMemory, PowerSGD, TwoShot
-from lightning_gc.bucket import Bucket
-from lightning_gc.coding import payload_validation
 from lightning_gc.compressors import Compressor
-from lightning_gc.flow import resume
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import resume
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.recovery import Flooding

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gc.coding import payload_validation
+from lightning_gc.core import payload_validation
 from lightning_gc.kernels import dequantise as dequantising
 from lightning_gc.kernels import quantise as quantising
 

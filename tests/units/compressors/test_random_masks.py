@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_gc import RandomMask, VarianceSparsifier
-from lightning_gc.coding.elias_fano import coded_bytes
+from lightning_gc.core.elias_fano import coded_bytes
 from tests.support import codecs
 from tests.support.codecs import STUDENT, apply
 

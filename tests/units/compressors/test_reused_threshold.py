@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lightning_gc import ReusedThreshold
-from lightning_gc.bucket import Bucket
+from lightning_gc.core.bucket import Bucket
 from lightning_gc.testing import Lockstep
 from tests.support.codecs import apply
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_gc import DGC, AllGather, Compressor, Residual, Scheme, SparseReduce, TopK, TwoShot
-from lightning_gc.coding.elias_fano import coded_bytes
-from lightning_gc.compressors.sparsifiers import sampled_threshold
+from lightning_gc.compressors.sparsifiers import topk_selection
+from lightning_gc.core.elias_fano import coded_bytes
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 
@@ -98,12 +98,12 @@ def test_a_sample_that_misleads_costs_elements_and_is_mended_at_the_next_step() 
     """All that is large lies in the sample of step 0: r elements are sent, as ``bound`` says."""
     numel, k = 60_000, 6000
     x = draw("normal", numel, 0) * 1e-3
-    stride = sampled_threshold.stride(k, numel)
+    stride = topk_selection.stride(k, numel)
     assert stride > 2
     x[::stride] += torch.sign(x[::stride]) * 10
     codec = TopK(0.1, selection="sampled")
     sent = [len(codec.choose(x, cases.bucket_of(x, step=step))) for step in (0, 1)]
-    assert sampled_threshold.rank(k, numel) <= sent[0] <= k
+    assert topk_selection.rank(k, numel) <= sent[0] <= k
     assert sent[1] == k
 
 
@@ -143,7 +143,7 @@ def test_of_any_tensor(kind: str, numel: int, density: float, step: int, value_d
     for tensor, field in zip(payload, codec.wire(numel), strict=True):
         assert (field.dtype, field.varies) == (tensor.dtype, "worker")
         assert tensor.numel() <= field.length
-    assert min(sampled_threshold.rank(k, numel), int(x.count_nonzero())) <= sent <= k
+    assert min(topk_selection.rank(k, numel), int(x.count_nonzero())) <= sent <= k
     if value_dtype == "float32" and 0 < sent < numel:
         assert x.abs()[out != 0].min() >= left.abs().max()
     lost = float(left.double().square().sum())

@@ -9,7 +9,7 @@ import torch
 
 from lightning_gc import AllGather, GTopK, SignSGD, Signum, TwoShot
 from lightning_gc.compressors.sparsifiers.gtopk import merged
-from lightning_gc.flow import Exchange
+from lightning_gc.core.flow import Exchange
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.support.codecs import KINDS, each_kind

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lightning_gc import SketchedSGD
-from lightning_gc.bucket import Bucket
 from lightning_gc.compressors.sparsifiers import sketched_sgd
+from lightning_gc.core.bucket import Bucket
 from lightning_gc.testing import Lockstep
 
 SIZE, DENSITY, ROWS, COLUMNS, CANDIDATES = 1500, 0.01, 3, 6, 2

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_gc import SVDThreshold
-from lightning_gc.bucket import Bucket
+from lightning_gc.core.bucket import Bucket
 from tests.support.codecs import KINDS, each_kind
 
 

@@ -18,14 +18,14 @@ from lightning_gc.controllers import (
     RoundSchedule,
     Schedule,
 )
-from lightning_gc.strategies.for_pytorch_lightning import (
+from lightning_gc.exchange.validation import decision_of
+from lightning_gc.lightning.for_pytorch_lightning import (
     CompressedDDPStrategy,
     CompressedHSDPStrategy,
     LocalStepsStrategy,
     SimulatedDDPStrategy,
     SimulatedLocalStepsStrategy,
 )
-from lightning_gc.synchronizer.validation import decision_of
 from tests.support.replay import replay
 
 RUN = [Observation(epoch - 1, max_epochs=6) for epoch in range(6)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gc import QSGD, HardThreshold, IntegerQSGD, TopK, Uniform
 from lightning_gc.compressors import Compressor
 from lightning_gc.engine import Engine
-from lightning_gc.synchronizer.kernel_compilation import compile_kernels
+from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.support.kernel_device import DEVICE, here, marks, some

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc import QSGD, Cast
-from lightning_gc.coding import payload_validation
-from lightning_gc.coding.bit_packing import packed_bytes
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.kernels import bfloat16, dequantise, dispatch, quantise
 from tests.support.kernel_device import INTERPRETED, same, tensors
 
@@ -85,7 +85,7 @@ def test_a_code_that_no_encoder_makes_is_refused(bits: int) -> None:
 def test_what_a_codec_sends_does_not_depend_on_numba(
     codec: QSGD | Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_gc.bucket import Bucket
+    from lightning_gc.core.bucket import Bucket
 
     results = []
     for numba in (True, False):

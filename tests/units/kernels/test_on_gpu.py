@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gc.coding import payload_validation
+from lightning_gc.core import payload_validation
 from lightning_gc.kernels import accumulate, dequantise, quantise, select
 from tests.support.kernel_device import same
 

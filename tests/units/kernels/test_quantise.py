@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_gc import QSGD
-from lightning_gc.coding import payload_validation
-from lightning_gc.coding.bit_packing import packed_bytes, unpack
+from lightning_gc.core import payload_validation
+from lightning_gc.core.bit_packing import packed_bytes, unpack
 from lightning_gc.kernels import dequantise, quantise
 from lightning_gc.kernels.dispatch import MAX_NUMEL, fused
 from tests.support.kernel_device import DEVICE, INTERPRETED, here, marks, same, some, tensors

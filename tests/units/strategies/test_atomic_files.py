@@ -13,13 +13,13 @@ import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 
-from lightning_gc.strategies.checkpoint.atomic_files import (
+from lightning_gc.checkpoint.side_files import (
+    FOLDER,
     AtomicIO,
     make_atomic,
     wraps,
     write_atomically,
 )
-from lightning_gc.strategies.checkpoint.side_files import FOLDER
 from tests.support.damage import files_of, resume, save
 
 OTHER = Path("/dev/shm")

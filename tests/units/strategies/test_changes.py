@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gc.strategies.checkpoint.changes import changes
-from lightning_gc.synchronizer.pytree import average, each_tensor, reduced
+from lightning_gc.checkpoint.restoring import changes
+from lightning_gc.core.pytree import average, each_tensor, reduced
 
 SAME = {"compressor": "TopK(density=0.1)", "memory": "Residual()", "controller": "None"}
 SHAPES: dict[str, tuple[int, ...]] = {"a": (2, 3), "b": (4,)}

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_gc.strategies.checkpoint.distributed_metadata import (
+from lightning_gc.checkpoint.distributed_metadata import (
     check_objects,
     read_metadata,
     read_tensor,

@@ -8,8 +8,8 @@ import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 
 from lightning_gc import PerParameter, Residual, TopK
-from lightning_gc.strategies.checkpoint.side_files import FOLDER
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.checkpoint.side_files import FOLDER
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import quiet_trainer, unwarned
 
 

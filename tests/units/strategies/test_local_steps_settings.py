@@ -16,9 +16,9 @@ from lightning_gc import (
     TopK,
 )
 from lightning_gc.controllers import TotalErrorBudget
+from lightning_gc.lightning.for_pytorch_lightning import LocalStepsStrategy
+from lightning_gc.lightning.local_hooks import warn_of_few_rounds
 from lightning_gc.memories import MomentumCorrection
-from lightning_gc.strategies.for_pytorch_lightning import LocalStepsStrategy
-from lightning_gc.strategies.local_warnings import warn_of_few_rounds
 
 
 @pytest.mark.parametrize(

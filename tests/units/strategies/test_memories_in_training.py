@@ -18,7 +18,7 @@ from lightning_gc import (
     StepAhead,
     TopK,
 )
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.models import PlainSGD, common_batches
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_gc import CSER, SAEF, Memory, MomentumCorrection, PerParameter, StepAhead, TopK
-from lightning_gc.bucket import in_memory_order
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.core.bucket import in_memory_order
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import quiet_trainer, unwarned
 
 

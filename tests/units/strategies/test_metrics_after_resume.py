@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_gc import PerParameter, TopK
 from lightning_gc.controllers import Controller, Decision, DynamicBitWidth, Observation
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import fit, unwarned
 
 STEPS = 4  # per epoch

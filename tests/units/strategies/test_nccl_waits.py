@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch.distributed as dist
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 
-from lightning_gc.strategies.nccl_waits import warn_of_blocking_waits
+from lightning_gc.lightning.workarounds import warn_of_blocking_waits
 from tests.support.fitting import quiet_trainer
 
 

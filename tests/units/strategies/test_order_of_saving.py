@@ -10,9 +10,9 @@ import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import PerParameter, TopK
-from lightning_gc.strategies.checkpoint.saving import Saving
-from lightning_gc.strategies.checkpoint.side_files import FOLDER
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.checkpoint.saving import Saving
+from lightning_gc.checkpoint.side_files import FOLDER
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.models import Plain, common_batches
 from tests.support.resuming import side_files

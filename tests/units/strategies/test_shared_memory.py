@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_gc.strategies.shared_memory import unshare
+from lightning_gc.lightning.workarounds import unshare
 
 
 def test_parameters_and_buffers_leave_shared_memory() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_gc import Identity
-from lightning_gc.strategies.for_pytorch_lightning import (
+from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedDDPStrategy,
     SimulatedLocalStepsStrategy,
 )

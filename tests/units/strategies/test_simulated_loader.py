@@ -8,8 +8,8 @@ import pytorch_lightning as pl
 from torch.utils.data import DataLoader
 
 from lightning_gc import TopK
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
-from lightning_gc.strategies.simulation.sharded_loader import Dealt
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.lightning.simulation.sharded_loader import Dealt
 from tests.support.fitting import fit, unwarned
 from tests.support.models import Plain, common_batches
 

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gc import Identity, NetworkModel, NoMemory, PerParameter, TopK
 from lightning_gc.controllers import TotalError
-from lightning_gc.strategies.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
-from lightning_gc.strategies.simulation.micro_batches import to_batches, to_micro_batches
-from lightning_gc.strategies.simulation.sharded_loader import Dealt
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
+from lightning_gc.lightning.simulation.micro_batches import to_batches, to_micro_batches
+from lightning_gc.lightning.simulation.sharded_loader import Dealt
 from tests.support.fitting import quiet_trainer
 from tests.support.models import Plain, common_batches, common_rows
 from tests.support.simulation import fit_case, simulated
@@ -364,7 +364,7 @@ def test_the_other_flavour() -> None:
     flavour = pytest.importorskip("lightning.pytorch")
     from lightning.pytorch.demos.boring_classes import BoringModel
 
-    from lightning_gc.strategies import for_lightning
+    from lightning_gc.lightning import for_lightning
 
     strategy = for_lightning.SimulatedDDPStrategy(TOPK, workers=2)
     trainer = flavour.Trainer(

@@ -7,7 +7,7 @@ from pytorch_lightning.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 
 from lightning_gc import TopK
-from lightning_gc.strategies.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import fit, unwarned
 from tests.support.models import Plain, common_batches
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_gc.strategies.checkpoint import side_files
-from lightning_gc.strategies.checkpoint.sharded_saving import remove as remove_folders
-from lightning_gc.strategies.checkpoint.side_files import (
+from lightning_gc.checkpoint import side_files
+from lightning_gc.checkpoint.sharded_saving import remove as remove_folders
+from lightning_gc.checkpoint.side_files import (
     FOLDER,
     exists,
     path_of,

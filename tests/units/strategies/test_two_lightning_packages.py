@@ -188,7 +188,7 @@ def test_a_strategy_for_the_other_package_is_refused_with_both_import_lines(
 ) -> None:
     fabric, other = PACKAGES[package]
     name = {"pytorch_lightning": "for_pytorch_lightning", "lightning.pytorch": "for_lightning"}
-    home = "lightning_gc.strategies."
+    home = "lightning_gc.lightning."
     script = MISTAKES.format(
         theirs=home + name[other],
         ours=home + name[package],

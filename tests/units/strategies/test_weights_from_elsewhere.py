@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import LearningRateFinder
 from torch import nn
 
 from lightning_gc import OuterSGD, TopK
-from lightning_gc.strategies.for_pytorch_lightning import (
+from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedDDPStrategy,
     SimulatedLocalStepsStrategy,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gc.flow import Flow, Gather, Mean, Reply, Request
+from lightning_gc.core.flow import Flow, Gather, Mean, Reply, Request
 from lightning_gc.transports import Recording, Transport
 from lightning_gc.transports.background import Background
 

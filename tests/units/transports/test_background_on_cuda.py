@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gc.flow import Flow, Reply, Request
+from lightning_gc.core.flow import Flow, Reply, Request
 from lightning_gc.transports import Recording, Transport
 from lightning_gc.transports.background import Background
 from tests.support.pretended_cuda import CUDA, PretendedCuda

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gc.flow import Exchange, Gather, Reply, Request
-from lightning_gc.synchronizer.parts import ShardParts
-from lightning_gc.synchronizer.validation import check_agreement
+from lightning_gc.core.flow import Exchange, Gather, Reply, Request
+from lightning_gc.exchange.peers import ShardParts
+from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.transports import Simulated, Transport
 from lightning_gc.transports.base import Message, as_bytes, check_lengths, laid_out, lengths_of
 from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from lightning_gc.flow import Exchange, Flow
+from lightning_gc.core.flow import Exchange, Flow
 from lightning_gc.transports.accounting import COMPUTE
-from lightning_gc.transports.simulated_accounting import Ledger
+from lightning_gc.transports.simulated import Ledger
 
 CPU = torch.device("cpu")
 

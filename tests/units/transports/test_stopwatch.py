@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gc.flow import Flow, Reply, Request
+from lightning_gc.core.flow import Flow, Reply, Request
 from lightning_gc.transports import Recording, Transport
 from lightning_gc.transports.accounting import Stopwatch
-from lightning_gc.transports.simulated_accounting import Ledger
+from lightning_gc.transports.simulated import Ledger
 
 CUDA = torch.device("cuda", 0)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.flow import Exchange, Gather, Mean, Request
+from lightning_gc.core.flow import Exchange, Gather, Mean, Request
 from lightning_gc.transports import distributed
 from lightning_gc.transports.distributed import Distributed
 from tests.support.counted_waits import Accelerator, on_device

@@ -1,0 +1,1 @@
+"""Attach gradient compression to a model outside Lightning: plain torch, Fabric, FSDP2."""

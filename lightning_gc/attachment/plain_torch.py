@@ -1,0 +1,147 @@
+"""attach: compressed gradient exchange for a plain DistributedDataParallel or FSDP2 module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc.attachment.attached import Attached, AttachedDDP
+from lightning_gc.attachment.attached_shards import AttachedShards
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller
+from lightning_gc.exchange import configure
+from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
+from lightning_gc.sharded.shard_validation import check_bucket_cap
+
+
+def attach(
+    module: DistributedDataParallel | FSDPModule,
+    compressor: Compressor | str,
+    memory: Memory | str | None = None,
+    scheme: Scheme | str | None = None,
+    controller: Controller | None = None,
+    *,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = (),
+    scaler: torch.amp.GradScaler | None = None,
+    seed: int = 0,
+    timeout: timedelta | None = None,
+    verify: Verify = 0,
+    bucket_cap_mb: float = 25,
+) -> Attached:
+    """Compress the gradients that a ``DistributedDataParallel`` or FSDP2 module exchanges.
+
+    Registers a communication hook. Call it on all workers, before the first backward pass. Of a
+    model in shards the exchange between replicas is compressed, as in ``CompressedHSDPStrategy``:
+    ``fully_shard(..., mesh=mesh)`` must have been given a mesh of two dimensions, replicas and
+    shards, with all ranks.
+
+    Args:
+        module: a ``DistributedDataParallel`` module without a communication hook, or one that
+            ``fully_shard`` was called on, after all of its parts.
+        compressor: an instance, or a name from the registry. As with ``CompressedDDPStrategy``, a
+            bare one works layer by layer and leaves small and 1-D tensors dense.
+        memory: the error feedback rule; the compressor's default if left out.
+        scheme: how payloads become a mean; the compressor's default if left out.
+        controller: chooses levels; the training loop calls ``begin_epoch`` or ``begin_batch``.
+        optimizers: those of the module's parameters: for memories that depend on learning rates or
+            refuse some settings, and for any controller. None is none.
+        scaler: of fp16 training, with DDP only. Errors are kept unscaled, and restored when it
+            skips a step.
+        seed: of the compressor's private random numbers, equal on all workers.
+        timeout: of the exchange's collectives; that of the process group if left out.
+        verify: what workers compare, as for ``CompressedDDPStrategy``, with DDP only. An error of a
+            step is raised by the next forward pass, or by ``close``.
+        bucket_cap_mb: of a model in shards: megabytes of a rank's shards from which on a bucket is
+            full, as for ``CompressedHSDPStrategy``. DDP has its own.
+
+    Returns:
+        A handle for levels, byte counts, checkpoints and closing.
+
+    Communication pattern:
+        As ``CompressedDDPStrategy`` or ``CompressedHSDPStrategy``: one background thread with its
+        own process group.
+
+    Raises:
+        ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
+            differ, as for the strategies, a memory that needs more than a hook; a model in shards
+            without replicas, or on several meshes; a module of ``torch.compile`` or ``replicate``;
+            in a forward pass, a static graph that begins with accumulated gradients.
+        RuntimeError: the module already has a communication hook; in a forward pass, a parameter
+            that was unfrozen, added or replaced since; a model in shards with torch before 2.7.
+        PeerError: in a forward or backward pass, an exchange has failed.
+
+    Example:
+        ``examples/plain_torch.py`` trains and resumes; in short::
+
+            ddp = DistributedDataParallel(model)
+            handle = lightning_gc.attach(ddp, TopK(0.01), optimizers=optimizer)
+            ...
+            loss.backward()
+            optimizer.step()
+    """
+    _refuse_other_modules(module)
+    configuration = configure("attach", compressor, memory, scheme, seed)
+    if isinstance(optimizers, torch.optim.Optimizer):
+        optimizers = [optimizers]
+    verification(verify, "attach")
+    its = list(optimizers or ())
+    if controller is not None and not its:
+        raise ValueError(
+            f"attach(..., controller={controller!r}): a controller sees the learning rates; give "
+            f"optimizers=optimizer."
+        )
+    if isinstance(module, DistributedDataParallel):
+        return AttachedDDP(module, configuration, controller, its, scaler, timeout, verify)
+    if scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            "attach(..., scaler=...): a model in shards reduces gradients in float32 or bfloat16, "
+            "which need no loss scaling; leave it out."
+        )
+    if verify:
+        raise ValueError(
+            f"attach(..., verify={verify!r}): of a model in shards replicas are not compared; "
+            f"leave it out."
+        )
+    check_bucket_cap("attach", bucket_cap_mb)
+    model = cast(nn.Module, module)
+    return AttachedShards(model, configuration, controller, its, timeout, bucket_cap_mb)
+
+
+def _refuse_other_modules(module: object) -> None:
+    """Raise ValueError for a module whose exchange of gradients is not one that we can replace."""
+    given, wanted = type(module).__name__, (DistributedDataParallel, FSDPModule)
+    if any(base.__module__.startswith(_REPLICATE) for base in type(module).__mro__):
+        raise ValueError(
+            f"attach({given}(...)): modules of torch's replicate(...) are not supported; use "
+            f"DistributedDataParallel(model) instead of replicate(model)."
+        )
+    if isinstance(module, wanted):
+        return
+    if isinstance(getattr(module, "_orig_mod", None), wanted):
+        raise ValueError(
+            f"attach({given}(...)): call attach before torch.compile, or compile the model before "
+            f"DistributedDataParallel wraps it: attach(ddp, ...), then torch.compile(ddp)."
+        )
+    inside = module.modules() if isinstance(module, nn.Module) else ()
+    held = next((type(each).__name__ for each in inside if isinstance(each, wanted)), None)
+    if held is not None:
+        raise ValueError(
+            f"attach({given}(...)): the module holds a {held}, which exchanges the gradients; give "
+            f"attach that one."
+        )
+    raise ValueError(
+        f"attach({given}(...)): give a DistributedDataParallel module, or one that fully_shard was "
+        f"called on; wrap the model first: attach(DistributedDataParallel(model), ...)."
+    )
+
+
+_REPLICATE = "torch.distributed._composable.replicate"
+"""The modules with both kinds of torch's ``replicate``: by DDP, and by FSDP2."""

@@ -1,1 +1,0 @@
-"""Catalogue of compressors, memories, schemes and wire formats, read from the classes."""

@@ -1,0 +1,1 @@
+"""Save and restore error state: side files, files of shards, validation."""

@@ -1,0 +1,341 @@
+"""Distributed metadata: read the ``.metadata`` of torch's distributed checkpoints as plain data.
+
+torch unpickles that file, so a prepared one runs code. Here its opcodes are read one by one, no
+class is imported and no function is called; whatever torch's writer does not write is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickletools
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_gc.checkpoint.side_files import in_short
+from lightning_gc.core.state_structure import TEXT, WHOLE, Leaf, Record
+
+NAME = ".metadata"
+_METADATA = "torch.distributed.checkpoint.metadata."
+_STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_RECORDS = {
+    _STORED,
+    *(
+        _METADATA + name
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        )
+    ),
+}
+_SIZE = "torch.Size"
+_CALLED = {
+    _SIZE,
+    "torch.serialization._get_layout",
+    _METADATA + "_MEM_FORMAT_ENCODING",
+    *(
+        f"pathlib.{local}{system}Path"
+        for local in ("", "_local.")
+        for system in ("Posix", "Windows")
+    ),
+}
+_PUSHED = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+class Unread(ValueError):
+    """A file has something that a distributed checkpoint's metadata does not have."""
+
+
+class Slice(NamedTuple):
+    """Where an entry lies: a file of the folder, the first byte and the number of bytes."""
+
+    file: str
+    start: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """A stored part of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    where: Slice
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor: its global size, dtype and chunks."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a distributed checkpoint holds.
+
+    Attributes:
+        tensors: by name.
+        others: slices with a saved object each, such as a learning rate; torch unpickles them.
+    """
+
+    tensors: dict[str, Entry]
+    others: list[Slice]
+
+
+@dataclass(eq=False)
+class _Named:
+    """What a file names by module and name; ``made``: an object of that class."""
+
+    name: str
+    made: bool = False
+    fields: Any = None
+
+
+def read_metadata(folder: Path) -> Contents:
+    """Return what ``folder`` holds, by its ``.metadata``.
+
+    Raises:
+        ValueError: the file is missing or damaged, names a class that it need not name, or refers
+            to anything outside the folder.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise Unread(f"{path} is missing")
+    data = path.read_bytes()
+    try:
+        return _contents(_plain(data), folder)
+    except Unread as error:
+        raise Unread(f"{path} {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise Unread(
+            f"{path} is no metadata of a distributed checkpoint ({type(error).__name__}: {error})"
+        ) from error
+
+
+def check_objects(folder: Path) -> None:
+    """Raise ValueError if torch's distributed reader could run code that ``folder`` brings.
+
+    It unpickles the metadata and every saved object that is not a tensor.
+    """
+    for where in read_metadata(folder).others:
+        try:
+            _load(folder, where)
+        except Exception as error:
+            raise Unread(
+                f"{folder / where.file} holds at byte {where.start} an object that cannot be read "
+                f"with weights_only=True ({in_short(error)})"
+            ) from error
+
+
+def read_tensor(folder: Path, entry: Entry, chunk: Chunk) -> Tensor:
+    """Return a stored part of a tensor.
+
+    Raises:
+        ValueError: it is damaged, or not the part that the metadata says.
+    """
+    try:
+        found = _load(folder, chunk.where)
+    except Exception as error:
+        raise Unread(f"{folder / chunk.where.file} cannot be read ({in_short(error)})") from error
+    if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (
+        chunk.sizes,
+        entry.dtype,
+    ):
+        raise Unread(f"{folder / chunk.where.file} does not hold what its {NAME} says")
+    return found
+
+
+def _load(folder: Path, where: Slice) -> Any:
+    with (folder / where.file).open("rb") as file:
+        file.seek(where.start)
+        data = file.read(where.length)
+    _check_sums(data)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _check_sums(data: bytes) -> None:
+    """Raise ValueError if a record of torch's zip format is damaged; torch itself does not look."""
+    if data[:2] == b"PK":
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"its record {damaged} is damaged")
+
+
+def _plain(data: bytes) -> Any:
+    """Return what a pickle describes, with ``_Named`` for objects; import and call nothing."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+
+    def since_mark() -> list[Any]:
+        start = marks.pop()
+        items = stack[start:]
+        del stack[start:]
+        return items
+
+    for opcode, argument, _ in pickletools.genops(data):
+        name, value = opcode.name, argument
+        if name in ("PROTO", "FRAME"):
+            continue
+        if name == "STOP":
+            break
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[int(value)] = stack[-1]  # type: ignore[arg-type]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[int(value)])  # type: ignore[arg-type]
+        elif name in _PUSHED:
+            stack.append(value)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name == "EMPTY_DICT":
+            stack.append({})
+        elif name == "EMPTY_LIST":
+            stack.append([])
+        elif name in _TUPLES:
+            count = _TUPLES[name]
+            items = [stack.pop() for _ in range(count)]
+            stack.append(tuple(reversed(items)))
+        elif name == "TUPLE":
+            stack.append(tuple(since_mark()))
+        elif name in ("APPEND", "APPENDS"):
+            items = [stack.pop()] if name == "APPEND" else since_mark()
+            _is(stack[-1], list).extend(items)
+        elif name in ("SETITEM", "SETITEMS"):
+            items = [stack.pop(), stack.pop()][::-1] if name == "SETITEM" else since_mark()
+            _is(stack[-1], dict).update(zip(items[::2], items[1::2], strict=True))
+        elif name in ("STACK_GLOBAL", "GLOBAL"):
+            if name == "GLOBAL":
+                words = _is(value, str).split(" ", 1)
+            else:
+                words = [stack.pop(), stack.pop()][::-1]
+            stack.append(_known(".".join(words)))
+        elif name == "NEWOBJ":
+            arguments, named = stack.pop(), _is(stack.pop(), _Named)
+            if arguments != () or named.made or named.name not in _RECORDS:
+                raise Unread(f"makes {named.name} with arguments, which torch does not write")
+            stack.append(_Named(named.name, made=True))
+        elif name == "REDUCE":
+            arguments, named = _is(stack.pop(), tuple), _is(stack.pop(), _Named)
+            if named.made or named.name not in _CALLED:
+                raise Unread(f"calls {named.name}, which torch does not write")
+            made = _Named(named.name, made=True, fields=arguments)
+            stack.append(_is(arguments[0], tuple) if named.name == _SIZE else made)
+        elif name == "BUILD":
+            fields, target = stack.pop(), _is(stack[-1], _Named)
+            if not target.made or target.fields is not None:
+                raise Unread(f"changes {target.name}, which torch does not write")
+            target.fields = _is(fields, tuple if target.name.endswith("TensorProperties") else dict)
+        else:
+            raise Unread(f"has the pickle opcode {name}, which torch does not write")
+    (found,) = stack
+    return found
+
+
+def _known(name: str) -> _Named:
+    is_dtype = name.startswith("torch.") and isinstance(
+        getattr(torch, name.removeprefix("torch."), None), torch.dtype
+    )
+    if name not in _RECORDS | _CALLED and not is_dtype:
+        raise Unread(
+            f"names {name}, which is not a class of a distributed checkpoint's metadata: loaded by "
+            f"torch it could run code"
+        )
+    return _Named(name)
+
+
+def _is(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise Unread(f"has a {type(value).__name__} where torch writes a {kind.__name__}")
+    return value
+
+
+def _fields(value: Any, name: str) -> Any:
+    """Return the fields of an object of that class."""
+    named = _is(value, _Named)
+    if not named.made or named.name.rpartition(".")[2] != name:
+        raise Unread(f"has {named.name} where torch writes {name}")
+    return {} if named.fields is None else named.fields
+
+
+_SHAPE = Leaf(
+    "a tuple of whole numbers",
+    lambda v: isinstance(v, tuple) and all(type(n) is int and n >= 0 for n in v),
+)
+_FILE = Leaf(
+    "the name of a file in the folder",
+    lambda v: isinstance(v, str) and v not in ("", ".", "..") and not set(v) & set("/\\:\0"),
+)
+_WHERE = Record({"relative_path": _FILE, "offset": WHOLE, "length": WHOLE})
+
+
+def _contents(described: Any, folder: Path) -> Contents:
+    """Return what checked metadata say."""
+    about = _fields(described, "Metadata")
+    stored: dict[str, dict[Any, Slice]] = {}
+    for index, place in _is(about["storage_data"], dict).items():
+        key, where = _fields(index, "MetadataIndex"), _fields(place, "_StorageInfo")
+        TEXT.check(key["fqn"], "fqn")
+        _WHERE.check(where, key["fqn"])
+        found = Slice(where["relative_path"], where["offset"], where["length"])
+        if found.start + found.length > _length(folder / found.file):
+            raise Unread(f"says that {found.file} has {found.start + found.length} bytes, or more")
+        stored.setdefault(key["fqn"], {})[key.get("offset")] = found
+    tensors: dict[str, Entry] = {}
+    others: list[Slice] = []
+    for name, entry in _is(about["state_dict_metadata"], dict).items():
+        TEXT.check(name, "a name")
+        if _is(entry, _Named).name.endswith("BytesStorageMetadata"):
+            others += stored.get(name, {}).values()
+        else:
+            tensors[name] = _entry(_fields(entry, "TensorStorageMetadata"), stored.get(name, {}))
+    # Objects that no entry names are read all the same: an index may be named twice.
+    others += [w for name, places in stored.items() if name not in tensors for w in places.values()]
+    return Contents(tensors, list(dict.fromkeys(others)))
+
+
+def _entry(about: dict[str, Any], stored: dict[Any, Slice]) -> Entry:
+    size, properties = about["size"], _fields(about["properties"], "TensorProperties")
+    _SHAPE.check(size, "size")
+    dtype = getattr(torch, _is(properties[0], _Named).name.removeprefix("torch."))
+    chunks = []
+    for chunk in _is(about["chunks"], list):
+        fields = _fields(chunk, "ChunkStorageMetadata")
+        offsets, sizes = fields["offsets"], fields["sizes"]
+        _SHAPE.check(offsets, "offsets")
+        _SHAPE.check(sizes, "sizes")
+        ends = [o + s for o, s in zip(offsets, sizes, strict=True)]
+        if any(end > most for end, most in zip(ends, size, strict=True)):
+            raise Unread(f"has a part {offsets} to {tuple(ends)} of a tensor of size {size}")
+        chunks.append(Chunk(offsets, sizes, stored[offsets]))
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise Unread(f"does not have all parts of a tensor of size {size}")
+    return Entry(size, dtype, chunks)
+
+
+def _length(path: Path) -> int:
+    if not path.is_file():
+        raise Unread(f"needs {path}, which is missing")
+    return path.stat().st_size
+
+
+def chunks_of(entry: Entry, replicas: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
+    """Yield the chunks of these replicas, in their order, of a tensor ``(R, *shape)``."""
+    for replica in replicas:
+        for chunk in entry.chunks:
+            if chunk.offsets[0] == replica:
+                yield replica, chunk

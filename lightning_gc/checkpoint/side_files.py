@@ -1,0 +1,245 @@
+"""Side files: each worker's error state in a file beside the checkpoint; paths, read, remove."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import inspect
+import os
+import posixpath
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+
+# A folder, because Lightning takes files beside a checkpoint for checkpoints, by their names.
+FOLDER = "lightning_gc_state"
+_NAME = re.compile(r"(?P<stem>(?P<base>.+)-step(?P<step>\d+).*)-worker(\d+)of(?P<workers>\d+)\.pt")
+_OWNED = re.compile(r"(?P<base>.+)-step\d+.*")  # the last "-step" is ours: a save's name has none
+
+
+def stem_of(checkpoint: Any, step: int, save: str) -> str:
+    """Return the prefix of the names of a checkpoint's side files.
+
+    With the step, to be read, and the name of this save, ``save``: a checkpoint saved again under
+    its old name must leave the old side files intact until all the new files are complete.
+    """
+    return f"{_split(checkpoint)[1]}-step{step}-{save}"
+
+
+def belongs_to(checkpoint: Any, name: str) -> bool:
+    """Return whether a file or folder of error state, or a part of one, is of this checkpoint."""
+    match = _OWNED.fullmatch(name)
+    return match is not None and match["base"] == _split(checkpoint)[1]
+
+
+def path_of(checkpoint: Any, stem: str, worker: int, workers: int) -> str:
+    """Return the path of one worker's side file; beside its target, if the checkpoint is a link."""
+    folder, _ = _split(_target(checkpoint))
+    return posixpath.join(folder, FOLDER, f"{stem}-worker{worker}of{workers}.pt")
+
+
+def part_of(path: str) -> str:
+    """Return where a local checkpoint or side file is written before it gets its name.
+
+    In the folder of side files: Lightning would take it for a checkpoint.
+    """
+    return os.path.join(_folder(path), f"{os.path.basename(path)}.part")
+
+
+def exists(path: str) -> bool:
+    """Return whether the file exists, locally or remotely."""
+    fs, inner = url_to_fs(path)
+    return bool(fs.exists(inner))
+
+
+def read(path: str, checkpoint_io: Any) -> Any:
+    """Return a side file's tensors, numbers, strings, lists and dicts; no pickled code is run.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    inner = checkpoint_io
+    while getattr(inner, "checkpoint_io", None) is not None:
+        inner = inner.checkpoint_io  # unwrap, such as an asynchronous one
+    safely = "weights_only" in inspect.signature(inner.load_checkpoint).parameters
+    try:
+        if safely:
+            return checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
+        fs, where = url_to_fs(path)  # Lightning before 2.6 would unpickle anything
+        with fs.open(where, "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"it cannot be read ({in_short(error)})") from error
+
+
+def in_short(error: Exception) -> str:
+    """Return an exception's class and first sentence; torch's next ones advise what is unsafe."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. ')[0]}"
+
+
+def checkpoint_before(checkpoint: Any, step: int) -> str | None:
+    """Return the checkpoint in the same folder with the highest step, up to ``step``.
+
+    Only one that has the side files of all its workers; None if there is none.
+    """
+    folder, own = _split(_target(checkpoint))
+    fs, inner = url_to_fs(posixpath.join(folder, FOLDER))
+    try:
+        names = [posixpath.basename(str(path)) for path in fs.ls(inner, detail=False)]
+    except OSError:
+        return None
+    found = [match for name in names if (match := _NAME.fullmatch(name))]
+    stems = [match["stem"] for match in found]
+    whole = [m for m in found if stems.count(m["stem"]) == int(m["workers"])]
+    for match in sorted(whole, key=lambda m: (int(m["step"]), m["base"]), reverse=True):
+        path = posixpath.join(folder, match["base"])
+        if match["base"] != own and int(match["step"]) <= step and exists(path):
+            return path
+    return None
+
+
+def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
+    """Remove a checkpoint's side files of all workers, except those of stems in ``keep``.
+
+    Several workers may do so at once.
+    """
+    folder, _ = _split(checkpoint)
+    fs, inner = url_to_fs(posixpath.join(folder, FOLDER))
+    try:
+        names = [posixpath.basename(str(path)) for path in fs.ls(inner, detail=False)]
+    except FileNotFoundError:
+        return
+    kept = tuple(f"{stem}-worker" for stem in keep)
+    for name in names:
+        if belongs_to(checkpoint, name) and not (kept and name.startswith(kept)):
+            with contextlib.suppress(OSError):  # removed already
+                fs.rm(posixpath.join(inner, name))
+    tidy(checkpoint)
+
+
+def tidy(checkpoint: Any) -> None:
+    """Remove the folder beside a checkpoint if it is empty."""
+    fs, inner = url_to_fs(_folder(checkpoint))
+    with contextlib.suppress(OSError):  # removed already, or not empty
+        fs.rmdir(inner)
+
+
+def _target(checkpoint: Any) -> str:
+    """Return where a link, such as last.ckpt, points to; any other path as it is."""
+    path: str = os.fspath(checkpoint)
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+def _folder(path: Any) -> str:
+    """Return the folder of side files of a checkpoint, or of a side file."""
+    folder, _ = _split(path)
+    return folder if posixpath.basename(folder) == FOLDER else posixpath.join(folder, FOLDER)
+
+
+def _split(checkpoint: Any) -> tuple[str, str]:
+    """Return folder and name of a local path or URL."""
+    path = os.fspath(checkpoint)
+    if "://" not in path:
+        return os.path.split(path)
+    folder, _, name = path.rpartition("/")
+    return folder, name
+
+
+def write_atomically(
+    where: Any, write: Callable[[Any], None], remove: Callable[[Any], None]
+) -> None:
+    """Write the file ``where`` by ``write``; directly behind a URL, where there is no rename.
+
+    Args:
+        where: the target; its folder need not exist.
+        write: writes the file at the path that it is given, as a CheckpointIO does.
+        remove: removes what ``write`` has written, if that is nowhere in this file system.
+    """
+    target = os.fspath(where)
+    if "://" in target or os.path.isdir(target):
+        write(where)
+        return
+    part = part_of(target)
+    try:
+        write(part)
+        if os.path.isdir(part):
+            shutil.move(part, target)
+        elif os.path.isfile(part):
+            _flush(part)
+            os.replace(part, target)
+            _flush(os.path.dirname(target) or os.curdir)
+        else:  # a CheckpointIO that stores elsewhere
+            write(where)
+            remove(part)
+    finally:
+        if os.path.isfile(part):
+            os.remove(part)
+        tidy(target)
+
+
+class AtomicIO:
+    """A CheckpointIO that writes atomically by another; for the inside of asynchronous ones.
+
+    Args:
+        checkpoint_io: writes, reads and removes.
+    """
+
+    def __init__(self, checkpoint_io: Any) -> None:
+        self.checkpoint_io = checkpoint_io
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        def write(there: Any) -> None:
+            self.checkpoint_io.save_checkpoint(checkpoint, there, storage_options=storage_options)
+
+        try:
+            write_atomically(path, write, self.remove_checkpoint)
+        except Exception as error:  # raised later, when another file is written
+            raise RuntimeError(
+                f"{os.fspath(path)} could not be written: {type(error).__name__}: {error}"
+            ) from error
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.checkpoint_io.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.checkpoint_io.teardown()
+
+
+def wraps(checkpoint_io: Any) -> bool:
+    """Return whether the CheckpointIO wraps another, and so may write in a thread."""
+    return hasattr(checkpoint_io, "checkpoint_io")
+
+
+def make_atomic(checkpoint_io: Any) -> None:
+    """Let the innermost of CheckpointIOs that wrap each other write atomically.
+
+    Only that one knows when a file has been written.
+    """
+    outer: Any = None
+    inner = checkpoint_io
+    while wraps(inner) and not isinstance(inner, AtomicIO):
+        outer, inner = inner, inner.checkpoint_io
+    if hasattr(outer, "_checkpoint_io") and not isinstance(inner, AtomicIO):
+        outer._checkpoint_io = AtomicIO(inner)  # Lightning's setter takes none after the first
+
+
+def _flush(path: str) -> None:
+    """Flush a file, or a folder's names, to the disk, if its file system can."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:  # a folder, where folders cannot be opened
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,1 +1,0 @@
-"""Payload coding: bit packing, Elias-Fano coded positions, wire formats, validation."""

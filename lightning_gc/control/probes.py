@@ -1,0 +1,314 @@
+"""WorkerStatistics: a worker's bytes, elements and gradient sums since the last decision."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Needs, Point
+from lightning_gc.controllers.exchange_record import fit_link
+from lightning_gc.core.bucket import Bucket, Tally
+from lightning_gc.core.state_structure import FINITE, Record
+from lightning_gc.engine import Engine
+from lightning_gc.engine.statistics import EpochStatistics
+from lightning_gc.exchange.peers import Peers
+from lightning_gc.transports.accounting import (
+    COMMUNICATE,
+    COMPRESS,
+    COMPUTE,
+    DECODE,
+    KEPT,
+    Recorder,
+)
+from lightning_gc.transports.simulated import Simulated
+
+
+class WorkerStatistics:
+    """Collects one worker's part of a controller's observation.
+
+    Args:
+        engine: the worker's; its epoch statistics are set to those that the controller declares.
+        controller: the policy.
+    """
+
+    structure = Record(
+        {
+            "bytes": FINITE,
+            "tally": Record(
+                dict.fromkeys(("grad_bytes", "elements", "sent", "payload_bytes"), FINITE),
+                # Not in checkpoints of 0.1.
+                dict.fromkeys(("grad_elements", "local_steps", "local_bytes"), FINITE),
+            ),
+            "observer": EpochStatistics.structure,
+        }
+    )
+    """What ``own_state`` returns."""
+
+    _account: Recorder
+
+    def __init__(self, engine: Engine, controller: Controller) -> None:
+        self.engine = engine
+        needs = controller.needs
+        self.epoch = EpochStatistics(needs.sums, needs.moments, needs.errors, needs.scale)
+        self._keeps_exchanges = needs.link
+        engine.statistics.epoch = self.epoch
+        self._seen_tally = dataclasses.replace(engine.statistics.tally)
+        self._timed_from = engine.step
+
+    def attach(self, account: Recorder) -> None:
+        """Use the byte account of a new fit, before all else; of the last one, add what is new."""
+        nbytes, seconds, exchanges = 0, dict[str, float](), tuple[ExchangeRecord, ...]()
+        if hasattr(self, "_account"):
+            nbytes, seconds, exchanges = self._bytes(), self.phases(), self.exchanges()
+        self._account = account
+        if self._keeps_exchanges:
+            account.exchanges = deque(exchanges, maxlen=KEPT)
+        self._seen_seconds = _minus(account.seconds(), seconds)
+        self._seen_bytes = account.sent_bytes - nbytes
+
+    def figures(self) -> list[float]:
+        """Return bytes, dense bytes and elements sent since then, total errors, ‖g‖² since then."""
+        now, seen = self.engine.statistics.tally, self._seen_tally
+        return [
+            self._bytes(),
+            self.engine.dense_bytes(now.plain_bytes - seen.plain_bytes),
+            (now.sent + now.whole) - (seen.sent + seen.whole),
+            self.epoch.total_error,
+            self.epoch.total_error_update,
+            self.epoch.squared_gradients,
+        ]
+
+    def phases(self) -> dict[str, float]:
+        """Return phase -> seconds since then."""
+        return _minus(self._account.seconds(), self._seen_seconds)
+
+    @property
+    def timed_steps(self) -> int:
+        """Steps that ``phases`` has the seconds of: those before a resume are not known."""
+        return self.engine.step - self._timed_from
+
+    @property
+    def modelled(self) -> bool:
+        """Whether seconds of requests are computed, not measured."""
+        return self._account.modelled
+
+    def exchanges(self) -> tuple[ExchangeRecord, ...]:
+        """Return the latest requests since then."""
+        return tuple(self._account.exchanges or ())
+
+    def begin(self) -> None:
+        """Count from here: a decision has been made."""
+        self._time_from_here()
+        if self._account.exchanges is not None:
+            self._account.exchanges.clear()
+        self._seen_bytes = self._account.sent_bytes
+        self._seen_tally = dataclasses.replace(self.engine.statistics.tally)
+        self.epoch.forget_gradients()
+
+    def own_state(self) -> dict[str, Any]:
+        """Return this worker's counts and sums since the last decision."""
+        seen, now = vars(self._seen_tally), vars(self.engine.statistics.tally)
+        return {
+            "bytes": self._bytes(),
+            "tally": {name: now[name] - seen[name] for name in now},
+            "observer": self.epoch.own_state(),
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``own_state()``, or from the mean of several."""
+        self._time_from_here()
+        self._seen_bytes = self._account.sent_bytes - round(state["bytes"])
+        now = vars(self.engine.statistics.tally)
+        # A checkpoint of 0.1 has no grad_elements: what was sent whole before it is not counted.
+        counts = {"grad_elements": state["tally"]["elements"]} | state["tally"]
+        self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in counts.items()})
+        self.epoch.load_own_state(state["observer"])
+
+    def _time_from_here(self) -> None:
+        self._seen_seconds, self._timed_from = self._account.seconds(), self.engine.step
+
+    def _bytes(self) -> int:
+        return self._account.sent_bytes - self._seen_bytes
+
+
+def _minus(some: Mapping[str, float], less: Mapping[str, float]) -> dict[str, float]:
+    return {name: some.get(name, 0.0) - less.get(name, 0.0) for name in {**some, **less}}
+
+
+TRIES = 2
+"""Times that a method with a state, such as PowerSGD's factors, compresses the same tensor."""
+
+
+def error_curves(
+    engine: Engine, gradients: Mapping[str, Tensor], levels: Sequence[float]
+) -> dict[str, Curve]:
+    """Return the curve of each parameter that some level compresses and whose gradient is finite.
+
+    Each is compressed by itself, by one simulated worker, from fresh state. Nothing of the engine
+    is changed, and no random numbers of training are used up: generators are seeded anew.
+
+    Args:
+        engine: with compressor, scheme and step.
+        gradients: parameter name -> gradient, left alone.
+        levels: that are tried, within the knob's range.
+
+    Communication pattern:
+        None.
+    """
+    compressors = [engine.levels.sample(level) for level in levels]
+    found = {}
+    for name, gradient in gradients.items():
+        shape = tuple(gradient.shape)
+        if not engine.levels.takes(shape):
+            continue
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        if not math.isfinite(norm):
+            continue
+        points = tuple(
+            Point(float(level), *_point(engine, compressor, name, gradient))
+            for level, compressor in zip(levels, compressors, strict=True)
+        )
+        found[name] = Curve(norm, points)
+    return found
+
+
+def _point(
+    engine: Engine, compressor: Compressor, name: str, gradient: Tensor
+) -> tuple[float, float]:
+    """Return ``‖x − C(x)‖`` and the bytes of one worker's messages."""
+    state: dict[str, dict[str, Any]] = {name: {}}
+    flat = gradient.detach().reshape(-1).float()
+    error = nbytes = 0.0
+    for number in range(TRIES):
+        buffer, out = flat.clone(), torch.zeros_like(flat)
+        shapes = {name: tuple(gradient.shape)}
+        step = compressor.compressing_step(engine.step + number)
+        bucket = Bucket(buffer, shapes, step=step, seed=engine.seed, state=state)
+        transport = Simulated(1)
+        with torch.no_grad():
+            transport.run([compressor.flow(bucket, buffer, out, engine.scheme)])
+        error = float(torch.linalg.vector_norm(buffer, dtype=torch.float64))
+        nbytes = float(transport.message_bytes[0])
+        if not state[name]:
+            break
+    return error, nbytes
+
+
+def gradient_moments(
+    epochs: Sequence[EpochStatistics], steps: int, workers: int, peers: Peers
+) -> dict[str, float]:
+    """Estimate E‖g−∇fᵢ‖², ‖∇fᵢ‖² and meanᵢ‖∇fᵢ−∇f‖², with the bias of 1/steps removed.
+
+    Args:
+        epochs: sums of this process's workers.
+        steps: of the epoch.
+        workers: W, of all processes.
+        peers: the other processes.
+
+    Returns:
+        Fields of an ``Observation``; none if the moments were not summed, as after a resume without
+        a worker's file, or of one step.
+    """
+    if not epochs[0].summed() or not epochs[0].moments or steps < 2:
+        return {}
+    means = [epoch.sum() / steps for epoch in epochs]
+    owns = [float(mean.double().square().sum()) for mean in means]
+    spread = [
+        (epoch.squares() / steps - own) * steps / (steps - 1)
+        for epoch, own in zip(epochs, owns, strict=True)
+    ]
+    mean = peers.mean(sum(means[1:], means[0]) / len(means))
+    together = float(peers.parts.total(mean.double().square().sum()))
+    noise, own = peers.whole_of(zip(spread, owns, strict=True))
+    apart = own - together - noise / steps * (1 - 1 / workers)
+    return {
+        "gradient_noise": max(noise, 0.0),
+        "gradient_squared": own - noise / steps,
+        "gradient_dissimilarity": apart,
+    }
+
+
+PHASES = (COMPUTE, COMPRESS, COMMUNICATE, DECODE)
+
+
+class StepClock:
+    """Adds up the time from one batch to the next of the same epoch.
+
+    So what is done between epochs is left out, and so is the last step of an epoch if no validation
+    follows. Validation is left out wherever it is. On CUDA a host that runs ahead of its device is
+    told by the clock on average only.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[float, int, int] | None = None  # time, step, epoch
+        self._spent, self._steps = 0.0, 0
+
+    def see(self, step: int, epoch: int) -> None:
+        """Note that a batch begins, after so many steps."""
+        now = time.perf_counter()
+        if self._last is not None and self._last[2] == epoch:
+            self._spent += now - self._last[0]
+            self._steps += step - self._last[1]
+        self._last = now, step, epoch
+
+    def take(self) -> tuple[float, int]:
+        """Return and reset seconds and number of steps."""
+        found = self._spent, self._steps
+        self._spent, self._steps = 0.0, 0
+        return found
+
+    def pause(self, step: int) -> None:
+        """Note that validation begins after so many steps, within an epoch or after it."""
+        if self._last is not None:
+            self.see(step, self._last[2])
+        self._last = None
+
+    def resume(self) -> None:
+        """Go on after a decision, which is made between two batches and is no part of a step."""
+        if self._last is not None:
+            self._last = time.perf_counter(), *self._last[1:]
+
+
+def clock_figures(
+    needs: Needs,
+    statistics: Sequence[WorkerStatistics],
+    clock: StepClock,
+    mean: Callable[[list[list[float]]], list[float]],
+) -> dict[str, Any]:
+    """Return the fields of an observation that come from clocks, as far as they are declared.
+
+    Args:
+        needs: the controller's.
+        statistics: of each worker of this process.
+        clock: of steps.
+        mean: rows, one per worker of this process -> their mean over all workers.
+
+    Communication pattern:
+        One all-reduce of a few numbers if seconds are declared.
+    """
+    found: dict[str, Any] = {}
+    if needs.seconds:
+        spent, timed = clock.take()
+        phases = [each.phases() for each in statistics]
+        rows = [[spent, timed, *(p.get(name, 0.0) for name in PHASES)] for p in phases]
+        seconds, stepped, *means = mean(rows)
+        steps = max(statistics[0].timed_steps, 1)
+        per_step = {n: s / steps for n, s in zip(PHASES, means, strict=True) if s}
+        step = seconds / stepped if stepped else 0.0
+        if statistics[0].modelled:  # simulated workers take turns
+            step = sum(per_step.values())
+        found |= {"step_seconds": step, "phase_seconds": per_step}
+    if needs.link:
+        exchanges = statistics[0].exchanges()
+        latency, bandwidth, r2 = fit_link(exchanges)
+        found |= {"exchanges": exchanges, "latency_us": latency}
+        found |= {"bandwidth_gbps": bandwidth, "link_r2": r2}
+    return found

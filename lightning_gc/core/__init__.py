@@ -1,0 +1,1 @@
+"""Buckets, flows, settings, registries, wire formats and coding: what every room imports."""

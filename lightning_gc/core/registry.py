@@ -1,0 +1,135 @@
+"""Registries computed from namespaces: names of classes, and instances by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Collection, Mapping
+from types import FunctionType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def export(namespace: dict[str, Any], *more: str) -> None:
+    """Set ``__all__`` of a package to the public classes and functions in its namespace.
+
+    Static tools, which would read a computed ``__all__`` as an empty one, must not see it. They go
+    by ``from x import Y as Y``.
+
+    Args:
+        namespace: the package's ``globals()``.
+        more: names of constants to export as well.
+    """
+    kinds = (type, FunctionType)
+    found = [n for n, v in namespace.items() if isinstance(v, kinds) and not n.startswith("_")]
+    namespace["__all__"] = sorted([*found, *more])
+
+
+def subclasses(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:
+    """Return ``{name: class}`` of the subclasses of ``base`` in a namespace that are not abstract.
+
+    The name is that of the file that holds the class: ``hard_threshold.py`` -> ``HardThreshold``.
+    """
+    classes = [v for v in namespace.values() if inspect.isclass(v) and issubclass(v, base)]
+    classes = sorted(classes, key=lambda cls: cls.__name__)
+    return {c.__module__.rpartition(".")[2]: c for c in classes if not inspect.isabstract(c)}
+
+
+def concrete(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:
+    """Return those of ``subclasses`` that can be made by name: all their fields have defaults."""
+    found = subclasses(namespace, base)
+    return {name: cls for name, cls in found.items() if not required_fields(cls)}
+
+
+def required_fields(cls: type) -> set[str]:
+    """Return the names of a dataclass's fields that have no default."""
+    missing, fields = dataclasses.MISSING, dataclasses.fields(cls)
+    return {f.name for f in fields if f.default is missing and f.default_factory is missing}
+
+
+def given_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that are not at their default; none of another object."""
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {f.name: getattr(value, f.name) for f in fields if getattr(value, f.name) != _default(f)}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    missing, factory = dataclasses.MISSING, field.default_factory
+    return field.default if factory is missing else factory()
+
+
+def public_name(path: str) -> str:
+    """Return the dotted path that users write; only ours change, to ``lightning_gc.<package>``.
+
+    Example:
+        >>> public_name("lightning_gc.compressors.sparsifiers.topk.TopK")
+        'lightning_gc.compressors.TopK'
+    """
+    top, _, rest = path.partition(".")
+    if top != __name__.partition(".")[0]:
+        return path
+    return f"{top}.{rest.partition('.')[0]}.{rest.rpartition('.')[2]}"
+
+
+def path_of(cls: type) -> str:
+    """Return the dotted path by which users import a class; see ``public_name``."""
+    return public_name(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T]) -> T:
+    """Return ``value``, or the default instance of the class that it names.
+
+    Raises:
+        ValueError: an unknown name, or neither a name nor an instance of ``base``.
+    """
+    if isinstance(value, base):
+        return value
+    if isinstance(value, str) and value in known:
+        return known[value]()
+    if isinstance(value, type) and issubclass(value, base):
+        raise ValueError(f"{value.__name__} is a class; give an instance of it: {_call(value)}.")
+    close = closest(value, known)
+    if close is not None:
+        example = _call(known[close])
+        raise ValueError(
+            f"{value!r} is not a {kind}{did_you_mean(value, known)}; give that name, or an "
+            f"instance: {example}."
+        )
+    choices = ", ".join(f"{name!r}" for name in sorted(known))
+    raise ValueError(
+        f"{value!r} is not a {kind}; give an instance, such as "
+        f"{next(iter(known.values())).__name__}(), or one of the names {choices}."
+    )
+
+
+def did_you_mean(value: object, known: Collection[str]) -> str:
+    """Return " (did you mean '...'?)" with the closest known name, or an empty string."""
+    close = closest(value, known)
+    return "" if close is None else f" (did you mean {close!r}?)"
+
+
+_MEANT = {"ef": "residual", "errorfeedback": "residual", "h": "every"}
+"""What the field calls something -> our name, where no spelling tells."""
+
+
+def closest(value: object, known: Collection[str]) -> str | None:
+    """Return the known name that is meant by ``value``, such as a class's or a misspelt one."""
+    plain = {_plain(name): name for name in known}
+    asked = _plain(str(value).partition("(")[0])
+    if _MEANT.get(asked) in known:
+        return _MEANT[asked]
+    close = difflib.get_close_matches(asked, plain, n=1)
+    return plain[close[0]] if close else None
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _call(cls: type) -> str:
+    """Return how to make an instance, with what it needs."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    needed = required_fields(cls) if fields else set()
+    return f"{cls.__name__}({', '.join(f'{f.name}=...' for f in fields if f.name in needed)})"

@@ -1,0 +1,250 @@
+"""Validation: refuse controllers, models and unequal workers before the first step."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPSink
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller, Decision, Observation
+from lightning_gc.exchange.kernel_compilation import FIXES
+from lightning_gc.memories import Memory
+from lightning_gc.transports.distributed import Distributed, gather_text
+
+_SAME_ARGUMENTS = "All workers need the same configuration; give them the same arguments."
+
+
+def check_controller(controller: Any, compressor: Compressor, memory: Memory, whose: str) -> None:
+    """Refuse a controller of a wrong type, or one that cannot work with compressor or memory."""
+    if isinstance(controller, type) and issubclass(controller, Controller):
+        raise ValueError(
+            f"{whose}(controller={controller.__name__}): that is a class; give an instance of it, "
+            f"{controller.__name__}(...)."
+        )
+    if not isinstance(controller, Controller):
+        raise ValueError(
+            f"{whose}(controller={controller!r}): give an instance, such as "
+            f"lightning_gc.controllers.Fixed(0.01), or leave it out."
+        )
+    controller.check(compressor.knob)
+    if controller.needs.errors and not memory.buffers:
+        raise ValueError(
+            f"{controller!r} watches the error, but {memory!r} keeps none; use memory=Residual()."
+        )
+
+
+def refuse_rounds(controller: Controller, whose: str) -> None:
+    """Refuse a controller of H where gradients are exchanged at every step."""
+    if controller.needs.rounds:
+        raise ValueError(
+            f"{whose}(controller={controller!r}): it sets the steps of a round, and here gradients "
+            f"are exchanged at every step; use LocalStepsStrategy."
+        )
+
+
+def decision_of(
+    controller: Controller, observation: Observation, state: dict[str, Any]
+) -> tuple[Decision, dict[str, Any]]:
+    """Let a controller decide; ValueError if it returns anything but a decision and a state."""
+    answer: Any = controller.decide(observation, state)
+    pair = isinstance(answer, tuple) and len(answer) == 2
+    if pair and isinstance(answer[0], Decision):
+        every, known = answer[0].every, controller.needs.rounds
+        if every is not None and every not in known:
+            raise ValueError(
+                f"{type(controller).__name__} sets H = {every!r}, which is not in its needs: "
+                f"`return Needs(rounds={(*known, every)!r})`."
+            )
+        return answer[0], answer[1]
+    level = answer[0] if pair else answer
+    level = level if isinstance(level, int | float) else 0.01
+    raise ValueError(
+        f"{type(controller).__name__}.decide returned {answer!r}; it returns a pair, the decision "
+        f"and its new state: `return Decision({level!r}), state`."
+    )
+
+
+def refuse_unknown_device(device: torch.device) -> None:
+    """Raise ValueError for a device that is neither the host nor CUDA, which includes ROCm."""
+    if device.type not in ("cpu", "cuda"):
+        why = "has no float64" if device.type == "mps" else "has never been tried"
+        raise ValueError(
+            f"Gradients are on {str(device)!r}, which {why}; lightning_gc works on 'cpu' and on "
+            f"'cuda', NVIDIA's or AMD's. On this machine use Trainer(accelerator='cpu'), or in "
+            f"plain torch move the module to the CPU."
+        )
+
+
+def refuse_sparse_gradients(module: nn.Module) -> None:
+    """Raise ValueError if an embedding has sparse gradients, which are not flat."""
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise ValueError(
+                f"{name} is {type(child).__name__}(sparse=True), whose gradients cannot be "
+                f"compressed; use sparse=False, TopK sends few elements of it anyway."
+            )
+
+
+def refuse_second_hook(ddp: DistributedDataParallel) -> None:
+    """Raise RuntimeError if a module has a communication hook, of which DDP allows one.
+
+    ``_apply_optimizer_in_backward`` makes DDP register one as well. ``_comm_hooks`` would not do: a
+    copied module has the list of the original, but no hook.
+    """
+    hook = ddp._get_ddp_logging_data().get("comm_hook")
+    if hook:
+        raise RuntimeError(
+            f"This DistributedDataParallel module already has the communication hook {hook}, and "
+            f"DDP allows one. Wrap the model again and register no other hook; an optimizer that "
+            f"steps within the backward pass registers one."
+        )
+
+
+def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compressor) -> None:
+    """Raise ValueError for complex parameters, whose gradients are exchanged as pairs of floats."""
+    found = [name for param, name in names.items() if param.is_complex()]
+    if found and not compressor.traits.exact:
+        raise ValueError(
+            f"{', '.join(found)} is complex, which only Identity() exchanges; keep real numbers, "
+            f"torch.view_as_real(...), as the parameter, and use torch.view_as_complex in forward."
+        )
+
+
+def refuse_unsynchronised(
+    module: nn.Module, names: Mapping[Tensor, str], optimizers: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Raise RuntimeError if a parameter is trained, but is none of ``names``, which are exchanged.
+
+    DDP exchanges what required a gradient when it was made. What is unfrozen, added or swapped
+    later would be trained by each worker on its own, and plain DDP does not notice.
+    """
+    for name, param in module.named_parameters():
+        if param.requires_grad and param not in names:
+            raise RuntimeError(
+                f"{name} was unfrozen, added or replaced after the fit began, so its gradient is "
+                f"not exchanged, and workers would drift apart. Change the model between two fits: "
+                f"DDP takes in what requires a gradient when a fit begins, or when it is made."
+            )
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param.requires_grad and param not in names:
+                    raise RuntimeError(
+                        f"Parameter group {number} of {type(optimizer).__name__} has a tensor of "
+                        f"shape {tuple(param.shape)} that is no parameter of the module, so its "
+                        f"gradient is not exchanged here, and workers may drift apart. Make it a "
+                        f"parameter of the module before the fit, or let it require no gradient; "
+                        f"if another module exchanges it, leave attach(optimizers=...) out."
+                    )
+
+
+def refuse_static_accumulation(ddp: DistributedDataParallel) -> None:
+    """Raise ValueError for a forward pass whose backward pass ends in torch's INTERNAL ASSERT.
+
+    With ``static_graph=True`` torch from 2.1 on ends the first backward pass of all as if it were
+    synchronised, which under ``no_sync`` it is not (pytorch pull request 187732).
+    """
+    if (
+        ddp.static_graph
+        and not ddp.require_backward_grad_sync
+        and not ddp._static_graph_delay_allreduce_enqueued
+        and torch.is_grad_enabled()
+        and _ends_first_pass_synchronised()
+    ):
+        raise ValueError(
+            f"DistributedDataParallel(static_graph=True) in torch {torch.__version__} cannot begin "
+            f"with a backward pass that accumulates gradients. Synchronise the first pass, or use "
+            f"static_graph=False."
+        )
+
+
+@functools.cache
+def _ends_first_pass_synchronised() -> bool:
+    """Return whether torch ends a static graph's first backward pass so under ``no_sync``."""
+    ended: list[bool] = []
+    stub = SimpleNamespace(
+        static_graph=True,
+        require_backward_grad_sync=False,
+        _static_graph_delay_allreduce_enqueued=False,
+        _ddp_sink_clone=False,
+        reducer=SimpleNamespace(_delay_all_reduce=lambda: ended.append(True)),
+    )
+    with torch.enable_grad():
+        leaf = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
+        (out,) = _DDPSink.apply(lambda: stub, leaf * 1)
+        out.sum().backward()
+    return bool(ended)
+
+
+def check_agreement(
+    configuration: Mapping[str, str], transport: Distributed, device: torch.device
+) -> None:
+    """Raise ValueError on all workers if one's configuration or model differs from worker 0's.
+
+    Of what ``arithmetic`` returns, the sentence says why it must be equal.
+    """
+    ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
+    texts = [text.splitlines() for text in gather_text(ours, transport, device)]
+    for worker, text in enumerate(texts):
+        for expected, found in itertools.zip_longest(texts[0], text, fillvalue="nothing more"):
+            if found != expected:
+                fix = FIXES.get(expected.partition("=")[0], _SAME_ARGUMENTS)
+                raise ValueError(f"Worker {worker} has {found}, but worker 0 has {expected}. {fix}")
+
+
+def digest_of(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return number and digest of parameter names and shapes, in order."""
+    parameters = [f"{name} {shape}" for name, shape in shapes.items()]
+    digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()
+    return f"{len(parameters)} of digest {digest[:12]}"
+
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def warn_of_one_queue(ddp: DistributedDataParallel) -> None:
+    """Warn if kernels of both groups share the one queue that the environment leaves a GPU."""
+    backends = dist.get_backend_config(ddp.process_group)
+    if "nccl" not in backends or os.environ.get(_QUEUES) != "1":
+        return
+    others = []
+    if any(isinstance(child, nn.SyncBatchNorm) for child in ddp.module.modules()):
+        others.append("SyncBatchNorm")
+    if ddp.find_unused_parameters:
+        others.append("find_unused_parameters=True")
+    if others:
+        warnings.warn(
+            f"{_QUEUES}=1 gives a GPU one queue, in which the exchange of gradients and the "
+            f"collectives of {' and '.join(others)} can stand in another order on another worker: "
+            f"then all wait for ever. Unset {_QUEUES}, or go without.",
+            stacklevel=2,
+        )
+
+
+def warn_of_one_worker(compressor: Compressor, alone: str, what: str, fix: str) -> None:
+    """Warn that nothing is gained, unless the compressor changes nothing either.
+
+    Args:
+        compressor: with its wrappers.
+        alone: who there is only one of, and between whom nothing is sent.
+        what: is compressed.
+        fix: what to do.
+    """
+    if not compressor.traits.exact:
+        warnings.warn(
+            f"{alone}, but {what} are still compressed, which slows training and saves nothing; "
+            f"{fix}.",
+            stacklevel=2,
+        )

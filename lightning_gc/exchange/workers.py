@@ -1,0 +1,307 @@
+"""Workers: engines, parameter names, levels and bucket layout of the workers in one process."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.core.bucket import in_memory_order
+from lightning_gc.core.flow import Flow
+from lightning_gc.core.registry import make
+from lightning_gc.core.state_structure import Structure
+from lightning_gc.engine import Engine
+from lightning_gc.engine.compatibility import by_default, combine
+from lightning_gc.engine.engine import compressor_state
+from lightning_gc.engine.levels import RequestedLevels
+from lightning_gc.exchange.bucket_regrouping import Regrouping, Shapes
+from lightning_gc.exchange.validation import refuse_complex_parameters
+from lightning_gc.memories import MEMORIES, Memory
+from lightning_gc.schemes import SCHEMES, Scheme
+from lightning_gc.transports.accounting import Recorder
+
+
+class HasWorkerState(Protocol):
+    """Part of a worker's checkpoint besides its engine's state."""
+
+    @property
+    def structure(self) -> Structure:
+        """What ``own_state`` returns."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Return nested dicts of tensors and numbers that may be averaged over workers."""
+
+    def load_own_state(self, state: Any) -> None:
+        """Resume from ``own_state()``, or from its mean over workers."""
+
+
+class HasCommonState(Protocol):
+    """Part of a checkpoint that is equal on all workers."""
+
+    @property
+    def common_structure(self) -> Structure:
+        """What ``common_state`` returns."""
+
+    def common_state(self) -> dict[str, Any]:
+        """Return nested dicts of tensors and numbers."""
+
+    def load_common_state(self, state: Any) -> None:
+        """Resume from ``common_state()``."""
+
+
+class BelongsToWorker(Protocol):
+    """Part of a worker's checkpoint that is not averaged, such as its optimizer's state."""
+
+    @property
+    def structure(self) -> Structure:
+        """What ``own_state`` returns."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Return nested dicts of tensors and plain values."""
+
+    def load_own_states(self, states: Sequence[Any]) -> None:
+        """Resume from this worker's ``own_state()``; from all, if W has changed; from none."""
+
+
+class HasRounds(Protocol):
+    """What exchanges every H steps."""
+
+    def set_every(self, every: int | None) -> None:
+        """Set H from the next round on; None: the plan's."""
+
+    def restart(self) -> None:
+        """Forget all that is kept from step to step."""
+
+
+class Workers:
+    """One engine per worker of this process: one in a real run, W in a simulated one.
+
+    Args:
+        configuration: of the engines.
+
+    Attributes:
+        engines: in the order of the workers; empty before ``start``.
+        accounts: bytes and seconds of these workers, while training.
+        names: parameter -> name, of all that are trained.
+        layout: parameter names in each bucket of the last round.
+        regrouping: exchanges the first round after a resume in the layout of the saved run.
+        kept: name -> other state of each of these workers, for checkpoints; averaged if W changes.
+        own: name -> state of each of these workers, for its side file; not averaged.
+        common: name -> state that is equal on all workers, for the checkpoint itself.
+        rounds: of each of these workers, with local steps.
+        exchanged: what errors are in units of: ``"gradients"`` or ``"weights"``.
+        run: a random name of this fit, equal on all workers, for checkpoints.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.configuration = configuration
+        self.engines: list[Engine] = []
+        self.accounts: Sequence[Recorder] = ()
+        self.names: dict[Tensor, str] = {}
+        self.layout: list[tuple[str, ...]] = []
+        self.regrouping: Regrouping | None = None
+        self.kept: dict[str, Sequence[HasWorkerState]] = {}
+        self.own: dict[str, Sequence[BelongsToWorker]] = {}
+        self.common: dict[str, HasCommonState] = {}
+        self.rounds: Sequence[HasRounds] = ()
+        self.exchanged = "gradients"
+        self.run = ""
+
+    def name(self, module: nn.Module) -> None:
+        """Set ``names`` to the trained parameters of ``module``."""
+        trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        self.names = {param: plain_name(name) for name, param in trained}
+
+    def start(self, accounts: Sequence[Recorder], *, revocable: bool) -> None:
+        """Make an engine per account, or reuse those of an earlier fit.
+
+        ``revocable``: optimizer steps may be skipped, as by a gradient scaler.
+        """
+        refuse_complex_parameters(self.names, self.configuration.compressor)
+        self.accounts = accounts
+        self.regrouping = None
+        self.run = secrets.token_hex(4)
+        if not self.engines:
+            self.engines = [self._engine(a.worker, a.workers) for a in accounts]
+        for engine in self.engines:
+            engine.begin_fit()
+            engine.loss_scaling.revocable = revocable
+
+    def _engine(self, worker: int, workers: int) -> Engine:
+        return self.configuration.engine(worker, workers)
+
+    def local(self, param: Tensor) -> Tensor:
+        """Return this process's part of a parameter; the parameter, where it is not sharded."""
+        return param
+
+    def place(self) -> dict[str, int]:
+        """Return what part of a worker this process has, by names for a saved state."""
+        return {}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameter name -> shape of this process's part of it."""
+        return {name: tuple(self.local(param).shape) for param, name in self.names.items()}
+
+    @property
+    def first(self) -> Engine:
+        """The first worker's engine."""
+        return self.engines[0]
+
+    def prepare_round(self, scaler: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Set loss scale and, if memory or statistics read them, learning rates of the round."""
+        # The tensor, not get_scale(): reading a number would wait for the device.
+        scale = None if scaler is None else scaler._scale
+        epoch = self.first.statistics.epoch
+        read = self.configuration.memory.lr_aware or (epoch is not None and epoch.errors)
+        rates = learning_rates_of(optimizers, self.names) if read else None
+        for engine in self.engines:
+            engine.loss_scaling.scale = scale
+            if rates is not None:
+                engine.learning_rates.now = dict(rates)
+
+    def check_declared(
+        self,
+        state: Mapping[str, Any],
+        levels: Any,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        place: str = "",
+    ) -> None:
+        """Raise ValueError if saved state is not such as this compressor declares it.
+
+        Args:
+            state: parameter name -> the compressor's state, of the same compressor.
+            levels: as ``Levels.requested`` returns them.
+            shapes: parameter name -> shape that ``state`` is of; those of this process's parts.
+            place: where ``state`` lies.
+        """
+        compressor = self.configuration.compressor
+        shapes = self.shapes if shapes is None else shapes
+        compressor_state(compressor, shapes).check(state, f"{place}compressor")
+        RequestedLevels(compressor).check(levels, "levels")
+
+    def regroup(self, layout: Sequence[Sequence[str]]) -> None:
+        """Exchange the next round in ``layout`` if it has exactly this model's parameters."""
+        fits = sorted(name for names in layout for name in names) == sorted(self.shapes)
+        self.regrouping = Regrouping(layout) if fits else None
+
+    def flow(self, engine: Engine, grad: Tensor, shapes: Shapes, *, wanted: bool = True) -> Flow:
+        """Return the flow that replaces one worker's ``grad`` by the mean over workers."""
+        weights = None
+        if engine.memory.reads_weights:
+            own = {name: self.local(p).detach() for p, name in self.names.items()}
+            weights = {name: in_memory_order(param) for name, param in own.items()}
+        return engine.flow(grad, shapes, weights=weights, wanted=wanted)
+
+    def end_round(self, layout: Iterable[Iterable[str]]) -> None:
+        """Count a finished round, whose buckets held these parameters."""
+        self.layout = [tuple(names) for names in layout]
+        for engine in self.engines:
+            engine.advance()
+        for engine in self.engines[1:]:
+            # Of simulated workers the first may be the only one that has decoded the mean.
+            engine.loss_scaling.verdicts = list(self.first.loss_scaling.verdicts)
+
+    def compressed(self) -> dict[Tensor, str]:
+        """Return parameter -> name of those that are compressed at some level."""
+        takes = self.first.levels.takes
+        return {param: n for param, n in self.names.items() if takes(self._largest(param))}
+
+    def _largest(self, param: Tensor) -> tuple[int, ...]:
+        """Return the shape of a parameter's largest part, by which it counts as compressed."""
+        return tuple(param.shape)
+
+    def levels(self) -> dict[str, float | None]:
+        """Return the level of every parameter that is compressed; None: uncompressed for now."""
+        if not self.engines:
+            return {}
+        return self.first.levels.of({n: self._largest(p) for p, n in self.compressed().items()})
+
+    def set_levels(
+        self, level: float | None, levels: Mapping[str, float | None] | None = None
+    ) -> None:
+        """Set the levels of all workers, between rounds; see ``Engine.set_levels``."""
+        for engine in self.engines:
+            engine.set_levels(level, levels)
+
+    def forget_levels(self) -> None:
+        """Go back to the compressor's own level, as if none had been set."""
+        for engine in self.engines:
+            engine.levels.forget()
+
+
+def learning_rates_of(
+    optimizers: Iterable[torch.optim.Optimizer], names: Mapping[Tensor, str]
+) -> dict[str, float]:
+    """Return parameter name -> learning rate, of all that an optimizer has."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in names}
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without torch.compile's prefix, for checkpoints."""
+    return name.replace("_orig_mod.", "")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Settings that must be equal on all workers. Made by ``configure``.
+
+    Attributes:
+        compressor: with its wrappers.
+        memory: as given, or the compressor's default.
+        scheme: as given, or the default; None if the compressor runs its own communication.
+        seed: of private random numbers.
+    """
+
+    compressor: Compressor
+    memory: Memory
+    scheme: Scheme | None
+    seed: int
+
+    def engine(self, worker: int, workers: int) -> Engine:
+        """Return the engine of one of ``workers`` workers."""
+        parts = self.compressor, self.memory, self.scheme
+        return Engine(*parts, worker=worker, workers=workers, seed=self.seed)
+
+    def neighbours(self, workers: int) -> int:
+        """Return how many consecutive workers are a node, as the scheme knows them."""
+        return 1 if self.scheme is None else self.scheme.neighbours(workers)
+
+    def in_words(self) -> dict[str, str]:
+        """Return ``{name: repr}`` of the settings."""
+        return {name: repr(value) for name, value in vars(self).items()}
+
+
+def configure(
+    owner: str,
+    compressor: Compressor | str,
+    memory: Memory | str | None,
+    scheme: Scheme | str | None,
+    seed: int,
+) -> Configuration:
+    """Look names up, fill in defaults, and refuse combinations that cannot work.
+
+    Args:
+        owner: the class or function with these arguments, for error messages.
+        compressor: an instance, or a name from the registry; a bare one works layer by layer.
+        memory: likewise; None is the compressor's default.
+        scheme: likewise.
+        seed: of private random numbers.
+
+    Raises:
+        ValueError: a combination that cannot work, an unknown name, a seed that is no integer.
+    """
+    if not isinstance(seed, int):
+        raise ValueError(f"{owner}(seed={seed!r}): the seed is a whole number.")
+    compressor = make("compressor", compressor, COMPRESSORS, Compressor)
+    if memory is not None:
+        memory = make("memory", memory, MEMORIES, Memory)
+    if scheme is not None:
+        scheme = make("scheme", scheme, SCHEMES, Scheme)
+    return Configuration(*combine(by_default(compressor), memory, scheme), seed)

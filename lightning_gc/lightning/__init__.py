@@ -1,0 +1,1 @@
+"""Lightning strategies, Fabric strategy, simulated workers and the monitor."""

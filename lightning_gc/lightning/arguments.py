@@ -1,0 +1,118 @@
+"""Hook arguments: refuse those that would take DDP's only hook, or are for a DDP wrapper."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.core.registry import did_you_mean
+
+_HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+def refuse_other_hooks(owner: str, ddp_kwargs: Mapping[str, Any], instead: str) -> None:
+    """Raise ValueError if an argument registers another hook than the gradient exchange.
+
+    Args:
+        owner: the strategy's name.
+        ddp_kwargs: arguments of DDPStrategy and DistributedDataParallel.
+        instead: what to write for DDP's mixed precision.
+    """
+    taken = [name for name in _HOOK_ARGUMENTS if ddp_kwargs.get(name) is not None]
+    if taken:
+        raise ValueError(
+            f"{owner} got {taken[0]}={ddp_kwargs[taken[0]]!r}, but the gradient "
+            f"exchange is DDP's only hook. Remove {taken[0]}, or use Lightning's DDPStrategy."
+        )
+    if ddp_kwargs.get("mixed_precision") is not None:
+        raise ValueError(
+            f"{owner} got mixed_precision=..., which takes up DDP's only "
+            f"communication hook. Use {instead} instead."
+        )
+
+
+def refuse_wrapper_arguments(owner: str, given: Iterable[str]) -> None:
+    """Raise ValueError for arguments of ``DistributedDataParallel`` and of its hooks.
+
+    Args:
+        owner: a strategy without that wrapper.
+        given: names of arguments that are not its own, but for those with their default.
+    """
+    wrappers = inspect.signature(DistributedDataParallel.__init__).parameters
+    for name in given:
+        if name in (*_HOOK_ARGUMENTS, *list(wrappers)[1:]):
+            raise ValueError(
+                f"{owner}({name}=...): that is for DistributedDataParallel, in which nothing is "
+                f"wrapped here; leave it out."
+            )
+
+
+def refuse_unknown(
+    strategy: type,
+    compressor: Compressor | str,
+    given: Mapping[str, Any],
+    *takes_the_rest: Callable[..., Any],
+) -> None:
+    """Raise ValueError for an argument that nothing between ``strategy`` and its end takes.
+
+    Args:
+        strategy: whose ``__init__``, and those of its bases, hand on what they do not know.
+        compressor: as given, whose own fields are told from what is misspelt.
+        given: the arguments.
+        takes_the_rest: what gets those that no base takes.
+    """
+    known = [name for each in (*_makers(strategy), *takes_the_rest) for name in _arguments(each)]
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(
+                f"{strategy.__name__}({name}=...): there is no such argument"
+                + (_of_compressor(compressor, name, value) or did_you_mean(name, known))
+                + "."
+            )
+
+
+def _of_compressor(compressor: Compressor | str, name: str, value: Any) -> str:
+    """Return how to set the compressor's field of this name, if it has one."""
+    named = COMPRESSORS.get(compressor) if isinstance(compressor, str) else None
+    cls = type(compressor.method) if isinstance(compressor, Compressor) else named
+    if cls is None or name not in getattr(cls, "__dataclass_fields__", ()):
+        return ""
+    return f"; give an instance: {cls.__name__}({name}={value!r})"
+
+
+def changed(
+    strategy: type, given: Mapping[str, Any], *takes_the_rest: Callable[..., Any]
+) -> dict[str, Any]:
+    """Return the arguments whose value differs from the default: LightningCLI gives them all.
+
+    Args:
+        strategy: as for ``refuse_unknown``, like the next two; its own defaults come first.
+        given: names of the arguments and their values.
+        takes_the_rest: what gets those that no base takes.
+    """
+    defaults: dict[str, Any] = {}
+    for each in reversed((*_makers(strategy), *takes_the_rest)):
+        defaults |= {name: argument.default for name, argument in _arguments(each).items()}
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in defaults or not _same(value, defaults[name])
+    }
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def _makers(strategy: type) -> list[Callable[..., Any]]:
+    return [vars(cls)["__init__"] for cls in strategy.__mro__[:-1] if "__init__" in vars(cls)]
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = list(inspect.signature(function).parameters.values())[1:]  # without self
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {each.name: each for each in parameters if each.kind not in several}

@@ -1,0 +1,307 @@
+"""CompressedStrategy: Lightning hooks shared by the strategies for real and simulated DDP."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from lightning_gc.checkpoint.host import Host
+from lightning_gc.checkpoint.restoring import Restoring
+from lightning_gc.checkpoint.saving import DTYPES, Saving
+from lightning_gc.compressors import Compressor
+from lightning_gc.control.control_loop import ControlLoop, Moment
+from lightning_gc.control.training_progress import moment_of
+from lightning_gc.controllers import Controller
+from lightning_gc.core.bucket import in_memory_order
+from lightning_gc.engine import Engine
+from lightning_gc.exchange import Configuration, Workers, configure
+from lightning_gc.exchange.peers import Parts, Peers
+from lightning_gc.exchange.validation import (
+    check_controller,
+    refuse_rounds,
+    refuse_unsynchronised,
+    warn_of_one_worker,
+)
+from lightning_gc.exchange.workers import learning_rates_of
+from lightning_gc.flavours import EitherLightning, package_of
+from lightning_gc.lightning.workarounds import SingleTrainer
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
+from lightning_gc.transports.accounting import Recorder
+from lightning_gc.transports.network_model import NetworkModel
+
+
+class Resuming:
+    """Mixin of strategies (``Host``) that makes runs resume bit for bit."""
+
+    def _configure_state(
+        self, mode: Literal["full", "mean", "off"], dtype: Literal["float32", "bfloat16"]
+    ) -> None:
+        if mode not in ("full", "mean", "off"):
+            raise ValueError(f"state={mode!r}: use 'full', 'mean' or 'off'.")
+        if dtype not in DTYPES:
+            raise ValueError(f"state_dtype={dtype!r}: use 'float32' or 'bfloat16'.")
+        self._resumed_from: Any = None
+        self._make_state(mode, DTYPES[dtype])
+
+    def _make_state(self, mode: Literal["full", "mean", "off"], dtype: torch.dtype) -> None:
+        self._saving: Any = Saving(cast(Host, self), mode, dtype)
+        self._restoring: Any = Restoring(cast(Host, self), off=mode == "off")
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write the side files of a full checkpoint, then the checkpoint, atomically."""
+        save: Any = super().save_checkpoint  # type: ignore[misc]
+        write = partial(save, checkpoint, storage_options=storage_options)
+        self._saving.save(checkpoint, filepath, storage_options, write)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._resumed_from = checkpoint_path
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        return loaded
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Restore error state too: this is Lightning's first call after the engine is made."""
+        self._restoring.restore(checkpoint, self._resumed_from)
+        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        self._saving.remove(filepath)
+
+
+class Lookahead:
+    """Moves weights by a share of a worker's error, and restores them bit for bit.
+
+    Through ``.data``, whose changes autograd does not notice: the caller must not restore weights
+    between forward and backward pass.
+
+    Args:
+        share: of the error, as ``Memory.lookahead``.
+        names: parameter -> name.
+    """
+
+    def __init__(self, share: float, names: Mapping[Tensor, str]) -> None:
+        self.share = share
+        self._names = names
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def move(self, errors: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
+        """Move every parameter by ``−share · learning rate · error``."""
+        self.put_back()
+        with torch.no_grad():
+            for param, name in self._names.items():
+                if name in errors and rates.get(name):
+                    self._before.append((param, param.data.clone()))
+                    step = errors[name].to(param.dtype)
+                    in_memory_order(param.data).add_(step, alpha=-self.share * rates[name])
+
+    def common(self) -> list[Tensor]:
+        """Return the weights that all workers have in common, moved ahead or not."""
+        before = {id(param): tensor for param, tensor in self._before}
+        return [before.get(id(param), param) for param in self._names]
+
+    def put_back(self) -> None:
+        for param, before in self._before:
+            param.data.copy_(before)
+        self._before.clear()
+
+
+class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
+    """Connects the workers of this process to Lightning's hooks. Nothing numerical.
+
+    Attributes:
+        local_workers: engines, byte accounts and parameter names of the workers in this process.
+        control_loop: the controller's, once fitting has started.
+        network: model that estimates the seconds of communication; None where they are measured.
+        parts: sums over the parts of a worker, where several processes have them.
+    """
+
+    network: NetworkModel | None = None
+    parts: Parts = Parts()
+    _lookahead: Lookahead | None = None
+
+    def _configure(
+        self,
+        compressor: Compressor | str,
+        memory: Memory | str | None,
+        scheme: Scheme | str | None,
+        controller: Controller | None,
+        seed: int,
+        state: Literal["full", "mean", "off"],
+        state_dtype: Literal["float32", "bfloat16"],
+    ) -> None:
+        owner = type(self).__name__
+        configuration = configure(owner, compressor, memory, scheme, seed)
+        self.compressor, self.memory = configuration.compressor, configuration.memory
+        self.scheme, self.seed = configuration.scheme, configuration.seed
+        if controller is not None:
+            check_controller(controller, self.compressor, self.memory, owner)
+            self._check_rounds(controller)
+        self.controller = controller
+        self.control_loop: ControlLoop | None = None
+        self.local_workers = self._workers_of(configuration)
+        self._configure_state(state, state_dtype)
+
+    def _workers_of(self, configuration: Configuration) -> Workers:
+        return Workers(configuration)
+
+    def _check_rounds(self, controller: Controller) -> None:
+        refuse_rounds(controller, type(self).__name__)
+
+    def __repr__(self) -> str:
+        """Return class, compressor, and the Lightning package that it is for.
+
+        Lightning's Fabric shows it where it is given a strategy for a Trainer.
+        """
+        words = f" with {self.compressor!r}" if hasattr(self, "compressor") else ""
+        package = package_of(type(self))
+        words += f" for the Trainer of {package}; Fabric takes CompressedFabricStrategy"
+        return f"<{type(self).__name__}{words}>"
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """One per worker of this process, kept between fits; empty before the first."""
+        return self.local_workers.engines
+
+    @property
+    def engine(self) -> Engine | None:
+        return self.engines[0] if self.engines else None
+
+    @property
+    def recordings(self) -> Sequence[Recorder]:
+        """The byte and time accounts of the workers in this process, while fitting."""
+        return self.local_workers.accounts
+
+    @property
+    def recording(self) -> Recorder | None:
+        return self.recordings[0] if self.recordings else None
+
+    @property
+    def worker(self) -> int:
+        """The index of this process among all, or of the simulated worker that is running."""
+        raise NotImplementedError
+
+    @property
+    def names(self) -> Mapping[torch.Tensor, str]:
+        """Parameter -> name, of all that are trained."""
+        return self.local_workers.names
+
+    def levels(self) -> dict[str, float | None]:
+        """Return the level of every parameter that is compressed; None: uncompressed for now."""
+        return self.local_workers.levels()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        if self.control_loop is not None:
+            trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+            moment = partial(self._moment, trainer, batch_idx)
+            epoch = int(trainer.current_epoch)
+            self.control_loop.decide(epoch, self.optimizers, moment, self._peers())  # type: ignore[attr-defined]
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()  # type: ignore[misc]
+        if self.control_loop is not None:
+            self.control_loop.pause()
+
+    def _peers(self) -> Peers:
+        mean = partial(self.reduce, reduce_op="mean")  # type: ignore[attr-defined]
+        return Peers(self.global_rank == 0, self.root_device, mean, self.parts)  # type: ignore[attr-defined]
+
+    def _moment(self, trainer: Any, batch: int) -> Moment:
+        return moment_of(trainer, batch)
+
+    @property
+    def steps_since_exchange(self) -> int:
+        """Optimizer steps since the last exchange; 0 where there is one in every step."""
+        return 0
+
+    def figures(self) -> dict[str, float]:
+        """Return figures of the last exchange for the monitor, besides its own."""
+        return {}
+
+    def _on_engines_ready(self) -> None:
+        """Set up lookahead and control loop, warn of one worker; the engines exist by now."""
+        share = self.memory.lookahead
+        if share and not self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{self.memory!r} moves the weights around each forward and backward pass, which "
+                f"only automatic optimization tells apart; use that, or memory=Residual()."
+            )
+        here = {self.local_workers.local(param): name for param, name in self.names.items()}
+        self._lookahead = Lookahead(share, here) if share else None
+        if self.controller is not None and self.control_loop is None:
+            self.control_loop = ControlLoop(self.controller, self.local_workers)
+            self.local_workers.kept["turn"] = self.control_loop.statistics
+        if self.control_loop is not None:
+            self.control_loop.attach()
+        if self.local_workers.first.workers == 1 and self.worker == 0:
+            self._warn_alone()
+
+    def _warn_alone(self) -> None:
+        """Warn of one worker, whose compression saves nothing."""
+        weights = self.local_workers.exchanged == "weights"
+        what = "differences of weights" if weights else "gradients"
+        fix = "use more workers, or Trainer(strategy='auto')"
+        warn_of_one_worker(self.compressor, "One worker: nothing is sent", what, fix)
+
+    def _prepare_round(self) -> None:
+        self.local_workers.prepare_round(self._scaler(), self.optimizers)  # type: ignore[attr-defined]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers; refuse settings that conflict with the memory."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        for optimizer in self.optimizers:  # type: ignore[attr-defined]
+            for group in optimizer.param_groups:
+                self._check_optimizer(group)
+
+    def _check_optimizer(self, group: Mapping[str, Any]) -> None:
+        self.memory.check_optimizer(group)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass, at weights moved ahead if the memory has ``lookahead``."""
+        if self._lookahead is None:
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        engine = self._active_engine()
+        engine.loss_scaling.settle()
+        rates = learning_rates_of(self.optimizers, self.names)  # type: ignore[attr-defined]
+        self._lookahead.move(engine.errors(), rates)
+        try:
+            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._lookahead.put_back()
+            raise
+        if output is None:  # there will be no backward pass
+            self._lookahead.put_back()
+        return output
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)  # type: ignore[misc]
+        if self._lookahead is not None:
+            self._lookahead.put_back()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights, restored first if an interruption left them moved ahead."""
+        if self._lookahead is not None:
+            self._lookahead.put_back()
+        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+        return state
+
+    def teardown(self) -> None:
+        """End; weights that an exception in the backward pass has left moved ahead are restored."""
+        if self._lookahead is not None:
+            self._lookahead.put_back()
+        super().teardown()  # type: ignore[misc]
+
+    def _active_engine(self) -> Engine:
+        """Return the engine of the worker whose batch is running."""
+        return self.engines[0]
+
+    def _refuse_unsynchronised(self) -> None:
+        refuse_unsynchronised(self.lightning_module, self.names, self.optimizers)  # type: ignore[attr-defined]
+
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]

@@ -1,0 +1,160 @@
+"""CompressedDDP: Lightning's DDPStrategy with compressed gradient exchange.
+
+Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`` and
+``for_lightning.py``.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller
+from lightning_gc.exchange import Synchronizer
+from lightning_gc.exchange.module_hooks import ModuleHook
+from lightning_gc.exchange.validation import (
+    refuse_second_hook,
+    refuse_sparse_gradients,
+    refuse_static_accumulation,
+    warn_of_one_queue,
+)
+from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
+from lightning_gc.lightning.real_worker import RealWorker
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
+
+
+class CompressedDDP(RealWorker):
+    """DDP whose workers exchange compressed gradients.
+
+    Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; the LightningModule
+    need not change. Works on CPU over Gloo and on CUDA over NCCL, with every launcher and all other
+    arguments of ``DDPStrategy``. By name: ``strategy="compressed_ddp"`` (bfloat16, the safe
+    choice), ``"compressed_ddp_topk"`` and so on, after ``import lightning_gc``.
+
+    A bare compressor works layer by layer and leaves 1-D tensors and tensors under 1,024 elements
+    dense: ``PerParameter(SizeSwitch(compressor))``. ``PerParameter(compressor)`` compresses every
+    tensor, as does a bare compressor whose workers vote, such as ``SignSGD``.
+
+    Args:
+        compressor: an instance, or a name from the registry.
+        memory: the error feedback rule. Default: ``Residual()`` for biased compressors,
+            ``NoMemory()`` for unbiased ones.
+        scheme: how payloads become a mean. Default: ``AllReduce()`` for linear compressors,
+            ``AllGatherOrTwoShot()`` for quantisers, ``AllGather()`` for sparsifiers.
+        controller: chooses levels, epoch by epoch; None keeps the compressor's own.
+        seed: of the compressor's private random numbers, equal on all workers.
+        state: errors in checkpoints. ``"full"``: every worker's, each in its own file in the folder
+            ``lightning_gc_state`` beside the checkpoint, 4 bytes per parameter and worker; runs
+            resume bit for bit. ``"mean"``: their mean, in the checkpoint itself, 4 bytes per
+            parameter in all; the errors' mean over workers is preserved, not each worker's own.
+            ``"off"``: none; errors begin at zero.
+        state_dtype: ``"float32"``, or ``"bfloat16"`` for half the size at the price of rounding.
+        verify: n: in every n-th step workers compare a digest of the mean gradients, and for n > 1
+            of the weights, and stop with a ``ReplicaError`` that names who differs, before the
+            optimizer's step (on CUDA, one step later). ``"payload"``: as 1, and every message has a
+            checksum, so that a damaged one is not decoded but named with its sender. 0: neither.
+        ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
+            ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ...
+
+    Communication pattern:
+        The hook queues each bucket for one background thread and returns a future at once; the
+        thread has its own process group, so it never interleaves with DDP's collectives. All of its
+        collectives have the strategy's ``timeout``; before the first, workers have at least a
+        minute to join. With NCCL that is a second communicator beside DDP's, which is idle in a
+        backward pass but for ``SyncBatchNorm`` and ``find_unused_parameters``; with these
+        ``CUDA_DEVICE_MAX_CONNECTIONS=1`` is warned of. A dead or late peer is a ``PeerError`` over
+        Gloo; NCCL's watchdog ends the process, see ``Distributed``.
+
+    Raises:
+        ValueError: a combination that cannot work, an unknown name, a communication hook of your
+            own, an unknown argument or ``verify``, a controller that cannot set the compressor's
+            knob, a strategy object that already belongs to a Trainer; at fit start, sparse
+            embedding gradients, or workers that differ: in configuration, in versions of torch or
+            Triton, or, with a low-rank method, in the model of their devices.
+        RuntimeError: in a backward pass, a parameter that was unfrozen, added or replaced after the
+            fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient.
+
+    Warns:
+        UserWarning: one worker, whose gradients are compressed like those of several, for nothing.
+
+    Example:
+        >>> from lightning_gc import CompressedDDPStrategy, TopK
+        >>> strategy = CompressedDDPStrategy(TopK(density=0.01), start_method="spawn")
+        >>> strategy.memory, strategy.scheme
+        (Residual(decay=1.0, lr_aware=False, gain=1.0), AllGather())
+
+    Attributes:
+        engine: state and configuration, once fitting has started; kept between fits.
+        recording: the byte and time account of this worker, while fitting.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | str,
+        memory: Memory | str | None = None,
+        scheme: Scheme | str | None = None,
+        controller: Controller | None = None,
+        seed: int = 0,
+        state: Literal["full", "mean", "off"] = "full",
+        state_dtype: Literal["float32", "bfloat16"] = "float32",
+        verify: Verify = 0,
+        **ddp_kwargs: Any,
+    ) -> None:
+        refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
+        refuse_other_hooks("CompressedDDPStrategy", ddp_kwargs, "Trainer(precision='bf16-mixed')")
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        verification(verify, "CompressedDDPStrategy")
+        self.verify = verify
+        super().__init__(**ddp_kwargs)
+
+    def _register_ddp_hooks(self) -> None:
+        """Start the synchronizer and register its hook; Lightning registers hooks on CUDA only."""
+        ddp = self.model  # type: ignore[attr-defined]
+        assert isinstance(ddp, DistributedDataParallel)
+        refuse_second_hook(ddp)
+        refuse_sparse_gradients(ddp.module)
+        self._refuse_static_manual(ddp)
+        self.local_workers.name(ddp.module)
+        self._close()
+        self._failed = False
+        warn_of_one_queue(ddp)
+        self._synchronizer = Synchronizer(
+            self.local_workers,
+            self.root_device,  # type: ignore[attr-defined]
+            ddp.process_group,
+            self._timeout,
+            before_round=self._prepare_round,
+            common=self._common_weights,
+            revocable=self._scaler() is not None,
+            agreed={"controller": repr(self.controller)},
+            verify=self.verify,
+        )
+        self._on_engines_ready()
+        ddp.register_comm_hook(None, ModuleHook(self._synchronizer.hook).exchange)
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        if self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
+            refuse_static_accumulation(self.model)  # type: ignore[attr-defined]
+        super().pre_backward(closure_loss)  # type: ignore[misc]
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._synchronizer is not None:
+            self._refuse_unsynchronised()
+            self._synchronizer.check()
+
+    def _common_weights(self) -> Iterable[torch.Tensor]:
+        return self.names if self._lookahead is None else self._lookahead.common()
+
+    def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
+        automatic = self.lightning_module.automatic_optimization  # type: ignore[attr-defined]
+        # The first step, which Lightning before 2.6 does not synchronise then.
+        if ddp.static_graph and not automatic and not hasattr(self, "_pl_static_graph_delay_done"):
+            raise ValueError(
+                "static_graph=True with manual optimization does not synchronise the first step in "
+                "this version of Lightning; use Lightning 2.6 or later, or static_graph=False."
+            )

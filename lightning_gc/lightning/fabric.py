@@ -1,0 +1,247 @@
+"""CompressedFabric: DDPStrategy of Lightning's Fabric with compressed gradient exchange.
+
+Joined with the ``DDPStrategy`` of either package in ``fabric_for_pytorch_lightning.py`` and
+``fabric_for_lightning.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_gc.attachment.attached import Attached, AttachedDDP
+from lightning_gc.checkpoint.of_fabric import FabricCheckpoint
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller
+from lightning_gc.exchange import configure
+from lightning_gc.exchange.validation import check_controller, refuse_rounds
+from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.flavours import FABRICS, EitherLightning, package_of
+from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
+from lightning_gc.lightning.workarounds import Joining, PeerNaming, SingleTrainer
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
+
+
+class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
+    """DDP of Lightning's Fabric, whose workers exchange compressed gradients.
+
+    Use it as ``Fabric(strategy=CompressedFabricStrategy(TopK(density=0.01)))``, or by name:
+    ``Fabric(strategy="compressed_ddp_topk")``; the loop need not change. Every module that
+    ``fabric.setup`` takes gets what ``attach`` gives a plain ``DistributedDataParallel``, with its
+    optimizers and Fabric's gradient scaler.
+
+    Args:
+        compressor: as for ``CompressedDDPStrategy``, like all up to ``seed``.
+        memory: the error feedback rule.
+        scheme: how payloads become a mean.
+        controller: chooses levels; the loop calls ``fabric.strategy.handle.begin_epoch``.
+        seed: of the compressor's private random numbers.
+        state: errors in checkpoints. ``"full"``: ``fabric.save`` writes every worker's into a file
+            of its own, in the folder ``lightning_gc_state`` beside the checkpoint, and
+            ``fabric.load`` restores them: runs resume bit for bit. ``"off"``: errors begin at zero.
+        verify: as for ``CompressedDDPStrategy``; errors are raised by ``fabric.backward``.
+        ddp_kwargs: as for Fabric's ``DDPStrategy``.
+
+    Communication pattern:
+        As ``CompressedDDPStrategy``: one background thread and process group for each module.
+
+    Raises:
+        ValueError: as ``CompressedDDPStrategy`` and ``attach``; a checkpoint whose errors are those
+            of another number of workers.
+
+    Example:
+        >>> from lightning_gc import CompressedFabricStrategy, TopK
+        >>> CompressedFabricStrategy(TopK(density=0.01)).handles
+        ()
+
+    Attributes:
+        handles: one for each module that has been set up, as ``attach`` returns it.
+    """
+
+    root_device: Any
+    precision: Any
+    checkpoint_io: Any
+
+    _owner = "Fabric"
+    _packages = FABRICS
+
+    def __init__(
+        self,
+        compressor: Compressor | str,
+        memory: Memory | str | None = None,
+        scheme: Scheme | str | None = None,
+        controller: Controller | None = None,
+        seed: int = 0,
+        state: Literal["full", "off"] = "full",
+        verify: Verify = 0,
+        **ddp_kwargs: Any,
+    ) -> None:
+        owner = type(self).__name__
+        refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
+        refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
+        if state not in ("full", "off"):
+            raise ValueError(f"{owner}(state={state!r}): use 'full' or 'off'.")
+        self.configuration = configure(owner, compressor, memory, scheme, seed)
+        if controller is not None:
+            parts = self.configuration
+            check_controller(controller, parts.compressor, parts.memory, owner)
+            refuse_rounds(controller, owner)
+        verification(verify, owner)
+        self.controller, self.verify, self.state = controller, verify, state
+        self._attached: dict[nn.Module, Attached] = {}  # by the wrapped module
+        self._optimizers: list[Optimizer] = []
+        super().__init__(**ddp_kwargs)
+
+    def __repr__(self) -> str:
+        """Return class, compressor, and the package that it is for.
+
+        A Trainer shows it where it is given a strategy for Fabric.
+        """
+        parts = f" with {self.configuration.compressor!r}" if hasattr(self, "configuration") else ""
+        place = f" for Fabric of {package_of(type(self))}"
+        trainer = "a Trainer takes CompressedDDPStrategy"
+        return f"<{type(self).__name__}{parts}{place}; {trainer}>"
+
+    @property
+    def handles(self) -> tuple[Attached, ...]:
+        """One for each module that has been set up, in that order."""
+        return tuple(self._attached.values())
+
+    @property
+    def handle(self) -> Attached:
+        """That of the one module that has been set up: levels, byte counts, controller.
+
+        Raises:
+            ValueError: none has been set up, or several have.
+        """
+        if len(self._attached) != 1:
+            raise ValueError(
+                f"{len(self._attached)} modules have been set up by this Fabric; call "
+                f"fabric.setup(model, optimizer) first, or take one of strategy.handles."
+            )
+        return self.handles[0]
+
+    def setup_environment(self) -> None:
+        """Join the other workers with a timeout of at least a minute, then set the user's."""
+        with self._patiently():
+            super().setup_environment()  # type: ignore[misc]
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Wrap the module, and let its exchange know the optimizers from the first step on.
+
+        Of a module that is set up anew these are all: those of the phase before are forgotten.
+        """
+        if module in self._attached:
+            self._forget_optimizers_of(module)
+        self._know(optimizers)
+        return super().setup_module_and_optimizers(module, optimizers, *args, **kwargs)  # type: ignore[misc]
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Wrap the module in ``DistributedDataParallel`` and compress what that exchanges."""
+        self._refuse_rates_unknown(module)
+        ddp: DistributedDataParallel = super().setup_module(module)  # type: ignore[misc]
+        before = self._attached.pop(module, None)
+        if before is not None:  # set up anew, as for another phase of training
+            before.close()
+        self._attached[module] = AttachedDDP(
+            ddp,
+            self.configuration,
+            self.controller,
+            self._optimizers_of(module),
+            getattr(self.precision, "scaler", None),
+            self._timeout,
+            self.verify,
+        )
+        return ddp
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let the exchange of its parameters know the optimizer."""
+        self._know([optimizer])
+        for module, handle in self._attached.items():
+            if optimizer in self._optimizers_of(module):
+                handle.add_optimizer(optimizer)
+        given: Optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
+        return given
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass; raise what has gone wrong in the exchange before a step is made.
+
+        Within ``fabric.no_backward_sync`` nothing is exchanged.
+        """
+        super().backward(*args, **kwargs)
+        for handle in self.handles:
+            handle.check()
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Save ``state``, and the errors of each worker beside it."""
+        handles = self._handles_in(state) if self.state == "full" else {}
+        if not handles:
+            super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
+            return
+
+        def write(there: Any, content: dict[str, Any]) -> None:
+            super(CompressedFabric, self).save_checkpoint(  # type: ignore[misc]
+                there, content, storage_options, filter
+            )
+
+        self._checkpoint(handles).save(path, state, write, storage_options)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load ``state``, and this worker's errors from beside it."""
+        left: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
+        if isinstance(state, dict) and state:
+            self._checkpoint(self._handles_in(state)).restore(path, left, self.state == "off")
+        return left
+
+    def teardown(self) -> None:
+        for handle in self.handles:
+            handle.close()
+        self._attached.clear()
+        super().teardown()  # type: ignore[misc]
+
+    def _know(self, optimizers: list[Optimizer]) -> None:
+        known = {id(optimizer) for optimizer in self._optimizers}
+        self._optimizers += [each for each in optimizers if id(each) not in known]
+
+    def _optimizers_of(self, module: nn.Module) -> list[Optimizer]:
+        """Return the optimizers that train a parameter of the module."""
+        own = set(module.parameters())
+        return [
+            optimizer
+            for optimizer in self._optimizers
+            if any(p in own for group in optimizer.param_groups for p in group["params"])
+        ]
+
+    def _forget_optimizers_of(self, module: nn.Module) -> None:
+        """Forget optimizers that train this module, and none of the other ones."""
+        others = (each for each in self._attached if each is not module)
+        shared = {id(optimizer) for each in others for optimizer in self._optimizers_of(each)}
+        own = {id(optimizer) for optimizer in self._optimizers_of(module)} - shared
+        self._optimizers = [each for each in self._optimizers if id(each) not in own]
+
+    def _refuse_rates_unknown(self, module: nn.Module) -> None:
+        memory = self.configuration.memory
+        if memory.lr_aware and not self._optimizers_of(module):
+            raise ValueError(
+                f"{memory!r} rescales errors by the learning rates, so the optimizer must be known "
+                f"from the first step on; set up both together: fabric.setup(model, optimizer)."
+            )
+
+    def _handles_in(self, state: Mapping[str, Any]) -> dict[str, Attached]:
+        """Return those of the modules among the values of ``state``, by the values' names."""
+        modules = {n: getattr(v, "module", v) for n, v in state.items() if isinstance(v, nn.Module)}
+        return {name: self._attached[m] for name, m in modules.items() if m in self._attached}
+
+    def _checkpoint(self, handles: dict[str, Attached]) -> FabricCheckpoint:
+        return FabricCheckpoint(
+            handles, self.checkpoint_io, self.root_device, self.global_rank, self.world_size
+        )

@@ -1,0 +1,74 @@
+"""The strategies, real and simulated, and CompressionMonitor for ``lightning``."""
+
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
+from lightning.pytorch.utilities.data import _update_dataloader
+
+from lightning_gc.lightning.ddp import CompressedDDP
+from lightning_gc.lightning.fsdp import CompressedFSDP
+from lightning_gc.lightning.hsdp import CompressedHSDP
+from lightning_gc.lightning.local_steps import LocalSteps
+from lightning_gc.lightning.monitor import Monitor
+from lightning_gc.lightning.names import (
+    register,
+    register_fsdp,
+    register_hsdp,
+    register_local_steps,
+)
+from lightning_gc.lightning.simulation.ddp import SimulatedDDP
+from lightning_gc.lightning.simulation.local_steps import SimulatedLocalSteps
+from lightning_gc.lightning.workarounds import FirstCallback
+
+
+class CompressedDDPStrategy(CompressedDDP, DDPStrategy):
+    __doc__ = CompressedDDP.__doc__
+
+
+class CompressedHSDPStrategy(CompressedHSDP, ModelParallelStrategy):
+    __doc__ = CompressedHSDP.__doc__
+
+
+class CompressedFSDPStrategy(CompressedFSDP, ModelParallelStrategy):
+    __doc__ = CompressedFSDP.__doc__
+
+
+class _FirstCallback(FirstCallback, Callback):
+    __doc__ = FirstCallback.__doc__
+
+
+class LocalStepsStrategy(LocalSteps, DDPStrategy):
+    __doc__ = LocalSteps.__doc__
+    _first_callback = _FirstCallback
+
+
+class _SingleDevice(SingleDeviceStrategy):
+    # Lightning's own distribution of samples over processes.
+    _sampler = staticmethod(_get_distributed_sampler)
+    _with_sampler = staticmethod(_update_dataloader)
+    _seed_workers = staticmethod(_auto_add_worker_init_fn)
+
+
+class SimulatedDDPStrategy(SimulatedDDP, _SingleDevice):
+    __doc__ = SimulatedDDP.__doc__
+
+
+class SimulatedLocalStepsStrategy(SimulatedLocalSteps, _SingleDevice):
+    __doc__ = SimulatedLocalSteps.__doc__
+    _first_callback = _FirstCallback
+
+
+class CompressionMonitor(Monitor, Callback):
+    __doc__ = Monitor.__doc__
+
+
+register(StrategyRegistry, CompressedDDPStrategy)
+register_hsdp(StrategyRegistry, CompressedHSDPStrategy)
+register_fsdp(StrategyRegistry, CompressedFSDPStrategy)
+register_local_steps(StrategyRegistry, LocalStepsStrategy)

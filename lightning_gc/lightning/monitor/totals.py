@@ -1,0 +1,237 @@
+"""Totals: sums over steps of one worker's bytes, elements, seconds and errors, and their means."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from lightning_gc.core.state_structure import NUMBER, Record
+from lightning_gc.engine import Engine
+from lightning_gc.exchange.peers import Parts
+from lightning_gc.schemes import SparseReduce, TwoShot
+from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, COMPUTE, DECODE, Recorder
+from lightning_gc.transports.network_model import NetworkModel
+
+
+@dataclass
+class Totals:
+    """Sums over steps.
+
+    Seconds of phases are summed over ``timed_steps``, errors over ``observed_steps``, seconds of
+    whole steps over ``clocked_steps``.
+    """
+
+    steps: float = 0
+    wire_bytes: float = 0
+    dense_bytes: float = 0
+    elements: float = 0
+    sent: float = 0
+    payload_bytes: float = 0
+    compress_seconds: float = 0
+    communicate_seconds: float = 0
+    decode_seconds: float = 0
+    timed_steps: float = 0
+    relative_error: float = 0
+    error_norm: float = 0
+    observed_steps: float = 0
+    message_bytes: float = 0
+    compute_seconds: float = 0
+    whole: float = 0  # elements sent whole, besides those given to codecs
+    encoded_bytes: float = 0  # of gradients once encoded, whether or not they are sent
+    gradient_bytes: float = 0  # of the same gradients before
+    node_bytes: float = 0
+    step_seconds: float = 0
+    clocked_steps: float = 0
+
+    def add(self, other: Totals) -> None:
+        """Add another sum to this one."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def averages(self, workers: int, network: NetworkModel | None = None) -> dict[str, float]:
+        """Return means per step by metric name, without those not measured.
+
+        Args:
+            workers: W.
+            network: model that estimates the communication of simulated workers, whatever its
+                ``schedule``; None: measured.
+        """
+        steps = max(self.steps, 1)
+        figures = {
+            "wire_bytes": self.wire_bytes / steps,
+            "dense_bytes": self.dense_bytes / steps,
+            "ratio": ratio(self.dense_bytes, self.wire_bytes),
+        }
+        if self.node_bytes:
+            figures["node_bytes"] = self.node_bytes / steps
+        if self.gradient_bytes:
+            figures["encoded_bytes"] = self.encoded_bytes / steps
+            figures["encoding_ratio"] = ratio(self.gradient_bytes, self.encoded_bytes)
+        if self.elements + self.whole:
+            figures["density"] = (self.sent + self.whole) / (self.elements + self.whole)
+        if self.elements:
+            figures["compressed_density"] = self.sent / self.elements
+            figures["bits_per_element"] = 8 * self.payload_bytes / self.elements
+        if self.timed_steps:
+            real, simulated = (COMPRESS, COMMUNICATE, DECODE), (COMPUTE, COMPRESS, DECODE)
+            for phase in real if network is None else simulated:
+                name = f"{phase}_seconds"
+                figures[name] = getattr(self, name) / self.timed_steps
+        if self.clocked_steps and network is None:  # simulated workers take turns
+            figures["step_seconds"] = self.step_seconds / self.clocked_steps
+        if network is not None:
+            per_step = self.message_bytes / steps, self.wire_bytes / steps
+            figures["communication_seconds_estimated"] = network.seconds(workers, *per_step)
+        if self.observed_steps:
+            figures["relative_error"] = self.relative_error / self.observed_steps
+            figures["error_norm"] = self.error_norm / self.observed_steps
+        return figures
+
+
+class Sums:
+    """One worker's totals of the fit, from ``total`` on, and of the current epoch."""
+
+    structure = Record(
+        dict.fromkeys(
+            ("total", "epoch"), Record(maybe={field.name: NUMBER for field in fields(Totals)})
+        )
+    )
+    """What ``own_state`` returns."""
+
+    def __init__(self, total: Totals | None = None) -> None:
+        self.total = total or Totals()
+        self.epoch = Totals()
+        self._began = False
+        self._shown = Totals()  # what has been added of a step that ``take`` has not returned
+        self._parts = Parts()
+
+    def begin(self, engine: Engine, recording: Recorder, parts: Parts) -> None:
+        """Start counting; ``parts`` returns norms of whole gradients."""
+        self._began, self._parts = True, parts
+        self._engine, self._recording = engine, recording
+        self._tally, self._step = replace(engine.statistics.tally), engine.step
+        self._shown = Totals()
+        recording.take()
+
+    def take(self) -> Totals:
+        """Add the last step to both totals and return it, with what ``own_state`` has added."""
+        self._add()
+        step, self._shown = self._shown, Totals()
+        return step
+
+    def _add(self) -> None:
+        """Add what there is of the last step to both totals."""
+        engine, account = self._engine, self._recording.take()
+        now, before, shown = engine.statistics.tally, self._tally, self._shown
+        step = Totals(
+            steps=now.local_steps - before.local_steps if now.local_steps else 1 - shown.steps,
+            wire_bytes=account.wire_bytes,
+            dense_bytes=engine.dense_bytes(now.plain_bytes - before.plain_bytes),
+            elements=now.elements - before.elements,
+            sent=now.sent - before.sent,
+            payload_bytes=now.payload_bytes - before.payload_bytes,
+            message_bytes=account.message_bytes,
+            whole=now.whole - before.whole,
+            encoded_bytes=now.encoded_bytes - before.encoded_bytes,
+            gradient_bytes=now.grad_bytes - before.grad_bytes,
+            node_bytes=account.node_bytes,
+        )
+        self._tally = replace(now)
+        if any(account.seconds.values()):
+            step.timed_steps = 1 - shown.timed_steps
+            for phase, spent in account.seconds.items():
+                setattr(step, f"{phase}_seconds", spent)
+        if engine.statistics.norms_wanted and engine.step > self._step:
+            measured = engine.statistics.norms
+            own = (
+                torch.tensor(measured or [(0.0, 0.0)], dtype=torch.float32, device="cpu")
+                .double()
+                .norm(dim=0)
+            )
+            norm, error = self._parts.norms(own).tolist()
+            if measured or norm:  # a rank whose shards are all empty has measured nothing itself
+                step.observed_steps = 1
+                step.error_norm = error
+                step.relative_error = error / norm if norm else 0.0
+        self._step = engine.step
+        for totals in (self.epoch, self.total, shown):
+            totals.add(step)
+
+    def clock(self, seconds: float, steps: int) -> None:
+        """Add seconds of whole training steps to both totals, and to the next step's figures."""
+        for totals in (self.epoch, self.total, self._shown):
+            totals.add(Totals(step_seconds=seconds, clocked_steps=steps))
+
+    def packed(self) -> list[list[float]]:
+        """Return the fields of both totals, the epoch's first."""
+        return [[getattr(t, f.name) for f in fields(t)] for t in (self.epoch, self.total)]
+
+    def own_state(self) -> dict[str, Any]:
+        """Return both totals as plain numbers.
+
+        With a step that has ended, but that ``take`` has not returned yet, as the callback that
+        saves comes first; and with those local steps whose exchange has begun.
+        """
+        if self._began:
+            local = self._engine.statistics.tally.local_steps > self._tally.local_steps
+            if local or self._engine.step > self._step:
+                self._add()
+        return {"total": vars(self.total).copy(), "epoch": vars(self.epoch).copy()}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Resume from ``own_state()``, or from the mean of several."""
+        self.total, self.epoch = Totals(**state["total"]), Totals(**state["epoch"])
+
+
+def ratio(dense_bytes: float, wire_bytes: float) -> float:
+    """Return dense over wire bytes; 1 if both are 0 (one worker)."""
+    if wire_bytes:
+        return dense_bytes / wire_bytes
+    return math.inf if dense_bytes else 1.0
+
+
+_MARGIN = 1.01
+"""Headers and lengths of small models are no mistake."""
+
+
+def more_than_plain(epoch: Totals, engine: Engine, *, controlled: bool) -> str:
+    """Return a sentence with the fix, or an empty one: it sends no more, or is exact anyway.
+
+    Args:
+        epoch: bytes of the first epoch.
+        engine: of any worker.
+        controlled: a controller moves the level, so that later epochs may well send less.
+    """
+    sent, plain = epoch.wire_bytes, epoch.dense_bytes
+    if engine.compressor.traits.exact or not plain or sent <= _MARGIN * plain:
+        return ""
+    without = "FSDP" if engine.scatters else "DDP"
+    fixes = [each for each in (_of_level(engine), _of_scheme(engine)) if each]
+    fix = ", or ".join(fixes or ["use another compressor"])
+    what = "With its controller's first levels this" if controlled else "This"
+    return f"{what} sends {sent / plain:.2f} times what plain {without} would; {fix}."
+
+
+def _of_level(engine: Engine) -> str:
+    knob = engine.compressor.knob
+    if knob is None:
+        return ""
+    if knob.field == "density":
+        return "give a lower density, which is a share: 0.01 is 1 %"
+    return f"{'lower' if knob.more == 'bytes' else 'raise'} the compressor's {knob.field}"
+
+
+def _of_scheme(engine: Engine) -> str:
+    if engine.scheme is None or engine.scatters:
+        return ""
+    for other in (SparseReduce(), TwoShot()):
+        try:
+            other.check(engine.compressor)
+        except ValueError:
+            continue
+        if type(other) is not type(engine.scheme):
+            return f"use another scheme, such as {other!r}"
+    return ""

@@ -1,0 +1,138 @@
+"""ShardedStrategy: Lightning hooks of the strategies for models in shards of FSDP2.
+
+Joined with the ``ModelParallelStrategy`` of either package by its subclasses.
+"""
+
+from __future__ import annotations
+
+import abc
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from lightning_gc.checkpoint.shard_tensors import Part, part_of
+from lightning_gc.checkpoint.sharded_restoring import ShardedRestoring
+from lightning_gc.checkpoint.sharded_saving import ShardedHost, ShardedSaving
+from lightning_gc.exchange import JOINING
+from lightning_gc.lightning.real_worker import RealWorker
+from lightning_gc.sharded.shard_validation import refuse_new_parameters
+from lightning_gc.sharded.sharded_workers import ShardedWorkers, dim_of, replica_mesh
+
+
+class ShardedStrategy(RealWorker, abc.ABC):
+    """R replicas of a model, each in shards on S ranks: their mesh, checks and checkpoints.
+
+    A subclass connects to FSDP2's units when a fit begins.
+    """
+
+    local_workers: ShardedWorkers
+    way_out = "give the strategy state='off', with which errors begin at zero"
+    _device_mesh: Any
+    _data_parallel_size: Any
+    _tensor_parallel_size: Any
+
+    def _make_state(self, mode: Literal["full", "mean", "off"], dtype: torch.dtype) -> None:
+        self._saving = ShardedSaving(cast(ShardedHost, self), mode, dtype)
+        self._restoring = ShardedRestoring(cast(ShardedHost, self), off=mode == "off")
+
+    @abc.abstractmethod
+    def _replicas_of(self, ranks: int) -> int:
+        """Return R; ValueError if so many replicas cannot share the ranks."""
+
+    @abc.abstractmethod
+    def _connect(self) -> None:
+        """Check the model on all ranks, and listen to FSDP2's units."""
+
+    @property
+    @abc.abstractmethod
+    def _connected(self) -> bool:
+        """Whether a fit is under way."""
+
+    def _setup_distributed(self) -> None:
+        """Join the other ranks with a timeout of at least a minute, then set the user's."""
+        with self._patiently():
+            super()._setup_distributed()  # type: ignore[misc]
+
+    def setup_environment(self) -> None:
+        """Join the other ranks; make a mesh whose ``"data_parallel"`` dimension is a replica."""
+        ranks = self.num_nodes * self.num_processes  # type: ignore[attr-defined]
+        replicas = self._replicas_of(ranks)
+        self._data_parallel_size, self._tensor_parallel_size = ranks, 1
+        super().setup_environment()  # type: ignore[misc]
+        kind, timeout = self.root_device.type, self._timeout  # type: ignore[attr-defined]
+        if kind == "cuda" and timeout is not None:  # ranks compile kernels at unlike times
+            timeout = max(timeout, JOINING)
+        self._device_mesh = replica_mesh(kind, replicas, ranks // replicas, timeout)
+        self.lightning_module._device_mesh = self._device_mesh  # type: ignore[attr-defined]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks have data of their own, also those of one replica."""
+        return {"num_replicas": self.workers, "rank": self.worker}
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == "fit":
+            self._connect()
+
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        """R and S."""
+        replicas, shards, _ = self._device_mesh.shape
+        return replicas, shards
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """The ranks that have this rank's shards."""
+        group: dist.ProcessGroup = self._device_mesh.get_group("replicate")
+        return group
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that have this rank's replica."""
+        group: dist.ProcessGroup = self._device_mesh.get_group("data_parallel")
+        return group
+
+    @property
+    def distributed_form(self) -> bool:
+        """Whether a checkpoint is a folder."""
+        return bool(self._save_distributed_checkpoint)  # type: ignore[attr-defined]
+
+    @property
+    def shard_parts(self) -> dict[str, Part]:
+        """This rank's part of every trained parameter."""
+        workers = self.local_workers
+        return {
+            name: part_of(
+                tuple(param.shape),
+                workers.shapes[name],
+                dim_of(param),
+                workers.shard,
+                workers.shards,
+            )
+            for param, name in self.names.items()
+        }
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Restore weights and optimizers, and in a fit our state: there is no later call.
+
+        Raises:
+            RuntimeError: on all ranks, before anything is loaded, if files are not those that were
+                saved, or if torch could run code that they bring.
+        """
+        weights_only = args[0] if args else kwargs.get("weights_only")
+        load = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
+        loaded: dict[str, Any] = self._restoring.load(
+            checkpoint_path, weights_only, self._connected, load
+        )
+        return loaded
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._connected:
+            self._refuse_unsynchronised()
+
+    def _refuse_unsynchronised(self) -> None:
+        refuse_new_parameters(self.model, self.names, self.optimizers)  # type: ignore[attr-defined]

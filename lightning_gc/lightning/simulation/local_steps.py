@@ -1,0 +1,339 @@
+"""SimulatedLocalSteps: W workers with local steps on one device, by turns."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller
+from lightning_gc.core.flow import Flow
+from lightning_gc.engine import Engine
+from lightning_gc.exchange.bucket_regrouping import Shapes
+from lightning_gc.exchange.workers import Workers
+from lightning_gc.lightning.local_hooks import LocalHooks
+from lightning_gc.lightning.local_settings import refuse_in_trainer
+from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
+from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.local_steps.local_rounds import LocalRounds, Waits
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
+from lightning_gc.transports.network_model import NetworkModel
+from lightning_gc.transports.simulated import Ledger
+
+
+class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
+    """Local steps of W workers, simulated on one device, each with its own weights and optimizer.
+
+    Use it as ``Trainer(devices=1, strategy=SimulatedLocalStepsStrategy(QSGD(4), workers=4,
+    every=8))``; the LightningModule need not change. Every worker has its own share of the data,
+    weights, buffers, optimizer state and errors, and exchanges by the same code as a real one: the
+    weights are those of ``LocalStepsStrategy`` with W processes, bit for bit where payloads are
+    gathered.
+
+    A step takes W micro-batches, the i-th being worker i's, as with ``SimulatedDDPStrategy``; then
+    each worker makes its step. ``on_before_optimizer_step`` and clipping run W times, once at each
+    worker's gradients and weights. Between steps module and optimizers are worker 0's.
+
+    Costs W times weights, gradients, optimizer state, common weights and errors.
+
+    Args:
+        compressor: as for ``LocalStepsStrategy``, like the next ten.
+        memory: the error feedback rule, of differences of weights.
+        scheme: how payloads become a mean.
+        controller: chooses levels, epoch by epoch.
+        every: H, in optimizer steps.
+        outer: the step of the common weights.
+        delay: steps between an exchange and its effect.
+        merge: with a delay, how the result is taken over.
+        fragments: P.
+        show: what validation and test see.
+        workers: W, the number of simulated workers.
+        network: converts bytes to the seconds that ``CompressionMonitor`` shows.
+        seed: of the compressor's private random numbers.
+        state: in checkpoints; the same files as real workers write, so that a simulated run can
+            resume as a real one and vice versa.
+        state_dtype: of errors in these files.
+        kwargs: as for ``SingleDeviceStrategy``.
+
+    Communication pattern:
+        None: requests are fulfilled in memory, for all workers at once.
+
+    Raises:
+        ValueError: what ``LocalStepsStrategy`` or ``SimulatedDDPStrategy`` refuses; at fit start, a
+            loss scaler, as with ``precision="16-mixed"``.
+        RuntimeError: an optimizer that calls its closure several times; a collective, such as
+            ``self.all_gather``, called by the user within a step.
+
+    Example:
+        >>> from lightning_gc import QSGD, SimulatedLocalStepsStrategy
+        >>> strategy = SimulatedLocalStepsStrategy(QSGD(bits=4), workers=4, every=8)
+        >>> strategy.workers, strategy.plan.every
+        (4, 8)
+
+    Attributes:
+        workers: W.
+        engines: each worker's state and configuration, once fitting has started.
+        recordings: each worker's byte and time account, while fitting.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | str,
+        memory: Memory | str | None = None,
+        scheme: Scheme | str | None = None,
+        controller: Controller | None = None,
+        every: int | GrowingRounds = 32,
+        outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
+        delay: int = 0,
+        merge: Literal["rebase", "mix"] = "rebase",
+        fragments: int = 1,
+        show: Literal["common", "local"] = "common",
+        *,
+        workers: int,
+        network: NetworkModel = NetworkModel(),  # noqa: B008 - frozen
+        seed: int = 0,
+        state: Literal["full", "mean", "off"] = "full",
+        state_dtype: Literal["float32", "bfloat16"] = "float32",
+        **kwargs: Any,
+    ) -> None:
+        self._configure_workers(compressor, workers, network, kwargs)
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        self._configure_rounds(every, outer, delay, merge, fragments, show, state)
+        super().__init__(**kwargs)
+
+    _of_processes = "LocalStepsStrategy"
+    _for_norms = "Use BatchNorm: its running statistics are averaged with each exchange."
+
+    def _begin_fit(self, module: Any) -> None:
+        refuse_in_trainer(type(self).__name__, module.trainer, module)
+        if self._scaler() is not None:
+            raise ValueError(
+                f"{type(self).__name__}: every worker needs a loss scaler of its own, and the "
+                f"Trainer has one. Use precision='bf16-mixed', or {self._of_processes} with "
+                f"processes."
+            )
+        workers = self.local_workers
+        workers.start(self._ledger.pages, revocable=True)
+        exchanges = Exchanges(workers, self._ledger, self.root_device)  # type: ignore[attr-defined]
+        self._replicas = Replicas(module, self.workers, lambda: self.optimizers)  # type: ignore[attr-defined]
+        rounds = []
+        for engine, end in zip(self.engines, exchanges.of, strict=True):
+            present = partial(self._replicas.entered, engine.worker)
+            each = (module, workers.names, engine, end, self.plan, self.outer, present)
+            rounds.append(LocalRounds(*each))
+        self._keep(rounds)
+
+    def _start_alike(self) -> None:
+        self._replicas.share()
+
+    def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
+        with self._replicas.entered(worker):
+            pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)  # type: ignore[attr-defined]
+            for optimizer, state in pairs:
+                optimizer.load_state_dict(state)
+
+    def _begin_step(self) -> None:
+        self._replicas.forget_gradients()
+
+    def _enter(self, worker: int) -> None:
+        self._replicas.enter(worker)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the last micro-batch; let every worker make its own step; exchange what is due."""
+        result, output = closure(), None
+        for worker in range(self.workers):
+            self._replicas.enter(worker)
+            again = _Once(result)
+            output = self._own_step(optimizer, again, *args, **kwargs)
+        self._together(self._stepped(each) for each in self._all_rounds)
+        return output
+
+    def _exchange_the_rest(self) -> None:
+        self._together(each.ending() for each in self._all_rounds)
+
+    def _together(self, waits: Iterable[Waits]) -> None:
+        """Run all workers' waits side by side, each at its own weights; end at worker 0's."""
+        left = list(enumerate(waits))
+        while left:
+            for worker, each in list(left):
+                self._replicas.enter(worker)
+                try:
+                    next(each)
+                except StopIteration as end:
+                    left.remove((worker, each))
+                    if not end.value:
+                        self._reset_poisoned()
+        self._replicas.enter(0)
+
+
+class _Once:
+    """Closure of an optimizer whose micro-batches have been run; a second call is an error."""
+
+    def __init__(self, result: Any) -> None:
+        self.result, self.called = result, False
+
+    def __call__(self) -> Any:
+        if self.called:
+            raise RuntimeError(
+                "The optimizer calls its closure several times, as LBFGS does, which cannot be "
+                "simulated: use LocalStepsStrategy with processes, or another optimizer."
+            )
+        self.called = True
+        return self.result
+
+
+class Exchanges:
+    """Carries out what simulated workers exchange, in memory, in the thread that first waits.
+
+    Args:
+        workers: their engines.
+        ledger: runs the flows, and counts bytes.
+        device: of the tensors.
+
+    Attributes:
+        of: per worker, its end: an ``Exchanger``.
+    """
+
+    def __init__(self, workers: Workers, ledger: Ledger, device: torch.device) -> None:
+        self.workers, self.ledger, self.device = workers, ledger, device
+        self.of = [End(self, engine) for engine in workers.engines]
+
+    def carry_out(self) -> None:
+        """Run what all workers have sent, and count it as a round; nothing, if it has been.
+
+        Worker 0 may have sent the next already, while the others take over what has been run.
+        """
+        if not all(end.sent for end in self.of):
+            return
+        for same in zip(*(end.sent for end in self.of), strict=True):
+            self.ledger.step = self.workers.first.step
+            self.ledger.run([one.flow for one in same], self.device)
+            for one in same:
+                if one.shapes is not None:  # worker 0 alone has decoded the mean
+                    one.result.copy_(same[0].result)
+                one.future.set_result(one.result)
+        layout = [one.shapes for one in self.of[0].sent if one.shapes is not None]
+        for end in self.of:
+            end.sent = []
+        self.workers.end_round(layout)
+
+
+class Sent:
+    """What one worker has sent, and waits for."""
+
+    def __init__(self, flow: Flow, result: Tensor, shapes: Shapes | None) -> None:
+        self.flow, self.result, self.shapes = flow, result, shapes
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future()
+
+
+class End:
+    """One simulated worker's end of the exchanges."""
+
+    def __init__(self, exchanges: Exchanges, engine: Engine) -> None:
+        self._exchanges, self._engine = exchanges, engine
+        self.sent: list[Sent] = []
+
+    def submit(self, grad: Tensor, shapes: Shapes) -> torch.futures.Future[Tensor]:
+        """Send a bucket; its future is complete once every worker has, and one waits."""
+        flow = self._exchanges.workers.flow(
+            self._engine, grad, shapes, wanted=self._engine.worker == 0
+        )
+        return self._send(Sent(flow, grad, shapes))
+
+    def run(self, flow: Flow, result: Tensor) -> torch.futures.Future[Tensor]:
+        """Send by a flow of any other kind, likewise."""
+        return self._send(Sent(flow, result, None))
+
+    def end_round(self, common: Sequence[Tensor] | None = None) -> None:
+        """Carry out what all have sent; ``common`` need not be compared."""
+        self._exchanges.carry_out()
+
+    def check(self) -> None:
+        """Nothing runs in the background."""
+
+    def _send(self, sent: Sent) -> torch.futures.Future[Tensor]:
+        self.sent.append(sent)
+        return sent.future
+
+
+class Replicas:
+    """Lets a module and its optimizers be those of one worker at a time.
+
+    The module's tensors are pointed at the worker's own; nothing is copied. Costs W times weights,
+    gradients and optimizer state. What optimizers keep in their parameter groups, such as a
+    learning rate, is common to all workers. Of a buffer that a worker registers or resizes the next
+    one gets a copy: they share what else the module knows of it.
+
+    Args:
+        module: its weights and buffers are what all workers start with.
+        workers: W.
+        optimizers: returns them, once they exist.
+
+    Attributes:
+        present: the worker whose weights the module has.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        workers: int,
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+    ) -> None:
+        self._module = module
+        self._params = list(module.parameters())
+        self._optimizers = optimizers
+        here = {name: each.data for name, each in self._tensors().items()}
+        others = ({n: each.clone() for n, each in here.items()} for _ in range(1, workers))
+        self._own = [here, *others]
+        self._states: list[list[Any]] = [[] for _ in range(workers)]
+        self._grads: list[list[Tensor | None]] = []
+        self.forget_gradients()
+        self.present = 0
+
+    def enter(self, worker: int) -> None:
+        """Give module and optimizers this worker's tensors, gradients among them."""
+        optimizers, tensors = self._optimizers(), self._tensors()
+        self._own[self.present] = {name: each.data for name, each in tensors.items()}
+        self._grads[self.present] = [param.grad for param in self._params]
+        self._states[self.present] = [each.state for each in optimizers]
+        for name, tensor in tensors.items():
+            own = self._own[worker].get(name)
+            if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
+                own = tensor.data.clone()
+            tensor.data = own
+        for param, grad in zip(self._params, self._grads[worker], strict=True):
+            param.grad = grad
+        states = self._states[worker] or [defaultdict(dict) for _ in optimizers]
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.state = state
+        self.present = worker
+
+    @contextmanager
+    def entered(self, worker: int) -> Iterator[None]:
+        """Enter a worker, and at the end the one before."""
+        before = self.present
+        self.enter(worker)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def share(self) -> None:
+        """Give all workers copies of the weights and buffers of the one that is present."""
+        for worker in range(len(self._own)):
+            if worker != self.present:
+                self._own[worker] = {n: each.data.clone() for n, each in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return weights and buffers by name; to these a module may assign new tensors."""
+        params = {str(index): param for index, param in enumerate(self._params)}
+        return params | dict(self._module.named_buffers())
+
+    def forget_gradients(self) -> None:
+        """Set the gradients of all workers that are not present to None."""
+        self._grads = [[None] * len(self._params) for _ in self._own]

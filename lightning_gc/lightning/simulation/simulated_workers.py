@@ -1,0 +1,219 @@
+"""SimulatedWorkers: W workers take turns, a micro-batch each, in Lightning's accumulation."""
+
+from typing import Any
+
+import torch
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.engine import Engine
+from lightning_gc.exchange.validation import refuse_sparse_gradients, refuse_unknown_device
+from lightning_gc.lightning.arguments import refuse_unknown
+from lightning_gc.lightning.base import CompressedStrategy
+from lightning_gc.lightning.simulation.communication import Communication
+from lightning_gc.lightning.simulation.micro_batches import (
+    MicroBatches,
+    to_batches,
+    to_micro_batches,
+)
+from lightning_gc.lightning.simulation.sharded_loader import deal
+from lightning_gc.transports.accounting import COMPUTE
+from lightning_gc.transports.network_model import NetworkModel
+from lightning_gc.transports.simulated import Ledger
+
+
+class SimulatedWorkers(Communication, CompressedStrategy):
+    """Mixin, before Lightning's ``SingleDeviceStrategy``: a step takes W micro-batches.
+
+    The i-th is worker i's. The Trainer's ``accumulate_grad_batches`` is set to W during the fit;
+    ``k·W`` from the user means k accumulated micro-batches per worker. A subclass says what a
+    worker has of its own, by ``_begin_fit``, ``_begin_step``, ``_enter``, ``_collect`` and
+    ``_complete``.
+    """
+
+    workers: int
+    _units: MicroBatches | None = None
+
+    def _configure_workers(
+        self,
+        compressor: Compressor | str,
+        workers: int,
+        network: NetworkModel,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Check and keep arguments that no real strategy has."""
+        owner = type(self).__name__
+        if not isinstance(workers, int) or workers < 1:
+            raise ValueError(f"{owner}(workers={workers!r}): give a whole number, 1 or more.")
+        if not isinstance(network, NetworkModel):
+            raise ValueError(
+                f"{owner}(network={network!r}): give an instance, such as "
+                f"NetworkModel(bandwidth_gbps=10.0)."
+            )
+        if kwargs.pop("verify", 0):
+            raise ValueError(
+                f"{owner}(verify=...): simulated workers share one mean, so there is nothing to "
+                f"compare; leave it out, or use {self._of_processes} with processes."
+            )
+        refuse_unknown(type(self), compressor, kwargs)
+        self.workers = workers
+        self.network = network
+        self._device_given = "device" in kwargs
+
+    _of_processes = ""
+    """Name of the strategy whose workers have processes of their own."""
+
+    def _begin_fit(self, module: Any) -> None:
+        """Make what workers have of their own; parameters are named and the engines exist."""
+        raise NotImplementedError
+
+    def _begin_step(self) -> None:
+        """Begin a step of all workers."""
+        raise NotImplementedError
+
+    def _enter(self, worker: int) -> None:
+        """Put what is this worker's own into the module, before its forward pass."""
+        raise NotImplementedError
+
+    def _lend(self, worker: int, first: bool) -> None:
+        """Prepare ``.grad`` for this worker's backward pass, if need be; ``first``: of the step."""
+
+    def _collect(self, worker: int, again: bool) -> None:
+        """Keep what its backward pass has left, if need be; ``again``: more follow in this step."""
+
+    def _complete(self) -> None:
+        """Exchange gradients, if they are: all backward passes of this step have ended."""
+
+    @property
+    def worker(self) -> int:
+        """The worker whose micro-batch is running; 0 outside of training."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if trainer is None or not trainer.training:
+            return 0
+        return int(max(trainer.fit_loop.batch_idx, 0) % self.workers)
+
+    def _active_engine(self) -> Engine:
+        return self.engines[self.worker]
+
+    def setup_environment(self) -> None:
+        trainer = self.lightning_module.trainer
+        devices = trainer._accelerator_connector._parallel_devices
+        if not self._device_given and devices:
+            if len(devices) > 1:
+                raise ValueError(
+                    f"The Trainer has {len(devices)} devices, but {self.workers} simulated workers "
+                    f"share one. Use Trainer(devices=1); workers={self.workers} is their number."
+                )
+            self._root_device = torch.device(devices[0])
+        if trainer.state.fn == "fit":
+            refuse_unknown_device(self.root_device)  # type: ignore[attr-defined]
+            # Before any hook reads the number of steps, which loads the data and counts it.
+            self._units = MicroBatches(self.workers, trainer)
+        super().setup_environment()  # type: ignore[misc]
+
+    def setup(self, trainer: Any) -> None:
+        """If the Trainer is to fit, make it accumulate W micro-batches and start the engines."""
+        if trainer.state.fn != "fit":
+            super().setup(trainer)  # type: ignore[misc]
+            return
+        module = self.lightning_module
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__} optimizes manually, but simulated workers take turns in "
+                f"Lightning's gradient accumulation. Use {self._of_processes} with processes."
+            )
+        refuse_sparse_gradients(module)
+        self._refuse_synchronised_norms()
+        super().setup(trainer)  # type: ignore[misc]
+        self.local_workers.name(module)
+        self._done = 0  # micro-batches of this step with a finished backward pass
+        per_node = self.local_workers.configuration.neighbours(self.workers)
+        self._ledger = Ledger(self.workers, self.network, per_node)
+        self._begin_fit(module)
+        self._on_engines_ready()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        trainer = self.lightning_module.trainer
+        return deal(loader, self.workers, trainer, self) if trainer.training else loader
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self._units is not None
+        self._units.check_epoch()  # its length is known now
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        worker, trainer = self.worker, self.lightning_module.trainer
+        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            self._done = 0  # also if the last step was abandoned
+        if self._done % self.workers != worker:
+            raise RuntimeError(
+                f"Worker {worker}'s micro-batch is run when it is worker "
+                f"{self._done % self.workers}'s turn: an optimizer that calls its closure several "
+                f"times, such as LBFGS, or a skipped backward pass cannot be simulated."
+            )
+        if self._done == 0:
+            self._begin_step()
+        self._enter(worker)
+        self._ledger.compute.start(self.root_device)  # type: ignore[attr-defined]
+        output = super().training_step(*args, **kwargs)
+        self._ledger.compute.lap(COMPUTE)
+        if output is None:
+            raise RuntimeError(
+                "training_step returned None, which cannot be skipped on one worker only. Return a "
+                "loss, if need be multiplied by zero."
+            )
+        return output
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run the backward pass of one worker's micro-batch; after the last, complete the step.
+
+        As DDP's hook runs in ``Strategy.backward``: before callbacks see the gradient.
+        """
+        module, precision = self.lightning_module, self.precision_plugin  # type: ignore[attr-defined]
+        worker = self.worker
+        self._lend(worker, first=self._done == 0)
+        self.pre_backward(closure_loss)  # type: ignore[attr-defined]
+        # Lightning has divided the loss l by k·W. The gradient's factor in (l / kW)·W is W/kW,
+        # rounded once, which equals that of a real worker's l / k.
+        loss = precision.pre_backward(closure_loss * self.workers, module)
+        self._ledger.compute.start(self.root_device)  # type: ignore[attr-defined]
+        precision.backward(loss, module, optimizer, *args, **kwargs)
+        self._ledger.compute.lap(COMPUTE)
+        self._collect(worker, again=module.trainer.accumulate_grad_batches > self.workers)
+        self._done += 1
+        if not module.trainer.fit_loop._should_accumulate():
+            if worker != self.workers - 1:
+                batches = module.trainer.fit_loop.batch_idx + 1
+                fix = f"at least {self.workers} batches"
+                if batches > self.workers:
+                    fix = (
+                        f"Trainer(limit_train_batches={batches // self.workers}), in batches of "
+                        f"each worker, which leaves out the rest"
+                    )
+                raise RuntimeError(
+                    f"The epoch has ended after {batches} micro-batches, with worker {worker}'s, "
+                    f"and {self.workers} simulated workers cannot share them evenly. Use {fix}."
+                )
+            self._complete()
+            self._done = 0
+        detached: torch.Tensor = precision.post_backward(loss, module)
+        self.post_backward(detached)
+        return detached
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        to_batches(checkpoint, self.workers)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        to_micro_batches(loaded, self.workers)
+        return loaded
+
+    def teardown(self) -> None:
+        if self._units is not None:
+            self._units.restore()
+        super().teardown()

@@ -1,0 +1,286 @@
+"""PeerNaming: collectives of Lightning's and of DDP's that fail end in a PeerError as well."""
+
+import contextlib
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from lightning_gc.exchange import JOINING
+from lightning_gc.flavours import refuse_other_package
+from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
+
+_LIGHTNING = "what Lightning shares between workers: metrics, decisions, paths of checkpoints"
+_STEP = "a collective of DDP's, of Lightning's or of the module's own"
+
+
+class PeerNaming:
+    """Mixin, before a strategy of Lightning's, that names the peers in the backend's errors.
+
+    Lightning's own collectives all go through four methods of the strategy; Fabric's ``reduce`` is
+    called ``all_reduce``. DDP's, such as the
+    broadcast of module buffers, and a module's own fail within a step of the module.
+    """
+
+    world_size: int
+    global_rank: int
+
+    def barrier(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named("barrier", _LIGHTNING, super().barrier, *args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named("broadcast", _LIGHTNING, super().broadcast, *args, **kwargs)  # type: ignore[misc]
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named("all-reduce", _LIGHTNING, super().reduce, *args, **kwargs)  # type: ignore[misc]
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named("all-reduce", _LIGHTNING, super().all_reduce, *args, **kwargs)  # type: ignore[misc]
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named("all-gather", _LIGHTNING, super().all_gather, *args, **kwargs)  # type: ignore[misc]
+
+    def setup(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named(_STEP, "setting up", super().setup, *args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named(_STEP, "a training step", super().training_step, *args, **kwargs)  # type: ignore[misc]
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named(_STEP, "a validation step", super().validation_step, *args, **kwargs)  # type: ignore[misc]
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named(_STEP, "a test step", super().test_step, *args, **kwargs)  # type: ignore[misc]
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named(_STEP, "a backward pass", super().backward, *args, **kwargs)  # type: ignore[misc]
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Explain an error that comes from elsewhere, such as a hook of the module's."""
+        super().on_exception(exception)  # type: ignore[misc]
+        if self.world_size > 1 and is_from_backend(exception):
+            exception.add_note(peers_in_words(_STEP, self.global_rank, self.world_size))
+
+    def _named(
+        self, operation: str, during: str, act: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        with naming_peers(operation, during, self.global_rank, self.world_size):
+            return act(*args, **kwargs)
+
+
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+def warn_of_blocking_waits(trainer: Any) -> None:
+    """Warn if NCCL has no watchdog, and Lightning broadcasts before each batch.
+
+    Lightning 2.6 reads the result on the host, where nothing ends the wait for a dead worker.
+    """
+    if os.environ.get(_BLOCKING) != "1" or "nccl" not in dist.get_backend_config():
+        return
+    if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+        warnings.warn(
+            f"{_BLOCKING}=1 switches NCCL's watchdog off, and this version of Lightning broadcasts "
+            f"before each batch without a limit: if a worker dies, the others wait for ever. Unset "
+            f"{_BLOCKING}; the watchdog then ends them after the timeout.",
+            stacklevel=2,
+        )
+
+
+GRACE = 10.0  # seconds for a child to report its own error
+
+
+def end_children(launcher: Any) -> None:
+    """Wait for the processes that Lightning's subprocess launcher has started, then kill the rest.
+
+    When worker 0 fails, that launcher, unlike others, does not kill them: a stopped one would stay
+    for ever.
+    """
+    deadline = time.monotonic() + GRACE
+    for process in getattr(launcher, "procs", ()):
+        if not isinstance(process, subprocess.Popen):
+            continue
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def unshare(module: nn.Module) -> None:
+    """Move parameters and buffers on the host out of memory that other processes have too.
+
+    torch shares the memory of tensors that it sends to a new process. Lightning undoes that for
+    ``start_method="spawn"`` and not for ``"forkserver"``, where all workers of a machine would make
+    their optimizer steps in the same weights, in no order.
+    """
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            with torch.no_grad():
+                tensor.data = tensor.data.clone()
+
+
+_log = logging.getLogger(__name__)
+
+
+def broadcast_only(when: Callable[[], bool], trainer: Any) -> Callable[[], None]:
+    """Let the loop of a Trainer broadcast before those batches only for which ``when`` is true.
+
+    It must be so on all workers alike. A worker that gets SIGTERM itself stops as before. Returns
+    what undoes this.
+    """
+    name = "_broadcast_sigterm_tensor"  # of Lightning's training loop, from 2.6 on
+    loop = trainer.fit_loop.epoch_loop
+    broadcast = getattr(type(loop), name, None)
+    if broadcast is None:
+        return lambda: None
+    return _replace(loop, name, lambda: broadcast(loop) if when() else None)
+
+
+def note_only(trainer: Any) -> Callable[[], None]:
+    """Let a Trainer's handler of SIGTERM note the signal, and send nothing to other workers.
+
+    Lightning 2.6 broadcasts in the handler, at whatever line the signal has found the worker. The
+    other workers are elsewhere, so that the broadcast waits until the timeout, takes the place of
+    another collective, or raises a bare error of the backend. Without it the loop ends after the
+    current step, as in Lightning before 2.6. Returns what undoes this.
+    """
+    connector = trainer._signal_connector
+
+    def note(number: int, _: Any) -> None:
+        _log.info("Worker %d has received signal %d and stops.", trainer.global_rank, number)
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(number)  # hands it on to the workers that this process has started
+        connector.received_sigterm = True
+
+    return _replace(connector, "_sigterm_notifier_fn", note)
+
+
+def sigterm_exception(trainer: Any) -> SystemExit:
+    """Return the exception with which this Trainer's loop ends after SIGTERM; its code is None."""
+    name = "SIGTERMException"  # of either package, known where the loop raises it
+    homes = (sys.modules[cls.__module__] for cls in type(trainer.fit_loop.epoch_loop).__mro__)
+    found: SystemExit = next(getattr(home, name) for home in homes if hasattr(home, name))()
+    return found
+
+
+def _replace(owner: Any, name: str, method: Callable[..., None]) -> Callable[[], None]:
+    """Replace a method of one object; return what undoes it, once or several times."""
+    setattr(owner, name, method)
+
+    def undo() -> None:
+        with contextlib.suppress(AttributeError):
+            delattr(owner, name)
+
+    return undo
+
+
+class Joining:
+    """Mixin, before a strategy of Lightning's, that has ``_timeout``."""
+
+    _timeout: timedelta | None
+
+    @contextlib.contextmanager
+    def _patiently(self) -> Iterator[None]:
+        """Join with a timeout of at least a minute, then set the user's.
+
+        Startup takes workers differently long, often longer than a timeout for a silent peer.
+        """
+        timeout = self._timeout
+        if timeout is None or timeout >= JOINING:
+            yield
+            return
+        try:
+            self._timeout = JOINING
+            yield
+        finally:
+            self._timeout = timeout
+        _set_pg_timeout(timeout)
+
+
+class FirstCallback:
+    """Mixin, before Lightning's ``Callback``, that is the first of a Trainer's during a fit.
+
+    Lightning calls hooks of callbacks, of the module and of the strategy in this order, where
+    something begins and also where it ends. What a strategy does at the beginning and undoes at
+    the end would lie across what callbacks do and undo, such as to swap averaged weights in for a
+    validation; done by the first callback it lies around all of them.
+
+    Args:
+        on_validation_start: called as validation begins.
+        on_train_end: called as training ends.
+    """
+
+    def __init__(
+        self, on_validation_start: Callable[[], None], on_train_end: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._on_validation_start, self._on_train_end = on_validation_start, on_train_end
+        self._trainer: Any = None
+
+    def join(self, trainer: Any) -> None:
+        """Become the Trainer's first callback."""
+        self.leave()
+        self._trainer = trainer
+        trainer.callbacks = [self, *trainer.callbacks]
+
+    def leave(self) -> None:
+        """Leave the Trainer's callbacks; again does nothing."""
+        if self._trainer is not None:
+            others = [each for each in self._trainer.callbacks if each is not self]
+            self._trainer.callbacks = others
+        self._trainer = None
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._on_validation_start()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._on_train_end()
+
+
+class SingleTrainer:
+    """Mixin that refuses a second Trainer, at its first access: it reads ``_accelerator``.
+
+    A Trainer or Fabric of another Lightning package is refused when it hands over its accelerator.
+    """
+
+    _taken = False
+    _owner = "Trainer"
+
+    @property
+    def _accelerator(self) -> Any:
+        if self._taken:
+            raise ValueError(
+                f"This {type(self).__name__} already belongs to a {self._owner}, and holds its "
+                f"error state. Make a new one for every {self._owner}."
+            )
+        return self.__dict__.get("_accelerator_in_use")
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Any) -> None:
+        refuse_other_package(self, accelerator)
+        self.__dict__["_accelerator_in_use"] = accelerator
+
+    @property
+    def accelerator(self) -> Any:
+        return self.__dict__.get("_accelerator_in_use")
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()  # type: ignore[misc]
+        self._taken = True

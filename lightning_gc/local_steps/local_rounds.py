@@ -1,0 +1,318 @@
+"""LocalRounds: one worker's rounds of local steps, with exchanges of how far it has come."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gc.core.flow import Flow
+from lightning_gc.engine import Engine
+from lightning_gc.exchange.bucket_regrouping import Shapes
+from lightning_gc.exchange.workers import plain_name
+from lightning_gc.local_steps import OuterSGD
+from lightning_gc.local_steps.common_weights import CommonWeights, mean_of
+from lightning_gc.local_steps.outer_sgd import Fragment
+from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
+
+LOST_IN_A_ROW = 10
+"""Exchanges that may be lost one after the other before the run stops."""
+
+
+Waits = Generator[None, None, bool]
+"""Yields before a worker waits for the others' messages; returns whether nothing was lost."""
+
+
+class Exchanger(Protocol):
+    """What carries out exchanges: a ``Synchronizer``, or one for simulated workers."""
+
+    def submit(self, grad: Tensor, shapes: Shapes) -> torch.futures.Future[Tensor]:
+        """Begin an exchange that replaces ``grad`` by the mean over workers."""
+
+    def run(self, flow: Flow, result: Tensor) -> torch.futures.Future[Tensor]:
+        """Begin any other flow; the future is complete when ``result`` is."""
+
+    def end_round(self, common: list[Tensor]) -> None:
+        """Note that all of a round has begun; ``common`` is equal on all workers."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong since."""
+
+
+@dataclass
+class Flight:
+    """An exchange that has begun.
+
+    Attributes:
+        index: of its fragment.
+        mean: of the distances, ``(numel,)``, once it has arrived.
+        buffers: that are to be common, once they have arrived; none but with the last fragment.
+        left: steps until it is taken over.
+        steps: since the fragment's exchange before.
+        sent: this worker's weights when it began; None if it is taken over at once.
+        arriving: complete when it has arrived; empty if it has.
+        drift: norm of the worker's distance, if measured.
+        rate: the learning rate, ``(1,)`` float64, with the last fragment of a growing round: the
+            mean over workers, once it has arrived. Else empty.
+    """
+
+    index: int
+    mean: Tensor
+    buffers: dict[str, Tensor]
+    left: int
+    steps: int
+    sent: Tensor | None
+    arriving: list[torch.futures.Future[Tensor]]
+    drift: Tensor | None = None
+    rate: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))
+
+
+class LocalRounds:
+    """Counts optimizer steps, exchanges by a plan, and moves all workers to common weights.
+
+    Args:
+        module: starts with weights and buffers that are equal on all workers.
+        names: parameter -> name, of all that are trained.
+        engine: this worker's.
+        exchanger: exchanges.
+        plan: when, and in how many fragments.
+        outer: the step that is made with the mean.
+        present: the module holds this worker's weights within it, and whenever a method is called.
+
+    Attributes:
+        weights: the common ones.
+        position: steps of the round that are done.
+        chosen: H as a controller has set it; None: the plan's.
+        length: H of this round; of growing ones ``plan.every`` until it is known.
+        rate: learning rate before this round, if rounds grow; None before the first one.
+        since: by fragment, steps since its last exchange began.
+        waited: steps since an exchange has arrived.
+        flight: the exchange that has not been taken over yet, or None.
+        figures: of the last exchange, for the monitor.
+
+    Communication pattern:
+        One exchange of the compressor's per fragment every H steps; with the last one an all-reduce
+        of what ``CommonBuffers`` keeps, if anything, and one of the learning rate, if rounds grow.
+        Without a delay the worker waits for it.
+
+    Raises:
+        RuntimeError: on all workers, after ``LOST_IN_A_ROW`` exchanges in a row whose result was
+            not finite.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Mapping[Tensor, str],
+        engine: Engine,
+        exchanger: Exchanger,
+        plan: RoundPlan,
+        outer: OuterSGD,
+        present: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.present = present
+        self._engine, self._exchanger, self.plan = engine, exchanger, plan
+        params = {name: param for param, name in names.items()}
+
+        def buffers() -> dict[str, Tensor]:
+            return {plain_name(name): buffer for name, buffer in module.named_buffers()}
+
+        def untrained() -> dict[str, Tensor]:
+            return {plain_name(n): p for n, p in module.named_parameters() if p not in names}
+
+        self.weights = CommonWeights(module, params, buffers, untrained, plan.fragments, outer)
+        self.position = 0
+        self.length = plan.every
+        self.chosen: int | None = None
+        self.rate: float | None = None
+        self.since = [0] * plan.fragments
+        self.waited = 0
+        self.flight: Flight | None = None
+        self.figures: dict[str, float] = {}
+        self._lost = 0  # exchanges in a row
+        self._step_bytes = sum(p.numel() * p.element_size() for p in names)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something is exchanged after the next step."""
+        return bool(self.plan.due(self.position + 1, self.length))
+
+    @property
+    def apart(self) -> bool:
+        """Whether this worker's weights may differ from the common ones."""
+        return self.flight is not None or any(self.since)
+
+    @property
+    def every(self) -> int:
+        """H of the rounds to come, unless they grow."""
+        return self.plan.every if self.chosen is None else self.chosen
+
+    def set_every(self, every: int | None) -> None:
+        """Set H from the next round on; from this one, if it has not begun. None: the plan's.
+
+        Raises:
+            ValueError: too few steps for the plan's fragments and delay.
+        """
+        if every is not None:
+            dataclasses.replace(self.plan, every=every)  # checks it
+        self.chosen = every
+        if not self.position:
+            self.length = self.every
+
+    def restart(self) -> None:
+        """Forget place in the round, outer momentum and what is under way."""
+        self.flight, self.rate = None, None
+        self.position, self.length, self.waited = 0, self.every, 0
+        self.since = [0] * len(self.since)
+        for each in self.weights.fragments:
+            if each.velocity is not None:
+                each.velocity.zero_()
+
+    def begin(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Go on from these, equal on all workers; the steps and exchanges before are dropped."""
+        self.flight = None
+        self.since = [0] * len(self.since)
+        self.weights.begin(weights, buffers)
+
+    def stepped(self, ends: bool, rate: float = 0.0) -> Waits:
+        """Count an optimizer step; exchange what is due, or everything if it was the last one.
+
+        Args:
+            ends: it was the last one.
+            rate: its learning rate.
+
+        Returns:
+            False if an exchange was lost, since some worker's weights were not finite: then all
+            are back at the common weights.
+        """
+        self.position += 1
+        self.waited += 1
+        self.since = [steps + 1 for steps in self.since]
+        finite = True
+        if self.flight is not None:
+            self.flight.left -= 1
+            if self.flight.left == 0:
+                finite = yield from self._land()
+        if ends:
+            return (yield from self.ending()) and finite
+        due = self.plan.due(self.position, self.length)
+        if self.position >= self.length:
+            self.position, self.length = 0, self.every
+        for index in due:
+            self._send(index, self.plan.delay, rate)
+            if not self.plan.delay:
+                finite = (yield from self._land()) and finite
+        return finite
+
+    def ending(self) -> Waits:
+        """Exchange everything now and wait for it, so that all weights are common."""
+        finite = (yield from self._land()) if self.flight is not None else True
+        for index in range(self.plan.fragments):
+            self._send(index, 0)
+            finite = (yield from self._land()) and finite
+        self.position, self.length = 0, self.every
+        return finite
+
+    def _send(self, index: int, delay: int, rate: float | None = None) -> None:
+        """Begin the exchange of a fragment; with the last one, that of a rate."""
+        engine, fragment = self._engine, self.weights.fragments[index]
+        steps = min(self.since)  # since any exchange
+        engine.statistics.tally.local_steps += steps
+        engine.statistics.tally.local_bytes += steps * self._step_bytes
+        distance = fragment.distance()
+        drift = torch.linalg.vector_norm(distance) if engine.statistics.norms_wanted else None
+        sent = fragment.weights() if delay else None
+        arriving = [self._exchanger.submit(distance, fragment.shapes)]
+        buffers: dict[str, Tensor] = {}
+        if index == len(self.since) - 1:
+            flow, moved = self.weights.buffers.exchange(buffers)
+            if moved.numel():
+                arriving.append(self._exchanger.run(flow, moved))
+        rates = []
+        if self.plan.growing is not None and rate is not None and index == len(self.since) - 1:
+            rates = [rate]
+        mean_rate = torch.tensor(rates, dtype=torch.float64, device=distance.device)
+        if rates:
+            arriving.append(self._exchanger.run(mean_of(mean_rate), mean_rate))
+        since, self.since[index] = self.since[index], 0
+        self.flight = Flight(
+            index, distance, buffers, delay, since, sent, arriving, drift, mean_rate
+        )
+
+    def arrive(self) -> None:
+        """Wait for the exchange under way, if there is one, without taking it over yet."""
+        if self.flight is None or not self.flight.arriving:
+            return
+        self._exchanger.end_round([each.anchor for each in self.weights.fragments])
+        for future in self.flight.arriving:
+            future.wait()
+        self._exchanger.check()
+        self.flight.arriving = []
+        self.waited = 0
+
+    def _land(self) -> Waits:
+        """Take over the exchange under way; return whether it is finite."""
+        yield
+        self.arrive()
+        flight, self.flight = self.flight, None
+        assert flight is not None
+        if self.plan.growing is not None and flight.rate.numel():
+            before, self.rate = self.rate, float(flight.rate)
+            self.length = self.plan.growing.length(self.rate, before)
+        finite = bool(flight.mean.isfinite().all())
+        if finite:
+            self._take_over(flight, self.weights.fragments[flight.index])
+        else:
+            self.weights.go_back()
+        self._count_lost(0 if finite else flight.steps + self.since[flight.index])
+        return finite
+
+    def _take_over(self, flight: Flight, fragment: Fragment) -> None:
+        before = None if flight.drift is None else fragment.anchor.clone()
+        fragment.step(flight.mean)
+        if flight.buffers:
+            self.weights.buffers.step(flight.buffers)
+        if flight.sent is None:
+            fragment.put(fragment.anchor)
+        elif self.plan.merge == "rebase":
+            fragment.put(fragment.anchor + (fragment.weights() - flight.sent))
+        else:
+            fragment.put(MIXED * fragment.weights() + (1 - MIXED) * fragment.anchor)
+        if flight.drift is not None and before is not None:
+            outer = torch.linalg.vector_norm(fragment.anchor - before)
+            self.figures = {"drift": float(flight.drift), "outer_step": float(outer)}
+            self.figures["rounds"] = self._engine.step
+            self.figures["round_steps"] = flight.steps
+
+    def _count_lost(self, steps: int) -> None:
+        """Warn of an exchange that was lost, with its number of steps; stop after too many."""
+        self._lost = self._lost + 1 if steps else 0
+        if not steps:
+            return
+        step = self._engine.step
+        sentence = (
+            f"The exchange of round {step} was not finite on some worker, so its {steps} steps are "
+            f"lost: all workers go on from the weights before them, with their errors as they were."
+        )
+        if self._lost >= LOST_IN_A_ROW:
+            raise RuntimeError(
+                f"{sentence} These were {self._lost} such rounds in a row. Lower the learning "
+                f"rate, or clip gradients: Trainer(gradient_clip_val=1.0)."
+            )
+        if self._engine.worker == 0:
+            warnings.warn(sentence, stacklevel=2)
+
+
+def finished(waits: Waits) -> bool:
+    """Return what ``waits`` returns at its end."""
+    while True:
+        try:
+            next(waits)
+        except StopIteration as end:
+            return bool(end.value)

@@ -1,0 +1,1 @@
+"""Methods by name and from YAML, Lightning's flavour, and the catalogue; needs no Optuna."""

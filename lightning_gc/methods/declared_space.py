@@ -1,0 +1,101 @@
+"""The search space that a compressor class declares, and the check of an entry against its knob."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lightning_gc.compressors.base import Compressor
+from lightning_gc.compressors.traits import LEVEL, Traits
+from lightning_gc.core.registry import required_fields
+from lightning_gc.core.search_space import Choice, Range, Space, check_field
+
+
+def traits_of(compressor: type[Compressor]) -> Traits:
+    """Return the traits of a class's default instance, else of its first example."""
+    found: object = compressor.traits  # a property, if it depends on fields
+    if isinstance(found, Traits):
+        return found
+    return (compressor.examples()[0] if required_fields(compressor) else compressor()).traits
+
+
+def knob_name(compressor: type[Compressor]) -> str | None:
+    """Return what a study calls the knob: its field, or ``level`` of a compressor inside.
+
+    It is one inside if the class has a ``level`` of its own, in place of the field's value.
+
+    Raises:
+        ValueError: a field ``level`` that is not the knob.
+    """
+    knob = traits_of(compressor).knob
+    if knob is None or knob.field == LEVEL or compressor.level is Compressor.level:
+        return None if knob is None else knob.field
+    if LEVEL in field_names(compressor):
+        raise ValueError(
+            f"{compressor.__name__}.{LEVEL} is not the knob, which is {knob.field}; give it that "
+            f"name if it should be, else another."
+        )
+    return LEVEL
+
+
+def field_names(compressor: type[Compressor]) -> set[str]:
+    """Return the names of a compressor's fields."""
+    return {field.name for field in dataclasses.fields(compressor)}  # type: ignore[arg-type]
+
+
+def declared(compressor: type[Compressor]) -> Space:
+    """Return the search space of a compressor class: its ``space``, and its knob in any case.
+
+    Raises:
+        ValueError: the declaration names no field, or leaves the knob's range.
+
+    Example:
+        >>> from lightning_gc import TopK
+        >>> declared(TopK)
+        (Range(field='density', low=0.0001, high=0.1, scale='log', integer=False),)
+    """
+    traits, name = traits_of(compressor), knob_name(compressor)
+    space, knob = traits.space, traits.knob
+    if knob is not None and name is not None:
+        # What is handed on from a compressor inside may have the knob by its other name.
+        other = {LEVEL, knob.field} - field_names(compressor)
+        space = tuple(_renamed(entry, name) if entry.field in other else entry for entry in space)
+        if name not in {entry.field for entry in space}:
+            space += (_renamed(knob.range, name),)
+    for entry in space:
+        check_entry(compressor, entry)
+    return space
+
+
+def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
+    """Refuse an entry that is neither a field nor ``level``, or that contradicts the knob."""
+    name, knob = compressor.__name__, traits_of(compressor).knob
+    known_as = knob_name(compressor)
+    inside = {LEVEL} if known_as == LEVEL else set()
+    if entry.field not in field_names(compressor) | inside:
+        if inside and knob is not None and entry.field == knob.field:
+            raise ValueError(f"{name} has {knob.field} of the compressor inside; call it {LEVEL}.")
+        check_field(compressor, entry)
+    if knob is None or entry.field != known_as:
+        return
+    if isinstance(entry, Choice):
+        for value in entry.values:
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ValueError(f"{name}.{entry.field} is a number, but could become {value!r}.")
+            if knob.integer and not float(value).is_integer():
+                raise ValueError(f"{name}.{entry.field} takes whole numbers only, not {value!r}.")
+        low, high = min(map(float, entry.values)), max(map(float, entry.values))  # type: ignore[arg-type]
+    else:
+        low, high = entry.low, entry.high
+        if knob.integer and not entry.integer:
+            raise ValueError(
+                f"{name}.{entry.field} takes whole numbers only; add integer: true to its range."
+            )
+    if low < knob.low or high > knob.high:
+        raise ValueError(
+            f"{name}.{entry.field} from {low:g} to {high:g} leaves the range of its knob, "
+            f"{knob.low:g} to {knob.high:g}; choose within it."
+        )
+
+
+def _renamed(entry: Range | Choice, field: str) -> Range | Choice:
+    return dataclasses.replace(entry, field=field)

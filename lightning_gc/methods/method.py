@@ -1,0 +1,236 @@
+"""Method: a compressor, memory, scheme and controller, and which of their fields are tuned."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_gc.compressors import COMPRESSORS, Compressor, Identity, PerParameter
+from lightning_gc.compressors.traits import LEVEL
+from lightning_gc.controllers import Controller
+from lightning_gc.core.registry import did_you_mean, make
+from lightning_gc.core.search_space import Choice, Range, Space, check_field, merge
+from lightning_gc.core.settings import Settings
+from lightning_gc.engine.compatibility import combine
+from lightning_gc.exchange.validation import check_controller
+from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.local_steps.round_plan import RoundPlan
+from lightning_gc.memories import MEMORIES, Memory
+from lightning_gc.methods.declared_space import check_entry, declared, field_names
+from lightning_gc.methods.parameter_space import (
+    MEMORY_PREFIX,
+    PREFIX,
+    ROUNDS_PREFIX,
+    endpoints,
+    suggest,
+)
+from lightning_gc.schemes import SCHEMES, Scheme
+
+if TYPE_CHECKING:
+    import optuna
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Method(Settings):
+    """A way to exchange gradients with some fields fixed and others tuned, in a study of its own.
+
+    Args:
+        name: of the method, and of its study.
+        compressor: a class, its registered name, or its dotted path; by default ``name``.
+            ``"dense"`` is ``Identity``, the baseline.
+        fixed: fields that keep one value; those neither fixed nor tuned keep their default.
+        space: replaces what the compressor declares, field by field. Here and in ``fixed``
+            ``level`` is that of the compressor inside, if there is one.
+        memory: as for ``CompressedDDPStrategy``; so are ``scheme`` and ``controller``. Its declared
+            space is tuned, unless an instance is given.
+        memory_space: replaces what the memory declares, field by field.
+        rounds: local steps; None: gradients are exchanged in every step.
+        rounds_space: fields of ``rounds`` that are tuned, such as ``every``.
+        every_tensor: compress biases and small tensors too, as the early papers do.
+        budget: bytes that one worker may send in a run, in place of the experiment's.
+
+    Raises:
+        ValueError: an unknown compressor, a field that it lacks, a range that its knob or the
+            compressor itself refuses, a field that is fixed and tuned, a controller that cannot
+            work with the others, a budget that is no number of bytes.
+
+    Example:
+        >>> Method("topk_50x", "topk", fixed={"density": 0.01}).tuned
+        ()
+        >>> [entry.field for entry in Method("qsgd").tuned]
+        ['bits', 'block_size']
+    """
+
+    name: str
+    compressor: str | type[Compressor] | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    space: Space = ()
+    memory: Memory | str | None = None
+    scheme: Scheme | str | None = None
+    controller: Controller | None = None
+    every_tensor: bool = False
+    budget: float | None = None
+    memory_space: Space = ()
+    rounds: Rounds | None = None
+    rounds_space: Space = ()
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise ValueError(f"A method cannot be called {self.name!r}: use letters and digits.")
+        check_budget(self.budget)
+        for name in ("space", "memory_space", "rounds_space"):
+            _check_space(name, getattr(self, name))
+        cls, searched = self.compressor_class, {entry.field for entry in self.space}
+        if self.name == DENSE and cls is not Identity:
+            raise ValueError(
+                f"The method {DENSE!r} is the baseline, which does not compress; give the one with "
+                f"{cls.__name__} another name."
+            )
+        for entry in self.space:
+            check_entry(cls, entry)
+        for name in self.fixed:
+            check_entry(cls, Choice(name, (self.fixed[name],)))
+            if name in searched:
+                raise ValueError(f"{self.name}: {name} is both fixed and searched; do one.")
+        for entry in self.memory_space:
+            check_field(type(self._base_memory()), entry)
+        for entry in self.rounds_space:
+            check_field(Rounds, entry)
+        # Values that compressor or memory refuse are found here, not by a trial.
+        for last in (False, True):
+            compressor = self.make_compressor(endpoints(self.tuned, last))
+            memory = self._make_memory(endpoints(self.tuned_memory, last))
+            self._make_rounds(endpoints(self.rounds_space, last))
+            if self.controller is not None:
+                check_controller(self.controller, compressor, memory, "Method")
+
+    @property
+    def compressor_class(self) -> type[Compressor]:
+        """The compressor's class."""
+        given, known = self.compressor or self.name, {**COMPRESSORS, DENSE: Identity}
+        found: Any = known.get(given, given) if isinstance(given, str) else given
+        if isinstance(found, str) and "." in found:
+            module, _, name = found.rpartition(".")
+            try:
+                found = getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError) as error:
+                raise ValueError(
+                    f"The compressor {given!r} cannot be imported: {error}."
+                ) from error
+        if isinstance(found, type) and issubclass(found, Compressor):
+            return found
+        raise ValueError(
+            f"{given!r} is not a compressor{did_you_mean(given, known)}. Those with a name are "
+            f"{', '.join(sorted(known))}; write package.module.Class for one of your own."
+        )
+
+    @property
+    def tuned(self) -> Space:
+        """Search space of the compressor: the declared one, without fixed fields."""
+        space = merge(declared(self.compressor_class), self.space)
+        return tuple(entry for entry in space if entry.field not in self.fixed)
+
+    @property
+    def tuned_memory(self) -> Space:
+        """Search space of the memory."""
+        given = isinstance(self.memory, Memory)
+        return merge(() if given else self._base_memory().space, self.memory_space)
+
+    def make_compressor(self, tuned: Mapping[str, Any]) -> Compressor:
+        """Return the compressor with these values of its tuned fields."""
+        given, cls = {**self.fixed, **tuned}, self.compressor_class
+        level = None if LEVEL in field_names(cls) else given.pop(LEVEL, None)
+        compressor = cls(**given)
+        if level is not None:  # of the compressor inside
+            compressor = compressor.at(level)
+        return PerParameter(compressor) if self.every_tensor else compressor
+
+    def suggest_compressor(self, trial: optuna.trial.BaseTrial) -> Compressor:
+        """Return the compressor of a trial."""
+        return self.make_compressor(suggest(trial, self.tuned, PREFIX))
+
+    def suggest_memory(self, trial: optuna.trial.BaseTrial) -> Memory:
+        """Return the memory of a trial."""
+        return self._make_memory(suggest(trial, self.tuned_memory, MEMORY_PREFIX))
+
+    def suggest_rounds(self, trial: optuna.trial.BaseTrial) -> Rounds | None:
+        """Return the local steps of a trial; None: there are none."""
+        return self._make_rounds(suggest(trial, self.rounds_space, ROUNDS_PREFIX))
+
+    def memory_and_scheme(self) -> tuple[Memory, Scheme | None]:
+        """Return both, as given or by default; the memory without tuned values.
+
+        Raises:
+            ValueError: an unknown name, or one that does not work with the compressor.
+        """
+        memory, scheme = self.memory, self.scheme
+        if isinstance(memory, str):
+            memory = make("memory", memory, MEMORIES, Memory)
+        if isinstance(scheme, str):
+            scheme = make("scheme", scheme, SCHEMES, Scheme)
+        return combine(self.make_compressor(endpoints(self.tuned)), memory, scheme)[1:]
+
+    def _base_memory(self) -> Memory:
+        return self.memory_and_scheme()[0]
+
+    def _make_memory(self, tuned: Mapping[str, Any]) -> Memory:
+        return dataclasses.replace(self._base_memory(), **tuned)  # type: ignore[type-var]
+
+    def _make_rounds(self, tuned: Mapping[str, Any]) -> Rounds | None:
+        if self.rounds is None and not tuned:
+            return None
+        return dataclasses.replace(self.rounds or Rounds(), **tuned)
+
+
+def check_budget(budget: Any) -> None:
+    """Refuse what is no number of bytes; None is no limit."""
+    number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    if budget is not None and not (number and budget > 0):
+        raise ValueError(f"budget={budget!r}: give bytes that one worker may send in a run.")
+
+
+def _check_space(name: str, given: Any) -> None:
+    """Refuse what is no sequence of entries, such as the mapping that a file has."""
+    listed = isinstance(given, tuple | list)
+    if not (listed and all(isinstance(entry, Range | Choice) for entry in given)):
+        raise ValueError(
+            f"Method({name}={given!r}): give a tuple of ranges and choices, such as "
+            f"(Range('density', 0.001, 0.1, scale='log'),)."
+        )
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Let a method's workers exchange weights every H steps, not gradients in each.
+
+    Args:
+        every: H, in optimizer steps, as for ``LocalStepsStrategy``; so are the others.
+        outer: the step of the common weights.
+        delay: steps between an exchange and its effect.
+        merge: with a delay, how the result is taken over.
+        fragments: parts of the parameters, exchanged in turn.
+
+    Raises:
+        ValueError: what ``LocalStepsStrategy`` refuses of them.
+
+    Example:
+        >>> from lightning_gc import Choice
+        >>> from lightning_gc.tuning import Method, Rounds
+        >>> method = Method("qsgd", rounds=Rounds(), rounds_space=(Choice("every", (4, 16)),))
+        >>> method.rounds.every, method.rounds_space[0].values
+        (32, (4, 16))
+    """
+
+    every: int | GrowingRounds = 32
+    outer: OuterSGD = OuterSGD()  # noqa: RUF009 - frozen
+    delay: int = 0
+    merge: Literal["rebase", "mix"] = "rebase"
+    fragments: int = 1
+
+    def __post_init__(self) -> None:
+        RoundPlan.of("Rounds", self.every, self.fragments, self.delay, self.merge)

@@ -1,0 +1,345 @@
+"""Rows of the catalogue: compressors, memories, schemes, controllers and wire formats."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_gc import controllers
+from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor, bounds
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.traits import Knob, Waits
+from lightning_gc.controllers import Controller
+from lightning_gc.core import text_table
+from lightning_gc.core.registry import path_of, required_fields, subclasses
+from lightning_gc.core.search_space import Choice, Range
+from lightning_gc.core.wire import Field
+from lightning_gc.engine.compatibility import combine
+from lightning_gc.memories import MEMORIES, Memory
+from lightning_gc.methods.declared_space import declared
+from lightning_gc.schemes import SCHEMES, Scheme
+from lightning_gc.testing import Lockstep
+
+SIDE = 512
+"""Rows and columns of the matrix that bounds and bits per element are about."""
+NUMEL = 1_000_000
+"""Elements of the tensor that wire formats are about."""
+WORKERS = 8
+"""Workers of a step whose waits are counted."""
+SPREAD = 0.004
+"""Standard deviation of measured elements, normal: 1.2 % of them reach a threshold of 0.01."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What there is to say of one class.
+
+    Attributes:
+        name: in the registry: that of the file.
+        cls: the class.
+        cells: heading -> text, in lines that may be joined by spaces.
+    """
+
+    name: str
+    cls: type[Any]
+    cells: Mapping[str, str]
+
+    @property
+    def what(self) -> str:
+        """The first line of the docstring."""
+        return (inspect.getdoc(self.cls) or "").partition("\n")[0]
+
+
+def compressor_row(name: str, cls: type[Compressor]) -> Row:
+    """Return what the default instance declares, and its bits per element."""
+    compressor = cls()
+    _, memory, scheme = combine(compressor)
+    kind = filter(None, [compressor.traits.kind, ", ".join(properties(compressor))])
+    cells = {
+        "kind": ",\n".join(kind),
+        "bits": f"{wire_bits(compressor):.3g}",
+        "error bound": bound(compressor, SIDE**2),
+        "knob": "none" if compressor.knob is None else _knob(compressor.knob),
+        "tuned": ",\n".join(map(_range, declared(cls))),
+        "memory": written(memory),
+        "scheme": "its own rounds" if scheme is None else written(scheme),
+        "reference": cited(inspect.getdoc(cls) or ""),
+    }
+    return Row(name, cls, cells)
+
+
+def properties(compressor: Compressor) -> list[str]:
+    """Return the properties that a compressor has, in words."""
+    traits, method = compressor.traits, compressor.method
+    found = {
+        "linear": traits.linear,
+        "own rounds": isinstance(method, Collective),
+        "unbiased": traits.unbiased,
+        "ragged": any(field.varies == "worker" for field in compressor.wire(SIDE**2)),
+        "selects": isinstance(method, SparseCodec),
+        "no mean": not traits.conserves,
+    }
+    return [name for name, holds in found.items() if holds]
+
+
+@functools.cache
+def wire_bits(compressor: Compressor) -> float:
+    """Return the payload's bits per element of a matrix: as declared, measured where they vary."""
+    wire = compressor.wire(SIDE**2)
+    if isinstance(compressor.method, Codec) and all(field.varies == "no" for field in wire):
+        return 8 * sum(field.nbytes for field in wire) / SIDE**2
+    drawn = torch.randn(
+        (SIDE, SIDE), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
+    alone = Lockstep(1, compressor)
+    alone.step([{"weight": SPREAD * drawn}])
+    tally = alone.engines[0].statistics.tally
+    # Codecs do not count what is sent dense.
+    return 8 * tally.payload_bytes / drawn.numel() if tally.elements else 32.0
+
+
+def bound(compressor: Compressor, numel: int) -> str:
+    """Return the bound on the compression error in a few words."""
+    found = compressor.bound(numel)
+    if compressor.traits.exact or found == bounds.Contraction(1.0):
+        return "no error"
+    if isinstance(found, bounds.Contraction):
+        text = f"{found.delta:.3g}" if found.delta <= 0.99 else f"1 − {1 - found.delta:.3g}"
+        return f"contraction\nδ = {text}"
+    if isinstance(found, bounds.Variance):
+        return f"variance\nω = {found.omega:.3g}"
+    if isinstance(found, bounds.Multiple):
+        return f"‖error‖² ≤\n{found.omega:.3g}·‖x‖²"
+    if isinstance(found, bounds.AbsoluteError):
+        other = compressor.bound(4 * numel)
+        if isinstance(other, bounds.AbsoluteError) and abs(other.v - 2 * found.v) <= 1e-6 * found.v:
+            return f"‖error‖ ≤\n{found.v / numel**0.5:.3g}·√d"
+        return f"‖error‖ ≤\n{found.v:.3g}"
+    assert isinstance(found, bounds.Unbounded), found
+    return "none"
+
+
+def written(instance: Any) -> str:
+    """Return the call that makes a frozen configuration, without fields at their defaults."""
+    cls, needed = type(instance), required_fields(type(instance))
+    given = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+    plain = cls(**{name: given[name] for name in needed})
+    shown = [n for n, value in given.items() if n in needed or value != getattr(plain, n)]
+    return f"{cls.__name__}({', '.join(f'{name}={given[name]!r}' for name in shown)})"
+
+
+def memory_row(name: str, cls: type[Memory]) -> Row:
+    """Return which laws a memory keeps, and what it costs."""
+    memory = cls()
+    each = 4 if memory.stored is None else memory.stored.bytes_per_element
+    cells = {
+        "conserves": "yes" if memory.conserves else "no",
+        "feeds back": "yes" if memory.feeds_back else "no",
+        "bytes per parameter": f"{each * len(memory.buffers):.3g}",
+        "fields": _fields(cls),
+    }
+    return Row(name, cls, cells)
+
+
+def scheme_row(name: str, cls: type[Scheme]) -> Row:
+    """Return which compressors a scheme carries."""
+    codecs = {name: c() for name, c in COMPRESSORS.items() if isinstance(c().method, Codec)}
+    taken = sorted(name for name, codec in codecs.items() if _takes(cls(), codec))
+    others = sorted(codecs.keys() - taken)
+    takes = ", ".join(taken)
+    if len(others) < len(taken):
+        takes = f"all codecs but {', '.join(others)}" if others else "all codecs"
+    return Row(name, cls, {"takes": takes, "fields": _fields(cls)})
+
+
+def _takes(scheme: Scheme, compressor: Compressor) -> bool:
+    try:
+        scheme.check(compressor)
+    except ValueError:
+        return False
+    return True
+
+
+def wire_row(name: str, cls: type[Compressor]) -> Row:
+    """Return the wire format of the default instance for a tensor of ``NUMEL`` elements."""
+    wire = cls().wire(NUMEL)
+    varies = any(field.varies != "no" for field in wire)
+    cells = {
+        f"tensors for {NUMEL:,} elements": ";\n".join(map(_tensor, wire)),
+        "bytes": f"{'≤ ' * varies}{sum(field.nbytes for field in wire):,}",
+    }
+    return Row(name, cls, cells)
+
+
+def _tensor(field: Field) -> str:
+    most = {"no": "", "step": "by step ≤ ", "worker": "≤ "}[field.varies]
+    text = f"{field.name}: {most}{field.length:,} {str(field.dtype).removeprefix('torch.')}"
+    return f"{text} ({field.note})" if field.note else text
+
+
+def waits_row(name: str, cls: type[Compressor]) -> Row:
+    """Return how often the default instance makes the host wait for an accelerator."""
+    compressor = cls()
+    scheme = combine(compressor)[2]
+    ragged = any(field.varies == "worker" for field in compressor.wire(NUMEL))
+    cells = {
+        "encoding a tensor": str(compressor.waits),
+        "a message": "1" if ragged else "0",
+        "default scheme": "its own rounds" if scheme is None else written(scheme),
+        f"a tensor in a step of {WORKERS} workers": str(waits_of_step(compressor, scheme, WORKERS)),
+    }
+    return Row(name, cls, cells)
+
+
+def waits_of_step(compressor: Compressor, scheme: Scheme | None, workers: int) -> Waits:
+    """Return how often the exchange of one tensor makes a worker wait, without its messages."""
+    encodings, own = (1, 0) if scheme is None else (scheme.encodings(workers), scheme.waits)
+    each = compressor.waits
+    return Waits(encodings * each.least + own, encodings * each.limit + own)
+
+
+def _knob(knob: Knob) -> str:
+    sends = "more" if knob.more == "bytes" else "less"
+    return f"{knob.field}: {knob.low:g} to {knob.high:g},\nhigher sends {sends}"
+
+
+def _range(entry: Range | Choice) -> str:
+    if isinstance(entry, Choice):
+        return f"{entry.field}: {', '.join(map(str, entry.values))}"
+    return f"{entry.field}: {entry.low:g} to {entry.high:g}, {entry.scale}"
+
+
+def _fields(cls: type[Any]) -> str:
+    required = required_fields(cls)
+    return ",\n".join(
+        field.name if field.name in required else f"{field.name} = {field.default!r}"
+        for field in dataclasses.fields(cls)
+    )
+
+
+def _rows(row: Callable[[str, Any], Row], classes: Mapping[str, type]) -> list[Row]:
+    return [row(*item) for item in sorted(classes.items())]
+
+
+def _kind(row: Row) -> str:
+    return row.cells["kind"].partition(",")[0]
+
+
+FAMILIES: dict[str, Callable[[], list[Row]]] = {
+    "compressors": lambda: sorted(_rows(compressor_row, COMPRESSORS), key=_kind),
+    "memories": lambda: _rows(memory_row, MEMORIES),
+    "schemes": lambda: _rows(scheme_row, SCHEMES),
+    "controllers": lambda: _rows(
+        lambda name, cls: Row(name, cls, {"fields": _fields(cls)}),
+        subclasses(vars(controllers), Controller),
+    ),
+    "waits": lambda: _rows(waits_row, COMPRESSORS),
+    "wire": lambda: _rows(wire_row, COMPRESSORS),
+}
+"""Family -> function that returns its rows; some bits of compressors are measured, for seconds."""
+
+
+_SECTION = re.compile(r"^References?:\s*\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+# Authors, a title in quotes, and the first year behind it that is not part of a number.
+_ENTRY = re.compile(r"(?P<authors>[^\"“”]*)[\"“][^\"“”]*[\"”](?P<venue>.*)", re.DOTALL)
+_YEAR = re.compile(r"(?<![\d.:])(?:19|20)\d\d(?![\d.]*\d)")
+
+
+def cited(docstring: str) -> str:
+    r"""Return the authors of the first reference and its year, or "" where there is none.
+
+    Args:
+        docstring: without the common indentation, as ``inspect.getdoc`` returns it.
+
+    Example:
+        >>> cited('Send.\n\nReference:\n    Yu, Wu and Li, "On\n    Sending", ICML 2018.')
+        'Yu et al., 2018'
+    """
+    section = _SECTION.search(docstring)
+    if section is None:
+        return ""
+    text = " ".join(section[1].split())
+    entry = _ENTRY.match(text)
+    if entry is None:  # a book, a manual: what it says first
+        return textwrap.shorten(re.split(r"[,.;:]\s", text)[0], 40, placeholder=" ...")
+    year = _YEAR.search(re.split(r"[\"“]", entry["venue"])[0])
+    names = _names(entry["authors"])
+    return f"{names}, {year[0]}" if year else names
+
+
+def _names(authors: str) -> str:
+    """Shorten more than two names to the first one's "et al."."""
+    authors = re.split(r"[:;]\s", authors.strip(" ,:.;"))[-1]
+    if re.search(r"\bet al\b", authors):
+        return re.split(r",?\s+et al\b", authors)[0].split(", ")[0] + " et al."
+    names = [name for name in re.split(r",\s*(?:and\s+|&\s*)?|\s+and\s+|\s+&\s+", authors) if name]
+    return " and ".join(names) if len(names) <= 2 else f"{names[0]} et al."
+
+
+_FIGURES = ("waits", "wire")
+"""Families of figures about compressors, whose own table says what each is."""
+
+_CODE = re.compile(r"(`+[^`]*`+)")
+
+
+def plain(family: str, width: int, all_columns: bool = False) -> str:
+    """Return one family as a table of at most ``width`` characters a line.
+
+    Args:
+        family: one of ``FAMILIES``.
+        width: see ``text_table.plain``.
+        all_columns: a column for everything; else memory and scheme share one, class and name too,
+            and there are no ranges to tune.
+    """
+    rows, table = FAMILIES[family](), []
+    for row in rows:
+        cells = dict(row.cells)
+        if all_columns:
+            cells = {"class": row.cls.__name__, "name": row.name, **cells, "what": row.what}
+        else:
+            cells = {"class\nname": f"{row.cls.__name__}\n{row.name}", **cells}
+            cells.pop("tuned", None)
+            if "scheme" in cells:
+                cells["memory\nscheme"] = f"{cells.pop('memory')}\n{cells.pop('scheme')}"
+            elif family not in _FIGURES:
+                cells["what"] = row.what
+        table.append({heading: text.replace("``", "") for heading, text in cells.items()})
+    lines = text_table.plain(list(table[0]), [list(cells.values()) for cells in table], width)
+    return f"{family.capitalize()}\n\n{lines}\n"
+
+
+def markdown(family: str) -> str:
+    """Return one family as a Markdown table. mkdocs-autorefs resolves its links on any page.
+
+    Few columns, so that none is off the screen: what belongs together shares a cell.
+    """
+    table = []
+    for row in FAMILIES[family]():
+        cells = {heading: _on_page(text) for heading, text in row.cells.items()}
+        cells.pop("tuned", None)
+        what = " ".join(filter(None, [_on_page(row.what), _cited(cells.pop("reference", ""))]))
+        if "scheme" in cells:
+            cells["memory, scheme"] = f"{cells.pop('memory')},<br>{cells.pop('scheme')}"
+        shown = {} if family in _FIGURES else {"what": what}
+        link = f"[`{row.cls.__name__}`][{path_of(row.cls)}]<br>`{row.name}`"
+        table.append({"class, name": link, **shown, **cells})
+    columns = list(table[0])
+    left = set(columns) - {"bits", "bytes"}
+    return text_table.markdown(columns, [list(cells.values()) for cells in table], left)
+
+
+def _cited(reference: str) -> str:
+    return f"*{reference}*" if reference else ""
+
+
+def _on_page(text: str) -> str:
+    """Join lines; a bar outside of code would begin the next cell."""
+    pieces = _CODE.split(" ".join(text.split()))
+    return "".join(p if _CODE.fullmatch(p) else p.replace("|", "&#124;") for p in pieces)

@@ -1,0 +1,194 @@
+"""YAML files: model, data and Trainer from LightningCLI's sections, methods from ``tune``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from lightning_gc.controllers import Controller
+from lightning_gc.core.search_space import Space
+from lightning_gc.memories import Memory
+from lightning_gc.methods.lightning_flavour import pl
+from lightning_gc.methods.method import Method, Rounds
+from lightning_gc.methods.parameter_space import endpoints, parse_all, suggest
+from lightning_gc.schemes import Scheme
+
+if TYPE_CHECKING:
+    import optuna
+    from jsonargparse import ArgumentParser, Namespace
+
+SECTIONS = ("model", "data", "trainer", "seed_everything", "tune")
+
+
+@dataclass
+class MethodSettings:
+    """One entry of the file's ``tune.methods``; see ``Method``."""
+
+    compressor: str | None = None
+    fixed: dict[str, Any] = field(default_factory=dict)
+    space: dict[str, Any] = field(default_factory=dict)
+    memory: Memory | None = None
+    scheme: Scheme | None = None
+    controller: Controller | None = None
+    every_tensor: bool = False
+    budget: float | None = None
+    memory_space: dict[str, Any] = field(default_factory=dict)
+    rounds: Rounds | None = None
+    rounds_space: dict[str, Any] = field(default_factory=dict)
+
+    def method(self, name: str) -> Method:
+        """Return the method."""
+        named = ("space", "memory_space", "rounds_space")
+        spaces = {name: parse_all(getattr(self, name)) for name in named}
+        return Method(name, **(vars(self) | spaces))
+
+
+@dataclass(frozen=True)
+class YAMLBuild:
+    """Builds model, data and Trainer arguments from the file's sections and a trial's values.
+
+    Attributes:
+        sections: ``model``, ``data`` and ``trainer`` of the file.
+        space: what is tuned, by path without ``init_args``: ``model.learning_rate``.
+    """
+
+    sections: Mapping[str, Any]
+    space: Space
+
+    def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
+        """Return the values of a trial."""
+        return suggest(trial, self.space)
+
+    def __call__(self, trial: optuna.trial.BaseTrial) -> tuple[Any, Any, dict[str, Any]]:
+        """Return model, datamodule and Trainer arguments."""
+        return self.make(self.suggest(trial))
+
+    def make(self, values: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the same with these values at their paths."""
+        sections = self._with_values(values)
+        made = _parser().instantiate(parse(_parser(), sections))
+        trainer, given = made.trainer.as_dict(), sections.get("trainer") or {}
+        return made.model, made.get("data"), {name: trainer[name] for name in given}
+
+    def check(self) -> None:
+        """Refuse a path that the file does not have, before the first trial."""
+        parse(_parser(), self._with_values(endpoints(self.space)))
+
+    def _with_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        sections = copy.deepcopy(dict(self.sections))
+        for path, value in values.items():
+            _set(sections, path, value)
+        return sections
+
+
+def methods_in(sections: Mapping[str, Any]) -> dict[str, Method]:
+    """Return the methods of a file by name; none if it has no section ``tune``."""
+    given = mapping("tune", sections.get("tune"), "metric: loss").get("methods")
+    if isinstance(given, list) and all(isinstance(name, str) for name in given):
+        given = dict.fromkeys(given)  # all settings at their defaults
+    named = mapping("tune.methods", given, "topk: {}", ", or a list of names, [topk, qsgd]")
+    parser = arguments()
+    parser.add_argument("--tune.methods", type=dict[str, MethodSettings])
+    settings = {name: value or {} for name, value in named.items()}
+    parsed = parser.instantiate(parse(parser, {"tune": {"methods": settings}})).tune.methods
+    return {name: each.method(name) for name, each in (parsed or {}).items()}
+
+
+def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[str, Any]:
+    """Return the sections of a file; refuse one that lacks some, or has some that nobody reads."""
+    sections = read_any(path)
+    if not set(needed) <= set(sections):
+        names, called = " and ".join(needed), "sections called" if needed[1:] else "a section"
+        raise ValueError(f"{path} needs {called} {names}; see docs/tune.md.")
+    for name in sections:
+        if name not in SECTIONS:
+            raise ValueError(f"{path} has a section {name!r}; known are {', '.join(SECTIONS)}.")
+    return sections
+
+
+def read_any(path: str | Path) -> dict[str, Any]:
+    """Return the sections of a file, whichever they are: LightningCLI knows more than we do."""
+    try:
+        sections = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
+    if not isinstance(sections, dict):
+        raise ValueError(f"{path} has no sections, such as model and trainer; see docs/tune.md.")
+    return sections
+
+
+def mapping(key: str, given: Any, example: str, more: str = "") -> dict[str, Any]:
+    """Return a part of the file as a dict; empty if it is left out."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{key}: {given!r} has no keys; write some, such as {example}{more}.")
+    return dict(given)
+
+
+def arguments() -> ArgumentParser:
+    """Return an empty parser that raises instead of ending the program.
+
+    Raises:
+        ImportError: jsonargparse is not installed.
+    """
+    try:
+        from jsonargparse import ArgumentParser
+    except ImportError as error:
+        raise ImportError(
+            "Reading a YAML file needs jsonargparse, which is not installed. Install the extra: "
+            "pip install 'lightning-gc[tune]'."
+        ) from error
+    return ArgumentParser(exit_on_error=False)
+
+
+@functools.cache
+def _parser() -> ArgumentParser:
+    parser = arguments()
+    parser.add_subclass_arguments(pl.LightningModule, "model", required=True)
+    parser.add_subclass_arguments(pl.LightningDataModule, "data")
+    # As in LightningCLI: nested classes are instantiated, the Trainer itself is not.
+    parser.add_class_arguments(pl.Trainer, "trainer", instantiate=False)
+    return parser
+
+
+def parse(parser: ArgumentParser, sections: Mapping[str, Any]) -> Namespace:
+    """Return the sections, parsed; raise ValueError with what is wrong in them."""
+    known = {name: value for name, value in sections.items() if value is not None}
+    try:
+        parsed: Namespace = parser.parse_object(known)
+        return parsed
+    except Exception as error:  # jsonargparse's own, and whatever an import raises
+        raise ValueError(f"The configuration is refused. {error}") from error
+
+
+def _set(sections: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value at its dotted path, through ``init_args`` of classes."""
+    first, *middle, last = path.split(".")
+    if "init_args" in (*middle, last):
+        shorter = path.replace(".init_args", "")
+        raise ValueError(f"tune.space: write {shorter}, not {path}.")
+    node = sections.get(first)
+    if first not in ("model", "data", "trainer") or not isinstance(node, dict):
+        raise ValueError(
+            f"{path}: nothing to tune there. Begin with model., data. or trainer., if the file has "
+            f"it; a compressor's fields belong to its method."
+        )
+    for name in middle:
+        node = _init_args(node).setdefault(name, {})
+        if not isinstance(node, dict):
+            raise ValueError(f"{path}: {name} has no parts.")
+    _init_args(node)[last] = value
+
+
+def _init_args(node: dict[str, Any]) -> dict[str, Any]:
+    inner: dict[str, Any] = node.setdefault("init_args", {}) if "class_path" in node else node
+    return inner

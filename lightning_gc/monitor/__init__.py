@@ -1,3 +1,0 @@
-"""Monitor: log bytes, ratios, errors, levels and seconds of compression under Lightning."""
-
-from lightning_gc.monitor.callback import Monitor as Monitor

@@ -1,0 +1,1 @@
+"""Exchange gradients of models in shards: HSDP's replicas and FSDP2's reduce-scatter."""

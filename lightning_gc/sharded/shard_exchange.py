@@ -1,0 +1,393 @@
+"""ShardExchange: compressed exchange of one rank's shards of an FSDP2 model with its replicas."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_gc.exchange.bucket_regrouping import Shapes
+from lightning_gc.exchange.peers import ShardParts, broadcast_all, on_all_ranks
+from lightning_gc.exchange.synchronizer import Synchronizer
+from lightning_gc.exchange.validation import (
+    check_agreement,
+    digest_of,
+    refuse_sparse_gradients,
+)
+from lightning_gc.kernels.dispatch import used_here
+from lightning_gc.sharded.fsdp_units import (
+    Piece,
+    Unit,
+    after_backward,
+    fills_unused,
+    gradient_of,
+    refuse_interrupted,
+    units_of,
+)
+from lightning_gc.sharded.shard_validation import refuse_unlike_shards
+from lightning_gc.sharded.sharded_workers import ShardedWorkers
+from lightning_gc.transports.distributed import Distributed, gather_text
+
+
+class ShardExchange:
+    """Checks the model on all ranks, lets replicas start alike, and listens to FSDP2's units.
+
+    Args:
+        model: sharded by FSDP2 over the ranks of ``node``, on all ranks of the default group.
+        workers: engine and parameter names of this rank; ``node`` says which shard it has.
+        node: the group of ranks that have a replica together.
+        between: the group of ranks that have the same shards.
+        columns: global ranks of all such groups.
+        device: of the gradients.
+        mesh_dims: dimensions of the mesh on which parameters are.
+        bucket_cap_mb: megabytes of this rank's shards from which on a bucket is full.
+        agreed: name -> text of other settings that must be equal on all ranks.
+        timeout: of every collective.
+        before_round: called before the first bucket of each round.
+
+    Attributes:
+        synchronizer: exchanges buckets with the replicas.
+        buckets: joins units into buckets.
+        parts: sums over the ranks of the node.
+
+    Raises:
+        ValueError: on all ranks, if one's model is not as it must be, or ranks differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        workers: ShardedWorkers,
+        node: dist.ProcessGroup,
+        between: dist.ProcessGroup,
+        columns: Sequence[Sequence[int]],
+        device: torch.device,
+        *,
+        mesh_dims: int,
+        bucket_cap_mb: float,
+        agreed: Mapping[str, str],
+        timeout: timedelta | None,
+        before_round: Callable[[], None],
+    ) -> None:
+        self._workers, self._device = workers, device
+        workers.shard, workers.shards = dist.get_rank(node), dist.get_world_size(node)
+        ranks = dist.get_process_group_ranks(node)
+        on_all_ranks(partial(_check, model, ranks, mesh_dims), device)
+        workers.name(model)
+        replicas = dist.get_world_size(between)
+        whole = {name: tuple(param.shape) for param, name in workers.names.items()}
+        same = workers.configuration.in_words() | {
+            "replicas and shards": repr((replicas, workers.shards)),
+            "bucket_cap_mb": repr(bucket_cap_mb),
+            "names and shapes of parameters": digest_of(whole),
+        }
+        check_agreement(same | dict(agreed), Distributed(), device)
+        sharded, plain = list[Tensor](), list[Tensor]()  # plain: ignored_params, which are frozen
+        for param in model.parameters():
+            (sharded if isinstance(param, DTensor) else plain).append(param)
+        broadcast_all(map(workers.local, sharded), between)
+        broadcast_all((*plain, *model.buffers()))
+        self.parts = ShardParts(node, device)
+        on_all_ranks(partial(self._synchronize, between, columns, timeout, before_round), device)
+        workers.run = gather_text(workers.run, Distributed(), device)[0]
+        self.buckets = ShardBuckets(
+            units_of(model),
+            workers.names,
+            bucket_cap_mb * MEGABYTE,
+            self.synchronizer.submit,
+            self.synchronizer.check,
+            self.synchronizer.end_round,
+        )
+
+    def _synchronize(
+        self,
+        between: dist.ProcessGroup,
+        columns: Sequence[Sequence[int]],
+        timeout: timedelta | None,
+        before_round: Callable[[], None],
+    ) -> str:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(between)))
+        self.synchronizer = Synchronizer(
+            self._workers,
+            self._device,
+            between,
+            timeout,
+            before_round=before_round,
+            purpose=(
+                f"an exchange of gradients between replicas; their workers 0, 1, ... are the ranks "
+                f"{ranks}"
+            ),
+            groups=columns,
+        )
+        return ""
+
+
+def _check(model: nn.Module, node: Sequence[int], mesh_dims: int) -> str:
+    refuse_sparse_gradients(model)
+    refuse_unlike_shards(model, node, mesh_dims)
+    return ""
+
+
+MEGABYTE = 1 << 20
+Submit = Callable[[Tensor, Shapes], torch.futures.Future[Tensor]]
+
+
+@dataclass
+class _Bucket:
+    """Units that are exchanged together; ``flat`` is their gradient in the current pass."""
+
+    units: Sequence[Unit]
+    names: Mapping[Tensor, str]  # parameter -> name
+    dtype: torch.dtype
+    flat: Tensor | None = None
+    calls: dict[Unit, int] = field(default_factory=dict)  # of their hooks, in this pass
+    known: bool = False  # a pass has shown how often its units call
+    repeats: bool = False  # one of them has called more than once in a pass
+    mean: torch.futures.Future[Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.pieces = [piece for unit in self.units for piece in unit.pieces()]
+        ends = list(itertools.accumulate((p.numel for p in self.pieces), initial=0))
+        self.spans = dict(zip((p.param for p in self.pieces), ends[:-1], strict=True))
+        self.numel = ends[-1]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.names[piece.param]: piece.shape for piece in self.pieces}
+
+    @property
+    def complete(self) -> bool:
+        """Whether no more hooks are to be expected in this pass."""
+        return self.known and not self.repeats and len(self.calls) == len(self.units)
+
+    def place(self, piece: Piece) -> slice:
+        start = self.spans[piece.param]
+        return slice(start, start + piece.numel)
+
+
+class ShardBuckets:
+    """Exchanges the shards that FSDP2's units reduce, one bucket after the other.
+
+    Args:
+        units: of the model.
+        names: sharded parameter -> name, of all that are trained.
+        capacity: bytes of this rank's shards from which on a bucket is full.
+        submit: begins the exchange of a bucket: flat gradient ``(numel,)``, replaced in place by
+            the mean, and shapes by name; returns a future.
+        check: raises what has gone wrong in an exchange.
+        end_round: called when all buckets of a pass have been submitted.
+
+    Attributes:
+        node_bytes: bytes that this rank has sent in reduce-scatters since the exchange before the
+            last one, by the volume of a ring.
+        blocked: passes add up their gradients in ``.grad``, and exchange none.
+
+    Communication pattern:
+        The order of the buckets is that of the backward pass, from the last unit to the first, and
+        the same on all replicas whatever their passes use: a unit that takes no part in a pass
+        sends zeros. A bucket is submitted as soon as it and those before it are complete, if each
+        of its units has called once per pass so far; else at the end of the pass.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        names: Mapping[Tensor, str],
+        capacity: float,
+        submit: Submit,
+        check: Callable[[], None],
+        end_round: Callable[[], None],
+    ) -> None:
+        self._submit, self._check, self._end_round = submit, check, end_round
+        self._names = names
+        trained = [unit for unit in reversed(units) if unit.pieces()]
+        self._buckets = list(_joined(trained, names, capacity))
+        self._home = {unit: bucket for bucket in self._buckets for unit in bucket.units}
+        self._running = False
+        self.blocked = False
+        self._added_up = False  # passes have, since the last exchange
+        self.node_bytes = 0
+        self._sent = 0  # the same, since the last exchange
+        for unit in trained:
+            unit.listen(partial(self._take, unit))
+
+    @property
+    def layout(self) -> list[tuple[str, ...]]:
+        """Parameter names in each bucket."""
+        return [tuple(bucket.shapes) for bucket in self._buckets]
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within, backward passes add up gradients and exchange none."""
+        self.blocked = True
+        try:
+            yield
+        finally:
+            self.blocked = False
+
+    def refuse_interrupted(self) -> None:
+        """Raise RuntimeError if a backward pass has begun that never ended; call it between passes.
+
+        Its gradients would be zeros from then on, as nothing would add the means.
+        """
+        refuse_interrupted(self._running)
+
+    def close(self) -> None:
+        """Listen to no unit any more."""
+        for unit in self._home:
+            unit.forget()
+
+    def _take(self, unit: Unit, reduced: Tensor) -> None:
+        """Take a unit's reduced gradient out of ``reduced``: the hook.
+
+        On CUDA ``reduced`` belongs to the stream of the reduce-scatter, and this is another one.
+        """
+        if not self._running:
+            self._running = True
+            after_backward(self._finish)
+        bucket, pieces = self._home[unit], unit.pieces()
+        self._refuse(unit, pieces, reduced)
+        if bucket.mean is not None:
+            raise RuntimeError(
+                f"{unit.name} was reduced again in a backward pass in which its bucket is under "
+                f"way already: its module was called once in the passes before, and now more "
+                f"often. Call it equally often from the first step on, or in units of its own."
+            )
+        if not self.blocked:
+            used_here(reduced)
+            flat = self._flat(bucket, reduced.device)
+            for piece in pieces:
+                flat[bucket.place(piece)].add_(reduced[piece.start : piece.start + piece.numel])
+            reduced.zero_()
+            if unit not in bucket.calls:
+                self._collect(bucket, pieces)
+        self._sent += (len(unit.ranks) - 1) * reduced.numel() * reduced.element_size()
+        bucket.calls[unit] = bucket.calls.get(unit, 0) + 1
+        if not self.blocked:
+            self._send(lambda each: each.complete)
+
+    def _collect(self, bucket: _Bucket, pieces: Sequence[Piece]) -> None:
+        """Move into the bucket what passes have added up, if ``zero_grad`` has left it."""
+        assert bucket.flat is not None
+        for piece in pieces:
+            if self._added_up and piece.param.grad is not None:
+                added_up = gradient_of(piece.param)
+                used_here(added_up)
+                bucket.flat[bucket.place(piece)].add_(added_up.reshape(-1))
+                added_up.zero_()
+
+    def _refuse(self, unit: Unit, pieces: Sequence[Piece], reduced: Tensor) -> None:
+        """Raise RuntimeError if ``reduced`` is not what was agreed on when the fit began."""
+        if any(piece.param not in self._names for piece in pieces):
+            raise RuntimeError(
+                f"A parameter of {unit.name} was unfrozen, added or replaced after the fit began, "
+                f"so no other replica expects its gradient. Change the model between two fits."
+            )
+        if unit.divides_itself:
+            raise RuntimeError(_DIVIDES.format(unit.name))
+        if unit.keeps_from_replicas:
+            raise RuntimeError(
+                f"{unit.name} has set_requires_all_reduce(False), but what a pass reduces is "
+                f"exchanged between replicas. To accumulate gradients use "
+                f"set_requires_gradient_sync(False), and True in the last pass."
+            )
+        if reduced.numel() != unit.padded_numel():
+            fix = (
+                "Let all of them take part in the loss"
+                if fills_unused()
+                else "Let all of them take part in the loss, or use torch 2.13 or later"
+            )
+            raise RuntimeError(
+                f"Of {unit.name} {unit.padded_numel()} elements of this shard are trained, but "
+                f"the backward pass has {reduced.numel()}: parameters without a gradient are left "
+                f"out, and nothing says which. {fix}."
+            )
+
+    def _flat(self, bucket: _Bucket, device: torch.device) -> Tensor:
+        if bucket.flat is None:
+            bucket.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
+        return bucket.flat
+
+    def _send(self, ready: Callable[[_Bucket], bool]) -> None:
+        """Submit buckets in their order, up to the first that is not ready."""
+        for bucket in self._buckets:
+            if bucket.mean is not None:
+                continue
+            if not ready(bucket):
+                return
+            assert bucket.flat is not None
+            if bucket.numel:
+                bucket.mean = self._submit(bucket.flat, bucket.shapes)
+            else:  # on no replica is anything of these shards
+                bucket.mean = torch.futures.Future()
+                bucket.mean.set_result(bucket.flat)
+
+    def _finish(self) -> None:
+        """End a pass: submit what is left, wait for all means, add them to the gradients."""
+        self._running = False
+        for bucket in self._buckets:
+            bucket.known = True
+            bucket.repeats |= any(count > 1 for count in bucket.calls.values())
+        if self.blocked:
+            self._added_up = True
+            for bucket in self._buckets:
+                bucket.calls.clear()
+            return
+        device = next(bucket.flat.device for bucket in self._buckets if bucket.flat is not None)
+        for bucket in self._buckets:
+            self._flat(bucket, device)
+            for unit in bucket.units:
+                if unit not in bucket.calls:
+                    self._collect(bucket, unit.pieces())
+        self._send(lambda each: True)
+        for bucket in self._buckets:
+            assert bucket.mean is not None
+            bucket.mean.wait()
+        self._check()
+        for bucket in self._buckets:
+            self._put(bucket)
+        self._added_up = False
+        self.node_bytes, self._sent = self._sent, 0
+        self._end_round()
+
+    def _put(self, bucket: _Bucket) -> None:
+        """Add a bucket's means to the gradients, of which FSDP2 has seen zeros."""
+        assert bucket.flat is not None
+        used_here(bucket.flat)
+        for piece in bucket.pieces:
+            if piece.param.requires_grad:
+                mean = bucket.flat[bucket.place(piece)].view(piece.shape)
+                gradient_of(piece.param).add_(mean)
+        bucket.flat = bucket.mean = None
+        bucket.calls.clear()
+
+
+_DIVIDES = (
+    "{} has set_gradient_divide_factor or set_force_sum_reduction_for_comms, with which FSDP2 "
+    "divides after the exchange between nodes, so that errors would be in other units than "
+    "gradients. Leave both at their defaults."
+)
+
+
+def _joined(
+    units: Sequence[Unit], names: Mapping[Tensor, str], capacity: float
+) -> Iterator[_Bucket]:
+    """Yield buckets of consecutive units of one dtype, each closed when it reaches ``capacity``."""
+    held: list[Unit] = []
+    size = 0
+    for unit in units:
+        if held and (size >= capacity or held[-1].dtype != unit.dtype):
+            yield _Bucket(held, names, held[-1].dtype)
+            held, size = [], 0
+        held.append(unit)
+        size += unit.padded_numel() * unit.dtype.itemsize  # as long on all ranks of a node
+    if held:
+        yield _Bucket(held, names, held[-1].dtype)

@@ -1,0 +1,135 @@
+"""ShardedWorkers: the engine of a worker whose parameters are shared out among a node's ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_gc.engine import Engine
+from lightning_gc.exchange.workers import Configuration, Workers
+
+
+class ShardedWorkers(Workers):
+    """One rank's part of a worker (a replica): its engine compresses this rank's shards.
+
+    A parameter of shape ``(n, ...)`` over S shards is compressed in S pieces of ``(⌈n/S⌉, ...)``,
+    the last ones shorter or empty. Limits of size, as ``SizeSwitch(min_numel=...)``, are meant for
+    whole parameters, so they are divided by S here. Each shard has random numbers of its own, equal
+    on all replicas where they must be.
+
+    Args:
+        configuration: of the engines, as the user has given it.
+
+    Attributes:
+        shard: this rank's index among the ranks of its replica.
+        shards: S.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__(configuration)
+        self.shard, self.shards = 0, 1
+
+    def _engine(self, worker: int, workers: int) -> Engine:
+        whole = self.configuration
+        compressor = whole.compressor.for_shards(self.shards)
+        seed = seed_of_shard(whole.seed, self.shard)
+        part = dataclasses.replace(whole, compressor=compressor, seed=seed)
+        return part.engine(worker, workers)
+
+    def local(self, param: Tensor) -> Tensor:
+        """Return this rank's shard."""
+        sharded: Any = param
+        part: Tensor = sharded.to_local()
+        return part
+
+    def place(self) -> dict[str, int]:
+        """Return which shard this rank has."""
+        return {"shard": self.shard, "shards": self.shards}
+
+    def regroup(self, layout: Sequence[Sequence[str]]) -> None:
+        """Do nothing: buckets of shards have one layout from the first round on."""
+
+    def _largest(self, param: Tensor) -> tuple[int, ...]:
+        """Return the first shard's shape, the same on all ranks."""
+        return shard_shape(tuple(param.shape), dim_of(param), self.shards)
+
+
+def dim_of(param: Tensor) -> int:
+    """Return the dimension along which a parameter is sharded."""
+    sharded: Any = param
+    return int(sharded.placements[-1].dim)
+
+
+def shard_shape(shape: tuple[int, ...], dim: int, shards: int) -> tuple[int, ...]:
+    """Return the shape of the largest of ``shards`` pieces of a tensor cut along ``dim``."""
+    return (*shape[:dim], math.ceil(shape[dim] / shards), *shape[dim + 1 :])
+
+
+def seed_of_shard(seed: int, shard: int) -> int:
+    """Return the seed of a shard: the run's for the first, others for the others."""
+    if shard == 0:
+        return seed
+    digest = hashlib.blake2b(repr((seed, shard)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class FSDPWorkers(ShardedWorkers):
+    """One rank of FSDP2 is one worker: it compresses its gradient of whole parameters.
+
+    A parameter of shape ``(n, ...)`` counts as ``(W·⌈n/W⌉, ...)``, as FSDP2 pads it. So limits of
+    size are those of whole parameters, and all ranks decide alike. Random numbers of ranks differ
+    by the worker's index, where they must not be equal.
+    """
+
+    def _engine(self, worker: int, workers: int) -> Engine:
+        return self.configuration.engine(worker, workers)
+
+    def _largest(self, param: Tensor) -> tuple[int, ...]:
+        """Return the shape by which a parameter counts as compressed."""
+        return stacked(shard_shape(tuple(param.shape), dim_of(param), self.shards), self.shards)
+
+
+def stacked(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """Return the shape of ``shards`` pieces of one shape, one below the other."""
+    return (shards * shape[0], *shape[1:])
+
+
+NAMES = ("replicate", "data_parallel", "tensor_parallel")
+
+
+def replica_mesh(
+    device_type: str, replicas: int, shards: int, timeout: timedelta | None
+) -> DeviceMesh:
+    """Return a mesh ``(R, S, 1)`` over all ranks; those of a replica follow each other.
+
+    ``init_device_mesh`` gives its groups torch's default timeout, 10 to 30 minutes, for which the
+    other ranks of a node would wait for one that hangs.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        replicas: R.
+        shards: S.
+        timeout: of all collectives in the mesh's groups; None: torch's default.
+
+    Communication pattern:
+        All ranks make all groups, in the same order.
+    """
+    mesh = torch.arange(replicas * shards, device="cpu").view(replicas, shards, 1)
+    of_each = (mesh.flatten(1).t(), mesh.flatten(1), mesh.view(-1, 1))
+    groups = [_own(rows.tolist(), timeout) for rows in of_each]
+    return DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=NAMES)
+
+
+def _own(every: Sequence[Sequence[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Return this rank's one of disjoint groups of all ranks."""
+    made = [dist.new_group(list(ranks), timeout=timeout) for ranks in every]
+    return next(group for group in made if isinstance(group, dist.ProcessGroup))

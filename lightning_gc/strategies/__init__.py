@@ -1,1 +1,0 @@
-"""Lightning strategies: mixins with the logic, and thin classes for either Lightning package."""

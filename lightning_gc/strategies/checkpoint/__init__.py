@@ -1,1 +1,0 @@
-"""Checkpoints: error state in Lightning checkpoints, saved in side files and restored."""
