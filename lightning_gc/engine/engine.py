@@ -210,8 +210,11 @@ class Engine:
             live.copy_(copy)
         if state:
             self.buffers.keep(bucket, state)
+        self._finish(bucket, exchange, scale)
 
-        kept = bool(self.memory.buffers)
+    def _finish(self, bucket: Bucket, exchange: BucketExchange, scale: Tensor | None) -> None:
+        """Record the error, write the mean in the gradient's own units, count the flow."""
+        grad, kept = bucket.grad, bool(self.memory.buffers)
         if self.statistics.norms_wanted or self.statistics.epoch is not None:
             rates, before = self.learning_rates.now, exchange.norm_before
             self.statistics.see_error(bucket, exchange.error, before, rates if kept else None)

@@ -16,8 +16,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_gc import CompressionMonitor, TopK
-from lightning_gc.tuning import Method, open_storage
-from lightning_gc.tuning import failure_detector
+from lightning_gc.tuning import Method, failure_detector, open_storage
 from lightning_gc.tuning.failure_detector import begin_trial, counts
 from lightning_gc.tuning.training_run import TrialCallback
 from lightning_gc.tuning.trial import SubprocessError, fit_in_subprocess
@@ -73,7 +72,9 @@ def work_or_die(worker: int, path: str, trials: int, folder: Path) -> list[int]:
 def test_whoever_asks_too_late_gives_the_trial_back(monkeypatch: pytest.MonkeyPatch) -> None:
     study = optuna.create_study()
     assert begin_trial(study, 1) is not None
-    monkeypatch.setattr(failure_detector, "has_room", lambda *_: True)  # as seen before others asked
+    monkeypatch.setattr(
+        failure_detector, "has_room", lambda *_: True
+    )  # as seen before others asked
     assert begin_trial(study, 1) is None
     assert [counts(trial) for trial in study.trials] == [True, False]
     assert begin_trial(study, 2) is not None

@@ -10,8 +10,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_gc import AtomoSVD, PowerSGD, RandomK, TopK
 from lightning_gc.compressors import Compressor
-from lightning_gc.exchange import Synchronizer, Workers, configure
-from lightning_gc.exchange import kernel_compilation
+from lightning_gc.exchange import Synchronizer, Workers, configure, kernel_compilation
 from lightning_gc.kernels import dispatch
 from tests.support.processes import run_in_processes
 

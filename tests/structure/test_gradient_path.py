@@ -1,4 +1,4 @@
-"""How a gradient travels: the files that it visits, the engine's parts, and no import circles."""
+"""Deep modules: few files on a gradient's path, no import circle, no module for one importer."""
 
 import sys
 from collections.abc import Iterator
@@ -62,17 +62,44 @@ def test_a_gradient_visits_few_files() -> None:
     assert len(files) <= 22, sorted(files)
 
 
-def test_the_engine_has_few_attributes() -> None:
-    assert len(vars(Engine(TopK(0.01)))) <= 12
-
-
-def test_no_import_circle() -> None:
-    """Between modules, imports for type checking included; the package itself is lazy."""
+def imports_of() -> dict[str, set[str]]:
+    """Return what each module imports of the library, for type checking too."""
     graph = grimp.build_graph("lightning_gc", exclude_type_checking_imports=False)
-    imports = {
+    return {
         module: graph.find_modules_directly_imported_by(module) - {"lightning_gc"}
         for module in graph.modules - {"lightning_gc"}
     }
+
+
+def test_no_import_circle() -> None:
+    """Between modules; the package itself is lazy."""
+    imports = imports_of()
     while leaves := {m for m, found in imports.items() if not found & imports.keys()}:
         imports = {m: found for m, found in imports.items() if m not in leaves}
     assert not imports, sorted(imports)
+
+
+CATALOGUE = ("compressors", "memories", "schemes", "controllers")
+"""Rooms with a file for each method."""
+BOUNDARIES = {
+    *("lightning.for_lightning", "lightning.for_pytorch_lightning", "lightning.for_ray"),
+    *("lightning.fabric_for_lightning", "lightning.fabric_for_pytorch_lightning"),
+    *("kernels.bfloat16", "kernels.numba_kernels.trial"),
+    *("tuning.lightning_cli", "tuning.terminal_progress"),
+}
+"""Modules that alone import an optional package, or one of the two Lightning packages."""
+
+
+def test_a_short_module_with_one_importer_belongs_to_it() -> None:
+    imports = imports_of()
+    users = {m: [u for u, found in imports.items() if m in found] for m in imports}
+    alone = {}
+    for module, found in users.items():
+        name = module.removeprefix("lightning_gc.")
+        path = HOME / f"{name.replace('.', '/')}.py"
+        if len(found) != 1 or not path.is_file() or name.startswith(CATALOGUE):
+            continue
+        lines = len(path.read_text().splitlines())
+        if lines < 80 and name not in BOUNDARIES:
+            alone[name] = (lines, found[0])
+    assert not alone

@@ -36,6 +36,31 @@ def test_help_needs_the_standard_library_only(word: str) -> None:
     assert "lightning-gc" in said
 
 
+def test_without_extras_all_names_are_imported() -> None:
+    """Advice and measurements need no Optuna; what needs an extra names it."""
+    code = """
+import importlib.machinery as machinery, inspect
+found = machinery.PathFinder.find_spec
+machinery.PathFinder.find_spec = lambda name, *rest, **more: (
+    None if name.partition(".")[0] in ("optuna", "jsonargparse") else found(name, *rest, **more)
+)
+from lightning_gc import *
+import lightning_gc, lightning_gc.bench.comparison
+assert dict(inspect.getmembers(lightning_gc))["TopK"] is TopK
+assert advise.__module__ == "lightning_gc.advice.advising"
+from lightning_gc.methods.yaml_config import methods_in
+for use in (lambda: methods_in({"tune": {"methods": ["topk"]}}), lambda: lightning_gc.tuning):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+"""
+    said = run(code)
+    assert "Reading a YAML file needs jsonargparse" in said
+    assert "lightning_gc.tuning needs optuna" in said
+    assert said.count("pip install 'lightning-gc[tune]'") == 2
+
+
 def test_without_extras_the_catalogue_is_listed_and_contracts_name_theirs() -> None:
     extras = ("optuna", "jsonargparse", "rich", "matplotlib", "hypothesis", "pytest")
     code = """

@@ -1,4 +1,4 @@
-"""Source rules: public names, forbidden imports and unsafe calls, file lengths, doctests.
+"""Source rules: public names, forbidden imports and unsafe calls, doctests.
 
 The layers of imports are checked by ``lint-imports``, in ``make check``.
 """
@@ -259,11 +259,6 @@ def test_every_new_tensor_names_its_device_and_dtype() -> None:
     sources = [p for p in (ROOT / "lightning_gc").rglob("*.py") if "testing" not in p.parts]
     assert len(sources) > 40
     assert {p.name: u for p in sources if (u := left_to_defaults(p.read_text()))} == {}
-
-
-def test_no_file_is_long() -> None:
-    long = {p.name: n for p in files() if (n := len(p.read_text().splitlines())) > 400}
-    assert not long
 
 
 def test_controllers_are_imported_under_one_name() -> None:
