@@ -225,7 +225,7 @@ class Attached(abc.ABC):
         """Resume from ``state_dict()`` of the same worker, bit for bit.
 
         Call it on all workers. All states are checked before any is loaded. Another controller than
-        the state's begins anew, with a warning.
+        the state's is reset, with a warning.
 
         Raises:
             ValueError: on all workers, if one's state is damaged, is not such as the compressor and
@@ -257,7 +257,7 @@ class Attached(abc.ABC):
         if before != now:
             if self._workers.first.worker == 0:
                 warnings.warn(
-                    f"Resumed with changes. Controller {before} is now {now}: it begins anew.",
+                    f"Resumed with changes. Controller {before} is now {now}: its state is reset.",
                     stacklevel=3,
                 )
         elif state is not None:

@@ -1,7 +1,7 @@
-"""Distributed metadata: read the ``.metadata`` of torch's distributed checkpoints as plain data.
+"""Read the ``.metadata`` file of torch's distributed checkpoints without running its code.
 
-torch unpickles that file, so a prepared one runs code. Here its opcodes are read one by one, no
-class is imported and no function is called; whatever torch's writer does not write is refused.
+torch unpickles that file, so a malicious one runs code. This reader goes through its opcodes. It
+imports no class and calls no function, and it refuses all that torch's writer does not write.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class Unread(ValueError):
-    """A file has something that a distributed checkpoint's metadata does not have."""
+    """A metadata file is missing, damaged, or has content that torch does not write."""
 
 
 class Slice(NamedTuple):
-    """Where an entry lies: a file of the folder, the first byte and the number of bytes."""
+    """The bytes of an entry: file in the folder, first byte, number of bytes."""
 
     file: str
     start: int
@@ -72,7 +72,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor: its global size, dtype and chunks."""
+    """A stored tensor: global size, dtype and chunks."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -81,11 +81,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a distributed checkpoint holds.
+    """The contents of a distributed checkpoint.
 
     Attributes:
-        tensors: by name.
-        others: slices with a saved object each, such as a learning rate; torch unpickles them.
+        tensors: entry of each tensor, by name.
+        others: slices of the other saved objects, such as a learning rate. torch unpickles them.
     """
 
     tensors: dict[str, Entry]
@@ -94,7 +94,7 @@ class Contents:
 
 @dataclass(eq=False)
 class _Named:
-    """What a file names by module and name; ``made``: an object of that class."""
+    """A class or function that a file names; with ``made``, an object of that class."""
 
     name: str
     made: bool = False
@@ -102,11 +102,11 @@ class _Named:
 
 
 def read_metadata(folder: Path) -> Contents:
-    """Return what ``folder`` holds, by its ``.metadata``.
+    """Return the contents of ``folder`` according to its ``.metadata``.
 
     Raises:
-        ValueError: the file is missing or damaged, names a class that it need not name, or refers
-            to anything outside the folder.
+        ValueError: the file is missing or damaged, names a class that torch does not write there,
+            or refers to a file outside the folder.
     """
     path = folder / NAME
     if not path.is_file():
@@ -118,30 +118,30 @@ def read_metadata(folder: Path) -> Contents:
         raise Unread(f"{path} {error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise Unread(
-            f"{path} is no metadata of a distributed checkpoint ({type(error).__name__}: {error})"
+            f"{path} is not a distributed checkpoint's metadata ({type(error).__name__}: {error})"
         ) from error
 
 
 def check_objects(folder: Path) -> None:
-    """Raise ValueError if torch's distributed reader could run code that ``folder`` brings.
+    """Raise ValueError if torch's distributed reader could run code from ``folder``.
 
-    It unpickles the metadata and every saved object that is not a tensor.
+    That reader unpickles the metadata and every saved object that is not a tensor.
     """
     for where in read_metadata(folder).others:
         try:
             _load(folder, where)
         except Exception as error:
             raise Unread(
-                f"{folder / where.file} holds at byte {where.start} an object that cannot be read "
+                f"{folder / where.file} has an object at byte {where.start} that cannot be read "
                 f"with weights_only=True ({in_short(error)})"
             ) from error
 
 
 def read_tensor(folder: Path, entry: Entry, chunk: Chunk) -> Tensor:
-    """Return a stored part of a tensor.
+    """Return one stored chunk of a tensor.
 
     Raises:
-        ValueError: it is damaged, or not the part that the metadata says.
+        ValueError: the chunk is damaged, or its shape or dtype differs from the metadata's.
     """
     try:
         found = _load(folder, chunk.where)
@@ -151,7 +151,7 @@ def read_tensor(folder: Path, entry: Entry, chunk: Chunk) -> Tensor:
         chunk.sizes,
         entry.dtype,
     ):
-        raise Unread(f"{folder / chunk.where.file} does not hold what its {NAME} says")
+        raise Unread(f"{folder / chunk.where.file} does not hold the tensor that {NAME} describes")
     return found
 
 
@@ -164,7 +164,7 @@ def _load(folder: Path, where: Slice) -> Any:
 
 
 def _check_sums(data: bytes) -> None:
-    """Raise ValueError if a record of torch's zip format is damaged; torch itself does not look."""
+    """Raise ValueError if a record of torch's zip format is damaged; torch does not check them."""
     if data[:2] == b"PK":
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             damaged = archive.testzip()
@@ -173,7 +173,7 @@ def _check_sums(data: bytes) -> None:
 
 
 def _plain(data: bytes) -> Any:  # noqa: C901, PLR0915 - a branch for each opcode
-    """Return what a pickle describes, with ``_Named`` for objects; import and call nothing."""
+    """Parse a pickle into plain values, with ``_Named`` for objects; import and call nothing."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -252,8 +252,8 @@ def _known(name: str) -> _Named:
     )
     if name not in _RECORDS | _CALLED and not is_dtype:
         raise Unread(
-            f"names {name}, which is not a class of a distributed checkpoint's metadata: loaded by "
-            f"torch it could run code"
+            f"names {name}, which is not a class of a distributed checkpoint's metadata; torch "
+            f"could run code when it loads it"
         )
     return _Named(name)
 
@@ -265,7 +265,7 @@ def _is(value: Any, kind: type) -> Any:
 
 
 def _fields(value: Any, name: str) -> Any:
-    """Return the fields of an object of that class."""
+    """Return the fields of an object of class ``name``; refuse any other value."""
     named = _is(value, _Named)
     if not named.made or named.name.rpartition(".")[2] != name:
         raise Unread(f"has {named.name} where torch writes {name}")
@@ -284,7 +284,7 @@ _WHERE = Record({"relative_path": _FILE, "offset": WHOLE, "length": WHOLE})
 
 
 def _contents(described: Any, folder: Path) -> Contents:
-    """Return what checked metadata say."""
+    """Return the contents that parsed metadata describe, after checking them."""
     about = _fields(described, "Metadata")
     stored: dict[str, dict[Any, Slice]] = {}
     for index, place in _is(about["storage_data"], dict).items():
@@ -293,7 +293,9 @@ def _contents(described: Any, folder: Path) -> Contents:
         _WHERE.check(where, key["fqn"])
         found = Slice(where["relative_path"], where["offset"], where["length"])
         if found.start + found.length > _length(folder / found.file):
-            raise Unread(f"says that {found.file} has {found.start + found.length} bytes, or more")
+            raise Unread(
+                f"needs {found.start + found.length} bytes of {found.file}, which has fewer"
+            )
         stored.setdefault(key["fqn"], {})[key.get("offset")] = found
     tensors: dict[str, Entry] = {}
     others: list[Slice] = []
@@ -303,7 +305,7 @@ def _contents(described: Any, folder: Path) -> Contents:
             others += stored.get(name, {}).values()
         else:
             tensors[name] = _entry(_fields(entry, "TensorStorageMetadata"), stored.get(name, {}))
-    # Objects that no entry names are read all the same: an index may be named twice.
+    # Include objects that no entry names, because torch could read them: a name may occur twice.
     others += [w for name, places in stored.items() if name not in tensors for w in places.values()]
     return Contents(tensors, list(dict.fromkeys(others)))
 
@@ -334,7 +336,7 @@ def _length(path: Path) -> int:
 
 
 def chunks_of(entry: Entry, replicas: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
-    """Yield the chunks of these replicas, in their order, of a tensor ``(R, *shape)``."""
+    """Yield (replica, chunk) of a tensor ``(R, *shape)``, in the order of ``replicas``."""
     for replica in replicas:
         for chunk in entry.chunks:
             if chunk.offsets[0] == replica:

@@ -1,4 +1,4 @@
-"""Host: what saving and restoring need of a Lightning strategy, and what both do with it."""
+"""Declare the strategy attributes that saving and restoring use; act together on all ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_gc.exchange.peers import all_or_raise
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 KEY = "lightning_gc"
-"""Name of our part in a checkpoint."""
+"""Key of this library's part in a checkpoint."""
 
 
 class Ranks(Protocol):
-    """Attributes of a Lightning strategy by which ranks act together."""
+    """Attributes of a Lightning strategy that collectives over all ranks need."""
 
     root_device: torch.device
     global_rank: int
@@ -46,7 +46,11 @@ def first_worker(host: Host) -> int:
 
 
 def configuration_of(host: Host) -> dict[str, str]:
-    """Return that on which state depends: ``repr`` of the settings, what errors are units of."""
+    """Return the settings that saved state depends on, as text.
+
+    These are ``repr`` of compressor, memory and controller. ``"exchanged"`` names the quantity
+    that errors belong to, if it is not gradients.
+    """
     parts, exchanged = host.local_workers.configuration, host.local_workers.exchanged
     return {
         "compressor": repr(parts.compressor),
@@ -57,22 +61,26 @@ def configuration_of(host: Host) -> dict[str, str]:
 
 
 def is_alone(host: Host) -> bool:
-    """Return whether this may be the only worker that saves, after an exception.
+    """Return whether this worker may be the only one that saves, as after an exception.
 
-    A collective would then hang.
+    A collective would hang then.
     """
     return bool(host.lightning_module.trainer.interrupted)
 
 
 def on_all_ranks(host: Ranks, act: Callable[[], str]) -> dict[int, str]:
-    """Call ``act``; return the results by rank, or raise on all ranks if it fails on one."""
+    """Call ``act`` on each rank and return all results by rank; raise on all ranks if one fails."""
     transport = Distributed(purpose="a checkpoint")
     gather = partial(gather_text, transport=transport, device=host.root_device)
     return all_or_raise({host.global_rank: act}, host.world_size, gather)
 
 
 def together(host: Host, acts: Mapping[int, Callable[[], str]]) -> dict[int, str]:
-    """Call the acts of this process's workers; if one fails on any worker, all raise."""
+    """Call the acts of this process's workers; return all workers' results.
+
+    Raises:
+        RuntimeError: on all workers, if an act fails on one.
+    """
     engines = host.local_workers.engines
 
     def gather(text: str) -> list[str]:

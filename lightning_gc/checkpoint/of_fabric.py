@@ -1,4 +1,4 @@
-"""Of Fabric: what each worker has besides the weights, in a file beside Fabric's checkpoint."""
+"""Save and restore each worker's error state in a file next to Fabric's checkpoint."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FabricCheckpoint:
-    """Saves and restores the state of attached modules with a checkpoint of Fabric's.
+    """Save and restore the state of attached modules with Fabric's checkpoint.
 
-    Each worker writes its own state first, then worker 0 the checkpoint, which names these files:
-    a kill leaves the old checkpoint with its files, or the new one with all of its own.
+    Each worker first writes its state to its own file. Then worker 0 writes the checkpoint, which
+    names these files. A kill leaves either the old checkpoint or the new one, with all its files.
 
     Args:
-        handles: name in the checkpoint -> handle of that module.
+        handles: name in the checkpoint -> handle of the attached module.
         checkpoint_io: writes and reads files.
-        device: one that the group's backend can send from.
-        worker: this process's worker.
-        workers: W.
+        device: a device that the group's backend can send from.
+        worker: index of this process's worker.
+        workers: W, the number of workers.
     """
 
     handles: Mapping[str, Attached]
@@ -53,7 +53,7 @@ class FabricCheckpoint:
         write: Callable[[Any, dict[str, Any]], None],
         storage_options: Any = None,
     ) -> None:
-        """Write this worker's state, and by ``write`` the checkpoint of ``state``.
+        """Write this worker's file, then the checkpoint of ``state`` by ``write``.
 
         Raises:
             RuntimeError: on all workers, if one cannot write.
@@ -76,24 +76,24 @@ class FabricCheckpoint:
             side_files.remove(path, keep=[stem])
 
     def restore(self, path: Any, left: dict[str, Any], off: bool) -> None:
-        """Load this worker's state of the checkpoint at ``path``.
+        """Load this worker's state from the checkpoint at ``path``.
 
         Args:
-            path: of the checkpoint.
-            left: what has not been loaded yet; our part is taken out.
-            off: errors begin at zero.
+            path: path of the checkpoint.
+            left: entries of the checkpoint that are not loaded yet. Our part is removed from it.
+            off: do not restore; errors begin at zero.
 
         Raises:
-            RuntimeError: on all workers, if one cannot read its own.
-            ValueError: on all workers, if states cannot be used, as those of other workers.
+            RuntimeError: on all workers, if one cannot read its file.
+            ValueError: on all workers, if a state does not fit this run.
         """
         main = left.pop(KEY, None)
         if not self.handles:
             if main is not None and not off:
                 warnings.warn(
-                    f"{path} has the errors of {', '.join(main['modules'])}, but no module that "
-                    f"Fabric has set up is loaded, so they are not restored; call fabric.load "
-                    f"after fabric.setup.",
+                    f"{path} has the errors of {', '.join(main['modules'])}, which are not "
+                    f"restored: no module that Fabric has set up is loaded. Call fabric.load after "
+                    f"fabric.setup.",
                     stacklevel=4,
                 )
             return
@@ -116,15 +116,15 @@ class FabricCheckpoint:
             raise ValueError(f"it has format {main['fabric']}; upgrade lightning_gc")
         if main["workers"] != self.workers:
             raise ValueError(
-                f"it has the errors of {main['workers']} workers, and here are {self.workers}; to "
-                f"begin with errors at zero, use CompressedFabricStrategy(..., state='off')"
+                f"it has the errors of {main['workers']} workers, but this run has {self.workers}; "
+                f"to begin with errors at zero, use CompressedFabricStrategy(..., state='off')"
             )
         others = [name for name in self.handles if name not in main["modules"]]
         if others:
-            raise ValueError(f"it has none of {', '.join(others)}, but {main['modules']}")
+            raise ValueError(f"it has no errors of {', '.join(others)}, only of {main['modules']}")
         target = side_files.path_of(path, main["stem"], self.worker, self.workers)
         if not side_files.exists(target):
-            raise FileNotFoundError(f"{target} is not there; move it together with the checkpoint")
+            raise FileNotFoundError(f"{target} is missing; move it together with the checkpoint")
         read = side_files.read(target, self.checkpoint_io)
         Record(dict.fromkeys(main["modules"], Record(others=ANYTHING))).check(read)
         found.update(read)
@@ -137,7 +137,7 @@ class FabricCheckpoint:
             write_atomically(where, write, self.checkpoint_io.remove_checkpoint)
 
     def _together(self, problem: str, act: Callable[[], Any]) -> None:
-        """Act; if one worker cannot, all raise."""
+        """Call ``act`` on each worker; if it fails on one, raise on all."""
 
         def acted() -> str:
             act()
@@ -150,4 +150,4 @@ class FabricCheckpoint:
 
 
 def _call(where: Any, write: Callable[[Any], None]) -> None:
-    write(where)  # writes nothing, for this is not worker 0, but takes part in what is collective
+    write(where)  # not worker 0: writes nothing, but takes part in collectives

@@ -1,6 +1,7 @@
-"""Recorded files: checksums of a distributed checkpoint's files, compared before they are loaded.
+"""Record checksums of a distributed checkpoint's files; compare them before a load.
 
-Lightning and torch write them, without checksums: a flipped bit would be another weight in silence.
+Lightning and torch write these files without checksums, so a flipped bit would silently change a
+weight.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightning_gc.exchange.peers import explaining
 from lightning_gc.transports.distributed import broadcast_text
 
 LAST = "meta.pt"
-"""Lightning writes it when all other files are complete."""
+"""The file that Lightning writes last, when all others are complete."""
 
 _RECORD = "files.json"
 _STRUCTURE = Record({"format": COUNT, "files": Each(TEXT), CHECKSUM: TEXT})
@@ -33,12 +34,12 @@ _BLOCK = 1 << 20
 
 
 def record_files(host: Ranks, target: Path, folder: Path) -> None:
-    """Write the checksums of a distributed checkpoint's files, which are complete, to ``folder``.
+    """Write the checksums of a complete distributed checkpoint's files to ``folder``.
 
-    Each rank reads back those that it has written.
+    Each rank reads back the files that it has written.
 
     Raises:
-        RuntimeError: on all ranks, if one cannot.
+        RuntimeError: on all ranks, if one cannot read or write.
     """
     names = []
     if host.global_rank == 0:
@@ -69,15 +70,15 @@ def check_files(host: Ranks, target: Path, *, recorded: bool, safely: bool) -> b
 
     Args:
         host: the strategy.
-        target: the checkpoint; anything else than a folder is not looked at.
-        recorded: compare the files with the record.
-        safely: refuse what torch's reader could run.
+        target: path of the checkpoint. A checkpoint that is not a folder is not checked.
+        recorded: compare the files with the recorded checksums.
+        safely: refuse files that could run code in torch's reader.
 
     Returns:
-        Whether the checkpoint has been saved by this library, but has no record.
+        Whether this library saved the checkpoint without a record.
 
     Raises:
-        ValueError: a file is missing, or is not the one that was saved; or it could run code.
+        ValueError: a file is missing, is not the one that was saved, or could run code.
     """
     if not target.is_dir():
         return False
@@ -107,7 +108,7 @@ def check_files(host: Ranks, target: Path, *, recorded: bool, safely: bool) -> b
 
 
 def _records(target: Path) -> tuple[list[tuple[Path, dict[str, str]]], bool]:
-    """Return the records in a checkpoint, and whether error state has none."""
+    """Return a checkpoint's records with their paths, and whether some error state lacks one."""
     found, without = [], False
     for folder in sorted((target / side_files.FOLDER).glob("*/")):
         path = folder / _RECORD
@@ -127,7 +128,7 @@ def _records(target: Path) -> tuple[list[tuple[Path, dict[str, str]]], bool]:
 
 
 def _matching(target: Path, records: list[tuple[Path, dict[str, str]]]) -> dict[str, str] | None:
-    """Return the record of the checkpoint: that of the file that is written last."""
+    """Return the record with the current checksum of ``LAST``: it belongs to the last save."""
     if not records or not (target / LAST).is_file():
         return None
     digest = _sum_of(target / LAST)
@@ -139,7 +140,7 @@ def _is_of_checkpoint(name: str) -> bool:
 
 
 def _share(names: Iterable[str], host: Ranks) -> list[str]:
-    """Return the files that this rank reads: those that the same rank has written, if it can be."""
+    """Return the files that this rank reads: where possible, the ones that it has written."""
 
     def reader(name: str) -> int:
         match = _OF_RANK.fullmatch(name)

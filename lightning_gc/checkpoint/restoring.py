@@ -1,4 +1,4 @@
-"""Restoring: error state, levels and controller state from a checkpoint and its side files."""
+"""Restore error state, levels and controller state from a checkpoint and its side files."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ _log = logging.getLogger(__name__)
 
 
 def _owns(states: Iterable[Tree]) -> list[Tree]:
-    """Return what belongs to each worker alone, of those that have saved it."""
+    """Return the per-worker parts of the states that have one."""
     return [state["own"] for state in states if "own" in state]
 
 
 class _Unusable(ValueError):
-    """A file cannot be used; its name has been said."""
+    """A file cannot be used; the message names the file."""
 
 
 @dataclass(frozen=True)
 class Restoring:
-    """Restores what ``Saving`` has saved, or nothing.
+    """Restore the state that ``Saving`` has saved, completely or not at all.
 
-    All that any worker reads is checked on all workers before anything is changed.
+    All workers check all files before any worker changes anything.
 
     Args:
         host: the strategy.
-        off: do not restore errors: they begin at zero, whatever the files hold.
+        off: do not restore; errors begin at zero.
     """
 
     host: Host
@@ -63,7 +63,7 @@ class Restoring:
         """Restore engines, controller and other state from a checkpoint, if there are engines.
 
         Raises:
-            RuntimeError: on all workers, if one cannot use what it has read.
+            RuntimeError: on all workers, if one cannot use its files.
         """
         engines = self.host.local_workers.engines
         main: Any = checkpoint.get(KEY)
@@ -86,7 +86,7 @@ class Restoring:
             self.host.control_loop.begin_anew()
 
     def _read_and_compare(self, main: Any, path: Any) -> list[Tree]:
-        """Return ``_collect``; raise on all workers if one cannot, or has another checkpoint."""
+        """Return ``_collect``'s states; raise on all workers if one fails or its file differs."""
         found: list[Tree] = []
 
         def check() -> str:
@@ -103,8 +103,8 @@ class Restoring:
             memory = self.host.local_workers.configuration.memory
             if memory.common and self.host.global_rank == 0:
                 warnings.warn(
-                    f"Error state of all workers begins anew: {type(memory).__name__} keeps what "
-                    f"must be equal on all, and one has lost its file.",
+                    f"Errors of all workers begin at zero: a worker's side file is missing, and "
+                    f"{type(memory).__name__} keeps buffers that must be equal on all workers.",
                     stacklevel=2,
                 )
         read = {worker: text.removesuffix(_LOST) for worker, text in said.items()}
@@ -118,10 +118,10 @@ class Restoring:
         return found
 
     def _without_what_is_common(self, state: Tree) -> Tree:
-        """Return a worker's state without what must fit that of a worker that has lost its own.
+        """Drop entries that must match on all workers, because one worker's side file is missing.
 
-        What a compressor keeps, or workers would ask for different messages; memories that add to
-        the mean what all have alike, or weights would part; and sums since the last decision.
+        Without the compressor's state workers would send messages of different shapes. Without a
+        memory's common buffers their weights would differ. Sums since the last decision go too.
         """
         common = self.host.local_workers.configuration.memory.common
         gone = {"turn", "memory"} if common else {"turn"}
@@ -129,7 +129,10 @@ class Restoring:
         return state | {"compressor": {}, "averaged": averaged}
 
     def _collect(self, main: Tree, path: Any) -> list[Tree]:
-        """Return each worker's state: its own, or the mean if the number of workers changed."""
+        """Return the state of each worker of this process.
+
+        It is the worker's own state, or the mean over workers if their number has changed.
+        """
         engines, kept = self.host.local_workers.engines, self._kept
         common = self.host.local_workers.common
         check_main(main, kept, {name: part.common_structure for name, part in common.items()})
@@ -153,7 +156,7 @@ class Restoring:
         return [mean | lost] * len(engines)
 
     def _read(self, main: Tree, path: Any, workers: Iterable[int]) -> list[Tree]:
-        """Return the content of these workers' side files; nothing where one is missing."""
+        """Return the content of these workers' side files; ``_MISSING`` where one is missing."""
         files = {i: side_files.path_of(path, main["stem"], i, main["workers"]) for i in workers}
         lost = [file for file in files.values() if not side_files.exists(file)]
         if lost:
@@ -183,7 +186,7 @@ class Restoring:
 
     @contextlib.contextmanager
     def _usable(self, path: Any, what: str, main: Tree) -> Iterator[None]:
-        """Say in an exception what cannot be used, and what can be done."""
+        """Name the unusable file and the ways out in an exception of the block."""
         try:
             yield
         except _Unusable:
@@ -191,17 +194,17 @@ class Restoring:
         except Exception as error:
             step = main.get("step") if isinstance(main, dict) else None
             before = side_files.checkpoint_before(path, step) if isinstance(step, int) else None
-            instead = f"resume from {before}, which is the one before, " if before else ""
+            instead = f"resume from the checkpoint before it, {before}, " if before else ""
             why = (
                 str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             )
             raise _Unusable(
                 f"could not use {what}: {why}. Nothing has been restored. Restore the file, "
-                f"{instead}or give the strategy state='off', with which errors begin at zero."
+                f"{instead}or give the strategy state='off' to begin with errors at zero."
             ) from error
 
     def apply(self, main: Tree, found: list[Tree]) -> str:
-        """Load what has been found of each of these workers, as far as it fits this run."""
+        """Load the state found for each worker of this process, as far as it fits this run."""
         workers, control = self.host.local_workers, self.host.control_loop
         shapes = workers.shapes
         now = configuration_of(self.host)
@@ -235,7 +238,7 @@ class Restoring:
         return ""
 
     def _there(self, tensor: Tensor) -> Tensor:
-        """Return what a file held on the device on which training uses it, from its start on."""
+        """Return a loaded tensor on the device on which training uses it."""
         return tensor.to(self.host.root_device)
 
     def _log_rank0(self, sentence: str) -> None:
@@ -244,7 +247,7 @@ class Restoring:
 
 
 class Changes(NamedTuple):
-    """State to restore, and sentences about what has changed."""
+    """State to restore, and sentences that name the changes since the checkpoint."""
 
     memory: Tree
     compressor: Tree
@@ -259,18 +262,17 @@ def changes(
     shapes: Mapping[str, tuple[int, ...]],
     buffers: Sequence[str] = ("error",),
 ) -> Changes:
-    """Compare a checkpoint with the run that resumes from it.
+    """Compare a checkpoint's settings with this run's; keep the state that still fits.
 
     Errors are in units of the gradient and belong to a parameter, so they remain valid for any
-    compressor; the compressor's own state does not.
+    compressor. The compressor's own state does not.
 
     Args:
-        before: ``repr`` of compressor, memory and controller in the checkpoint, and what was
-            exchanged, if not gradients.
-        now: the same in this run.
+        before: the checkpoint's settings, as by ``configuration_of``.
+        now: this run's settings.
         own: this worker's part of the checkpoint.
         shapes: parameter name -> shape, in this run.
-        buffers: what this run's memory keeps per parameter.
+        buffers: names of the buffers that this run's memory keeps per parameter.
     """
     saved = own["averaged"].get("memory", {})
     units = [each.get("exchanged", "gradients") for each in (before, now)]
@@ -290,13 +292,13 @@ def changes(
     sentences = []
     if dropped:
         sentences.append(
-            f"Errors are dropped: they are of {units[0]}, and now {units[1]} are exchanged."
+            f"Errors are dropped: they belong to {units[0]}, but this run exchanges {units[1]}."
         )
     had = sorted({name for kept in saved.values() for name in kept})
     other_memory = before["memory"] != now["memory"]
     if before["compressor"] != now["compressor"]:
-        ends = ["its own state begins anew"] if compressor else []
-        if not other_memory:  # else the memory's sentence says what becomes of them
+        ends = ["its own state is reset"] if compressor else []
+        if not other_memory:  # otherwise the memory's sentence covers errors
             ends.insert(0, "errors are kept" if "error" in had else "there are no errors to keep")
         end = ": " + ", ".join(ends) if ends else ""
         sentences.append(f"Compressor {before['compressor']} is now {now['compressor']}{end}.")
@@ -306,26 +308,26 @@ def changes(
     same = before["controller"] == now["controller"]
     if not same:
         sentences.append(
-            f"Controller {before['controller']} is now {now['controller']}: it begins anew."
+            f"Controller {before['controller']} is now {now['controller']}: its state is reset."
         )
     if saved:
         gone = [name for name in saved if name not in shapes]
         reshaped = [name for name in saved if name in shapes and name not in fitting]
         new = [name for name in shapes if name not in saved]
         for names, what in (
-            (gone, "no longer there, their errors are dropped"),
+            (gone, "removed, their errors are dropped"),
             (reshaped, "of another shape, their errors begin at zero"),
             (new, "new, their errors begin at zero"),
         ):
             if names:
                 sentences.append(f"Parameters {what}: {', '.join(names)}.")
         if len(fitting) < len(saved):
-            sentences.append(f"Errors are kept of: {', '.join(fitting) or 'none'}.")
+            sentences.append(f"Parameters that keep errors: {', '.join(fitting) or 'none'}.")
     return Changes(fitting, compressor, same, sentences)
 
 
 def _kept(had: Sequence[str], has: Sequence[str]) -> str:
-    """Say what becomes of each of a memory's buffers."""
+    """Return a sentence: which of a memory's buffers are kept, dropped, or zero at first."""
     words = []
     for names, what in (
         ([name for name in had if name in has], "kept"),
@@ -334,7 +336,7 @@ def _kept(had: Sequence[str], has: Sequence[str]) -> str:
     ):
         if names:
             words.append(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {what}")
-    said = ", ".join(words) if words else "neither keeps anything"
+    said = ", ".join(words) if words else "neither has buffers"
     if "error" in had and "error" not in has:
-        said += ". To go on with what is unsent, give a memory that keeps it, such as Residual()"
+        said += ". To keep the errors, give a memory with an error buffer, such as Residual()"
     return f"{said}."

@@ -1,4 +1,4 @@
-"""Saving: error state, levels and controller state into a checkpoint and its side files."""
+"""Save error state, levels and controller state in a checkpoint and its side files."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass
 class Saving:
-    """Saves engines, controller and other state of workers (``Workers.kept``).
+    """Save engines, controller and other state of workers (``Workers.kept``).
 
-    The main file gets, under ``"lightning_gc"``, what ``_add`` lists. In mode ``"full"`` every
-    worker writes a side file, ``{"format", "worker", "workers", "run", "stem", "averaged",
-    "compressor", "sha256"}``, and ``"own"`` where ``Workers.own`` has something; in mode ``"mean"``
-    the main file gets ``"averaged"``, the mean over workers, and ``"compressor"`` itself. The main
-    file is written only if all workers have written their side files, whose checksums are in it.
+    The main file gets the entries of ``_add`` under ``"lightning_gc"``. In mode ``"full"`` every
+    worker writes a side file: ``{"format", "worker", "workers", "run", "stem", "averaged",
+    "compressor", "sha256"}``, and ``"own"`` if ``Workers.own`` is not empty. In mode ``"mean"`` the
+    main file itself gets ``"averaged"``, the mean over workers, and ``"compressor"``. The main file
+    holds the checksums of the side files, and is written only after all of them.
 
     Args:
         host: the strategy.
-        mode: as ``CompressedDDPStrategy(state=...)``.
-        dtype: of errors in files; in use they are float32.
+        mode: as in ``CompressedDDPStrategy(state=...)``.
+        dtype: dtype of errors in files. In use they are float32.
     """
 
     host: Host
     mode: Literal["full", "mean", "off"]
     dtype: torch.dtype
-    _saves: int = 0  # with all workers
+    _saves: int = 0  # saves in which all workers took part
     # Path -> prefixes of the side files written for it, oldest first.
     _stems: dict[str, list[str]] = field(default_factory=dict)
 
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
-        """Write the side files of a full checkpoint, then, by ``write``, the checkpoint itself."""
+        """Write the side files of a full checkpoint, then the checkpoint by ``write``."""
         make_atomic(self.host.checkpoint_io)
         full = bool(self.host.local_workers.engines) and "optimizer_states" in checkpoint
         full = full and self.mode != "off"
@@ -105,7 +105,7 @@ class Saving:
         checkpoint[KEY] = main
 
     def _mean(self) -> Tree:
-        """Return the mean over all workers of their own state."""
+        """Return the mean of all workers' states."""
         host = self.host
         owns = [self.own(index) for index in range(len(host.local_workers.engines))]
         own = owns[0]
@@ -120,7 +120,7 @@ class Saving:
         return own
 
     def _write_side_files(self, main: Tree, path: Any, options: Any) -> list[str | None]:
-        """Write these workers' side files; return the checksums of all workers', where known."""
+        """Write this process's side files; return all workers' checksums, None where unknown."""
         acts: dict[int, Callable[[], str]] = {}
         for index, engine in enumerate(self.host.local_workers.engines):
             target = side_files.path_of(path, main["stem"], engine.worker, engine.workers)
@@ -129,15 +129,15 @@ class Saving:
         return [checksums.get(worker) for worker in range(main["workers"])]
 
     def _save_own(self, index: int, main: Tree, target: str, options: Any, path: Any) -> str:
-        """Write one worker's side file; return its checksum, or raise with what has failed."""
+        """Write one worker's side file and return its checksum; name the failed step in errors."""
         unsaved = f"so {path} is not written"
-        taking = f"could not read the state that a checkpoint keeps of it, {unsaved}"
+        taking = f"could not read its state, {unsaved}"
         own = explaining(taking, partial(self._content, index, main))()
         writing = f"could not write its state to {target}, {unsaved}"
         return explaining(writing, partial(self._write_side_file, own, target, options))()
 
     def _content(self, index: int, main: Tree) -> Tree:
-        """Return what one worker's side file holds."""
+        """Return the content of one worker's side file."""
         own = self.own(index)
         own["averaged"]["memory"] = self.small(own["averaged"]["memory"])
         alone = self.host.local_workers.own
@@ -160,8 +160,8 @@ class Saving:
             io.teardown()  # waits for a CheckpointIO that writes in a thread
         if not side_files.exists(target):
             raise FileNotFoundError(
-                f"{type(io).__name__} has not written it there; use a CheckpointIO that writes to "
-                f"the path it is given, or state='mean'"
+                f"{type(io).__name__} has not written the file; use a CheckpointIO that writes to "
+                f"the given path, or state='mean'"
             )
         return str(own[CHECKSUM])
 
@@ -187,23 +187,23 @@ class Saving:
     def _remove_old_side_files(self, path: Any, stem: str) -> None:
         """Remove side files of older checkpoints that ``path`` has overwritten.
 
-        The last ones before are kept where ``path`` itself may not have been written yet. It has
-        been when the next side files are written, by the same thread.
+        An asynchronous CheckpointIO may not have written ``path`` yet, so the previous save's side
+        files stay until the next save. The same thread has written ``path`` by then.
         """
         stems = self._stems.setdefault(str(path), [])
         stems.append(stem)
         del stems[: -2 if wraps(self.host.checkpoint_io) else -1]
-        # Of workers that save alone, only worker 0 knows that there is a new checkpoint.
+        # When workers save alone, only worker 0 knows that there is a new checkpoint.
         if self.host.global_rank == 0 or (self.host.local_rank == 0 and not is_alone(self.host)):
             side_files.remove(path, keep=stems)
 
     def remove(self, path: Any) -> None:
-        """Remove the side files of a checkpoint that is gone."""
+        """Remove the side files of a checkpoint that has been removed."""
         if self.host.local_rank == 0:
             side_files.remove(path)
 
     def own(self, index: int = 0) -> Tree:
-        """Return a copy, in the host's memory, of one worker's own state."""
+        """Return a copy of one worker's state in CPU memory."""
         workers = self.host.local_workers
         state = workers.engines[index].state_dict()
         averaged: Tree = {"memory": state["memory"]}

@@ -1,7 +1,7 @@
-"""Shard tensors: cut tensors like parameters, and put a rank's part together from saved parts.
+"""Assemble a rank's part of each error tensor from the parts that other meshes have saved.
 
-A parameter of shape ``(n, ...)`` has errors of that shape in each replica, and those of replicas
-differ. A rank saves its own part; another mesh reads the parts that overlap its own.
+A parameter of shape ``(n, ...)`` has an error of that shape in each replica, and replicas' errors
+differ. Each rank saves its part. On another mesh a rank reads the parts that overlap its own.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from lightning_gc.core.pytree import Tree
 from lightning_gc.core.state_structure import TEXT, WHOLE, Listed, Record
 
 Path_ = tuple[str, ...]
-"""Where a tensor lies in a tree of nested dicts; one of the names is a parameter's."""
+"""Path of a tensor in a tree of nested dicts; one of its names is a parameter's."""
 
 Shape = tuple[int, ...]
 _T = TypeVar("_T")
 
 _SHAPE = Listed(WHOLE)
 PART = Record({"shape": _SHAPE, "offsets": _SHAPE, "sizes": _SHAPE, CHECKSUM: TEXT})
-"""What a rank's file says of each of its tensors."""
+"""Structure of a rank's entry for each of its tensors."""
 
 
 class Part(NamedTuple):
-    """A parameter's global shape, where a part of it begins, and the part's shape."""
+    """A part of a parameter: the parameter's global shape, the part's offsets and shape."""
 
     shape: Shape
     offsets: Shape
@@ -53,15 +53,15 @@ def part_of(shape: Shape, local: Shape, dim: int, shard: int, shards: int) -> Pa
 
 
 def key_of(path: Path_) -> str:
-    """Return a text for a path."""
+    """Return a path as text."""
     return json.dumps(path)
 
 
 def path_of(key: str) -> Path_:
-    """Return the path of a text.
+    """Return the path from its text.
 
     Raises:
-        ValueError: it is not the text of one.
+        ValueError: ``key`` is not the text of a path.
     """
     path = json.loads(key)
     Listed(TEXT).check(path, key)
@@ -71,7 +71,7 @@ def path_of(key: str) -> Path_:
 
 
 def described(path: Path_, tensor: Tensor, parts: Mapping[str, Part]) -> Tree:
-    """Return what a file says of a tensor (``PART``)."""
+    """Return a file's entry for a tensor (``PART``)."""
     part = _found(path, parts)
     assert part is not None
     about = {name: list(value) for name, value in part._asdict().items()}
@@ -79,14 +79,14 @@ def described(path: Path_, tensor: Tensor, parts: Mapping[str, Part]) -> Tree:
 
 
 class Assembly:
-    """Puts a rank's part of every tensor together: of one replica, or the mean over several.
+    """Assemble a rank's part of every tensor, from one replica or as the mean over several.
 
-    Tensors that match no parameter of this model, or one of another shape, are kept by name: each
-    is then a tensor without data, of the shape that was saved, replicas first.
+    A saved tensor may match no parameter of this model, or one of another shape. It is then kept
+    by name, as a tensor without data of shape ``(R, *shape)``.
 
     Args:
         parts: parameter name -> this rank's part.
-        replicas: those to be read, in the order in which their parts are added.
+        replicas: replicas to read, in the order in which their parts are added.
     """
 
     def __init__(self, parts: Mapping[str, Part], replicas: range) -> None:
@@ -101,11 +101,11 @@ class Assembly:
         """Add a replica's part of a tensor; call ``load`` only if it overlaps this rank's part.
 
         Args:
-            path: of the tensor.
-            part: which part it is.
-            replica: whose; all parts of the first replica come first.
-            saved: the number of replicas that have been saved.
-            load: returns the part.
+            path: path of the tensor.
+            part: position of the part.
+            replica: index of its replica. All parts of the first replica come first.
+            saved: number of saved replicas.
+            load: returns the part's tensor.
         """
         own = _found(path, self._parts)
         if own is None or own.shape != part.shape:
@@ -126,16 +126,16 @@ class Assembly:
         piece = load()[tuple(there)]
         target = self._sums[path][tuple(here)]
         if replica == self._replicas.start:
-            target.copy_(piece)  # added to zeros, -0.0 would become 0.0
+            target.copy_(piece)  # adding to zeros would turn -0.0 into 0.0
         else:
             target.add_(piece.float())
         self._covered[path] += target.numel()
 
     def mean(self) -> dict[Path_, Tensor]:
-        """Return the mean over replicas of all that has been added, in float32.
+        """Return the mean over replicas of each added tensor, in float32.
 
         Raises:
-            ValueError: a part is missing, or something is not finite.
+            ValueError: a part is missing, or an element is not finite.
         """
         replicas = len(self._replicas)
         for path, total in self._sums.items():
@@ -150,20 +150,20 @@ class Assembly:
 
 
 def add_format_1(assembly: Assembly, folder: Path, replicas: range) -> None:
-    """Add the tensors of a folder in which format 1 kept them.
+    """Add the tensors of a checkpoint of format 1.
 
-    They are in a distributed checkpoint of torch's: a tensor ``(R, *shape)`` per path.
+    They are in a distributed checkpoint of torch: a tensor ``(R, *shape)`` per path.
 
     Args:
-        assembly: to add to.
-        folder: of the checkpoint.
-        replicas: those to be read.
+        assembly: receives the tensors.
+        folder: folder of the distributed checkpoint.
+        replicas: replicas to read.
     """
     for key, entry in sorted(read_metadata(folder).tensors.items()):
         path, (saved, *shape) = path_of(key), entry.size
         for replica, chunk in chunks_of(entry, replicas):
             if chunk.sizes[0] != 1:
-                raise ValueError(f"{folder} has a part of {key} of several replicas")
+                raise ValueError(f"{folder} has a part of {key} that covers several replicas")
             part = Part(tuple(shape), chunk.offsets[1:], chunk.sizes[1:])
 
             def load(entry: Entry = entry, chunk: Chunk = chunk) -> Tensor:
@@ -173,7 +173,7 @@ def add_format_1(assembly: Assembly, folder: Path, replicas: range) -> None:
 
 
 def taken_out(tree: Tree, names: Mapping[str, tuple[int, ...]]) -> tuple[dict[Path_, Tensor], Tree]:
-    """Return the tensors that are shaped like parameters, by path, and the tree without them.
+    """Return the parameter-shaped tensors of a tree by path, and the tree without them.
 
     Args:
         tree: nested dicts.
@@ -197,7 +197,7 @@ def taken_out(tree: Tree, names: Mapping[str, tuple[int, ...]]) -> tuple[dict[Pa
 
 
 def put_back(tree: Tree, tensors: Mapping[Path_, Tensor]) -> Tree:
-    """Return ``tree`` with tensors at their paths; dicts on the way are changed in place."""
+    """Put tensors into ``tree`` at their paths, in place, and return it."""
     for path, tensor in tensors.items():
         part = tree
         for name in path[:-1]:
@@ -207,5 +207,5 @@ def put_back(tree: Tree, tensors: Mapping[Path_, Tensor]) -> Tree:
 
 
 def _found(path: Path_, names: Mapping[str, _T]) -> _T | None:
-    """Return what a mapping has for the parameter whose name is in the path."""
+    """Return the mapping's value for the parameter name in the path; None if it has none."""
     return next((names[name] for name in path if name in names), None)

@@ -1,7 +1,7 @@
-"""Sharded restoring: error state of a model in shards, on the mesh that it was saved on or another.
+"""Restore error state of a sharded model, on the same mesh or another one.
 
-With as many replicas as before each gets its own errors, over any number of shards; with another
-number each gets the mean, which keeps the mean over replicas, so that nothing is lost.
+With as many replicas as saved, each replica gets its own errors, over any number of shards. With
+another number each gets the mean: the mean over replicas stays the same, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from lightning_gc.exchange.peers import explaining
 from lightning_gc.transports.distributed import broadcast_text
 
 _SINCE_EPOCH = "first"
-"""The one number of a controller's statistics that is no sum over elements: a step."""
+"""The only controller statistic that is not summed over elements: the first step."""
 
 _UNREAD = object()
 
 
 @dataclass(frozen=True)
 class ShardedRestoring:
-    """Restores what ``ShardedSaving`` has saved, or nothing.
+    """Restore the state that ``ShardedSaving`` has saved, completely or not at all.
 
     Args:
         host: the strategy.
-        off: do not restore errors: they begin at zero.
+        off: do not restore; errors begin at zero.
     """
 
     host: ShardedHost
@@ -73,16 +73,16 @@ class ShardedRestoring:
     ) -> Tree:
         """Load a checkpoint by ``load``; in a fit restore the engine, controller and other state.
 
-        All files that any rank reads are checked on all ranks before anything is changed.
+        All ranks check all files before any rank changes anything.
 
         Args:
-            path: of the checkpoint.
-            weights_only: as given to the Trainer; only with False torch may unpickle what it finds.
+            path: path of the checkpoint.
+            weights_only: as given to the Trainer. torch may unpickle objects only with False.
             fit: whether a fit begins.
-            load: Lightning's loading of weights and optimizers.
+            load: loads weights and optimizers, by Lightning.
 
         Raises:
-            RuntimeError: on all ranks, if one cannot use what it has read.
+            RuntimeError: on all ranks, if one cannot use its files.
         """
         target = Path(broadcast_text(str(path), self.host.root_device))
         self._check_files(target, weights_only)
@@ -113,15 +113,15 @@ class ShardedRestoring:
         unrecorded = on_all_ranks(self.host, explaining(self._problem(target), check))
         if self.host.global_rank == 0 and "True" in unrecorded.values():
             warnings.warn(
-                f"{target} has no checksums of its weights, so that a damaged file is not noticed. "
-                f"Earlier versions saved none, and an interrupted save leaves none.",
+                f"{target} has no checksums of its weights, so file damage is not detected. "
+                f"Earlier versions saved no checksums, and an interrupted save leaves none.",
                 stacklevel=4,
             )
 
     def _peek(self, target: Path, weights_only: bool | None) -> Any:
-        """Return our part of a checkpoint, before Lightning loads the rest; or ``_UNREAD``.
+        """Return our part of a checkpoint before Lightning loads the rest.
 
-        The latter only if the user trusts a file that has objects of other classes in it.
+        Return ``_UNREAD`` if the file has objects of other classes and the user trusts it.
         """
         file = target / LAST if target.is_dir() else target
         main: Any = None
@@ -129,7 +129,7 @@ class ShardedRestoring:
         def read() -> str:
             nonlocal main
             if not file.is_file():
-                return ""  # Lightning says so
+                return ""  # Lightning raises for it
             try:
                 saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             except Exception as error:
@@ -154,7 +154,7 @@ class ShardedRestoring:
         )
 
     def _read_and_compare(self, main: Any, target: Path) -> list[Tree]:
-        """Return what this rank resumes from; raise on all ranks if one cannot read it."""
+        """Return the state for this rank; raise on all ranks if one cannot read its own."""
         target = target.resolve()
         found: list[Tree] = []
 
@@ -176,7 +176,7 @@ class ShardedRestoring:
         return found
 
     def _begin_at_zero(self, main: Any, target: Path) -> None:
-        """Begin as a run that has no errors yet, from the saved step on."""
+        """Reset errors and controller, and continue from the saved step."""
         self._say_why_none(main, target)
         step = main.get("step", 0) if isinstance(main, dict) else 0
         self.host.local_workers.first.reset(step if isinstance(step, int) else 0)
@@ -184,13 +184,13 @@ class ShardedRestoring:
             self.host.control_loop.begin_anew()
 
     def _say_why_none(self, main: Any, target: Path) -> None:
-        """Warn, or log, why errors begin at zero."""
+        """Warn why errors begin at zero."""
         if self.off or self.host.global_rank != 0:
             return
         if main is not None and SHARDED not in main:
             warnings.warn(
-                f"{target} holds errors of workers whose parameters were whole, which cannot be "
-                f"shared out among ranks yet: errors begin at zero.",
+                f"{target} holds errors of workers with unsharded parameters, which cannot be "
+                f"distributed among ranks yet: errors begin at zero.",
                 stacklevel=3,
             )
         elif main is not None:
@@ -212,7 +212,7 @@ class ShardedRestoring:
             raise ValueError(f"it has {len(main['files'])} files of {replicas * shards} ranks")
 
     def _read(self, main: Tree, folder: Path) -> Tree:
-        """Return what this rank resumes from, file by file: other ranks' may be large."""
+        """Return the state for this rank; read one file at a time, as they may be large."""
         (replicas, shards), (now, pieces) = main["mesh"], self.host.mesh_shape
         rank, shard = self.host.global_rank, self.host.local_workers.shard
         written = 1 if main["mode"] == "mean" else replicas
@@ -240,30 +240,30 @@ class ShardedRestoring:
             state = files[rank]
         else:
             state = self._shared(files, (replicas, shards))
-        # Keep the names of errors that match no parameter: a warning says them.
+        # Keep the names of errors that match no parameter, for the warning.
         fit = {p: t for p, t in found.items() if p[0] == "memory" or not t.is_meta}
         put_back(state["averaged"], fit)
         return state
 
     def _shared(self, files: Mapping[int, Tree], mesh: tuple[int, int]) -> Tree:
-        """Return what this rank has of the state of ranks on another mesh."""
+        """Return this rank's share of the state that another mesh's ranks have saved."""
         (replicas, shards), (_, pieces) = mesh, self.host.mesh_shape
         rank, shard = self.host.global_rank, self.host.local_workers.shard
         averaged = average([files[each]["averaged"] for each in range(replicas * shards)])
-        if shards == pieces:  # all replicas have the same, of a shard
+        if shards == pieces:  # all replicas have the same state of a shard
             return {"averaged": averaged, "compressor": files[shard]["compressor"]}
         if "turn" in averaged:
             averaged["turn"] = _shared_out(averaged["turn"], shards / pieces)
         if any(file["compressor"] for file in files.values()) and rank == 0:
             warnings.warn(
-                f"Resumed on {pieces} shards, saved on {shards}: the compressor's own state is of "
-                f"shards and begins anew; errors are kept.",
+                f"Resumed on {pieces} shards, saved on {shards}: errors are kept, but the "
+                f"compressor's own state is reset, because it belongs to the saved shards.",
                 stacklevel=2,
             )
         return {"averaged": averaged, "compressor": {}}
 
     def _file(self, main: Tree, folder: Path, rank: int) -> Tree:
-        """Return a rank's file, checked except for its tensors, which stay on the disk."""
+        """Return a rank's file, checked except for its tensors, which stay on disk."""
         replicas, shards = main["mesh"]
         path = file_of(folder, rank, replicas * shards)
         if not path.is_file():
@@ -292,7 +292,7 @@ class ShardedRestoring:
 
 
 def _add(assembly: Assembly, parts: Tree, tensors: Any, replica: int, saved: int) -> None:
-    """Add the parts that a file holds, each of which is checked when it is loaded."""
+    """Add the parts in a file; check each part when it is loaded."""
     for key, about in parts.items():
         part = Part(*(tuple(about[name]) for name in Part._fields))
 
@@ -308,7 +308,10 @@ def _add(assembly: Assembly, parts: Tree, tensors: Any, replica: int, saved: int
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Say in an exception which file cannot be used; torch has many for a damaged one."""
+    """Turn any exception of the block into a ValueError that names the file.
+
+    torch raises many classes for a damaged file.
+    """
     try:
         yield
     except Exception as error:
@@ -317,7 +320,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _shared_out(sums: Tree, share: float, leave: Iterable[str] = (_SINCE_EPOCH,)) -> Tree:
-    """Return sums over elements for ranks that have ``share`` times as many."""
+    """Scale sums over elements to ranks with ``share`` times as many elements."""
     out: Tree = {}
     for name, value in sums.items():
         if isinstance(value, dict):

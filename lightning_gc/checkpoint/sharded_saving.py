@@ -1,4 +1,4 @@
-"""Sharded saving: error state of replicas in shards, in a folder with a file per rank."""
+"""Save error state of a sharded model in a folder with one file per rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from lightning_gc.sharded.sharded_workers import ShardedWorkers
 from lightning_gc.transports.distributed import broadcast_text
 
 FORMAT = 2
-"""Format 1 has tensors in a distributed checkpoint of torch's, without checksums."""
+"""Format 1 has tensors in a distributed checkpoint of torch, without checksums."""
 SHARDED = "sharded"
 TENSORS = "tensors"
 _MESH = Leaf(
@@ -64,7 +64,7 @@ MAIN = Record(
         CHECKSUM: TEXT,
     }
 )
-"""What lies under ``"lightning_gc"`` in a checkpoint of a model in shards."""
+"""Structure of ``"lightning_gc"`` in a checkpoint of a sharded model."""
 FILE: dict[str, Structure] = {
     SHARDED: COUNT,
     "rank": WHOLE,
@@ -73,14 +73,14 @@ FILE: dict[str, Structure] = {
     CHECKSUM: TEXT,
 }
 FILE_SINCE_2: dict[str, Structure] = {"parts": Each(PART)}
-"""Beside it lie the tensors themselves, ``TENSORS``, each with a checksum of its own in its part.
+"""The parts of ``TENSORS``, the file's last entry; each part has its tensor's checksum.
 
-So a rank that needs some of another rank's tensors reads and checks no others.
+A rank that needs some of another rank's tensors reads and checks only these.
 """
 
 
 class ShardedHost(Host):
-    """Attributes of a Lightning strategy for models in shards that saving and restoring use."""
+    """Attributes of a Lightning strategy for sharded models that saving and restoring use."""
 
     local_workers: ShardedWorkers
     distributed_form: bool  # a checkpoint is a folder
@@ -92,37 +92,38 @@ class ShardedHost(Host):
 
 
 def folder_of(path: Path, stem: str) -> Path:
-    """Return the folder of a checkpoint's error state.
-
-    Within the checkpoint, if that is a folder, so that both are moved together; else beside it.
-    """
+    """Return the folder of one save's error state, in ``state_folder``."""
     return state_folder(path) / stem
 
 
 def state_folder(path: Path) -> Path:
-    """Return the folder with the error state of all saves of a checkpoint."""
+    """Return the folder with the error state of all saves of a checkpoint.
+
+    It is inside a checkpoint that is a folder, so that both are moved together. Otherwise it is
+    next to the checkpoint.
+    """
     return (path if path.is_dir() else path.parent) / side_files.FOLDER
 
 
 def file_of(folder: Path, rank: int, ranks: int) -> Path:
-    """Return the file of what is one rank's alone."""
+    """Return the path of one rank's file."""
     return folder / f"rank{rank}of{ranks}.pt"
 
 
 @dataclass
 class ShardedSaving:
-    """Saves the engine, controller and other state of every rank (``Workers.kept``).
+    """Save the engine, controller and other state of every rank (``Workers.kept``).
 
-    A checkpoint gets, under ``"lightning_gc"``, what is equal on all ranks. Each rank writes a file
-    of its own, ``{"sharded", "rank", "run", "stem", "averaged", "compressor", "parts", "sha256",
-    "tensors"}``: ``"tensors"`` are its parts of tensors in the shape of parameters, which any mesh
+    The checkpoint gets the state that is equal on all ranks, under ``"lightning_gc"``. Each rank
+    writes its own file: ``{"sharded", "rank", "run", "stem", "averaged", "compressor", "parts",
+    "sha256", "tensors"}``. ``"tensors"`` are its parts of parameter-shaped tensors, which any mesh
     can read. The files are in a new folder (``folder_of``), which is complete before the checkpoint
-    that names it is written. If the checkpoint is a folder too, checksums of its files follow.
+    that names it is written. If the checkpoint is a folder too, its files' checksums follow.
 
     Args:
         host: the strategy.
-        mode: as ``CompressedHSDPStrategy(state=...)``.
-        dtype: of errors in files; in use they are float32.
+        mode: as in ``CompressedHSDPStrategy(state=...)``.
+        dtype: dtype of errors in files. In use they are float32.
     """
 
     host: ShardedHost
@@ -131,7 +132,7 @@ class ShardedSaving:
     _saves: int = 0
 
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
-        """Write the error state of a full checkpoint, then, by ``write``, the checkpoint itself."""
+        """Write the error state of a full checkpoint, then the checkpoint by ``write``."""
         host = self.host
         target = Path(broadcast_text(os.fspath(path), host.root_device))
         engines = host.local_workers.engines
@@ -143,7 +144,7 @@ class ShardedSaving:
             if full:
                 record_files(host, target, folder_of(target, stem))
         elif host.global_rank == 0:
-            # Other ranks go by the path that rank 0 broadcasts.
+            # Other ranks use the path that rank 0 broadcasts.
             write_atomically(target, write, host.checkpoint_io.remove_checkpoint)
         else:
             write(target)
@@ -151,9 +152,9 @@ class ShardedSaving:
             remove(target, keep=stem)
 
     def _withdraw(self, target: Path) -> None:
-        """Make an old checkpoint of that name none, before its files are overwritten one by one.
+        """Invalidate an old checkpoint of that name before its files are overwritten one by one.
 
-        A kill could leave new weights beside its old counters. Lightning writes that file last.
+        A kill could otherwise leave new weights with old counters. Lightning writes ``LAST`` last.
         """
         if self.host.global_rank == 0:
             (target / LAST).unlink(missing_ok=True)
@@ -182,7 +183,7 @@ class ShardedSaving:
             "turn": turn,
             "files": [],
         }
-        if not main["torn"]:  # else errors are neither those before nor after a round
+        if not main["torn"]:  # within a round errors are neither the old nor the new ones
             main["files"] = self._write(main, target)
         checkpoint[KEY] = with_checksum(main)
         return stem
@@ -231,7 +232,7 @@ class ShardedSaving:
         return [checksums[rank] for rank in range(host.world_size)]
 
     def _averaged(self) -> Tree:
-        """Return what may be averaged over replicas; errors on the device on which they are."""
+        """Return the state that may be averaged over replicas; errors stay on their device."""
         workers = self.host.local_workers
         named = workers.first.buffers.named
         buffers = workers.first.memory.buffers if named else ()
@@ -244,20 +245,20 @@ class ShardedSaving:
 
     @staticmethod
     def _of(kept: Any, buffer: str, local: Tensor) -> Tensor:
-        """Return what is kept; of an empty shard that is nothing."""
+        """Return a parameter's buffer, or zeros where nothing is kept, as for an empty shard."""
         if buffer in kept:
             found: Tensor = kept[buffer].detach()
             return found
         return torch.zeros_like(local, dtype=torch.float32).detach()
 
     def remove(self, path: Any) -> None:
-        """Remove the error state of a checkpoint that is gone."""
+        """Remove the error state of a checkpoint that has been removed."""
         if self.host.global_rank == 0:
             remove(Path(path))
 
 
 def remove(path: Path, keep: str = "") -> None:
-    """Remove folders of a checkpoint's error state, except that of the stem ``keep``."""
+    """Remove the folders of a checkpoint's error state, except the folder ``keep``."""
     parent = state_folder(path)
     if not parent.is_dir():
         return

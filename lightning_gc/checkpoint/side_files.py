@@ -1,4 +1,4 @@
-"""Side files: each worker's error state in a file beside the checkpoint; paths, read, remove."""
+"""Name, read, write and remove side files: each worker's error state next to the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from typing import Any
 import torch
 from fsspec.core import url_to_fs
 
-# A folder, because Lightning takes files beside a checkpoint for checkpoints, by their names.
+# A folder, because Lightning takes files next to a checkpoint for checkpoints, by their names.
 FOLDER = "lightning_gc_state"
 _NAME = re.compile(r"(?P<stem>(?P<base>.+)-step(?P<step>\d+).*)-worker(\d+)of(?P<workers>\d+)\.pt")
-_OWNED = re.compile(r"(?P<base>.+)-step\d+.*")  # the last "-step" is ours: a save's name has none
+_OWNED = re.compile(r"(?P<base>.+)-step\d+.*")  # greedy: our "-step" is the last one
 
 
 def stem_of(checkpoint: Any, step: int, save: str) -> str:
     """Return the prefix of the names of a checkpoint's side files.
 
-    With the step, to be read, and the name of this save, ``save``: a checkpoint saved again under
-    its old name must leave the old side files intact until all the new files are complete.
+    It has the step, for ``checkpoint_before``, and ``save``, a name for this save: a checkpoint
+    saved again under its old name leaves the old side files intact until the new ones are complete.
     """
     return f"{_split(checkpoint)[1]}-step{step}-{save}"
 
 
 def belongs_to(checkpoint: Any, name: str) -> bool:
-    """Return whether a file or folder of error state, or a part of one, is of this checkpoint."""
+    """Return whether a file or folder of error state belongs to this checkpoint, by its name."""
     match = _OWNED.fullmatch(name)
     return match is not None and match["base"] == _split(checkpoint)[1]
 
 
 def path_of(checkpoint: Any, stem: str, worker: int, workers: int) -> str:
-    """Return the path of one worker's side file; beside its target, if the checkpoint is a link."""
+    """Return the path of one worker's side file; a link's side files are next to its target."""
     folder, _ = _split(_target(checkpoint))
     return posixpath.join(folder, FOLDER, f"{stem}-worker{worker}of{workers}.pt")
 
 
 def part_of(path: str) -> str:
-    """Return where a local checkpoint or side file is written before it gets its name.
+    """Return the temporary path of a local checkpoint or side file while it is written.
 
-    In the folder of side files: Lightning would take it for a checkpoint.
+    It is in the folder of side files, because Lightning would take it for a checkpoint elsewhere.
     """
     return os.path.join(_folder(path), f"{os.path.basename(path)}.part")
 
@@ -64,7 +64,7 @@ def read(path: str, checkpoint_io: Any) -> Any:
     """
     inner = checkpoint_io
     while getattr(inner, "checkpoint_io", None) is not None:
-        inner = inner.checkpoint_io  # unwrap, such as an asynchronous one
+        inner = inner.checkpoint_io  # unwrap wrappers such as AsyncCheckpointIO
     safely = "weights_only" in inspect.signature(inner.load_checkpoint).parameters
     try:
         if safely:
@@ -77,14 +77,14 @@ def read(path: str, checkpoint_io: Any) -> Any:
 
 
 def in_short(error: Exception) -> str:
-    """Return an exception's class and first sentence; torch's next ones advise what is unsafe."""
+    """Return an exception's class and first sentence; torch's later ones give unsafe advice."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. ')[0]}"
 
 
 def checkpoint_before(checkpoint: Any, step: int) -> str | None:
-    """Return the checkpoint in the same folder with the highest step, up to ``step``.
+    """Return the other checkpoint in the same folder with the highest step up to ``step``.
 
-    Only one that has the side files of all its workers; None if there is none.
+    Consider only checkpoints with the side files of all their workers. Return None if none exists.
     """
     folder, own = _split(_target(checkpoint))
     fs, inner = url_to_fs(posixpath.join(folder, FOLDER))
@@ -103,9 +103,9 @@ def checkpoint_before(checkpoint: Any, step: int) -> str | None:
 
 
 def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
-    """Remove a checkpoint's side files of all workers, except those of stems in ``keep``.
+    """Remove all workers' side files of a checkpoint, except files with a stem in ``keep``.
 
-    Several workers may do so at once.
+    Several workers may call this at once.
     """
     folder, _ = _split(checkpoint)
     fs, inner = url_to_fs(posixpath.join(folder, FOLDER))
@@ -122,14 +122,14 @@ def remove(checkpoint: Any, keep: Iterable[str] = ()) -> None:
 
 
 def tidy(checkpoint: Any) -> None:
-    """Remove the folder beside a checkpoint if it is empty."""
+    """Remove a checkpoint's folder of side files if it is empty."""
     fs, inner = url_to_fs(_folder(checkpoint))
     with contextlib.suppress(OSError):  # removed already, or not empty
         fs.rmdir(inner)
 
 
 def _target(checkpoint: Any) -> str:
-    """Return where a link, such as last.ckpt, points to; any other path as it is."""
+    """Return the target of a link, such as last.ckpt; return any other path unchanged."""
     path: str = os.fspath(checkpoint)
     return os.path.realpath(path) if os.path.islink(path) else path
 
@@ -152,12 +152,14 @@ def _split(checkpoint: Any) -> tuple[str, str]:
 def write_atomically(
     where: Any, write: Callable[[Any], None], remove: Callable[[Any], None]
 ) -> None:
-    """Write the file ``where`` by ``write``; directly behind a URL, where there is no rename.
+    """Write the file ``where`` by ``write`` under a temporary name, then rename it.
+
+    A URL is written directly, because remote stores have no rename.
 
     Args:
-        where: the target; its folder need not exist.
-        write: writes the file at the path that it is given, as a CheckpointIO does.
-        remove: removes what ``write`` has written, if that is nowhere in this file system.
+        where: path of the file. Its folder need not exist.
+        write: writes a file at a given path, as a CheckpointIO does.
+        remove: removes the temporary file of a CheckpointIO that uses another store.
     """
     target = os.fspath(where)
     if "://" in target or os.path.isdir(target):
@@ -172,7 +174,7 @@ def write_atomically(
             _flush(part)
             os.replace(part, target)
             _flush(os.path.dirname(target) or os.curdir)
-        else:  # a CheckpointIO that stores elsewhere
+        else:  # a CheckpointIO with another store
             write(where)
             remove(part)
     finally:
@@ -182,10 +184,10 @@ def write_atomically(
 
 
 class AtomicIO:
-    """A CheckpointIO that writes atomically by another; for the inside of asynchronous ones.
+    """Make another CheckpointIO write atomically; goes inside asynchronous CheckpointIOs.
 
     Args:
-        checkpoint_io: writes, reads and removes.
+        checkpoint_io: writes, reads and removes the files.
     """
 
     def __init__(self, checkpoint_io: Any) -> None:
@@ -197,7 +199,7 @@ class AtomicIO:
 
         try:
             write_atomically(path, write, self.remove_checkpoint)
-        except Exception as error:  # raised later, when another file is written
+        except Exception as error:  # an asynchronous CheckpointIO raises this at a later save
             raise RuntimeError(
                 f"{os.fspath(path)} could not be written: {type(error).__name__}: {error}"
             ) from error
@@ -213,28 +215,28 @@ class AtomicIO:
 
 
 def wraps(checkpoint_io: Any) -> bool:
-    """Return whether the CheckpointIO wraps another, and so may write in a thread."""
+    """Return whether the CheckpointIO wraps another and so may write in a thread."""
     return hasattr(checkpoint_io, "checkpoint_io")
 
 
 def make_atomic(checkpoint_io: Any) -> None:
-    """Let the innermost of CheckpointIOs that wrap each other write atomically.
+    """Make the innermost of nested CheckpointIOs write atomically.
 
-    Only that one knows when a file has been written.
+    Only the innermost one knows when a file has been written.
     """
     outer: Any = None
     inner = checkpoint_io
     while wraps(inner) and not isinstance(inner, AtomicIO):
         outer, inner = inner, inner.checkpoint_io
     if hasattr(outer, "_checkpoint_io") and not isinstance(inner, AtomicIO):
-        outer._checkpoint_io = AtomicIO(inner)  # Lightning's setter takes none after the first
+        outer._checkpoint_io = AtomicIO(inner)  # Lightning's setter refuses a second value
 
 
 def _flush(path: str) -> None:
-    """Flush a file, or a folder's names, to the disk, if its file system can."""
+    """Flush a file, or a folder's entries, to disk, if the file system supports it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # a folder, where folders cannot be opened
+    except OSError:  # a system that cannot open folders
         return
     try:
         os.fsync(descriptor)

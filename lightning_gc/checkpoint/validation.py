@@ -1,4 +1,4 @@
-"""Validation: refuse a checkpoint's part or a side file that is damaged, malformed or foreign."""
+"""Refuse damaged, malformed or foreign error state in checkpoints and side files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.exchange.workers import Workers
 
 FORMAT = 2
-"""Format 1 has no checksums, and nothing of what is called ``_SINCE_2`` here."""
+"""Format 1 has no checksums and none of the entries in ``_MAIN_SINCE_2`` and ``_SIDE_SINCE_2``."""
 
 _MODE = Leaf("'full' or 'mean'", lambda v: v in ("full", "mean"))
 FILE_NAME = Leaf(
@@ -44,7 +44,7 @@ SHARED: dict[str, Structure] = {
     "learning_rates": ENGINE_STATE["learning_rates"],
     "turn": Optional(CONTROL_STATE),
 }
-"""What checkpoints have of workers in one process, and of those that are shared out."""
+"""Entries that checkpoints of unsharded and of sharded models have in common."""
 _MAIN = {"format": WHOLE, "workers": COUNT, "stem": FILE_NAME} | SHARED
 _MAIN_SINCE_2: dict[str, Structure] = {
     "run": TEXT,
@@ -64,12 +64,12 @@ _SIDE_SINCE_2: dict[str, Structure] = {
 def check_main(
     main: Any, kept: Mapping[str, Structure], common: Mapping[str, Structure] | None = None
 ) -> None:
-    """Raise ValueError if a checkpoint's part is not one of ours, whole and unchanged.
+    """Raise ValueError if our part of a checkpoint is incomplete, changed or malformed.
 
     Args:
-        main: what lies under ``"lightning_gc"`` in the checkpoint.
-        kept: name -> structure of workers' state besides the engine's, as far as it is known here.
-        common: the same of what is equal on all workers.
+        main: value of ``"lightning_gc"`` in the checkpoint.
+        kept: name -> structure of each worker's state besides the engine's, as known in this run.
+        common: name -> structure of the state that is equal on all workers.
     """
     format_ = _format_of(main)
     if format_ > FORMAT:
@@ -96,14 +96,14 @@ def check_side_file(
     kept: Mapping[str, Structure],
     alone: Mapping[str, Structure] | None = None,
 ) -> None:
-    """Raise ValueError if a side file is not, unchanged, the one that a checkpoint has of a worker.
+    """Raise ValueError if a side file is changed, or belongs to another checkpoint or worker.
 
     Args:
         own: the file's content.
-        main: the checkpoint's part, checked.
-        worker: whose file it must be.
+        main: our part of the checkpoint, checked.
+        worker: index of the worker that the file must belong to.
         kept: as for ``check_main``.
-        alone: the same of what belongs to a worker alone.
+        alone: name -> structure of the state that is not averaged over workers.
     """
     if _format_of(own) != main["format"]:
         raise ValueError(f"it has format {own['format']}, but its checkpoint {main['format']}")
@@ -124,14 +124,14 @@ def check_side_file(
 
 
 def check_declared(own: Tree, main: Tree, workers: Workers) -> None:
-    """Raise ValueError for levels, or state of a compressor, that this run's does not declare.
+    """Raise ValueError for levels or compressor state that this run's compressor does not declare.
 
-    Another compressor's are not used, nor is the state of parameters whose shape has changed.
+    Ignore the state of another compressor and of parameters that have another shape now.
 
     Args:
-        own: a side file's content, or the checkpoint's part itself; checked.
-        main: the checkpoint's part, checked.
-        workers: of this process.
+        own: a side file's content, or our part of the checkpoint; checked.
+        main: our part of the checkpoint, checked.
+        workers: the workers of this process.
     """
     if main["configuration"]["compressor"] != repr(workers.configuration.compressor):
         return
@@ -155,15 +155,15 @@ def _format_of(state: Any) -> int:
 def _own(kept: Mapping[str, Structure]) -> dict[str, Structure]:
     """Return the structure of one worker's state, or of the workers' mean."""
     memory = {"memory": ENGINE_STATE["memory"]}
-    # What is not known here, such as the totals of a monitor that is gone, is not used either.
+    # Unknown entries, such as the totals of a monitor that this run lacks, are ignored.
     averaged = Record(memory, maybe=kept, others=ANYTHING)
     return {"averaged": averaged, "compressor": ENGINE_STATE["compressor"]}
 
 
 def _check_shapes(own: Tree, main: Tree) -> None:
-    """Raise ValueError if errors have not the names and shapes that the checkpoint says.
+    """Raise ValueError if errors differ in names or shapes from the checkpoint's record.
 
-    There may be none: of a worker that has just resumed without its own.
+    A worker that has just resumed without its side file has no errors, which is allowed.
     """
     memory = own["averaged"]["memory"]
     if not memory or "shapes" not in main:

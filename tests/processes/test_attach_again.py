@@ -65,7 +65,7 @@ def rolled_back(worker: int) -> None:
     other = Loop(worker, TopK(0.05), controller=Accordion(low=0.5, high=0.1, interval=1))
     fixed.handle.begin_epoch(0)
     fixed.run(0, 3)
-    with pytest.warns(UserWarning, match=r"Controller Fixed.* is now Accordion.*: it begins anew"):
+    with pytest.warns(UserWarning, match=r"Fixed.* is now Accordion.*: its state is reset"):
         other.handle.load_state_dict(fixed.handle.state_dict())
     other.handle.begin_epoch(1, {"loss": 1.0}, max_epochs=2)
     assert set(other.handle.levels.values()) <= {0.5, 0.1}

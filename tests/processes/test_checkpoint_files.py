@@ -206,7 +206,7 @@ def test_another_compressor_keeps_the_errors(tmp_path: Path) -> None:
     )
     assert "QSGD(bits=4" in sentence
     assert "errors are kept" in sentence
-    assert "Controller Fixed(level=0.1) is now None: it begins anew." in sentence
+    assert "Controller Fixed(level=0.1) is now None: its state is reset." in sentence
     assert results[0][0]["controller"] is None
 
 
@@ -232,7 +232,7 @@ def test_a_lost_side_file_of_what_must_be_equal_on_all_workers(tmp_path: Path) -
 
 @pytest.mark.parametrize("memory", [EF21(), pytest.param(DIANA(), marks=late)], ids=repr)
 def test_a_lost_side_file_of_a_memory_that_all_have_alike(tmp_path: Path, memory: Memory) -> None:
-    """An estimate that one worker has lost begins anew on all: their means would differ."""
+    """An estimate that one worker has lost is reset on all: their means would differ."""
     compressor = QSGD(4) if isinstance(memory, DIANA) else TOPK
     common: dict[str, Any] = {"compressor": compressor, "memory": memory}
     run(2, tmp_path / "a", 1, **common)
@@ -241,7 +241,7 @@ def test_a_lost_side_file_of_a_memory_that_all_have_alike(tmp_path: Path, memory
     options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
     (one, (sentence,)), (other, _) = run_in_processes(warned, 2, 2, options)
     assert one["digest"] == other["digest"]
-    assert f"{type(memory).__name__} keeps what must be equal on all" in sentence
+    assert f"{type(memory).__name__} keeps buffers that must be equal on all" in sentence
 
 
 def test_a_lost_side_file_counts_as_zeros(tmp_path: Path) -> None:

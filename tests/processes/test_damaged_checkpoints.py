@@ -187,7 +187,9 @@ def test_the_checkpoint_before_is_named(saved: Path, path: Path) -> None:
     earlier = [save(path.parent, f"step={step}.ckpt", step=step) for step in (1, 2, 4)]
     file = files_of(path)[0]
     put(files_of(path)[1], file)
-    assert_refused(path, file, f"resume from {re.escape(str(earlier[1]))}, which is the one before")
+    assert_refused(
+        path, file, f"resume from the checkpoint before it, {re.escape(str(earlier[1]))}"
+    )
     files_of(earlier[1])[1].unlink()
     assert_refused(path, file, re.escape(str(earlier[0])))
     earlier[0].unlink()

@@ -238,7 +238,7 @@ def unusable(worker: int, folder: str) -> list[str]:
     other = FabricLoop(package, worker, QSGD(4), None)
     say(lambda: other.fabric.load(path, {"model": other.model}))
     late = nn.Linear(16, 4)
-    with pytest.warns(UserWarning, match="call fabric.load after fabric.setup"):
+    with pytest.warns(UserWarning, match="Call fabric.load after fabric.setup"):
         other.fabric.load(path, {"other": late}, strict=False)
     (own,) = Path(folder).rglob(f"*-worker{worker}of2.pt")
     loop.fabric.barrier()
@@ -274,7 +274,7 @@ def test_what_cannot_be_restored_is_a_sentence_on_all_workers(tmp_path: Path) ->
         assert "move it together with the checkpoint" in gone
         assert none == "{}"
         assert "set up both together: fabric.setup(model, optimizer)" in rates
-        assert "it has the errors of 3 workers, and here are 2" in three
+        assert "it has the errors of 3 workers, but this run has 2" in three
         assert "state='off'" in three
 
 

@@ -229,5 +229,5 @@ def other_strategies(worker: int, folder: str) -> list[str]:
 def test_errors_of_gradients_are_not_errors_of_weights(tmp_path: Path) -> None:
     said, _ = run_in_processes(other_strategies, WORKERS, str(tmp_path))
     assert len(said) == 2
-    assert "they are of gradients, and now weights are exchanged" in said[0]
-    assert "they are of weights, and now gradients are exchanged" in said[1]
+    assert "they belong to gradients, but this run exchanges weights" in said[0]
+    assert "they belong to weights, but this run exchanges gradients" in said[1]

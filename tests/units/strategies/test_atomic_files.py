@@ -130,7 +130,7 @@ def test_what_stores_elsewhere_gets_the_path_itself(tmp_path: Path) -> None:
 
 def test_side_files_elsewhere_are_refused_when_they_are_saved(tmp_path: Path) -> None:
     """A resume would not find them, and take errors of zero."""
-    with pytest.raises(RuntimeError, match=r"Elsewhere has not written it there.*state='mean'"):
+    with pytest.raises(RuntimeError, match=r"Elsewhere has not written the file.*state='mean'"):
         save(tmp_path, checkpoint_io=Elsewhere())
     io = Elsewhere()
     save(tmp_path, checkpoint_io=io, state="mean")

@@ -29,10 +29,10 @@ def test_another_model_is_told_parameter_by_parameter() -> None:
     found = changes(SAME, SAME, own(a=(2, 3), b=(5,), c=(1,)), {**SHAPES, "d": (2,)})
     assert set(found.memory) == {"a"}
     assert found.sentences == [
-        "Parameters no longer there, their errors are dropped: c.",
+        "Parameters removed, their errors are dropped: c.",
         "Parameters of another shape, their errors begin at zero: b.",
         "Parameters new, their errors begin at zero: d.",
-        "Errors are kept of: a.",
+        "Parameters that keep errors: a.",
     ]
 
 
@@ -50,9 +50,9 @@ def test_errors_are_not_said_to_be_kept_and_dropped() -> None:
     """A new compressor brings its default memory, which may keep other buffers, or none."""
     other = {"compressor": "QSGD(bits=4)", "memory": "NoMemory()", "controller": "None"}
     assert changes(SAME, other, own(**SHAPES), SHAPES, ()).sentences == [
-        "Compressor TopK(density=0.1) is now QSGD(bits=4): its own state begins anew.",
-        "Memory Residual() is now NoMemory(): error is dropped. To go on with what is unsent, give "
-        "a memory that keeps it, such as Residual().",
+        "Compressor TopK(density=0.1) is now QSGD(bits=4): its own state is reset.",
+        "Memory Residual() is now NoMemory(): error is dropped. To keep the errors, give a memory "
+        "with an error buffer, such as Residual().",
     ]
     momentum = {**other, "memory": "MomentumCorrection()"}
     buffers = ("error", "velocity")

@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda c: setattr(_place(c), "relative_path", "__7_0.distcp"),
         "__7_0.distcp, which is missing",
     ),
-    "bytes behind the end": (lambda c: setattr(_place(c), "length", 1 << 40), "bytes, or more"),
+    "bytes behind the end": (lambda c: setattr(_place(c), "length", 1 << 40), "which has fewer"),
     "a negative offset": (lambda c: setattr(_place(c), "offset", -1), "offset is -1"),
     "a part outside": (
         lambda c: setattr(c.state_dict_metadata["weight"].chunks[0], "offsets", torch.Size((1, 0))),
@@ -87,7 +87,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda c: setattr(c.state_dict_metadata["weight"], "size", torch.Size((6, 4))),
         "not have all parts",
     ),
-    "parts without place": (lambda c: c.storage_data.clear(), "no metadata"),
+    "parts without place": (
+        lambda c: c.storage_data.clear(),
+        "is not a distributed checkpoint's metadata",
+    ),
     "another class": (lambda c: setattr(c, "planner_data", print), "names builtins.print"),
     "another class of torch's": (
         lambda c: setattr(c, "planner_data", torch.nn.Linear),
