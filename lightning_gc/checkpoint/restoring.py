@@ -103,7 +103,7 @@ class Restoring:
             memory = self.host.local_workers.configuration.memory
             if memory.common and self.host.global_rank == 0:
                 warnings.warn(
-                    f"Errors of all workers begin at zero: a worker's side file is missing, and "
+                    f"Error state of all workers is reset: a worker's side file is missing, and "
                     f"{type(memory).__name__} keeps buffers that must be equal on all workers.",
                     stacklevel=2,
                 )
