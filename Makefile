@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test check docs docs-tables tests faults soak gpu-check matrix release \
+.PHONY: help demo vision tune-demo test quick check docs docs-tables tests faults soak gpu-check matrix release \
 	catalogue bench-bytes bench-controllers bench-network bench-advice bench-scaling clean
 
 help: ## what can be made
@@ -29,6 +29,13 @@ tune-demo: $(VENV)/.tune ## tune five methods by a study each, compare them fair
 test: $(VENV)/.test ## everything that CI runs; the first two keep one core busy each
 	@$(MAKE) --no-print-directory -j 2 -O check docs
 	@$(MAKE) --no-print-directory tests
+
+# Without processes, without the laws of every method, and without two files that start Python again
+# and again. `tests/structure/test_for_contributors.py` holds the list to what docs/architecture.md says.
+QUICK := tests/units tests/structure --ignore tests/structure/test_new_compressor.py \
+	--ignore tests/units/strategies/test_two_lightning_packages.py
+quick: check ## check, then the tests of modules and of the sources, without processes (90 s): ARGS="-k topk"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not processes and not nightly" $(QUICK) $(ARGS)
 
 check: $(VENV)/.test ## linter, formatter, types, import arrows
 	$(BIN)/ruff check .

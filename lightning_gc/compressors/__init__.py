@@ -1,4 +1,4 @@
-"""Compressors: the compression methods, one file each. A new one needs one import line here."""
+"""Collect the compressors, one method per file. A new method needs one import line here."""
 
 from lightning_gc.compressors.base import BatchedCollective as BatchedCollective
 from lightning_gc.compressors.base import Codec as Codec
@@ -98,9 +98,9 @@ from lightning_gc.core.search_space import Choice as Choice
 from lightning_gc.core.search_space import Range as Range
 
 COMPRESSORS = _concrete(globals(), Compressor)
-"""``{name: class}`` of all compressors that have a name; wrappers need an inner one."""
+"""``{name: class}`` of all compressors with default settings. Wrappers need an inner compressor."""
 
 ByteCodes, Estimating = Blockwise8Bit, ThresholdEstimator
-"""Their names before."""
+"""Old names of ``Blockwise8Bit`` and ``ThresholdEstimator``."""
 
 _export(globals(), "COMPRESSORS")

@@ -1,4 +1,4 @@
-"""Compressor, Codec and Collective: the base classes of all methods, and the laws they keep."""
+"""Define the base classes Compressor, Codec and Collective, and the laws of their subclasses."""
 
 from __future__ import annotations
 
@@ -24,42 +24,43 @@ Joint = Literal["no", "parts", "shards"]
 
 
 class CodecScheme(Protocol):
-    """What a codec needs of a scheme; see ``lightning_gc.schemes``."""
+    """The interface of a scheme that codecs use; see ``lightning_gc.schemes``."""
 
     @property
     def joint(self) -> Joint:
-        """What may be encoded together."""
+        """Whether parameters may share a payload: not, as parts of a bucket, or as shards."""
 
     @property
     def scatters(self) -> bool:
-        """Whether each worker gets its own shard of the mean."""
+        """Whether each worker gets only its shard of the mean."""
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Exchange what ``codec`` takes out of ``buffer`` and leave the mean in ``out``."""
+        """Exchange the payloads of ``codec`` for ``buffer`` and write their mean to ``out``."""
 
     def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Exchange ``buffer`` as it is and leave the mean in ``out``."""
+        """Exchange ``buffer`` uncompressed and write the mean to ``out``."""
 
 
 class Compressor(Settings, abc.ABC):
-    """A way to exchange a gradient with fewer bytes.
+    """Exchange gradients in fewer bytes.
 
     Subclasses are frozen dataclasses that hold configuration only; state is in ``bucket.state``. A
-    method of one round is a ``Codec``, one with its own rounds a ``Collective``.
+    method with one communication round is a ``Codec``. A method that defines its rounds is a
+    ``Collective``.
     """
 
     @property
     @abc.abstractmethod
     def traits(self) -> Traits:
-        """What this compressor is: a class attribute, or a property where it depends on fields."""
+        """The declared properties: a class attribute, or a property if they depend on fields."""
 
     @abc.abstractmethod
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         """Exchange ``buffer`` with the other workers.
 
-        Afterwards ``out`` is the mean of what all workers sent, the same bits on all; ``buffer`` is
-        what this worker did not send. Both are ``(numel,)``; without a memory they may be one
-        tensor, so ``out`` is written last.
+        Afterwards ``out`` is the mean of all workers' sent parts, with the same bits on all
+        workers. ``buffer`` is the unsent part, the compression error. Both are ``(numel,)``.
+        Without a memory they may be the same tensor, so ``out`` is written last.
         """
 
     @abc.abstractmethod
@@ -68,12 +69,12 @@ class Compressor(Settings, abc.ABC):
 
     @abc.abstractmethod
     def wire(self, numel: int) -> Wire:
-        """Return the tensors that are sent of a tensor of ``numel`` elements."""
+        """Return the wire format of the payload for a tensor of ``numel`` elements."""
 
     def keeps(self, shape: tuple[int, ...]) -> Structure:
-        """Return what ``bucket.state`` has of a tensor of this shape, at any level.
+        """Return the structure of ``bucket.state`` for a tensor of this shape, at any level.
 
-        By default nothing. State that is loaded is held to it before anything changes.
+        The default is no state. Loaded state is checked against the structure before any change.
         """
         return NOTHING
 
@@ -81,14 +82,14 @@ class Compressor(Settings, abc.ABC):
     def waits(self) -> Waits:
         """How often encoding a tensor makes the host wait for an accelerator.
 
-        Of a ``Collective``, a step of one tensor. Messages whose lengths vary wait once more each.
-        Decoders do not wait.
+        For a ``Collective``, the waits of one tensor's step. Each message of varying length adds
+        one wait. Decoders do not wait.
         """
         return Waits()
 
     @property
     def method(self) -> Compressor:
-        """The compressor that does the work: itself, or what a wrapper has inside."""
+        """The innermost compressor: this one, or the one inside a wrapper."""
         return self
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
@@ -96,7 +97,7 @@ class Compressor(Settings, abc.ABC):
         return not self.traits.exact
 
     def compressing_step(self, step: int) -> int:
-        """Return the first step from ``step`` on in which nothing is sent whole on schedule."""
+        """Return the first step from ``step`` on that does not send uncompressed on schedule."""
         return step
 
     def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
@@ -104,31 +105,31 @@ class Compressor(Settings, abc.ABC):
         return self
 
     def for_shards(self, shards: int) -> Compressor:
-        """Return the compressor for tensors that are cut into ``shards`` parts beforehand.
+        """Return the compressor for tensors that are first cut into ``shards`` parts.
 
-        Limits of size are meant for whole tensors.
+        Size limits refer to full tensors, so they must be scaled for shards.
         """
         return self
 
     def joined(self, parts: tuple[Part, ...]) -> Codec | None:
-        """Return a codec of the bucket of ``parts`` that makes one payload of theirs.
+        """Return a codec that encodes all ``parts`` of a bucket in one payload, or None.
 
         Args:
-            parts: ascending; other elements of the bucket are to be left alone.
+            parts: ascending; the codec must not touch other elements of the bucket.
 
         Returns:
-            None if each part has a payload of its own.
+            None if each part needs a separate payload.
         """
         return None
 
     @property
     def knob(self) -> Knob | None:
-        """The one field that a controller turns, or None."""
+        """The field that a controller sets, or None."""
         return self.traits.knob
 
     @property
     def level(self) -> float | None:
-        """The knob's value, or None where there is no knob."""
+        """The knob's value, or None without a knob."""
         return None if self.knob is None else getattr(self, self.knob.field)
 
     def at(self, level: float) -> Self:
@@ -139,35 +140,35 @@ class Compressor(Settings, abc.ABC):
         """
         knob = self.knob
         if knob is None:
-            raise ValueError(f"{self!r} has no knob, so level {level!r} means nothing to it.")
+            raise ValueError(f"{self!r} has no knob, so it cannot be set to level {level!r}.")
         if math.isnan(level):
             raise ValueError(f"{self!r} cannot be set to level nan; give a number.")
         changes: dict[str, Any] = {knob.field: knob.clamp(level)}
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
-        """Return this compressor with levels of their own for some parameters.
+        """Return this compressor with separate levels for some parameters.
 
         Args:
             levels: parameter name -> level; None sends the parameter uncompressed.
             dense: whether all other parameters are sent uncompressed.
 
         Raises:
-            ValueError: it works on whole buckets.
+            ValueError: the compressor works on whole buckets.
         """
         raise ValueError(
-            f"{self!r} works on whole buckets, so parameters cannot have levels of their own "
+            f"{self!r} works on whole buckets, so parameters cannot have separate levels "
             f"({', '.join(levels)}); use PerParameter({self!r})."
         )
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """Return the instances for the contract tests."""
+        """Return instances for the contract tests."""
         return (cls(),)
 
 
 class Part(NamedTuple):
-    """A parameter of a bucket, and what compresses it."""
+    """A parameter of a bucket and its compressor."""
 
     codec: Compressor
     name: str
@@ -176,43 +177,44 @@ class Part(NamedTuple):
 
 
 class Codec(Compressor):
-    """A compressor of one round: ``encode`` here, send, ``decode`` there.
+    """Compress in one round: encode, send, decode.
 
-    Laws, each held by a test of the same number in ``lightning_gc.testing``:
+    Laws, each checked by the test of the same number in ``lightning_gc.testing``:
 
-    1. It takes, and what it does not take stays: ``decode(encode(x)) + x_after == x_before``.
+    1. It conserves: ``decode(encode(x)) + x_after == x_before``.
     2. It adds: ``decode`` accumulates ``scale`` times the payload into ``out``.
-    3. It is what it declares: ``traits``, ``bound`` and ``keeps`` are true of it.
-    4. It has one knob, and ``at(level)`` moves the payload's size in the knob's direction.
-    5. Its payloads are those of ``wire(numel)``.
+    3. It keeps its declarations: ``traits``, ``bound`` and ``keeps`` are true.
+    4. It has one knob, and ``at(level)`` changes the payload's size in the knob's direction.
+    5. Its payloads have the format ``wire(numel)``.
     6. Its randomness is private: from ``bucket.generator`` or ``generator_seed`` only.
-    7. It trusts no bytes: whatever numbers a payload of the right lengths holds, ``decode`` raises
-       ValueError or writes to ``out`` alone, and all workers get the same bits of the same payload.
-       Where raising would mean waiting for a device, what cannot be right makes ``out`` non-finite.
-    8. It recovers: after gradients of any finite size, and after any payloads, results are finite
-       again within a few rounds. (The engine removes what is not finite from errors.) Gradients of
-       up to 1e30 have finite results in every round. Beyond, sums over elements, workers or rounds
-       may leave float32; the mean of that parameter is then not finite on all workers.
+    7. It does not trust bytes. For any numbers in a payload of the right lengths, ``decode`` raises
+       ValueError or writes to ``out`` only. All workers get the same bits from the same payload.
+       If raising would make the host wait, an impossible payload makes ``out`` non-finite.
+    8. It recovers. After gradients of any finite size, and after any payloads, results are finite
+       again within a few rounds. (The engine removes NaN and infinity from errors.) Gradients of up
+       to 1e30 give finite results in every round. Above 1e30, sums over elements, workers or rounds
+       may overflow float32; the parameter's mean is then not finite on all workers.
     """
 
     @abc.abstractmethod
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Move what is sent out of ``buffer``, in place, and return it.
+        """Move the sent part out of ``buffer``, in place, and return it as a payload.
 
         Args:
             buffer: ``(numel,)`` float32 or float64; afterwards it holds the compression error.
-            bucket: names, shape, step and random generators; its ``grad`` is not to be changed.
+            bucket: names, shape, step and random generators; ``encode`` must not change its
+                ``grad``.
 
         Returns:
-            Tensors as ``wire`` declares them, which share no storage with ``buffer``.
+            Tensors in the format of ``wire``. They share no storage with ``buffer``.
         """
 
     @abc.abstractmethod
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        """Add ``scale`` times what ``payload`` stands for to ``out``, ``(numel,)``.
+        """Add ``scale`` times the decoded payload to ``out``, ``(numel,)``.
 
-        Number and lengths of tensors have been checked against ``wire``; lengths that depend on one
-        another, and numbers, have not.
+        The caller has checked the number of tensors and their lengths against ``wire``. ``decode``
+        must check numbers, and lengths that depend on one another.
 
         Raises:
             ValueError: the payload cannot come from this compressor (bytes are not trusted).
@@ -223,11 +225,11 @@ class Codec(Compressor):
         return numel
 
     def taken(self, numel: int) -> int:
-        """Return how many of ``numel`` elements are compressed at all."""
+        """Return how many of ``numel`` elements are compressed, not sent uncompressed."""
         return numel
 
     def send(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Encode, and count what the payload carries. For schemes."""
+        """Encode and add the payload to the tally. For schemes."""
         payload = self.encode(buffer, bucket)
         if bucket.phase == 0:
             # A shard's buffer may be padded beyond its bucket.
@@ -238,17 +240,17 @@ class Codec(Compressor):
     def receive(
         self, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None
     ) -> None:
-        """Check and decode what worker ``sender`` sent, or the mean of all where None.
+        """Check and decode the payload of worker ``sender``, or the mean of all payloads if None.
 
         Raises:
-            ValueError: the payload cannot come from this compressor; it names the sender.
+            ValueError: the payload cannot come from this compressor. The message names the sender.
         """
         with payload_validation.naming(self, bucket, sender):
             payload_validation.fields(payload, wire_of(self, out.numel()))
             self.decode(payload, out, scale, bucket)
 
     def finish(self, out: Tensor, bucket: Bucket) -> None:
-        """Turn the mean of what workers sent into the result, in place. By default it is."""
+        """Turn the mean of the sent parts into the result, in place. By default they are equal."""
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         assert scheme is not None
@@ -258,48 +260,48 @@ class Codec(Compressor):
 
 
 class Collective(Compressor):
-    """A compressor with communication rounds of its own, such as PowerSGD; it takes no scheme.
+    """Compress in several communication rounds, as PowerSGD does, without a scheme.
 
-    Laws, each held by a test of the same number in ``lightning_gc.testing``:
+    Laws, each checked by the test of the same number in ``lightning_gc.testing``:
 
-    1. What ``rounds`` leaves in ``buffer`` is what the worker did not send: the result plus the
-       mean over workers of the errors is the mean of the gradients, if ``traits.conserves``.
+    1. ``rounds`` leaves the unsent part in ``buffer``. With ``traits.conserves``, the result plus
+       the mean error over workers is the mean of the gradients.
     2. All workers end with the same bits, or all raise a ``ReplicaError``.
-    3. It is what it declares: ``traits``, ``bound`` and ``keeps`` are true of it.
-    4. It has one knob, and ``at(level)`` moves the bytes in the knob's direction.
-    5. Its requests have the same shapes on all workers but for tensors with a limit.
+    3. It keeps its declarations: ``traits``, ``bound`` and ``keeps`` are true.
+    4. It has one knob, and ``at(level)`` changes the bytes in the knob's direction.
+    5. Its requests have the same shapes on all workers, except for tensors with a limit.
     6. Its randomness is private: from ``bucket.generator`` or ``generator_seed`` only.
-    7. It trusts no bytes: whatever arrives, it raises ValueError or writes to ``out`` and its own
-       error and state alone.
-    8. It recovers: after gradients of any finite size, and whatever has arrived, state is finite,
-       and results are within a few rounds. (The engine removes what is not finite from errors, but
-       what a method subtracts from them is its own affair: a NaN takes the whole error with it.)
+    7. It does not trust bytes. For any received bytes it raises ValueError, or writes only to
+       ``out``, its error and its state.
+    8. It recovers. After gradients of any finite size and any received bytes, state is finite, and
+       results are finite within a few rounds. The engine removes NaN and infinity from errors. The
+       method must not subtract a NaN from an error, since that destroys the error.
     """
 
     @abc.abstractmethod
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Exchange ``buffer``; as ``flow``."""
+        """Exchange ``buffer`` and write the mean to ``out``, under the contract of ``flow``."""
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         yield from self.rounds(bucket, buffer, out)
 
 
 class BatchedCollective(Collective):
-    """A collective that exchanges tensors of one shape together, by fewer operations.
+    """Exchange tensors of the same shape together, in fewer operations.
 
-    ``PerParameter`` hands it the parameters of a bucket whose shapes and levels are equal, and does
-    not call ``rounds``.
+    ``PerParameter`` calls ``rounds_of_equals`` with all parameters of a bucket that share a shape
+    and level. It does not call ``rounds``.
     """
 
     @abc.abstractmethod
     def rounds_of_equals(
         self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> Flow:
-        """Exchange each buffer; all buckets hold one parameter, of one shape.
+        """Exchange each buffer; each bucket holds one parameter, and all shapes are equal.
 
-        A result is as if it were exchanged alone, up to rounding, and what is not finite in one
-        buffer stays out of the others. Each buffer and its ``out`` may be one tensor. What is kept
-        in ``bucket.state`` shares no memory with others' states, or checkpoints would hold all.
+        A result equals that parameter's result alone, up to rounding. NaN and infinity in one
+        buffer do not reach the others. Each buffer and its ``out`` may be the same tensor. Tensors
+        in ``bucket.state`` share no memory with other states; a checkpoint would save it for each.
         """
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
@@ -307,7 +309,7 @@ class BatchedCollective(Collective):
 
 
 def dense(buffer: Tensor, out: Tensor) -> Flow:
-    """Send everything exactly, in place where possible."""
+    """Send the gradient uncompressed, in place where possible."""
     (mean,) = yield Mean((buffer,))
     if mean.data_ptr() != out.data_ptr():
         out.copy_(mean)
@@ -315,14 +317,14 @@ def dense(buffer: Tensor, out: Tensor) -> Flow:
         buffer.zero_()
 
 
-# Made once, since they are asked for every tensor in every step.
+# Cached, since every tensor needs its format in every step.
 @functools.lru_cache(maxsize=4096)
 def wire_of(codec: Codec, numel: int) -> Wire:
-    """Return ``codec.wire(numel)``."""
+    """Return ``codec.wire(numel)`` from a cache."""
     return codec.wire(numel)
 
 
 @functools.lru_cache(maxsize=4096)
 def limits_of(codec: Codec, numel: int) -> Limits | None:
-    """Return the most elements of each ragged tensor of a payload; None if none is ragged."""
+    """Return the maximal elements per ragged payload tensor; None if all lengths are fixed."""
     return limits(codec.wire(numel))

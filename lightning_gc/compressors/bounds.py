@@ -1,4 +1,4 @@
-"""Bounds on the compression error that a compressor may declare, and that contracts test."""
+"""Define bounds on the compression error, declared by compressors and checked by contract tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Contraction:
 
 @dataclass(frozen=True)
 class AbsoluteError:
-    """The bound ``E‖x − C(x)‖² ≤ v²``, whatever x is."""
+    """The bound ``E‖x − C(x)‖² ≤ v²`` for every x."""
 
     v: float
 
@@ -29,9 +29,9 @@ class AbsoluteError:
 
 @dataclass(frozen=True)
 class Multiple:
-    """The bound ``E‖x − C(x)‖² ≤ omega·‖x‖²`` of a compressor that may be biased; no contraction.
+    """The bound ``E‖x − C(x)‖² ≤ omega·‖x‖²`` of a possibly biased compressor.
 
-    With ``omega > 1`` no convergence with error feedback follows from it.
+    With ``omega > 1`` it does not imply convergence with error feedback.
     """
 
     omega: float
@@ -47,7 +47,7 @@ class Variance(Multiple):
 
 @dataclass(frozen=True)
 class Unbounded:
-    """No bound: what is sent is a direction, whose length says nothing about the gradient's."""
+    """No bound: the sent direction has a length unrelated to the gradient's length."""
 
     def allowed(self, squared_norm: float) -> float:
         return math.inf

@@ -1,4 +1,4 @@
-"""Identity: no compression, through the same path as every compressor."""
+"""Identity: send gradients uncompressed, by the code path of every compressor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning_gc.core.wire import Field, Wire
 
 @dataclass(frozen=True)
 class Identity(Codec):
-    """Send the gradient as it is: ``C(x) = x``. Equals plain DDP.
+    """Send the gradient uncompressed: ``C(x) = x``. Equals plain DDP.
 
-    Under ``AllReduce``, its default, the gradient is reduced in place: no copy, no error state.
+    Under ``AllReduce``, the default, the gradient is reduced in place, without a copy or state.
 
     Example:
         >>> from lightning_gc import Identity

@@ -1,4 +1,4 @@
-"""Properties that a compressor declares: linearity, bias, its level and its hyper-parameters."""
+"""Declare a compressor's properties: linearity, bias, level and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lightning_gc.core.search_space import Choice, Range
 Kind = Literal["dense", "sparsifier", "quantiser", "low rank"]
 
 LEVEL = "level"
-"""What the knob is called in the search space of a compressor that holds the knob's owner."""
+"""Name of the knob in the search space of a wrapper around the compressor with the knob."""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """The one field that a controller turns, Optuna samples and the monitor names.
+    """The field that controls the compression level, for controllers, Optuna and the monitor.
 
     Attributes:
         field: name of the dataclass field.
         low: least sensible value.
         high: greatest sensible value.
         scale: whether steps along the range multiply (``"log"``) or add (``"linear"``).
-        more: what a higher value means: ``"bytes"`` (less compression) or ``"compression"``.
-        integer: whether only whole numbers make sense.
+        more: effect of a higher value: ``"bytes"`` (less compression) or ``"compression"``.
+        integer: whether the field takes only whole numbers.
     """
 
     field: str
@@ -36,7 +36,7 @@ class Knob:
 
     @property
     def range(self) -> Range:
-        """The whole range, as a search space's entry."""
+        """The full range, as an entry of a search space."""
         return Range(self.field, self.low, self.high, self.scale, self.integer)
 
     @property
@@ -52,15 +52,15 @@ class Knob:
 
 @dataclass(frozen=True)
 class Waits:
-    """How often something makes the host wait for an accelerator, on which it computes.
+    """How often an operation makes the host wait for the accelerator.
 
-    Until the host goes on, it starts no further operations, and the backward pass no further ones
-    of the exchange. It waits where it needs a number that the accelerator computes, such as that of
-    elements that reach a threshold, and for copies from ordinary memory.
+    The host waits for a number computed on the accelerator, such as the count of elements above a
+    threshold. It also waits for copies from pageable memory. Meanwhile it cannot start further
+    operations of the exchange or the backward pass.
 
     Attributes:
-        least: how often at least, for a gradient that is not zero.
-        most: how often at most; ``math.inf`` where there is no limit. None: as often as ``least``.
+        least: least number of waits, for a gradient that is not zero.
+        most: greatest number of waits; ``math.inf`` without a limit. None means ``least``.
     """
 
     least: int = 0
@@ -68,7 +68,7 @@ class Waits:
 
     @property
     def limit(self) -> float:
-        """How often at most."""
+        """The greatest number of waits."""
         return self.least if self.most is None else self.most
 
     def __str__(self) -> str:
@@ -79,26 +79,27 @@ class Waits:
 
 @dataclass(frozen=True)
 class Traits:
-    """What a compressor is. Wrappers hand on those of the compressor inside, all but ``space``.
+    """Properties of a compressor. Wrappers forward the inner compressor's, except ``space``.
 
     Attributes:
-        kind: the family, which decides on the default scheme.
+        kind: the family, which determines the default scheme.
         linear: payloads of several workers may be averaged before they are decoded.
-        unbiased: the expectation of what is sent is the gradient; error feedback is not needed.
+        unbiased: the expectation of the decoded payload is the gradient, so error feedback is not
+            needed.
         elementwise: elements are independent, so a bucket need not be cut into parameters.
-        exact: what is sent is the gradient itself: the error is always zero.
-        conserves: the result is the mean of what workers sent, not a vote: with error feedback
-            nothing is lost.
-        needs_sums: it chooses by what has added up over steps, and by state of whole tensors; so it
-            takes a memory that ``accumulates``, and no scheme that cuts tensors into shards.
-        portable: devices of different models get the same bits of the same payloads: what workers
-            compute alike treats elements one by one, without matrix products, sums of many
-            elements or a generator's numbers.
-        default_memory: name of the memory if none is chosen; None means ``"none"`` for unbiased
-            compressors, else ``"residual"``.
-        knob: the one field that a controller turns, or None.
-        space: fields worth tuning, with ranges. A knob that is not among them has its own range.
-            ``level`` is the knob, where that is a field of the compressor inside.
+        exact: the decoded payload is the gradient, so the error is always zero.
+        conserves: the result is the mean of the sent parts, not a vote, so error feedback loses
+            nothing.
+        needs_sums: the choice of elements depends on sums over steps and on state of full tensors.
+            The memory must have ``accumulates``, and the scheme must not cut tensors into shards.
+        portable: devices of different models get the same bits from the same payloads. Computations
+            repeated on all workers treat elements one by one. They use neither matrix products nor
+            sums of many elements nor a generator's numbers.
+        default_memory: name of the default memory; None means ``"none"`` for unbiased compressors,
+            otherwise ``"residual"``.
+        knob: the field that a controller sets, or None.
+        space: fields worth tuning, with ranges. A knob missing here is tuned over its own range.
+            ``level`` means a knob that is a field of the inner compressor.
     """
 
     kind: Kind
@@ -115,9 +116,9 @@ class Traits:
 
     @property
     def level_space(self) -> tuple[Range | Choice, ...]:
-        """The knob's entry, called ``level``: part of the space of what holds this compressor.
+        """The knob's entry under the name ``level``, for the space of a wrapper.
 
-        Empty if the space has no entry of the knob; then its whole range is searched there, too.
+        Empty if the space has no entry for the knob. The wrapper then also searches the full range.
         """
         known = {entry.field: entry for entry in self.space}
         entry = None if self.knob is None else known.get(LEVEL, known.get(self.knob.field))

@@ -1,1 +1,1 @@
-"""Buckets, flows, settings, registries, wire formats and coding: what every room imports."""
+"""Core: buckets, flows, settings, registries, wire formats and coding, for all other packages."""

@@ -1,7 +1,7 @@
-"""Bit packing: n codes of b bits each in exactly ceil(n * b / 8) bytes, and unpacking.
+"""Pack n codes of b bits each into exactly ceil(n * b / 8) bytes, and unpack them.
 
-A code is split into whole bytes, each stored in its own plane, and a remainder of r = 1 to 7 bits:
-20-bit indices are two byte planes and one plane of half bytes. Code i occupies bits
+Each full byte of a code is stored in a separate plane, and the remainder of r = 1 to 7 bits in the
+last plane. So 20-bit indices take two byte planes and one plane of half bytes. Code i occupies bits
 ``[i*r, (i+1)*r)`` of the remainder plane's little-endian bit string.
 """
 
@@ -43,10 +43,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(data: Tensor, bits: int, numel: int, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return the ``numel`` codes in ``data`` as ``dtype``: the inverse of ``pack``.
 
-    Codes are in ``[0, 2**bits)`` whatever the bytes; bits after the last code are ignored.
+    Codes are in ``[0, 2**bits)`` for any bytes. Bits after the last code are ignored.
 
     Raises:
-        ValueError: ``data`` has not the length of ``numel`` codes, or ``dtype`` is too narrow.
+        ValueError: ``data`` does not have the length of ``numel`` codes, or ``dtype`` is too
+            narrow.
     """
     _check_bits(bits)
     if torch.iinfo(dtype).max < (1 << bits) - 1:
@@ -71,7 +72,7 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"bits={bits} is outside 1..{MAX_BITS}, the widths that can be packed.")
 
 
-# Width that divides 8 -> a word with one byte for each of the codes that share a packed byte.
+# Width that divides 8 -> word dtype with one byte for each code that shares a packed byte.
 _WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 
 
@@ -87,8 +88,8 @@ def _pack_narrow(codes: Tensor, bits: int) -> Tensor:
         codes = codes.clone()
     words = codes.view(dtype)
     if bits in _WORDS:
-        # Each term moves one code of a word from bit 8·i to bit i·bits of the highest byte, and the
-        # others to where they overlap nothing.
+        # Each term of the product moves code i from bit 8·i to bit i·bits of the highest byte. The
+        # other codes move to bits without overlap.
         highest = 8 * (group - 1)
         packed = words * _gathering(bits)
         return (packed >> highest).bitwise_and_(255).to(torch.uint8)
@@ -100,13 +101,13 @@ def _pack_narrow(codes: Tensor, bits: int) -> Tensor:
 
 def _unpack_narrow(data: Tensor, bits: int, numel: int) -> Tensor:
     """Return uint8 codes: the inverse of ``_pack_narrow``."""
-    if bits == 1:  # a copy of the byte for each bit, of which that bit is kept and moved down
+    if bits == 1:  # copy the byte once per bit, keep that bit and move it down
         words = data.to(torch.int64).mul_(_repeated(1, 8)).bitwise_and_(_ONE_OF_EACH)
         words = words.add_(_repeated(127, 8)).bitwise_right_shift_(7).bitwise_and_(_repeated(1, 8))
         return words.view(torch.uint8)[:numel]
     if bits in _WORDS:
         words = data.to(_WORDS[bits])
-        for lane in (16, 8)[bits // 4 :]:  # a copy of the upper half moves to the next lane
+        for lane in (16, 8)[bits // 4 :]:  # copy the upper half to the next lane
             half = lane * bits // 8
             both = _repeated((1 << half) - 1, lane) & ((1 << 8 * words.itemsize) - 1)
             words |= words << (lane - half)
@@ -125,24 +126,24 @@ def _unpack_narrow(data: Tensor, bits: int, numel: int) -> Tensor:
     return words.view(torch.uint8)[:numel]
 
 
-# The masks below are kept: making them takes as long as a small tensor's codes.
+# The masks below are cached, since making them takes as long as packing a small tensor.
 @functools.cache
 def _gathering(bits: int) -> int:
-    """Return the factor that brings the codes of a word together in its highest byte."""
+    """Return the factor that moves all codes of a word into its highest byte."""
     group = 8 // bits
     return sum(1 << (8 * (group - 1) - i * (8 - bits)) for i in range(group))
 
 
 @functools.cache
 def _repeated(pattern: int, every: int) -> int:
-    """Return 64 bits, as a signed number, in which a pattern begins at each ``every``-th bit."""
+    """Return a signed 64-bit number that repeats ``pattern`` at every ``every``-th bit."""
     number = sum(pattern << i for i in range(0, 64, every)) & ((1 << 64) - 1)
     return number - (number >> 63 << 64)
 
 
 @functools.cache
 def _halves(lane: int, used: int) -> tuple[int, int]:
-    """Return masks of the ``used`` low bits of lanes with an even and with an odd number."""
+    """Return two masks of the ``used`` low bits: of even lanes and of odd lanes."""
     low = _repeated((1 << used) - 1, 2 * lane)
     return low, low << lane if lane < 32 else ((1 << used) - 1) << 32
 

@@ -1,4 +1,4 @@
-"""Bucket: a flat gradient with its parameters' names and shapes, step and random generators."""
+"""Define buckets: a flat gradient with parameter names and shapes, the step and random seeds."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import Tensor
 
 @dataclass
 class Tally:
-    """Counts of elements and bytes, known without reading the data.
+    """Count elements and bytes without reading the data.
 
-    ``elements`` and ``sent`` are of tensors that a compressor took, not of those sent whole, such
-    as those that a ``SizeSwitch`` leaves alone. Where schemes cut tensors into shards, a tensor of
-    fewer elements than workers may count as many as there are shards, for these are padded.
+    ``elements`` and ``sent`` count compressed tensors only, not tensors sent uncompressed, such as
+    small tensors under a ``SizeSwitch``. Schemes that cut tensors into shards pad them. A tensor
+    with fewer elements than workers may then count as many elements as shards.
     """
 
-    grad_elements: int = 0  # of all gradients
+    grad_elements: int = 0  # elements of all gradients
     grad_bytes: int = 0  # bytes of all gradients, in their own dtype
-    elements: int = 0  # given to codecs
-    sent: int = 0  # of these, sent (quantisers send all)
-    payload_bytes: int = 0  # of codecs' payloads, each counted once
+    elements: int = 0  # elements given to codecs
+    sent: int = 0  # elements given to codecs and sent (quantisers send all)
+    payload_bytes: int = 0  # bytes of codecs' payloads, each counted once
     local_steps: int = 0  # with local steps: optimizer steps up to the last exchange
-    local_bytes: int = 0  # bytes of the gradients of all these steps, which plain DDP would send
+    local_bytes: int = 0  # gradient bytes of all local steps, which plain DDP would send
 
     @property
     def plain_bytes(self) -> int:
@@ -36,14 +36,14 @@ class Tally:
 
     @property
     def whole(self) -> int:
-        """Elements sent whole, not given to a codec. Valid between rounds."""
+        """Elements sent uncompressed, not given to a codec. Valid between rounds."""
         return self.grad_elements - self.elements
 
     @property
     def encoded_bytes(self) -> float:
-        """Bytes that the gradients take encoded: payloads, and what is sent whole, once each.
+        """Bytes of the encoded gradients: payloads plus uncompressed elements, once each.
 
-        What is sent whole is taken to have the mean width of all elements. Valid between rounds.
+        An uncompressed element counts the mean width of all elements. Valid between rounds.
         """
         width = self.grad_bytes / self.grad_elements if self.grad_elements else 0.0
         return self.payload_bytes + self.whole * width
@@ -57,25 +57,27 @@ class Tally:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat gradient and its origin. A unit of transport: no state is keyed by it.
+    """A flat gradient with its parameters, step and worker.
+
+    A bucket is a unit of transport. State is keyed by parameter name, never by bucket.
 
     Attributes:
         grad: the local gradient, flat, ``(numel,)``.
-        shapes: parameter name -> shape, in the order in which the parameters lie in ``grad``.
+        shapes: parameter name -> shape, in the order of the parameters in ``grad``.
         step: number of rounds finished before this one.
         seed: the run's seed, equal on all workers.
-        worker: this worker's index, from 0.
+        worker: this worker's index (rank), from 0.
         workers: W.
-        state: parameter name -> the compressor's state for it, owned by the engine: tensors without
-            NaN or infinity, numbers, texts, lists and dicts by texts. Checkpoints keep it.
-        phase: 0 for a first encoding, 1 for the second one of a two-shot scheme.
-        tally: to which codecs add their counts.
+        state: parameter name -> the compressor's state for it. The engine owns it, and checkpoints
+            keep it. It holds finite tensors, numbers, texts, lists, and dicts with texts as keys.
+        phase: 0 for the first encoding, 1 for the second encoding of a two-shot scheme.
+        tally: counts of elements and bytes, to which codecs add.
         wanted: False if this worker need not decode the mean: simulated workers except worker 0.
-        weights: parameter name -> value, for memories that read it; else empty.
-        positions: what all workers draw alike in this round, so that decoding need not draw again,
-            and what is computed once for all parts. Parts and shards share it.
-        before: parameter name -> the compressor's state for it when the round began, of the whole
-            model; not to be changed. For methods that treat the model as one.
+        weights: parameter name -> value, for memories that read it; otherwise empty.
+        positions: cache of the round, shared by parts and shards. It keeps random numbers common to
+            all workers, and results computed once for all parts.
+        before: parameter name -> the compressor's state for it at the start of the round, for the
+            full model; read-only. For methods that treat the model as one tensor.
     """
 
     grad: Tensor
@@ -104,7 +106,7 @@ class Bucket:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's shape if the bucket holds one parameter, else ``(numel,)``."""
+        """The parameter's shape if the bucket holds one parameter, otherwise ``(numel,)``."""
         return next(iter(self.shapes.values())) if len(self.shapes) == 1 else (self.numel,)
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
@@ -116,17 +118,17 @@ class Bucket:
             start = stop
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return views of ``flat`` by parameter name, in the parameters' own shapes."""
+        """Return views of ``flat`` by parameter name, in the parameters' shapes."""
         return {name: flat[a:b].view(self.shapes[name]) for name, a, b in self.spans()}
 
     def part(self, name: str, start: int, stop: int) -> Bucket:
-        """Return a bucket of the one parameter at ``grad[start:stop]``."""
+        """Return a bucket of the single parameter at ``grad[start:stop]``."""
         grad, shapes = self.grad[start:stop], {name: self.shapes[name]}
         state = {name: self.state[name]} if name in self.state else {}
         return replace(self, grad=grad, shapes=shapes, state=state)
 
     def shard(self, index: int, size: int) -> Bucket:
-        """Return a bucket of shard ``index``, of ``size`` elements, with other random numbers."""
+        """Return a bucket of shard ``index`` with ``size`` elements and other random numbers."""
         name = "+".join(self.shapes)
         grad = self.grad[index * size : (index + 1) * size]
         return replace(self, grad=grad, shapes={f"{name}#{index}": (size,)}, state={})
@@ -136,17 +138,17 @@ class Bucket:
         return replace(self, phase=1)
 
     def generator(self, *, shared: bool) -> torch.Generator:
-        """Return a new random generator on the gradient's device; the global one is never used.
+        """Return a new random generator on the gradient's device, never the global generator.
 
-        On GPUs of different models generators of one seed give different numbers, so with
-        ``shared`` the numbers are equal on like devices only; ``generator_seed`` is so on all.
+        GPUs of different models give different numbers for the same seed. With ``shared`` the
+        numbers are therefore equal only on equal devices; ``generator_seed`` is equal on all.
         """
         generator = torch.Generator(device=self.grad.device)
         generator.manual_seed(self.generator_seed(shared=shared))
         return generator
 
     def generator_seed(self, *, shared: bool) -> int:
-        """Return a seed from (seed, names, step); if not ``shared``, also worker and phase."""
+        """Return a seed from (seed, names, step), and from worker and phase if not ``shared``."""
         key: tuple[Any, ...] = (self.seed, self.step, *self.shapes)
         if not shared:
             key = (self.worker, self.phase, *key)
@@ -155,13 +157,13 @@ class Bucket:
 
 
 def in_memory_order(param: Tensor) -> Tensor:
-    """Return a view of a parameter, or its data, whose elements are numbered as in a bucket.
+    """Return a view of a parameter or its data with elements in the order of a bucket.
 
-    Buckets hold a gradient's elements as the parameter's lie in memory: with
-    ``torch.channels_last`` in another order than its indices have.
+    Buckets hold a gradient's elements in the parameter's memory order. With
+    ``torch.channels_last`` that order differs from the order of indices.
     """
     if param.is_contiguous():
         return param
     if torch.empty_like(param, device="meta").stride() != param.stride():
-        return param  # with gaps, of which a gradient has none
+        return param  # its memory has gaps, but a gradient's memory does not
     return param.as_strided(param.shape, torch.empty(param.shape, device="meta").stride())

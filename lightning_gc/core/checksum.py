@@ -1,6 +1,6 @@
-"""Checksum: SHA-256 of saved state, over its names and values and not over a file's encoding.
+"""Compute the SHA-256 of saved state over names and values, not over a file's encoding.
 
-So it can lie within the state itself, in a file of any format, written by any CheckpointIO.
+The state itself can therefore hold its checksum, in any file format and with any CheckpointIO.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class _Hash(Protocol):
 def checksum(value: Any) -> str:
     """Return the SHA-256 of nested dicts and lists of tensors, numbers, texts and None.
 
-    The order of a dict's names does not count; shapes, dtypes and every bit of a tensor do.
+    The order of a dict's names does not matter. Shapes, dtypes and every bit of a tensor do.
 
     Raises:
-        ValueError: anything else, which a checkpoint cannot hold without pickled code.
+        ValueError: a value of another type, which a checkpoint could hold only as pickled code.
 
     Example:
         >>> checksum({"a": 1, "b": [2.0]}) == checksum({"b": [2.0], "a": 1})
@@ -41,19 +41,19 @@ def checksum(value: Any) -> str:
 
 
 def with_checksum(state: Tree) -> Tree:
-    """Return ``state`` and, under ``"sha256"``, its checksum."""
+    """Return a copy of ``state`` with its checksum under ``"sha256"``."""
     return state | {NAME: checksum(state)}
 
 
 def check_checksum(state: Mapping[str, Any]) -> None:
-    """Raise ValueError if the content of ``with_checksum`` has changed."""
+    """Raise ValueError if a state made by ``with_checksum`` has changed."""
     content = {name: value for name, value in state.items() if name != NAME}
     if state.get(NAME) != checksum(content):
         raise ValueError("its content does not have the checksum that it was saved with")
 
 
 def _add(digest: _Hash, value: Any) -> None:
-    """Add a value, preceded by its kind and length, so that no two values read alike."""
+    """Hash a value after its kind and length, so that different values give different bytes."""
     if isinstance(value, dict):
         digest.update(f"dict {len(value)};".encode())
         for name in sorted(value, key=repr):
@@ -77,7 +77,7 @@ def _add(digest: _Hash, value: Any) -> None:
 
 
 def _in_words(value: bool | int | float | str | None) -> str:
-    # Subclasses, such as NumPy's numbers, come back from a file as the plain type.
+    # A file returns subclasses, such as NumPy's numbers, as the plain type.
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return f"{kind.__name__} {kind(value)!r}"

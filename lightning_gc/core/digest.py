@@ -1,4 +1,4 @@
-"""Digest: 8 bytes by which workers see whether they hold the same bits; ReplicaError if not."""
+"""Compare replicas by an 8-byte digest; raise ReplicaError if workers hold different bits."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_COLUMNS, _ROWS = 509, 128  # a prime: no flipped bit of a position moves a value by so many words
+_COLUMNS, _ROWS = 509, 128  # 509 is prime: one flipped bit of a position never moves 509 words
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's
 _LOW = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
 
 
 class ReplicaError(RuntimeError):
-    """Workers that must hold the same bits do not."""
+    """Workers hold different bits of a tensor that must be equal on all workers."""
 
 
 def digest(*tensors: Tensor) -> Tensor:
-    """Return ``(1,)`` int64 that depends on every bit of the tensors, and on where it is.
+    """Return ``(1,)`` int64 that depends on every bit of the tensors and on its position.
 
-    On every device the same, and in one pass over memory: words of 8 bytes are the elements of
-    blocks of 128 rows and 509 columns. The columns of each block are summed modulo 2^64; the sums,
-    which form a matrix, are summed by rows and by columns; these sums are mixed. A single change is
-    always seen, several are but for one chance in 2^64, and a value that moves is unless by a
-    multiple of 4,072 bytes within half a megabyte. It is no seal: who means to deceive can.
+    All devices give the same digest, in one pass over memory. Words of 8 bytes form blocks of 128
+    rows and 509 columns. The columns of each block are summed modulo 2^64. The matrix of these sums
+    is summed by rows and by columns, and the results are mixed.
+
+    A single change is always detected. Several changes are missed with a probability of 2^-64. A
+    moved value is missed only if it moves by a multiple of 4,072 bytes within half a megabyte. The
+    digest does not protect against deliberate changes.
     """
     parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     flat = parts[0] if len(parts) == 1 and parts[0].data_ptr() % 8 == 0 else torch.cat(parts)
@@ -39,7 +41,10 @@ def digest(*tensors: Tensor) -> Tensor:
 
 
 def _column_sums(flat: Tensor) -> Tensor:
-    """Return ``(blocks, columns)`` int64; the last two have fewer rows, and less than one."""
+    """Return sums ``(blocks, columns)``, int64. The last two blocks are partial: rows, then words.
+
+    The last but one holds the remaining full rows, the last a single row padded with zeros.
+    """
     whole = flat.numel() // (8 * _COLUMNS) * 8 * _COLUMNS
     rows = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
     cut = len(rows) // _ROWS * _ROWS
@@ -49,18 +54,18 @@ def _column_sums(flat: Tensor) -> Tensor:
 
 
 def _sum_down(blocks: Tensor) -> Tensor:
-    if blocks.device.type == "cpu":  # torch takes twice as long
+    if blocks.device.type == "cpu":  # torch takes twice as long as NumPy
         return torch.from_numpy(np.add.reduce(blocks.numpy(), axis=1))
     return blocks.sum(1)
 
 
 def check_same(digests: Sequence[int], what: str, why: str) -> None:
-    """Raise ReplicaError if workers' digests differ; it names those that differ from most.
+    """Raise ReplicaError if workers' digests differ; name the workers outside the majority.
 
     Args:
         digests: one per worker.
-        what: the thing that must be the same.
-        why: what can have happened, and what to do.
+        what: the tensors that must be equal, for the message.
+        why: sentences on possible causes and the fix, for the message.
     """
     counts = Counter(digests).most_common()
     if len(counts) == 1:

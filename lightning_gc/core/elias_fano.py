@@ -1,9 +1,9 @@
-"""Elias-Fano coding: k ascending positions below n in about 2 + log2(n/k) bits each.
+"""Encode k ascending positions below n by Elias-Fano, in about 2 + log2(n/k) bits each.
 
 The low ``l = floor(log2(n/k))`` bits of each position are stored as they are. The high parts,
-h = position >> l, ascend too; the i-th sets bit ``h + i`` in a bitmap of ``k + ((n − 1) >> l) + 1``
-bits. At density 1 % that is 8.6 bits per position, where the entropy is 8.1 and a plain index into
-a million elements has 20. The length follows from k and n, so it is not sent.
+h = position >> l, also ascend. The i-th one sets bit ``h + i`` in a bitmap of
+``k + ((n − 1) >> l) + 1`` bits. At a density of 1 % a position takes 8.6 bits; its entropy is 8.1,
+and a plain index into a million elements takes 20. The length follows from k and n and is not sent.
 
 Reference:
     Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", JACM 1974.
@@ -39,26 +39,26 @@ def encode(positions: Tensor, numel: int) -> Tensor:
 
 
 def most_bytes(numel: int) -> int:
-    """Return an upper bound of ``coded_bytes`` over all numbers of positions."""
+    """Return an upper bound of ``coded_bytes`` over all counts of positions."""
     return packed_bytes(numel, 2) + 3
 
 
 def decode(data: Tensor, chosen: int, numel: int, look: bool = True) -> Tensor:
     """Return ``(chosen,)`` int64: the inverse of ``encode``.
 
-    The bytes are not trusted: positions are never negative, but may be ``numel`` or more, or not
-    ascend; the caller must check that. If the bitmap has a wrong number of set bits and ``look`` is
-    False, all positions are ``numel``.
+    The bytes are not trusted. Positions are never negative, but may be ``numel`` or more, or may
+    not ascend; the caller must check this. If the bitmap has a wrong number of set bits and
+    ``look`` is False, all positions are ``numel``.
 
     Args:
         data: ``(coded_bytes(k, n),)`` uint8.
         chosen: k.
         numel: n.
-        look: read values on the host; False where that would mean waiting for a device.
+        look: read values on the host. False avoids waiting for an accelerator.
 
     Raises:
-        ValueError: more positions than elements; with ``look``, a bitmap without exactly ``chosen``
-            set bits.
+        ValueError: more positions than elements. With ``look`` also a bitmap that does not have
+            exactly ``chosen`` set bits.
     """
     if not chosen:
         return torch.zeros(0, dtype=torch.int64, device=data.device)
@@ -75,10 +75,10 @@ def decode(data: Tensor, chosen: int, numel: int, look: bool = True) -> Tensor:
 def encode_heights(heights: Tensor, length: int) -> Tensor:
     """Return a bitmap in which bit ``h_i + i`` is set, ``(packed_bytes(length, 1),)`` uint8.
 
-    So height h_i is written in unary: as many clear bits as it is above h_(i−1), and a set one.
+    Height h_i is thus coded in unary: h_i − h_(i−1) clear bits, then a set bit.
 
     Args:
-        heights: ``(c,)`` int64, not descending, from 0 to ``length − c``.
+        heights: ``(c,)`` int64, non-descending, from 0 to ``length − c``.
         length: bits of the bitmap.
     """
     order = torch.arange(heights.numel(), device=heights.device)
@@ -88,7 +88,7 @@ def encode_heights(heights: Tensor, length: int) -> Tensor:
 
 
 def decode_heights(data: Tensor, count: int, length: int, look: bool) -> tuple[Tensor, Tensor]:
-    """Return heights, ``(count,)`` int64, and whether the bitmap is wrong, 0-dim bool.
+    """Return heights, ``(count,)`` int64, and a 0-dim bool: whether the bitmap is wrong.
 
     Args:
         data: ``(packed_bytes(length, 1),)`` uint8.
@@ -97,19 +97,19 @@ def decode_heights(data: Tensor, count: int, length: int, look: bool) -> tuple[T
         look: as for ``decode``.
 
     Raises:
-        ValueError: with ``look``, a bitmap without exactly ``count`` set bits. Without, it is said
-            to be wrong, and heights are from 0 to ``length``, in any order.
+        ValueError: with ``look``, a bitmap that does not have exactly ``count`` set bits. Without
+            ``look`` such a bitmap is reported as wrong; heights are 0 to ``length`` in any order.
     """
     order = torch.arange(count, device=data.device)
     if look:
         places = _set_bits(data, length)
         if places.numel() != count:
             raise ValueError(
-                f"The payload's bitmap marks {places.numel():,} positions, where there should be "
+                f"The payload's bitmap marks {places.numel():,} positions, but should mark "
                 f"{count:,}; it is damaged."
             )
         return places - order, torch.zeros((), dtype=torch.bool, device=data.device)
-    # A data-dependent length would make the host wait.
+    # A data-dependent length would make the host wait for the accelerator.
     sums = unpack(data, 1, length, torch.uint8).cumsum(0)
     places = torch.searchsorted(sums, order + 1)
     wrong = sums[-1] != count if length else torch.ones((), dtype=torch.bool, device=data.device)
@@ -121,7 +121,7 @@ def _set_bits(data: Tensor, length: int) -> Tensor:
     if data.device.type != "cpu" or data.shape != (packed_bytes(length, 1),):
         return unpack(data, 1, length, torch.uint8).nonzero().view(-1)
     bits = np.unpackbits(data.numpy(), count=length, bitorder="little")
-    return torch.from_numpy(np.flatnonzero(bits.view(bool)))  # a sixth of the time of uint8
+    return torch.from_numpy(np.flatnonzero(bits.view(bool)))  # six times as fast as for uint8
 
 
 def check_count(chosen: int, numel: int) -> None:

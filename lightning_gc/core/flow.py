@@ -1,7 +1,7 @@
-"""Flow: a generator that yields communication requests and is sent the replies; merging of flows.
+"""Define flows: generators that yield communication requests and receive the replies.
 
 A flow never communicates itself, so it runs unchanged over NCCL or Gloo and between simulated
-workers in one thread. Rule for authors: no context manager may span a ``yield``.
+workers in one thread. Rule for authors: a context manager must not span a ``yield``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Payload: TypeAlias = tuple[Tensor, ...]
 """The tensors that one worker sends for one gradient tensor: values, indices, scales."""
 
 Limits: TypeAlias = tuple[int | None, ...]
-"""Per payload tensor: its maximal number of elements if its length is ragged, else None."""
+"""Per payload tensor: its maximal number of elements if its length is ragged, otherwise None."""
 
 Reply: TypeAlias = list[Any]
 
@@ -23,8 +23,8 @@ Reply: TypeAlias = list[Any]
 class Mean(NamedTuple):
     """Request the element-wise mean over workers of each tensor.
 
-    The tensors are consumed: the transport may reduce in place, and the reply, a list of tensors of
-    the same shapes, may share their storage.
+    The transport may overwrite the tensors. The reply is a list of tensors of the same shapes and
+    may share their storage.
     """
 
     tensors: Payload
@@ -33,7 +33,7 @@ class Mean(NamedTuple):
 class Gather(NamedTuple):
     """Request every worker's tensors. The reply is a list of payloads in worker order.
 
-    Shapes are equal on all workers, but 1-D tensors with a limit may have any length up to it.
+    Shapes are equal on all workers. Exception: a 1-D tensor with a limit has any length up to it.
     """
 
     tensors: Payload
@@ -41,7 +41,7 @@ class Gather(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Send ``payloads[i]`` to worker i. The reply is the payloads sent here, in worker order.
+    """Send ``payloads[i]`` to worker i. The reply lists the payloads received, in worker order.
 
     All payloads have the same shapes on all workers, except for tensors with a limit.
     """
@@ -57,12 +57,11 @@ Flow: TypeAlias = Generator[Request, Reply, None]
 def together(flows: Sequence[Flow], workers: int) -> Flow:
     """Run flows in lockstep and merge their requests into one per kind.
 
-    So layer-wise compression costs one message per bucket, not one per layer. Of two workers, a
-    small mean beside a gather of the same turn is gathered too, and computed by each: on a link
-    with a delay every message counts.
+    Layer-wise compression thus costs one message per bucket, not one per layer. Two workers that
+    gather also gather a small mean of the same step, which saves a message on a slow link.
 
     Args:
-        flows: of one worker.
+        flows: the flows of one worker.
         workers: W.
     """
     waiting = [(flow, request) for flow in flows if (request := next(flow, None)) is not None]
@@ -83,19 +82,19 @@ def together(flows: Sequence[Flow], workers: int) -> Flow:
 
 
 _SMALL = 1 << 18
-"""Bytes of a mean; a larger one is left to the all-reduce, which needs less memory."""
+"""Maximal bytes of a gathered mean. Larger means are all-reduced, which needs less memory."""
 
 
 def is_gathered(nbytes: float, workers: int) -> bool:
-    """Return whether the mean of so many bytes is gathered beside a gather.
+    """Return whether a mean of ``nbytes`` joins a gather of the same step.
 
-    An all-gather sends (W−1)·n bytes, an all-reduce 2·(W−1)/W·n: as many for two workers.
+    An all-gather sends (W−1)·n bytes, an all-reduce 2·(W−1)/W·n. Both are n for two workers.
     """
     return workers == 2 and nbytes <= _SMALL
 
 
 def _gathered_if_small(flow: Flow, request: Request, workers: int) -> tuple[Flow, Request]:
-    """Return a flow that gathers what it asks the mean of, where that is better."""
+    """Return a flow and request that gather the tensors of a small ``Mean``; others unchanged."""
     if not isinstance(request, Mean):
         return flow, request
     nbytes = sum(t.numel() * t.element_size() for t in request.tensors)
@@ -107,9 +106,9 @@ def _gathered_if_small(flow: Flow, request: Request, workers: int) -> tuple[Flow
 
 def _gathered_mean(flow: Flow, mean: Mean, workers: int) -> Flow:
     payloads = yield Gather(mean.tensors)
-    share = 1 / workers  # multiplied before the sum, as in an all-reduce
+    share = 1 / workers  # applied before the sum, as in an all-reduce
     total = [tensor * share for tensor in payloads[0]]
-    for payload in payloads[1:]:  # in one order on all workers, whatever their machines are
+    for payload in payloads[1:]:  # in the same order on all workers, so that the bits are equal
         for so_far, tensor in zip(total, payload, strict=True):
             so_far.add_(tensor * share)
     request = resume(flow, total)

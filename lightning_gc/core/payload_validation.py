@@ -1,8 +1,9 @@
-"""Payload validation: check lengths, positions and codes of received payloads before decoding.
+"""Validate received payloads: check lengths, positions and codes before decoding.
 
-On the host a check reads the values and raises. On an accelerator, where that would make the host
-wait, out-of-range positions are clamped and values become NaN, which reaches every worker's result,
-so that no optimizer step is made. NaN and infinity among values occur in normal training: no error.
+On the CPU a check reads the values and raises. On an accelerator reading would make the host wait.
+There, out-of-range positions are clamped and values become NaN. NaN reaches every worker's result,
+so all workers skip the optimizer step. NaN and infinity among values are not errors, since they
+occur in normal training.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _NAN = float("nan")
 
 @contextlib.contextmanager
 def naming(compressor: object, bucket: Bucket, sender: int | None) -> Iterator[None]:
-    """Add compressor, parameters and sender (None: mean of all) to a decoder's ValueError.
+    """Add the compressor, parameters and sender to a decoder's ValueError.
 
-    Must not span a ``yield``.
+    The sender is None for the mean of all payloads. The context must not span a ``yield``.
     """
     try:
         yield
@@ -36,12 +37,12 @@ def naming(compressor: object, bucket: Bucket, sender: int | None) -> Iterator[N
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Return whether values of ``tensor`` can be read without waiting for a device."""
+    """Return whether the host can read ``tensor`` without waiting for an accelerator."""
     return tensor.device.type == "cpu"
 
 
 def fields(payload: Payload, wire: Wire) -> None:
-    """Raise ValueError if tensors are not flat, or of lengths that the wire format excludes."""
+    """Raise ValueError if tensors are not flat or their lengths do not fit the wire format."""
     if len(payload) == len(wire):
         for tensor, field in zip(payload, wire, strict=True):
             found, fixed = tensor.numel(), field.varies == "no"
@@ -54,9 +55,9 @@ def fields(payload: Payload, wire: Wire) -> None:
 
 
 def lengths(payload: Sequence[Tensor], *expected: int) -> None:
-    """Raise ValueError if tensors are not flat or not of ``expected`` lengths.
+    """Raise ValueError if tensors are not flat or do not have the ``expected`` lengths.
 
-    For lengths that depend on one another. Torch would broadcast a single element.
+    Call it for lengths that depend on one another. Torch would broadcast a single element.
     """
     if tuple(tuple(tensor.shape) for tensor in payload) != tuple((n,) for n in expected):
         raise ValueError(_wrong_lengths(payload, str(expected)))
@@ -65,7 +66,7 @@ def lengths(payload: Sequence[Tensor], *expected: int) -> None:
 def _wrong_lengths(payload: Sequence[Tensor], expected: str) -> str:
     found = tuple(tuple(tensor.shape) for tensor in payload)
     return (
-        f"The payload's tensors have shapes {found}, where their lengths should be {expected}; its "
+        f"The payload's tensors have shapes {found}, but their lengths should be {expected}; its "
         f"sender has another configuration or another model."
     )
 
@@ -73,8 +74,8 @@ def _wrong_lengths(payload: Sequence[Tensor], expected: str) -> str:
 def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     """Return indices and values that can be added to a tensor of ``numel`` elements.
 
-    Positions must ascend, so that none is repeated: a GPU adds in any order, and workers could get
-    different sums of two values for one element.
+    Positions must ascend, so that none is repeated. A GPU adds repeated positions in any order, so
+    workers could get different sums.
 
     Args:
         indices: ``(k,)``, non-negative, as ``unpack`` returns them.
@@ -82,8 +83,8 @@ def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tens
         numel: elements of the tensor.
 
     Raises:
-        ValueError: more positions than elements; on the host also positions that are out of range
-            or do not ascend.
+        ValueError: more positions than elements. On the CPU also positions that are out of range or
+            do not ascend.
     """
     count = indices.numel()
     check_count(count, numel)
@@ -91,7 +92,7 @@ def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tens
         return indices, values
     before, after = indices[:-1], indices[1:]
     if on_host(indices):
-        # The minimum of differences takes a quarter of the time of a comparison.
+        # The minimum of differences takes a quarter of a comparison's time.
         if int(indices[-1]) >= numel or (count > 1 and int((after - before).amin()) <= 0):
             raise ValueError(_wrong_position(indices, numel))
         return indices, values
@@ -100,7 +101,7 @@ def positions(indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tens
 
 
 def codes(found: Tensor, highest: int, scales: Tensor) -> Tensor:
-    """Check that codes are in ``0..highest`` and return their scales.
+    """Check that codes are in ``0..highest`` and return ``scales``, or NaN on an accelerator.
 
     Args:
         found: ``(n,)``, non-negative integers, as ``unpack`` returns them.
@@ -108,7 +109,7 @@ def codes(found: Tensor, highest: int, scales: Tensor) -> Tensor:
         scales: factors of the codes, a floating dtype.
 
     Raises:
-        ValueError: on the host, a higher code.
+        ValueError: on the CPU, a code above ``highest``.
     """
     if not found.numel():
         return scales
@@ -127,7 +128,7 @@ def _wrong_position(indices: Tensor, numel: int) -> str:
     highest = int(indices.max())
     if highest >= numel:
         return (
-            f"The payload names position {highest:,} of a tensor of {numel:,} elements, where "
+            f"The payload names position {highest:,} of a tensor of {numel:,} elements, but "
             f"positions are 0..{numel - 1:,}; it is damaged, or its sender has another model."
         )
     at = int((indices[1:] <= indices[:-1]).nonzero()[0, 0])

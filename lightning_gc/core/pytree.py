@@ -1,4 +1,4 @@
-"""Pytree: average, map and all-reduce nested dicts whose leaves are tensors and numbers."""
+"""Average, map and all-reduce pytrees: nested dicts with tensors and numbers as leaves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Tree = dict[str, Any]
 
 
 def average(trees: Sequence[Tree]) -> Tree:
-    """Return the mean of trees of one structure; what a tree lacks counts as zeros.
+    """Return the mean of trees of the same structure; a leaf missing from a tree counts as zero.
 
-    If another number of workers all start with the mean of the old errors, the mean over workers of
-    the errors is preserved, so that nothing is lost.
+    A new number of workers can all start with the mean of the old errors. The mean error over
+    workers stays the same, so no gradient is lost.
     """
     return _merge(trees, 1 / len(trees))
 
@@ -42,7 +42,7 @@ def each_tensor(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def reduced(tree: Tree, mean: Callable[[Tensor], Tensor]) -> Tree:
-    """Return the mean of all workers' trees, of one structure, by the collective ``mean``."""
+    """Return the mean of all workers' trees of the same structure, by the collective ``mean``."""
 
     def mean_of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""Registries computed from namespaces: names of classes, and instances by name."""
+"""Compute registries from namespaces: find classes by name and make instances of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 def export(namespace: dict[str, Any], *more: str) -> None:
     """Set ``__all__`` of a package to the public classes and functions in its namespace.
 
-    Static tools, which would read a computed ``__all__`` as an empty one, must not see it. They go
-    by ``from x import Y as Y``.
+    Static tools read a computed ``__all__`` as empty, so they must not see it. They find exports by
+    ``from x import Y as Y``.
 
     Args:
         namespace: the package's ``globals()``.
-        more: names of constants to export as well.
+        more: names of constants to export.
     """
     kinds = (type, FunctionType)
     found = [n for n, v in namespace.items() if isinstance(v, kinds) and not n.startswith("_")]
@@ -28,9 +28,10 @@ def export(namespace: dict[str, Any], *more: str) -> None:
 
 
 def subclasses(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:
-    """Return ``{name: class}`` of the subclasses of ``base`` in a namespace that are not abstract.
+    """Return ``{name: class}`` of the concrete subclasses of ``base`` in a namespace.
 
-    The name is that of the file that holds the class: ``hard_threshold.py`` -> ``HardThreshold``.
+    A class is named after its file: ``HardThreshold`` in ``hard_threshold.py`` is
+    ``"hard_threshold"``.
     """
     classes = [v for v in namespace.values() if inspect.isclass(v) and issubclass(v, base)]
     classes = sorted(classes, key=lambda cls: cls.__name__)
@@ -38,7 +39,7 @@ def subclasses(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]
 
 
 def concrete(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:
-    """Return those of ``subclasses`` that can be made by name: all their fields have defaults."""
+    """Return the ``subclasses`` that can be made by name, because all fields have defaults."""
     found = subclasses(namespace, base)
     return {name: cls for name, cls in found.items() if not required_fields(cls)}
 
@@ -50,7 +51,7 @@ def required_fields(cls: type) -> set[str]:
 
 
 def given_fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that are not at their default; none of another object."""
+    """Return ``{name: value}`` of a dataclass's non-default fields, ``{}`` for other objects."""
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     return {f.name: getattr(value, f.name) for f in fields if getattr(value, f.name) != _default(f)}
 
@@ -61,7 +62,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def public_name(path: str) -> str:
-    """Return the dotted path that users write; only ours change, to ``lightning_gc.<package>``.
+    """Return the dotted path that users write; paths of other packages are unchanged.
 
     Example:
         >>> public_name("lightning_gc.compressors.sparsifiers.topk.TopK")
@@ -79,10 +80,10 @@ def path_of(cls: type) -> str:
 
 
 def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T]) -> T:
-    """Return ``value``, or the default instance of the class that it names.
+    """Return ``value``, or a default instance of the class named ``value``.
 
     Raises:
-        ValueError: an unknown name, or neither a name nor an instance of ``base``.
+        ValueError: ``value`` is neither a known name nor an instance of ``base``.
     """
     if isinstance(value, base):
         return value
@@ -111,11 +112,11 @@ def did_you_mean(value: object, known: Collection[str]) -> str:
 
 
 _MEANT = {"ef": "residual", "errorfeedback": "residual", "h": "every"}
-"""What the field calls something -> our name, where no spelling tells."""
+"""Names used in the literature -> our names, where the spelling is too different to match."""
 
 
 def closest(value: object, known: Collection[str]) -> str | None:
-    """Return the known name that is meant by ``value``, such as a class's or a misspelt one."""
+    """Return the known name closest to ``value``, such as a class name or a misspelt name."""
     plain = {_plain(name): name for name in known}
     asked = _plain(str(value).partition("(")[0])
     if _MEANT.get(asked) in known:
@@ -129,7 +130,7 @@ def _plain(name: str) -> str:
 
 
 def _call(cls: type) -> str:
-    """Return how to make an instance, with what it needs."""
+    """Return a constructor call as text, such as ``"TopK(density=...)"``, with required fields."""
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     needed = required_fields(cls) if fields else set()
     return f"{cls.__name__}({', '.join(f'{f.name}=...' for f in fields if f.name in needed)})"

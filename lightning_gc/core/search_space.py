@@ -1,4 +1,4 @@
-"""Search spaces of hyper-parameters: ``Range`` and ``Choice``, as plain values."""
+"""Describe search spaces of hyper-parameters by ``Range`` and ``Choice``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class Range:
         field: name of the tuned field or argument.
         low: least value.
         high: greatest value.
-        scale: whether equal shares are equal factors (``"log"``) or differences (``"linear"``).
+        scale: how numbers are drawn: uniformly (``"linear"``) or with a uniform logarithm
+            (``"log"``).
         integer: whether only whole numbers are drawn.
 
     Raises:
-        ValueError: an empty or infinite range, or a logarithmic one that is not above 0.
+        ValueError: the range is empty or infinite, or is logarithmic and starts at or below 0.
 
     Example:
         >>> from lightning_gc import Range
@@ -36,7 +37,10 @@ class Range:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
-            raise ValueError(f"{self.field} from {self.low} to {self.high} holds no number.")
+            raise ValueError(
+                f"{self.field} from {self.low} to {self.high} is not a range; use finite numbers "
+                f"with low <= high."
+            )
         if self.scale not in ("log", "linear"):
             raise ValueError(f"{self.field}: scale {self.scale!r}; use 'log' or 'linear'.")
         if self.scale == "log" and self.low <= 0:
@@ -51,10 +55,10 @@ class Choice:
 
     Args:
         field: name of the tuned field or argument.
-        values: its possible values.
+        values: the possible values.
 
     Raises:
-        ValueError: nothing to choose from, or something that is not a plain value.
+        ValueError: ``values`` is empty, or a value has another type.
 
     Example:
         >>> from lightning_gc import Choice
@@ -68,10 +72,13 @@ class Choice:
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
         if not self.values:
-            raise ValueError(f"{self.field}: there is nothing to choose from.")
+            raise ValueError(f"{self.field}: the choice has no values; give at least one.")
         for value in self.values:
             if not isinstance(value, str | int | float | None):
-                raise ValueError(f"{self.field}: {value!r}; use numbers, strings, booleans, null.")
+                raise ValueError(
+                    f"{self.field}: {value!r} is not a choice; use numbers, strings, booleans or "
+                    f"null."
+                )
 
 
 Space = tuple[Range | Choice, ...]
@@ -79,12 +86,12 @@ Space = tuple[Range | Choice, ...]
 
 
 def merge(space: Space, changes: Space) -> Space:
-    """Return a space with some entries added, or in place of those of the same fields."""
+    """Return ``space`` with ``changes`` added; an entry replaces the entry of the same field."""
     return tuple({entry.field: entry for entry in (*space, *changes)}.values())
 
 
 def check_field(owner: type, entry: Range | Choice) -> None:
-    """Refuse an entry for which a dataclass has no field."""
+    """Raise ValueError if the dataclass ``owner`` has no field for ``entry``."""
     fields = [f.name for f in dataclasses.fields(owner)]
     if entry.field not in fields:
         has = f"its fields are {', '.join(fields)}" if fields else "it has no fields"

@@ -1,4 +1,4 @@
-"""Settings: base of frozen configurations, which refuses a text or a fraction in a wrong place."""
+"""Settings: base of frozen configurations, which checks the types of numeric fields."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Any
 
 _WHOLE = ("int", "int | None", int, int | None)
 _NUMBERS = (*_WHOLE, "float", "float | None", float, float | None)
-"""Types of the fields that are checked, as they are declared."""
+"""Annotations of the checked fields, as texts and as types."""
 
 
 class Settings:
-    """Base of dataclasses; fields declared as ``float`` or ``int`` are checked before all else.
+    """Check ``float``, ``int`` and optional numeric fields before the subclass's own checks.
 
-    So are those that may also be None. A subclass's ``__post_init__`` compares them with numbers,
-    which with a text is a ``TypeError`` that says nothing to a user. An ``int`` may be given as
-    2.0, but not as 2.5, infinity or NaN, which comparisons let through.
+    A subclass's ``__post_init__`` compares fields with numbers. A text there would raise a
+    ``TypeError`` that does not name the field. An ``int`` may be given as 2.0, but not as 2.5,
+    infinity or NaN.
+
+    Raises:
+        ValueError: a text in a numeric field, or a fraction in an ``int`` field.
     """
 
     def __post_init__(self, *init_only: Any) -> None:
@@ -49,13 +52,13 @@ class Settings:
 
 
 def _example(default: Any, whole: bool) -> str:
-    """Return a field's default if that is a number, else a number that it might be."""
+    """Return a field's default as text, or a typical number if it has no default."""
     known = default is not None and default is not dataclasses.MISSING
     return repr(default) if known else "1" if whole else "0.01"
 
 
 def _number(text: str, example: str) -> str:
-    """Return the number that a text means, such as 0.01 for 1%, else the example."""
+    """Parse a number from a text, such as 0.01 from "1%"; return the example if that fails."""
     share = text.strip().endswith("%")
     try:
         value = float(text.strip().rstrip("%"))

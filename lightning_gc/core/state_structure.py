@@ -1,4 +1,4 @@
-"""State structure: what saved state must consist of; loading refuses anything else by its place."""
+"""Declare the structure of saved state; loading refuses other values and names their place."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class Structure(abc.ABC):
-    """What a value in saved state must be. Declared beside the code that returns the state."""
+    """The rule for a value in saved state, declared next to the code that returns the state."""
 
     @abc.abstractmethod
     def check(self, value: Any, place: str = "") -> None:
-        """Raise ValueError if ``value``, found at ``place`` within the state, is something else."""
+        """Raise ValueError if ``value`` breaks the rule; ``place`` is its path in the state."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Leaf(Structure):
     """A value without parts.
 
     Args:
-        rule: what it must be, in words.
-        holds: whether it is.
+        rule: the rule in words, such as "a number".
+        holds: the rule as a predicate.
     """
 
     rule: str
@@ -39,7 +39,7 @@ class Leaf(Structure):
 
 @dataclass(frozen=True)
 class Optional(Structure):
-    """None, or what ``of`` says."""
+    """None, or a value of structure ``of``."""
 
     of: Structure
 
@@ -50,7 +50,7 @@ class Optional(Structure):
 
 @dataclass(frozen=True)
 class Each(Structure):
-    """A dict from names to values that are all as ``of`` says."""
+    """A dict from names to values of structure ``of``."""
 
     of: Structure
 
@@ -62,7 +62,7 @@ class Each(Structure):
 
 @dataclass(frozen=True)
 class Listed(Structure):
-    """A list of values that are all as ``of`` says."""
+    """A list of values of structure ``of``."""
 
     of: Structure
 
@@ -74,7 +74,7 @@ class Listed(Structure):
 
 @dataclass(frozen=True)
 class Pair(Structure):
-    """A list of two."""
+    """A list of two values."""
 
     first: Structure
     second: Structure
@@ -87,7 +87,7 @@ class Pair(Structure):
 
 @dataclass(frozen=True)
 class OneOf(Structure):
-    """A dict that is as ``first`` says if it has all names of ``first``, else as ``second``."""
+    """A dict of structure ``first`` if it has all names of ``first``, otherwise ``second``."""
 
     first: Record
     second: Record
@@ -100,12 +100,12 @@ class OneOf(Structure):
 
 @dataclass(frozen=True)
 class Record(Structure):
-    """A dict with a structure for each of its names.
+    """A dict with a structure for each name.
 
     Args:
-        always: names that must be there.
-        maybe: names that may be there.
-        others: of all other names; None: there may be none.
+        always: required names.
+        maybe: optional names.
+        others: the structure for all other names; None refuses other names.
     """
 
     always: Mapping[str, Structure] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Record(Structure):
 
 @dataclass(frozen=True)
 class Plain(Structure):
-    """Tensors, numbers, texts, None, and lists and dicts of these; no tensor with NaN or ∞."""
+    """Finite tensors, numbers, texts, None, and lists and dicts of these."""
 
     def check(self, value: Any, place: str = "") -> None:
         if isinstance(value, dict):
@@ -143,9 +143,9 @@ class Number(Structure):
     """A number in ``low..high``, both included.
 
     Args:
-        low: the least.
-        high: the greatest; infinity allows every finite number from ``low`` on.
-        whole: only whole numbers.
+        low: the least number.
+        high: the greatest number; infinity allows every finite number from ``low`` on.
+        whole: whether only whole numbers are allowed.
     """
 
     low: float = -math.inf
@@ -167,7 +167,7 @@ class Numbers(Structure):
     """A tensor of finite floating-point numbers in ``low..high``.
 
     Args:
-        shape: its sizes; a pair is the least and the greatest size of a dimension.
+        shape: the sizes; a pair is the least and the greatest size of a dimension.
         low: the least number.
         high: the greatest number.
         dtype: None allows every floating-point type.
@@ -232,9 +232,9 @@ FLOATS = Leaf("a tensor of floating-point numbers", _is_floating)
 ERRORS = Leaf(
     "a tensor of finite floating-point numbers", lambda v: _is_floating(v) and _is_finite(v)
 )
-"""What a memory keeps: the guard lets nothing into it that is not finite."""
+"""A memory's buffer, which is finite because the guard removes NaN and infinity."""
 
-NOTHING = Leaf("an empty dict, for the compressor's `keeps` declares no state", lambda v: v == {})
+NOTHING = Leaf("an empty dict: the compressor's `keeps` declares no state", lambda v: v == {})
 
 _DICT = Leaf(
     "a dict with texts as keys",

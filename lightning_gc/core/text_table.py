@@ -1,4 +1,4 @@
-"""Tables of text cells: as Markdown, and as plain text that fits a terminal."""
+"""Format tables of text cells as Markdown, or as plain text that fits a terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def markdown(
     """Return a Markdown table.
 
     Args:
-        columns: their headings.
-        rows: a text for each column.
-        left: headings of the columns that are aligned to the left; by default the first one's.
+        columns: the headings.
+        rows: one text per column each.
+        left: headings of left-aligned columns; by default the first column.
     """
     left = columns[:1] if left is None else left
     rule = ["---" if column in left else "---:" for column in columns]
@@ -26,17 +26,17 @@ def plain(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> 
     """Return a table whose lines have at most ``width`` characters.
 
     Args:
-        columns: their headings; like all cells, of one or several lines.
-        rows: a text for each column.
-        width: longer cells are wrapped, those of the widest columns first; words are broken if need
-            be, but not those of the first column.
+        columns: the headings. Headings and cells may have several lines.
+        rows: one text per column each.
+        width: maximal characters of a line. Cells are wrapped, in the widest columns first. Words
+            are broken if necessary, except in the first column.
     """
     table = [columns, *rows]
     cells = ["\n".join(column) for column in zip(*table, strict=True)]
     widths = [max(map(len, text.split("\n"))) for text in cells]
     words = [max(map(len, text.split()), default=1) for text in cells]
     while sum(widths) + 2 * (len(widths) - 1) > max(width, words[0] + 3 * len(widths)):
-        # The widest column with lines to break at a space, else with words to break.
+        # Narrow the widest column that can break at spaces, otherwise one that must break words.
         i = max(range(len(widths)), key=lambda i: (widths[i] > words[i], i > 0, widths[i]))
         widths[i] -= 1
     lines = []

@@ -1,4 +1,4 @@
-"""Wire format: name, dtype and length of each tensor of a payload, declared by the compressor."""
+"""Declare wire formats: the name, dtype and length of each tensor of a compressor's payload."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_gc.core.flow import Limits
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a payload, always flat.
+    """One flat tensor of a payload.
 
     Attributes:
-        name: of the content, such as values or scales.
-        dtype: for a gradient in float32.
-        length: elements; an upper limit where the length varies.
-        varies: ``"no"``; with the ``"step"``, equally on all workers; or with values, so that each
-            ``"worker"`` may send another length: then lengths are sent first.
-        note: how elements are coded, in a few words, for the documentation.
+        name: the content, such as values or scales.
+        dtype: dtype of the tensor for a float32 gradient.
+        length: number of elements; an upper limit if the length varies.
+        varies: ``"no"``: the length is fixed. ``"step"``: it depends on the step and is equal on
+            all workers. ``"worker"``: it depends on values, so workers send their lengths first.
+        note: a few words on the coding of elements, for the documentation.
     """
 
     name: str
@@ -40,7 +40,7 @@ Wire = tuple[Field, ...]
 
 
 def limits(wire: Wire) -> Limits | None:
-    """Return a request's limits: maximal elements of each ragged tensor; None if none is ragged."""
+    """Return the maximal elements per ragged tensor; None if all tensors have fixed lengths."""
     if all(field.varies != "worker" for field in wire):
         return None
     return tuple(field.length if field.varies == "worker" else None for field in wire)

@@ -25,8 +25,8 @@ from lightning_gc.exchange.validation import (
 from lightning_gc.lightning.arguments import changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
-from lightning_gc.schemes.reduce_scatter import ReduceScatter
 from lightning_gc.sharded.fsdp_units import Unit, has_custom_scatters, units_of
+from lightning_gc.sharded.reduce_scatter import ReduceScatter
 from lightning_gc.sharded.shard_validation import refuse_unlike_scatters
 from lightning_gc.sharded.sharded_workers import FSDPWorkers
 from lightning_gc.sharded.unit_scatters import UnitScatters

@@ -178,7 +178,6 @@ READ_BY = {
         "self.checkpoint_io.load_checkpoint",
         "torch.load",
     },
-    "cli.py": {"load"},
     "control/control_loop.py": {"json.loads"},
     "controllers/trace.py": {"json.loads"},
     "exchange/peers.py": {"json.loads"},

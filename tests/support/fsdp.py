@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from lightning_gc.engine import Engine
 from lightning_gc.exchange import configure
 from lightning_gc.lightning.for_pytorch_lightning import CompressedFSDPStrategy
-from lightning_gc.schemes.reduce_scatter import ReduceScatter
 from lightning_gc.sharded.fsdp_units import units_of
+from lightning_gc.sharded.reduce_scatter import ReduceScatter
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, replica_mesh
 from lightning_gc.sharded.unit_scatters import UnitScatters
 from lightning_gc.transports import Recording, Simulated

@@ -166,11 +166,11 @@ def test_spaces_are_written_down_as_plain_values() -> None:
         (lambda: Method("dgc", memory_space=(Range("momentum", 0, 1),)), "=1", "use 0.9"),
         (lambda: Method("qsgd", rounds_space=(Range("H", 1, 2),)), "'H'", "fields are every"),
         (lambda: Method("qsgd", rounds_space=parse_all({"every": [8, 0]})), "=0", "use 32"),
-        (lambda: Range("a", 2, 1), "2 to 1", "holds no number"),
+        (lambda: Range("a", 2, 1), "2 to 1", "is not a range"),
         (lambda: Range("a", 0, 1, scale="log"), "from 0", "above 0"),
         (lambda: Range("a", 0, 1, scale="cubic"), "'cubic'", "'linear'"),  # type: ignore[arg-type]
         (lambda: Range("a", 0.5, 1, integer=True), "0.5", "whole numbers"),
-        (lambda: Choice("a", ()), "a: ", "nothing to choose"),
+        (lambda: Choice("a", ()), "a: ", "has no values"),
         (lambda: Choice("a", ([],)), "[]", "use numbers"),  # type: ignore[arg-type]
         (lambda: parse("a", 3), "3 is no range", "{low: 1, high: 50}"),
         (lambda: parse("a", {"low": 1}), "'low': 1", "{low: 1, high: 50}"),

@@ -69,7 +69,7 @@ def test_damaged_high_parts() -> None:
     """Refused where that can be seen, else all numbers are those that the caller refuses."""
     low_parts, high_parts = encode(torch.tensor([3, 0, 70, 5]), 2)
     for damaged in (high_parts | 1, high_parts * 0, high_parts[:-1], high_parts[:0]):
-        with pytest.raises(ValueError, match=r"marks \d positions, where there should be 4"):
+        with pytest.raises(ValueError, match=r"marks \d positions, but should mark 4"):
             decode(low_parts, damaged, 4, 2, 99, True)
         assert decode(low_parts, damaged, 4, 2, 99, False).tolist() == [99] * 4
     with pytest.raises(ValueError, match="take 2 bytes"):

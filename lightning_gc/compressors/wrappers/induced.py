@@ -1,4 +1,4 @@
-"""Induced: an unbiased compressor on the error of a biased one, which makes both unbiased."""
+"""Induced: make a biased compressor unbiased by sending its error with an unbiased one."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lightning_gc.core.wire import Wire
 
 @dataclass(frozen=True)
 class Induced(Codec):
-    """Send what a biased compressor sends, and its error by an unbiased one, in one message.
+    """Send a biased codec's payload, and its error by an unbiased codec, in one message.
 
-    ``C(x) = B(x) + U(x − B(x))``. As U is unbiased, so is C: it needs no error feedback and no
-    memory, and its variance is (1 − δ) of U's, δ being the contraction of B.
+    ``C(x) = B(x) + U(x − B(x))``. U is unbiased, so C is unbiased and needs no error feedback. Its
+    variance is (1 − δ) times U's, where δ is the contraction of B.
 
     Args:
-        biased: B, a codec, by default ``TopK(0.01)``. Its knob is this compressor's.
+        biased: B, a codec, by default ``TopK(0.01)``. Its knob is this compressor's knob.
         unbiased: U, an unbiased codec, by default ``QSGD(2)``.
 
-    The payload is that of both: 2.47 bits an element for the defaults.
+    The payload consists of both payloads: 2.47 bits per element for the defaults.
 
     Raises:
-        ValueError: one of them is no codec, or its result no mean; ``biased`` chooses by what has
-            added up over steps; ``unbiased`` is biased.
+        ValueError: ``biased`` or ``unbiased`` is not a codec, or its result is not a mean;
+            ``biased`` chooses elements by sums over steps; ``unbiased`` is biased.
 
     Example:
         >>> from lightning_gc import QSGD, Induced, TopK
@@ -57,18 +57,18 @@ class Induced(Codec):
         for name, codec, example in (("biased", first, TopK(0.01)), ("unbiased", second, QSGD(4))):
             if not isinstance(codec, Codec) or not codec.traits.conserves or codec.traits.exact:
                 raise ValueError(
-                    f"Induced({name}={codec!r}): it must be a codec that leaves an error and whose "
-                    f"result is a mean; use {example!r}, say. Wrappers go around Induced."
+                    f"Induced({name}={codec!r}): {name} must be a codec with an error and with a "
+                    f"mean as result; use {example!r}, for example. Wrappers go around Induced."
                 )
         if first.traits.needs_sums:
             raise ValueError(
-                f"Induced(biased={first!r}): it chooses by what has added up over steps, and "
-                f"no error is left to add up here; use TopK(0.01), say."
+                f"Induced(biased={first!r}): biased chooses elements by sums of errors over steps, "
+                f"but Induced leaves no error; use TopK(0.01), for example."
             )
         if not second.traits.unbiased:
             raise ValueError(
-                f"Induced(unbiased={second!r}): it is biased, and so the sum of both would be; use "
-                f"QSGD(4), say."
+                f"Induced(unbiased={second!r}): the codec is biased, so the result would be biased "
+                f"too; use QSGD(4), for example."
             )
         object.__setattr__(self, "biased", first)
         object.__setattr__(self, "unbiased", second)
@@ -112,7 +112,7 @@ class Induced(Codec):
         return *self.biased.wire(numel), *self.unbiased.wire(numel)
 
     def bound(self, numel: int) -> Bound:
-        """Return ω·(1 − δ), or ω·v² of an absolute error: U's is relative to what B leaves."""
+        """Return ω·(1 − δ), or ω·v² for an absolute error: U compresses the error of B."""
         second = self.unbiased.bound(numel)
         first = self.biased.bound(numel)
         if isinstance(second, Variance) and isinstance(first, AbsoluteError):
@@ -127,6 +127,6 @@ class Induced(Codec):
 
 
 def _of_error(bucket: Bucket) -> Bucket:
-    """Return the bucket of what the first leaves, with random numbers and state of its own."""
+    """Return a bucket for the first codec's error, with other random numbers and without state."""
     shapes = {f"{'+'.join(bucket.shapes)}%error": (bucket.numel,)}
     return dataclasses.replace(bucket, shapes=shapes, state={})

@@ -1,4 +1,4 @@
-"""PerParameter: run a compressor on each parameter of a bucket by itself, as the papers do."""
+"""PerParameter: compress each parameter of a bucket separately, as the papers do."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from lightning_gc.core.flow import Flow, Mean, together
 
 @dataclass(frozen=True)
 class PerParameter(Wrapper):
-    """Run the inner compressor on each parameter of a bucket by itself.
+    """Run the inner compressor on each parameter of a bucket separately.
 
-    A bucket still costs one message a round, and one payload where compressors can join theirs. A
+    A bucket still costs one message per round, and one payload if the compressor can join parts. A
     controller may set a level for each parameter.
 
     Args:
-        inner: what compresses one parameter.
-        levels: pairs of parameter name and level, where it is not the inner one's; None sends the
-            parameter uncompressed.
+        inner: the compressor of each parameter.
+        levels: pairs of parameter name and level, for levels other than the inner compressor's.
+            None sends the parameter uncompressed.
         others_dense: send parameters that are not in ``levels`` uncompressed.
 
     Communication pattern:
-        As the inner one's, with the payloads of all parameters in one message. Under ``AllGather``
-        and ``TwoShot`` sparsifiers' payloads are one: values, and positions in the bucket, or in a
-        worker's shards of all parameters.
+        The inner compressor's pattern, with the payloads of all parameters in one message. Under
+        ``AllGather`` and ``TwoShot``, sparsifiers send one payload: values, and positions in the
+        bucket or in a worker's shards of all parameters.
 
     Example:
         >>> from lightning_gc import PerParameter, TopK
@@ -88,16 +88,16 @@ class PerParameter(Wrapper):
 
 
 class _Plan(NamedTuple):
-    """What is done with the parameters of a bucket."""
+    """How the parameters of a bucket are exchanged."""
 
-    equals: list[tuple[BatchedCollective, list[Part]]]  # exchanged together, of one shape each
-    alone: list[Part]  # each has a payload of its own
-    joint: Codec | None  # has one payload for all others that are compressed
-    dense: dict[str, slice]
-    rows: Rows | None  # as which it sees them, if not as they lie in the bucket
+    equals: list[tuple[BatchedCollective, list[Part]]]  # groups of the same shape
+    alone: list[Part]  # one payload each
+    joint: Codec | None  # encodes all other compressed parameters in one payload
+    dense: dict[str, slice]  # uncompressed
+    rows: Rows | None  # layout for ``joint`` if it encodes shards
 
 
-# Levels change per epoch and shapes never; flows are made in every step.
+# Cached, since levels change per epoch and shapes never, but flows are made in every step.
 @functools.lru_cache(maxsize=4096)
 def _plan(
     compressor: PerParameter,
@@ -134,7 +134,7 @@ def _at(compressor: Compressor, level: float | None) -> Compressor | None:
 
 
 def _average(tensors: list[Tensor], means: list[Tensor]) -> Flow:
-    """Append the tensors' means to ``means``; the tensors are left alone."""
+    """Append the tensors' means to ``means``; do not change the tensors."""
     (mean,) = yield Mean((torch.cat(tensors),))
     means.extend(mean.split([tensor.numel() for tensor in tensors]))
 
@@ -148,10 +148,10 @@ def layerwise(compressor: Compressor) -> Compressor:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Where the shards of a bucket's parameters lie in W rows.
+    """The layout of a bucket as W rows: row i holds shard i of each parameter.
 
     Args:
-        parts: ascending, in the bucket.
+        parts: the parameters, ascending in the bucket.
         workers: W, the number of rows.
     """
 
@@ -160,7 +160,7 @@ class Rows:
 
     @functools.cached_property
     def in_row(self) -> tuple[Part, ...]:
-        """The parts of a row, with where their shards lie in it."""
+        """The parts with ``start`` and ``stop`` of their shards in a row."""
         found, stop = list[Part](), 0
         for part in self.parts:
             start, stop = stop, stop - (part.start - part.stop) // self.workers
@@ -180,7 +180,10 @@ class Rows:
             here.copy_(row)
 
     def _pairs(self, rows: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return views of one shape of rows and of ``flat``: full shards, and one that is not."""
+        """Return pairs of views of ``rows`` and ``flat``, of the same shape.
+
+        Each part has a pair for its full shards, and one for a last, shorter shard.
+        """
         pairs = []
         for part, place in zip(self.parts, self.in_row, strict=True):
             size, mine = place.stop - place.start, flat[part.start : part.stop]
@@ -192,7 +195,7 @@ class Rows:
         return pairs
 
     def shards(self, flat: Tensor, index: int) -> dict[str, Tensor]:
-        """Return shard ``index`` of each parameter of ``flat``, not padded."""
+        """Return shard ``index`` of each parameter of ``flat``, without padding."""
         found = {}
         for part, place in zip(self.parts, self.in_row, strict=True):
             size = place.stop - place.start
@@ -204,7 +207,10 @@ class Rows:
 def flow_in_rows(
     codec: Codec, rows: Rows, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme
 ) -> Flow:
-    """Exchange the parts of ``buffer`` as ``Compressor.flow``, by a codec of one row."""
+    """Exchange the parts of ``buffer`` in rows; ``codec`` encodes one row.
+
+    The contract is that of ``Compressor.flow``.
+    """
     own = rows.of(buffer)
     mean = torch.empty_like(own)
     cut = _RowsBucket(**_fields_of(bucket), rows=rows)
@@ -216,7 +222,7 @@ def flow_in_rows(
 
 @dataclass(frozen=True)
 class _RowsBucket(Bucket):
-    """A bucket whose shards are rows."""
+    """A bucket with rows as shards."""
 
     rows: Rows = field(kw_only=True)
 
@@ -227,7 +233,7 @@ class _RowsBucket(Bucket):
 
 @dataclass(frozen=True)
 class _Row(Bucket):
-    """A row, whose parts are shards of parameters; ``grad`` and ``shapes`` are the bucket's."""
+    """A row: its parts are shards of parameters, its ``grad`` and ``shapes`` are the bucket's."""
 
     shards: Mapping[str, Tensor] = field(kw_only=True, repr=False)
     index: int = field(kw_only=True)
@@ -237,7 +243,7 @@ class _Row(Bucket):
         return sum(shard.numel() for shard in self.shards.values())
 
     def part(self, name: str, start: int, stop: int) -> Bucket:
-        """Return shard ``index`` of a parameter, which takes ``stop - start`` elements padded."""
+        """Return shard ``index`` of a parameter; with padding it has ``stop - start`` elements."""
         own = {"grad": self.shards[name], "shapes": {f"{name}#{self.index}": (stop - start,)}}
         return Bucket(**_fields_of(self) | own | {"state": {}})
 

@@ -1,4 +1,4 @@
-"""Quantised: send the elements that a sparsifier selects, their values quantised."""
+"""Quantised: send the elements chosen by a sparsifier with quantised values."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ from lightning_gc.core.flow import Payload
 from lightning_gc.core.state_structure import Structure
 from lightning_gc.core.wire import Field, Wire
 
-_STEP = 16  # positions, that take a byte or more
+_STEP = 16  # positions; that many more always take at least one byte more
 
 
 @dataclass(frozen=True)
 class Quantised(Codec):
-    """Send elements that a sparsifier selects, in the few bits of a quantiser.
+    """Send the elements that a sparsifier chooses in the few bits of a quantiser.
 
-    ``C(x)_S = Q(x_S)``, 0 elsewhere, where S are the selected elements and Q is the quantiser,
-    which gets their values as one tensor. The other elements and what Q leaves stay in the error.
+    ``C(x)_S = Q(x_S)``, 0 elsewhere, where S are the chosen elements. The quantiser Q gets their
+    values as one tensor. The other elements and the quantisation error stay in the error.
 
-    The paper proves convergence with error feedback where C is a contraction: for an unbiased Q
-    where its variance ω is below 1, so ``QSGD`` needs blocks of fewer than 4·s² elements, 196 for
-    4 bits. Its sending every H steps is ``LocalStepsStrategy``; its variant for ω > 1, which
-    divides by 1 + ω, is not here.
+    The paper proves convergence with error feedback if C is a contraction. For an unbiased Q that
+    means a variance ω below 1, so ``QSGD`` needs blocks of fewer than 4·s² elements, 196 for 4
+    bits. The paper's exchange every H steps is ``LocalStepsStrategy``. Its variant for ω > 1, which
+    divides by 1 + ω, is not implemented.
 
     Args:
-        sparsifier: a ``SparseCodec``, by default ``TopK(0.01)``. Its knob is this compressor's; its
-            ``value_dtype`` has no effect.
-        quantiser: a codec of a fixed length that sends something of every element, such as
-            ``EFSignSGD`` or ``NaturalCompression``; by default ``QSGD(4, block_size=64)``.
+        sparsifier: a ``SparseCodec``, by default ``TopK(0.01)``. Its knob is this compressor's
+            knob. Its ``value_dtype`` has no effect.
+        quantiser: a codec of fixed length that codes every element, such as ``EFSignSGD`` or
+            ``NaturalCompression``; by default ``QSGD(4, block_size=64)``.
 
-    The payload is that of the quantiser for k elements, and positions as ``SparseCodec``'s: 13.1
-    bits a sent element for the defaults, where ``TopK(0.01)`` has 40.6. Padding of 15 − k mod 16
-    and k mod 16 bytes makes k follow from the lengths: no receiver reads a number from its device.
+    The payload consists of the quantiser's payload for k elements and coded positions. A sent
+    element takes 13.1 bits for the defaults, compared with 40.6 for ``TopK(0.01)``. Padding of
+    15 − k mod 16 and k mod 16 bytes makes k follow from the lengths, so receivers need not read a
+    number from their device.
 
     Raises:
-        ValueError: a sparsifier that is no ``SparseCodec``; a quantiser that is no codec, is exact
-            or a sparsifier, has lengths that depend on values, or whose result is no mean.
+        ValueError: the sparsifier is not a ``SparseCodec``. The quantiser is not a codec, is exact
+            or a sparsifier, has lengths that depend on values, or its result is not a mean.
 
     Example:
         >>> from lightning_gc import QSGD, Quantised, TopK
@@ -76,8 +77,9 @@ class Quantised(Codec):
         values = QSGD(4, 64) if self.quantiser is None else self.quantiser
         if not isinstance(chosen, SparseCodec):
             raise ValueError(
-                f"Quantised(sparsifier={chosen!r}): it must be a SparseCodec, which selects "
-                f"elements by position; use TopK(0.01), say. Wrappers go around Quantised."
+                f"Quantised(sparsifier={chosen!r}): sparsifier must be a SparseCodec, which "
+                f"chooses elements by position; use TopK(0.01), for example. Wrappers go around "
+                f"Quantised."
             )
         if (
             not isinstance(values, Codec)
@@ -87,8 +89,8 @@ class Quantised(Codec):
             or any(field.varies != "no" for field in values.wire(1))
         ):
             raise ValueError(
-                f"Quantised(quantiser={values!r}): it must be a codec that sends a few bits of "
-                f"every value, as many whatever the values are; use QSGD(4, 64), say."
+                f"Quantised(quantiser={values!r}): quantiser must be a codec that sends the same "
+                f"few bits for every value; use QSGD(4, 64), for example."
             )
         object.__setattr__(self, "sparsifier", chosen)
         object.__setattr__(self, "quantiser", values)
@@ -123,7 +125,7 @@ class Quantised(Codec):
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         chosen = self.sparsifier.choose(buffer, bucket)  # (k,)
         count, numel = chosen.numel(), buffer.numel()
-        # Quantisers need an element. What they make of one has the right dtypes, and is cut off.
+        # Quantisers need at least one element. Its payload has the right dtypes and is cut to 0.
         values = buffer[chosen] if count else buffer.new_zeros(1)
         payload = self.quantiser.encode(values, _values(bucket, values))
         if count:
@@ -164,11 +166,13 @@ class Quantised(Codec):
         return tuple(dataclasses.replace(field, varies=positions.varies) for field in fields)
 
     def bound(self, numel: int) -> Bound:
-        """Return the bound that follows from both, the quantiser's being that for most values.
+        """Return the bound that follows from the sparsifier's and the quantiser's bounds.
 
-        Of the error ``‖x‖² − ‖x_S‖² + ‖x_S − Q(x_S)‖²`` the last is at most ``q·‖x_S‖²``, where q
-        is 1 − δ or ω. For q ≤ 1 that is at most ``‖x‖² − (1 − q)·‖x_S‖²``, and ``‖x_S‖²`` at least
-        δ·‖x‖² with the sparsifier's δ. For q > 1 it is at most ``q·‖x‖²``: no contraction.
+        The quantiser's bound is taken for the maximal number of values. The error is
+        ``‖x‖² − ‖x_S‖² + ‖x_S − Q(x_S)‖²``. Its last term is at most ``q·‖x_S‖²``, where q is 1 − δ
+        or ω. For q ≤ 1 the error is at most ``‖x‖² − (1 − q)·‖x_S‖²``, and ``‖x_S‖²`` is at least
+        δ·‖x‖² with the sparsifier's δ. For q > 1 the error is at most ``q·‖x‖²``, which is not a
+        contraction.
         """
         selected = self.sparsifier.bound(numel)
         left = self.quantiser.bound(self.sparsifier.most(numel))
@@ -192,7 +196,7 @@ class Quantised(Codec):
 
 
 def _values(bucket: Bucket, values: Tensor) -> Bucket:
-    """Return the bucket of the selected values, with random numbers of its own."""
+    """Return a bucket of the chosen values, with other random numbers."""
     shapes = {f"{'+'.join(bucket.shapes)}%values": (values.numel(),)}
     return dataclasses.replace(bucket, grad=values, shapes=shapes, state={})
 
@@ -200,11 +204,11 @@ def _values(bucket: Bucket, values: Tensor) -> Bucket:
 def _count(payload: Payload, numel: int, most: int) -> int:
     """Return how many of ``numel`` elements have positions in the last tensors of a payload.
 
-    Coded positions grow by at least a byte for 16 more of them, and the remainder is the last
-    length. Both paddings together are always 15 bytes, so more elements never take fewer bytes.
+    Coded positions grow by at least a byte per 16 positions, and the last length is the remainder.
+    Both paddings together are always 15 bytes, so more elements never take fewer bytes.
 
     Raises:
-        ValueError: lengths of no number of elements, or of more than ``most``.
+        ValueError: the lengths fit no number of elements up to ``most``.
     """
     coded, rest = payload[-2:]
     over = min(rest.numel(), _STEP - 1, most)

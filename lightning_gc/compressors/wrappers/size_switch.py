@@ -15,20 +15,20 @@ from lightning_gc.core.flow import Flow
 
 @dataclass(frozen=True)
 class SizeSwitch(Wrapper):
-    """Send 1-D tensors and small tensors dense, compress the others with the inner compressor.
+    """Send 1-D and small tensors uncompressed (dense), and the others by the inner compressor.
 
-    Biases and normalisation weights are few, and sensitive; the code of DGC and of ACCORDION leaves
-    them dense. Other papers compress every tensor, and it matters where compression is hard: with
-    ``TopK(0.0001)`` an LSTM of 4.4 million parameters sends 1/6,704 of its gradient, but 1/815
+    Biases and normalisation weights are few and sensitive. The code of DGC and of ACCORDION sends
+    them dense; other papers compress every tensor. The difference is large at strong compression:
+    with ``TopK(0.0001)`` an LSTM of 4.4 million parameters sends 1/6,704 of its gradient, but 1/815
     with its 9,600 biases dense. ``PerParameter(TopK(0.0001))`` compresses every tensor.
 
     Args:
-        inner: what compresses the large tensors.
-        min_numel: tensors with fewer elements go dense. 0 turns this off.
-        min_dims: tensors with fewer dimensions go dense. 0 turns this off.
+        inner: the compressor of large tensors.
+        min_numel: tensors with fewer elements are sent dense. 0 turns this off.
+        min_dims: tensors with fewer dimensions are sent dense. 0 turns this off.
 
     Communication pattern:
-        What goes dense is averaged in one all-reduce per bucket, beside the inner one's messages.
+        One all-reduce per bucket for the dense tensors, in addition to the inner messages.
 
     Raises:
         ValueError: a negative limit.
@@ -49,7 +49,7 @@ class SizeSwitch(Wrapper):
             raise ValueError(f"{self!r}: limits must be at least 0; 0 turns a limit off.")
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        inner = self.for_shape(bucket.shape)  # which is the same on all workers
+        inner = self.for_shape(bucket.shape)  # the shape is the same on all workers
         if inner is None:
             yield from dense(buffer, out) if scheme is None else scheme.dense(bucket, buffer, out)
         else:

@@ -1,4 +1,4 @@
-"""Wrapper: a compressor around another one, which keeps its kind, level and wire format."""
+"""Wrap a compressor in another one with the same kind, level and wire format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_gc.core.wire import Wire
 
 
 class Wrapper(Compressor):
-    """Changes where or when the inner compressor works, never what it is."""
+    """Change where or when the inner compressor is applied, but not its properties."""
 
     inner: Compressor
 
@@ -40,7 +40,7 @@ class Wrapper(Compressor):
         return self.inner.method
 
     def bound(self, numel: int) -> Bound:
-        """Return the inner bound: what goes dense only does better."""
+        """Return the inner bound, since uncompressed tensors have no error."""
         return self.inner.bound(numel)
 
     def keeps(self, shape: tuple[int, ...]) -> Structure:
@@ -75,10 +75,10 @@ class Wrapper(Compressor):
 
 
 class Preset(Compressor):
-    """A compressor, with its fields, and the default memory that goes with it.
+    """A named combination of another compressor with a default memory.
 
     Attributes:
-        memory_name: the registry's name of the memory.
+        memory_name: the memory's name in the registry.
     """
 
     memory_name: str
@@ -86,7 +86,7 @@ class Preset(Compressor):
     @property
     @abc.abstractmethod
     def inner(self) -> Compressor:
-        """The compressor that this is."""
+        """The compressor that does the work."""
 
     @functools.cached_property
     def traits(self) -> Traits:

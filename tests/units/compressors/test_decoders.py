@@ -77,7 +77,7 @@ def test_tensors_too_short_too_long_too_many(codec: Codec) -> None:
         (TopK(0.03), [3, 50, 127], "position 127 of a tensor of 100 elements.* 0..99"),
         (TopK(0.03), [3, 3, 50], "position 3 after 3, but positions ascend"),
         (TopK(0.03), [3, 2, 60], "position 2 after 3, but positions ascend"),
-        (TopK(0.03), [50, 3, 60], "bitmap marks 2 positions, where there should be 3"),
+        (TopK(0.03), [50, 3, 60], "bitmap marks 2 positions, but should mark 3"),
         (HardThreshold(9.0), [100], "position 100 of a tensor of 100 elements"),
         (HardThreshold(9.0), [0, 0], "position 0 after 0"),
         (HardThreshold(9.0), [*range(100), 99], r"shapes \(\(101,\), .*at most 100 values"),

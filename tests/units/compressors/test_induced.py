@@ -74,7 +74,7 @@ def test_no_memory_by_default_and_levels_are_the_biased_one_s() -> None:
         (Identity(), QSGD(), "biased"),
         (PowerSGD(), QSGD(), "biased"),
         (PerParameter(TopK()), QSGD(), "Wrappers go around"),
-        (VarianceCriterion(), QSGD(), "added up over steps"),
+        (VarianceCriterion(), QSGD(), "sums of errors over steps"),
     ],
 )
 def test_refusals(biased: Any, unbiased: Any, word: str) -> None:
