@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test quick check docs docs-tables tests faults soak gpu-check matrix release \
+.PHONY: help demo vision tune-demo test quick check docs docs-tables tests faults soak gpu-check matrix release changelog \
 	catalogue bench-bytes bench-controllers bench-network bench-advice bench-scaling clean
 
 help: ## what can be made
@@ -72,6 +72,10 @@ release: $(VENV)/.test ## source distribution and wheel into dist/, their metada
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
+
+changelog: $(VENV)/.test ## collect changes/ into CHANGELOG.md, before a release: ARGS=--draft only prints
+	$(PIP) install -q -c constraints.txt -e '.[release]'
+	$(BIN)/towncrier build --yes $(ARGS)
 
 catalogue: $(VENV)/.tune ## every method tuned by a study of its own, on three models (CPU hours): ARGS="--jobs 8 --only method=topk"
 	$(BIN)/python benchmarks/papers/equal_budgets.py $(ARGS)

@@ -1,4 +1,4 @@
-"""Gradient compression for DistributedDataParallel: compressors, error feedback, strategies.
+"""Compress gradients of distributed training: compressors, error feedback, strategies.
 
 Names are imported when first used: ``import lightning_gc`` alone loads neither torch nor Lightning.
 """
@@ -71,9 +71,9 @@ _EITHER_LIGHTNING = {
 if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
 
     def __getattr__(name: str) -> _Any:
-        """Import what is asked for: a class for either Lightning, a submodule, or the rest.
+        """Import a public name: a class for either Lightning, a submodule, or a registered class.
 
-        Names that start with an underscore are asked for by tools; ``__all__`` by ``import *``.
+        ``import *`` asks for ``__all__``. Tools ask for other names that start with an underscore.
         """
         if name in _EITHER_LIGHTNING:
             module, _, mixin = _EITHER_LIGHTNING[name].rpartition(".")

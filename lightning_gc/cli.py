@@ -1,4 +1,4 @@
-"""The command ``lightning-gc``: tune, report, fit, schema, bench, advise, list."""
+"""Run the command ``lightning-gc``: tune, report, fit, schema, bench, advise, list."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        argv: the words after the program's name; by default those of this process.
+        argv: the words after the program's name; by default this process's ``sys.argv[1:]``.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError, RuntimeError) as error:
         ours = type(error).__module__.startswith("lightning_gc")
         if not ours and type(error) not in (ValueError, ImportError):
-            raise  # not a sentence for users: with its traceback
+            raise  # an error of another library: show its traceback
         print(f"lightning-gc: {error}", file=sys.stderr)  # noqa: T201
         return USAGE if isinstance(error, ValueError) else FAILED
 
@@ -62,10 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     storage = "path of a journal file, or a database URL such as postgresql://user@host/name"
     add = command(
         _tune,
-        "tune every method in a study of its own, then run the winners",
-        "Tune every method in a study of its own with the same number of trials, then run the "
-        "winners over several seeds. Repeat the command to resume; run it several times at once, "
-        "with one storage, to share the work.",
+        "tune each method in its own study, then run the winners",
+        "Tune each method in its own study with the same number of trials, then run the winners "
+        "over several seeds. Repeat the command to resume. Start it several times with one "
+        "storage to share the work.",
     )
     add("config", type=Path, help="YAML with LightningCLI's model, data and trainer, and tune")
     methods = "methods of the file, or compressors by name"
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--storage", required=True, help=storage)
     add("--out", type=Path, default=Path("runs", "report"), help="folder (default: %(default)s)")
-    add("--name", help="of the experiment, where the storage holds several")
+    add("--name", help="name of the experiment, if the storage holds several")
 
     add = command(
         _fit,
@@ -132,9 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--methods", nargs="+", metavar="NAME", help=methods + fields % seven)
     add("--budget-seconds", type=float, default=120, help="for all (default: %(default)s)")
-    add("--workers", type=int, metavar="W", help="predict for so many workers; measure no turns")
-    add("--link", metavar="RATE", help="predict for this link, as 1gbit or 100mbit; likewise")
-    add("--predict-only", action="store_true", help="measure no methods by turns, give no verdict")
+    add("--workers", type=int, metavar="W", help="predict for W workers; measure no method")
+    add("--link", metavar="RATE", help="predict for 1gbit, 100mbit, ...; measure no method")
+    add("--predict-only", action="store_true", help="measure no method, give no verdict")
     add("--timeout", type=float, default=120, help="of a collective, in s (default: %(default)s)")
     add("--find-unused-parameters", action="store_true", help="as for DDP, for all methods")
     add("--out", type=Path, default=Path("runs", "advice"), help="folder (default: %(default)s)")
@@ -142,12 +142,12 @@ def _parser() -> argparse.ArgumentParser:
     add = command(
         _list,
         "compressors, memories, schemes, controllers, waits for accelerators, and wire formats",
-        "List the registered classes with what they declare. Bounds and bits per element are those "
-        "of the default instance for a 512 x 512 matrix.",
+        "List the registered classes and their declarations. Bounds and bits per element are for "
+        "the default instance and a 512 x 512 matrix.",
     )
     families = "compressors, memories, schemes, controllers, waits, wire (default: all)"
     add("families", nargs="*", metavar="FAMILY", help=families)
-    add("--wide", action="store_true", help="a column for everything, with ranges to tune")
+    add("--wide", action="store_true", help="all columns, also the ranges to tune")
     add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
     return parser
 
@@ -210,11 +210,11 @@ def _fit(options: argparse.Namespace) -> int:
     try:
         run(["fit", "--config", str(options.config), *options.rest])
     except SystemExit as end:
-        if isinstance(end.__context__, KeyboardInterrupt):  # of which Lightning makes code 1
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with code 1
             return INTERRUPTED
         raise
     except Exception:
-        traceback.print_exc()  # the user's own code: all of it is of interest
+        traceback.print_exc()  # the error may be in the user's code: show the full traceback
         return FAILED
     return OK
 
@@ -245,7 +245,7 @@ def _list(options: argparse.Namespace) -> int:
 
     for family in options.families:
         if family not in FAMILIES:
-            raise ValueError(f"{family!r} is no family; there are {', '.join(FAMILIES)}.")
+            raise ValueError(f"{family!r} is not a family; choose from {', '.join(FAMILIES)}.")
     width = max(shutil.get_terminal_size((120, 24)).columns, 220 if options.wide else 0)
     families = options.families or FAMILIES
     texts = (markdown(f) if options.markdown else plain(f, width, options.wide) for f in families)

@@ -1,7 +1,7 @@
-"""Which of the two Lightning packages the program uses, and the strategies' names in both.
+"""Find the Lightning package that the program uses, and register our strategies in both packages.
 
-Names such as ``"compressed_ddp"`` are registered by importing our adaptor: at once if Lightning is
-imported already, else by an import hook, as Lightning has no entry point for strategies.
+Importing our adaptor registers names such as ``"compressed_ddp"``. If Lightning is not imported
+yet, an import hook imports the adaptor later, as Lightning has no entry point for strategies.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ ADAPTORS = {
     "pytorch_lightning": "lightning_gc.lightning.for_pytorch_lightning",
     "lightning.pytorch": "lightning_gc.lightning.for_lightning",
 }
-"""Lightning package -> module that registers our strategies for it."""
+"""``{Lightning package: module that registers our strategies for it}``."""
 
 FABRICS = {
     "lightning_fabric": "lightning_gc.lightning.fabric_for_pytorch_lightning",
     "lightning.fabric": "lightning_gc.lightning.fabric_for_lightning",
 }
-"""Package of Fabric -> the same for that."""
+"""``{package of Fabric: module that registers our strategies for it}``."""
 
 _ALL = ADAPTORS | FABRICS
 
 
 def lightning(among: Mapping[str, str] = ADAPTORS) -> str:
-    """Return the Lightning package that the program has imported, else one that is installed."""
+    """Return the Lightning package that the program has imported, else an installed one."""
     installed = (name for name in among if find_spec(name.partition(".")[0]))
     return _imported(among) or next(installed, next(iter(among)))
 
@@ -44,12 +44,12 @@ def _imported(among: Mapping[str, str]) -> str | None:
 
 
 class EitherLightning(metaclass=ABCMeta):  # noqa: B024 - not ABC: a base would reorder the others
-    """Mixin that one module per Lightning package joins with a class of that package.
+    """Choose the Lightning package of a strategy when the object is made, not at import.
 
-    Calling the mixin, or a user's subclass of it, makes an object for ``lightning()``: the package
-    is chosen when the object is made, not when the name is imported.
-    The class for one package counts as a base of the class for the other. So either Trainer takes
-    an object for the other package far enough for ``refuse_other_package`` to explain.
+    One module per Lightning package joins a mixin with a class of that package. Calling the mixin,
+    or a user's subclass of it, makes an object for ``lightning()``.
+    ``issubclass`` takes the class for one package as a subclass of the class for the other. So a
+    Trainer accepts an object for the other package until ``refuse_other_package`` explains.
     """
 
     _packages: ClassVar[Mapping[str, str]] = ADAPTORS
@@ -66,7 +66,7 @@ class EitherLightning(metaclass=ABCMeta):  # noqa: B024 - not ABC: a base would 
         return True if ours and cls.__bases__[0] in other.__mro__ else NotImplemented
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the user's class and the package for pickle, which cannot import their join."""
+        """Pickle the user's class and the package, as the joined class cannot be imported."""
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
         make, arguments, *state = reduced
         if make is copyreg.__newobj__ and "_parts" in vars(type(self)):  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ class EitherLightning(metaclass=ABCMeta):  # noqa: B024 - not ABC: a base would 
 
 @cache
 def class_for(mixin: Any, package: str) -> Any:
-    """Return the mixin, or a user's subclass of the mixin, joined with a class of the package."""
+    """Return the mixin, or a user's subclass of it, joined with the package's class."""
     home = _ALL[package]
     ours = vars(importlib.import_module(home)).values()
     joined = {each.__bases__[0]: each for each in ours if getattr(each, "__module__", "") == home}
@@ -94,16 +94,16 @@ def _make(mixin: Any, package: str) -> Any:
 
 
 def package_of(cls: type) -> str | None:
-    """Return the Lightning package that a base of the class is from; None for a mixin alone."""
+    """Return the Lightning package of the class's bases, or None for a mixin alone."""
     homes = [base.__module__ for base in cls.__mro__]
     found = (name for name in _ALL if any(home.startswith(f"{name}.") for home in homes))
     return next(found, None)
 
 
 def public_class(mixin: Any) -> Any:
-    """Return the class for the package that is imported, or, before any is, the mixin.
+    """Return the class for the imported package, or the mixin if none is imported yet.
 
-    Tools such as LightningCLI look at signatures and base classes, which the mixin lacks.
+    Tools such as LightningCLI read signatures and base classes, which the mixin lacks.
     """
     package = _imported(mixin._packages)
     return class_for(mixin, package) if package else mixin
@@ -114,7 +114,7 @@ def refuse_other_package(ours: object, theirs: object) -> None:
 
     Args:
         ours: a strategy.
-        theirs: an object that the Trainer or Fabric has made, such as the accelerator.
+        theirs: an object that the Trainer or Fabric made, such as the accelerator.
     """
     wanted, found = package_of(type(ours)), package_of(type(theirs))
     if wanted is None or found is None or wanted == found:
@@ -131,7 +131,7 @@ def refuse_other_package(ours: object, theirs: object) -> None:
 
 
 def register_names() -> None:
-    """Register our strategies in each Lightning package, now or as soon as it is imported."""
+    """Register our strategies in each Lightning package, now or when it is imported."""
     for name, module in _ALL.items():
         if sys.modules.get(name):
             importlib.import_module(module)
@@ -139,10 +139,10 @@ def register_names() -> None:
 
 
 class _RegisterAfterImport(MetaPathFinder):
-    """Imports our adaptor after a Lightning package."""
+    """Import our adaptor right after a Lightning package."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return what the other finders find, with a loader that imports the adaptor as well."""
+        """Return the other finders' spec, with a loader that also imports the adaptor."""
         if name not in _ALL:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -155,6 +155,6 @@ class _RegisterAfterImport(MetaPathFinder):
                 execute(module)
                 importlib.import_module(_ALL[name])
 
-            # Of this instance: another loader in its place would hide the sources of the package.
+            # Patch this instance: a replaced loader would hide the package's sources.
             loader.exec_module = exec_module
         return spec

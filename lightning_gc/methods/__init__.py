@@ -1,1 +1,1 @@
-"""Methods by name and from YAML, Lightning's flavour, and the catalogue; needs no Optuna."""
+"""Define methods by name or in YAML, and list the catalogue; needs no Optuna."""

@@ -1,4 +1,4 @@
-"""The search space that a compressor class declares, and the check of an entry against its knob."""
+"""Read the search space that a compressor class declares, and check its entries."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def traits_of(compressor: type[Compressor]) -> Traits:
 
 
 def knob_name(compressor: type[Compressor]) -> str | None:
-    """Return what a study calls the knob: its field, or ``level`` of a compressor inside.
+    """Return the knob's name in a study: its field, or ``level`` if a wrapped compressor has it.
 
-    It is one inside if the class has a ``level`` of its own, in place of the field's value.
+    A class that overrides ``Compressor.level`` wraps the compressor that has the knob.
 
     Raises:
-        ValueError: a field ``level`` that is not the knob.
+        ValueError: the class has a field ``level`` that is not the knob.
     """
     knob = traits_of(compressor).knob
     if knob is None or knob.field == LEVEL or compressor.level is Compressor.level:
         return None if knob is None else knob.field
     if LEVEL in field_names(compressor):
         raise ValueError(
-            f"{compressor.__name__}.{LEVEL} is not the knob, which is {knob.field}; give it that "
-            f"name if it should be, else another."
+            f"{compressor.__name__} has a field {LEVEL}, but its knob is {knob.field}. Rename the "
+            f"field, or make it the knob."
         )
     return LEVEL
 
@@ -43,10 +43,10 @@ def field_names(compressor: type[Compressor]) -> set[str]:
 
 
 def declared(compressor: type[Compressor]) -> Space:
-    """Return the search space of a compressor class: its ``space``, and its knob in any case.
+    """Return the search space of a compressor class: its ``traits.space`` and always its knob.
 
     Raises:
-        ValueError: the declaration names no field, or leaves the knob's range.
+        ValueError: an entry names an unknown field, or leaves the knob's range.
 
     Example:
         >>> from lightning_gc import TopK
@@ -56,7 +56,7 @@ def declared(compressor: type[Compressor]) -> Space:
     traits, name = traits_of(compressor), knob_name(compressor)
     space, knob = traits.space, traits.knob
     if knob is not None and name is not None:
-        # What is handed on from a compressor inside may have the knob by its other name.
+        # A space that is inherited from the compressor inside may use the knob's other name.
         other = {LEVEL, knob.field} - field_names(compressor)
         space = tuple(_renamed(entry, name) if entry.field in other else entry for entry in space)
         if name not in {entry.field for entry in space}:
@@ -67,13 +67,15 @@ def declared(compressor: type[Compressor]) -> Space:
 
 
 def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
-    """Refuse an entry that is neither a field nor ``level``, or that contradicts the knob."""
+    """Raise ValueError if an entry is not a field or ``level``, or contradicts the knob."""
     name, knob = compressor.__name__, traits_of(compressor).knob
     known_as = knob_name(compressor)
     inside = {LEVEL} if known_as == LEVEL else set()
     if entry.field not in field_names(compressor) | inside:
         if inside and knob is not None and entry.field == knob.field:
-            raise ValueError(f"{name} has {knob.field} of the compressor inside; call it {LEVEL}.")
+            raise ValueError(
+                f"{name}: {knob.field} is a field of the compressor inside; call it {LEVEL}."
+            )
         check_field(compressor, entry)
     if knob is None or entry.field != known_as:
         return

@@ -1,4 +1,4 @@
-"""``pl``: the Lightning package that the program uses, see ``lightning_gc.flavours``."""
+"""Import the Lightning package that the program uses as ``pl``; see ``lightning_gc.flavours``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["pl", "quiet_libraries"]
 
 
 def quiet_libraries() -> None:
-    """Silence messages of Lightning, Optuna and trials that are not worth reading.
+    """Silence routine messages of Lightning, Optuna and our trials.
 
-    Call it after Optuna is imported, which sets its own level then.
+    Call it after the import of Optuna, which sets its own log level.
     """
     for package in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "optuna"):
         logging.getLogger(package).setLevel(logging.WARNING)
@@ -29,7 +29,7 @@ def quiet_libraries() -> None:
         r".* is experimental \(supported from v",
         ".*not have many workers",
         ".*than the logging interval",
-        "One worker: nothing is sent",  # the report tells
-        "This sends .* times what plain",  # so does it
+        "One worker: nothing is sent",  # the report has both
+        "This sends .* times what plain",
     ):
         warnings.filterwarnings("ignore", message=unread)

@@ -1,4 +1,4 @@
-"""Method: a compressor, memory, scheme and controller, and which of their fields are tuned."""
+"""Describe a method: compressor, memory, scheme and controller, and the fields that are tuned."""
 
 from __future__ import annotations
 
@@ -37,27 +37,29 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Method(Settings):
-    """A way to exchange gradients with some fields fixed and others tuned, in a study of its own.
+    """Describe how gradients are exchanged, and which fields its study fixes or tunes.
 
     Args:
         name: of the method, and of its study.
         compressor: a class, its registered name, or its dotted path; by default ``name``.
             ``"dense"`` is ``Identity``, the baseline.
         fixed: fields that keep one value; those neither fixed nor tuned keep their default.
-        space: replaces what the compressor declares, field by field. Here and in ``fixed``
-            ``level`` is that of the compressor inside, if there is one.
-        memory: as for ``CompressedDDPStrategy``; so are ``scheme`` and ``controller``. Its declared
-            space is tuned, unless an instance is given.
-        memory_space: replaces what the memory declares, field by field.
-        rounds: local steps; None: gradients are exchanged in every step.
+        space: replaces the compressor's declared space, field by field. Here and in ``fixed``,
+            ``level`` is the level of a wrapped compressor.
+        memory: as for ``CompressedDDPStrategy``. Its declared space is tuned, unless an instance
+            is given.
+        scheme: as for ``CompressedDDPStrategy``.
+        controller: as for ``CompressedDDPStrategy``.
+        memory_space: replaces the memory's declared space, field by field.
+        rounds: local steps; None exchanges gradients in every step.
         rounds_space: fields of ``rounds`` that are tuned, such as ``every``.
         every_tensor: compress biases and small tensors too, as the early papers do.
         budget: bytes that one worker may send in a run, in place of the experiment's.
 
     Raises:
-        ValueError: an unknown compressor, a field that it lacks, a range that its knob or the
-            compressor itself refuses, a field that is fixed and tuned, a controller that cannot
-            work with the others, a budget that is no number of bytes.
+        ValueError: an unknown compressor or field, a range outside the knob's or the compressor's
+            limits, a field that is both fixed and tuned, a controller that does not work with the
+            compressor and memory, or an invalid budget.
 
     Example:
         >>> Method("topk_50x", "topk", fixed={"density": 0.01}).tuned
@@ -101,7 +103,7 @@ class Method(Settings):
             check_field(type(self._base_memory()), entry)
         for entry in self.rounds_space:
             check_field(Rounds, entry)
-        # Values that compressor or memory refuse are found here, not by a trial.
+        # Find invalid values here, before the first trial.
         for last in (False, True):
             compressor = self.make_compressor(endpoints(self.tuned, last))
             memory = self._make_memory(endpoints(self.tuned_memory, last))
@@ -125,8 +127,8 @@ class Method(Settings):
         if isinstance(found, type) and issubclass(found, Compressor):
             return found
         raise ValueError(
-            f"{given!r} is not a compressor{did_you_mean(given, known)}. Those with a name are "
-            f"{', '.join(sorted(known))}; write package.module.Class for one of your own."
+            f"{given!r} is not a compressor{did_you_mean(given, known)}. Known names are "
+            f"{', '.join(sorted(known))}; write package.module.Class for your own class."
         )
 
     @property
@@ -142,7 +144,7 @@ class Method(Settings):
         return merge(() if given else self._base_memory().space, self.memory_space)
 
     def make_compressor(self, tuned: Mapping[str, Any]) -> Compressor:
-        """Return the compressor with these values of its tuned fields."""
+        """Return the compressor with its fixed fields and these values of its tuned ones."""
         given, cls = {**self.fixed, **tuned}, self.compressor_class
         level = None if LEVEL in field_names(cls) else given.pop(LEVEL, None)
         compressor = cls(**given)
@@ -159,14 +161,14 @@ class Method(Settings):
         return self._make_memory(suggest(trial, self.tuned_memory, MEMORY_PREFIX))
 
     def suggest_rounds(self, trial: optuna.trial.BaseTrial) -> Rounds | None:
-        """Return the local steps of a trial; None: there are none."""
+        """Return the local steps of a trial, or None if gradients are exchanged in every step."""
         return self._make_rounds(suggest(trial, self.rounds_space, ROUNDS_PREFIX))
 
     def memory_and_scheme(self) -> tuple[Memory, Scheme | None]:
-        """Return both, as given or by default; the memory without tuned values.
+        """Return memory and scheme, given or default; the memory without tuned values.
 
         Raises:
-            ValueError: an unknown name, or one that does not work with the compressor.
+            ValueError: a name is unknown, or does not work with the compressor.
         """
         memory, scheme = self.memory, self.scheme
         if isinstance(memory, str):
@@ -188,14 +190,14 @@ class Method(Settings):
 
 
 def check_budget(budget: Any) -> None:
-    """Refuse what is no number of bytes; None is no limit."""
+    """Raise ValueError unless ``budget`` is a positive number of bytes, or None for no limit."""
     number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (number and budget > 0):
-        raise ValueError(f"budget={budget!r}: give bytes that one worker may send in a run.")
+        raise ValueError(f"budget={budget!r}: give the bytes that one worker may send in a run.")
 
 
 def _check_space(name: str, given: Any) -> None:
-    """Refuse what is no sequence of entries, such as the mapping that a file has."""
+    """Raise ValueError unless ``given`` is a sequence of ranges and choices."""
     listed = isinstance(given, tuple | list)
     if not (listed and all(isinstance(entry, Range | Choice) for entry in given)):
         raise ValueError(
@@ -206,17 +208,19 @@ def _check_space(name: str, given: Any) -> None:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Let a method's workers exchange weights every H steps, not gradients in each.
+    """Train a method with local steps: exchange weights every H steps instead of gradients.
+
+    All arguments are as for ``LocalStepsStrategy``.
 
     Args:
-        every: H, in optimizer steps, as for ``LocalStepsStrategy``; so are the others.
-        outer: the step of the common weights.
-        delay: steps between an exchange and its effect.
-        merge: with a delay, how the result is taken over.
-        fragments: parts of the parameters, exchanged in turn.
+        every: H, in optimizer steps.
+        outer: the outer optimizer, which steps the common weights.
+        delay: optimizer steps between an exchange and its effect.
+        merge: how a delayed result is applied.
+        fragments: number of parts of the parameters, exchanged in turn.
 
     Raises:
-        ValueError: what ``LocalStepsStrategy`` refuses of them.
+        ValueError: ``LocalStepsStrategy`` refuses a value.
 
     Example:
         >>> from lightning_gc import Choice

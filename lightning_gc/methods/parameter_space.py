@@ -1,4 +1,4 @@
-"""Search spaces in Optuna and YAML: parse a range, suggest values, split prefixed parameters."""
+"""Parse search spaces from YAML, and let Optuna suggest values from them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 PREFIX, MEMORY_PREFIX, ROUNDS_PREFIX = "compressor.", "memory.", "rounds."
 PREFIXES = (PREFIX, MEMORY_PREFIX, ROUNDS_PREFIX)
-"""Of a method's own parameters; those without are of the model."""
+"""Prefixes of a method's parameters in a study; parameters without one belong to the model."""
 
 
 def parse(name: str, given: Any) -> Range | Choice:
-    """Return the entry that a configuration file gives for one field.
+    """Return the range or choice that a configuration file gives for one field.
 
-    ``{low: 1, high: 50}``, with ``scale: log`` or ``integer: true`` if wanted, or a list to choose
-    from. Without ``integer`` a range has real numbers, even between whole ones.
+    Write ``{low: 1, high: 50}``, optionally with ``scale: log`` or ``integer: true``, or a list of
+    values. Without ``integer`` a range has real numbers, even between whole ones.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is not a range or a list.
 
     Example:
         >>> parse("model.dropout", {"low": 0, "high": 0.8})
@@ -39,12 +39,12 @@ def parse(name: str, given: Any) -> Range | Choice:
             try:
                 low, high = float(given["low"]), float(given["high"])
             except (TypeError, ValueError):
-                pass  # to the sentence below
+                pass  # raise the error below
             else:
                 return Range(name, low, high, **rest)
     raise ValueError(
-        f"{name}: {given!r} is no range. Write {{low: 1, high: 50}}, with scale: log or "
-        f"integer: true if wanted, or a list of values."
+        f"{name}: {given!r} is not a range. Write {{low: 1, high: 50}}, optionally with scale: log "
+        f"or integer: true, or a list of values."
     )
 
 
@@ -54,7 +54,7 @@ def parse_all(given: Mapping[str, Any]) -> Space:
 
 
 def suggest(trial: optuna.trial.BaseTrial, space: Space, prefix: str = "") -> dict[str, Any]:
-    """Return ``{field: value}``, drawn by a trial under prefixed names."""
+    """Return ``{field: value}``; the trial draws each value under ``prefix + field``."""
     return {entry.field: _suggest(trial, prefix + entry.field, entry) for entry in space}
 
 
@@ -68,7 +68,7 @@ def _suggest(trial: optuna.trial.BaseTrial, name: str, entry: Range | Choice) ->
 
 
 def endpoints(space: Space, last: bool = False) -> dict[str, Any]:
-    """Return ``{field: its first value}``, or its last one."""
+    """Return ``{field: first value}``, or the last values if ``last``."""
     found: dict[str, Any] = {}
     for entry in space:
         ends = entry.values if isinstance(entry, Choice) else (entry.low, entry.high)
@@ -79,7 +79,7 @@ def endpoints(space: Space, last: bool = False) -> dict[str, Any]:
 
 
 def as_json(space: Space) -> dict[str, Any]:
-    """Return a space as plain values, for a study to store."""
+    """Return a space as plain values, which a study can store."""
     return {
         entry.field: list(entry.values)
         if isinstance(entry, Choice)

@@ -1,4 +1,4 @@
-"""Rows of the catalogue: compressors, memories, schemes, controllers and wire formats."""
+"""List the catalogue: compressors, memories, schemes, controllers, waits and wire formats."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from lightning_gc.schemes import SCHEMES, Scheme
 from lightning_gc.testing import Lockstep
 
 SIDE = 512
-"""Rows and columns of the matrix that bounds and bits per element are about."""
+"""Rows and columns of the matrix for which bounds and bits per element are given."""
 NUMEL = 1_000_000
-"""Elements of the tensor that wire formats are about."""
+"""Elements of the tensor for which wire formats are given."""
 WORKERS = 8
-"""Workers of a step whose waits are counted."""
+"""Workers in the step for which waits are counted."""
 SPREAD = 0.004
 """Standard deviation of measured elements, normal: 1.2 % of them reach a threshold of 0.01."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What there is to say of one class.
+    """Describe one class in a row of the catalogue.
 
     Attributes:
-        name: in the registry: that of the file.
+        name: the registered name.
         cls: the class.
-        cells: heading -> text, in lines that may be joined by spaces.
+        cells: ``{heading: text}``; newlines in the text may be replaced by spaces.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Row:
 
 
 def compressor_row(name: str, cls: type[Compressor]) -> Row:
-    """Return what the default instance declares, and its bits per element."""
+    """Return the row of a compressor: declarations and bits per element of its default instance."""
     compressor = cls()
     _, memory, scheme = combine(compressor)
     kind = filter(None, [compressor.traits.kind, ", ".join(properties(compressor))])
@@ -76,7 +76,7 @@ def compressor_row(name: str, cls: type[Compressor]) -> Row:
 
 
 def properties(compressor: Compressor) -> list[str]:
-    """Return the properties that a compressor has, in words."""
+    """Return a compressor's properties in words."""
     traits, method = compressor.traits, compressor.method
     found = {
         "linear": traits.linear,
@@ -91,7 +91,7 @@ def properties(compressor: Compressor) -> list[str]:
 
 @functools.cache
 def wire_bits(compressor: Compressor) -> float:
-    """Return the payload's bits per element of a matrix: as declared, measured where they vary."""
+    """Return the payload's bits per element of a matrix: declared, or measured if they vary."""
     wire = compressor.wire(SIDE**2)
     if isinstance(compressor.method, Codec) and all(field.varies == "no" for field in wire):
         return 8 * sum(field.nbytes for field in wire) / SIDE**2
@@ -101,7 +101,7 @@ def wire_bits(compressor: Compressor) -> float:
     alone = Lockstep(1, compressor)
     alone.step([{"weight": SPREAD * drawn}])
     tally = alone.engines[0].statistics.tally
-    # Codecs do not count what is sent dense.
+    # Codecs do not count elements that are sent dense.
     return 8 * tally.payload_bytes / drawn.numel() if tally.elements else 32.0
 
 
@@ -127,7 +127,7 @@ def bound(compressor: Compressor, numel: int) -> str:
 
 
 def written(instance: Any) -> str:
-    """Return the call that makes a frozen configuration, without fields at their defaults."""
+    """Return the call that makes a frozen configuration; leave out fields at their defaults."""
     cls, needed = type(instance), required_fields(type(instance))
     given = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
     plain = cls(**{name: given[name] for name in needed})
@@ -136,7 +136,7 @@ def written(instance: Any) -> str:
 
 
 def memory_row(name: str, cls: type[Memory]) -> Row:
-    """Return which laws a memory keeps, and what it costs."""
+    """Return the row of a memory: the laws that it keeps, and its bytes per parameter."""
     memory = cls()
     each = 4 if memory.stored is None else memory.stored.bytes_per_element
     cells = {
@@ -149,7 +149,7 @@ def memory_row(name: str, cls: type[Memory]) -> Row:
 
 
 def scheme_row(name: str, cls: type[Scheme]) -> Row:
-    """Return which compressors a scheme carries."""
+    """Return the row of a scheme: the compressors that it accepts."""
     codecs = {name: c() for name, c in COMPRESSORS.items() if isinstance(c().method, Codec)}
     taken = sorted(name for name, codec in codecs.items() if _takes(cls(), codec))
     others = sorted(codecs.keys() - taken)
@@ -185,7 +185,7 @@ def _tensor(field: Field) -> str:
 
 
 def waits_row(name: str, cls: type[Compressor]) -> Row:
-    """Return how often the default instance makes the host wait for an accelerator."""
+    """Return the row of waits: how often the default instance makes the host wait for a GPU."""
     compressor = cls()
     scheme = combine(compressor)[2]
     ragged = any(field.varies == "worker" for field in compressor.wire(NUMEL))
@@ -199,7 +199,7 @@ def waits_row(name: str, cls: type[Compressor]) -> Row:
 
 
 def waits_of_step(compressor: Compressor, scheme: Scheme | None, workers: int) -> Waits:
-    """Return how often the exchange of one tensor makes a worker wait, without its messages."""
+    """Return how often the exchange of one tensor makes a worker wait, apart from its messages."""
     encodings, own = (1, 0) if scheme is None else (scheme.encodings(workers), scheme.waits)
     each = compressor.waits
     return Waits(encodings * each.least + own, encodings * each.limit + own)
@@ -243,17 +243,17 @@ FAMILIES: dict[str, Callable[[], list[Row]]] = {
     "waits": lambda: _rows(waits_row, COMPRESSORS),
     "wire": lambda: _rows(wire_row, COMPRESSORS),
 }
-"""Family -> function that returns its rows; some bits of compressors are measured, for seconds."""
+"""``{family: function that returns its rows}``; some compressors are measured, in seconds."""
 
 
 _SECTION = re.compile(r"^References?:\s*\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
-# Authors, a title in quotes, and the first year behind it that is not part of a number.
+# Authors, a title in quotes, and the first year after it that is not part of another number.
 _ENTRY = re.compile(r"(?P<authors>[^\"“”]*)[\"“][^\"“”]*[\"”](?P<venue>.*)", re.DOTALL)
 _YEAR = re.compile(r"(?<![\d.:])(?:19|20)\d\d(?![\d.]*\d)")
 
 
 def cited(docstring: str) -> str:
-    r"""Return the authors of the first reference and its year, or "" where there is none.
+    r"""Return the authors and year of the first reference, or "" without a reference.
 
     Args:
         docstring: without the common indentation, as ``inspect.getdoc`` returns it.
@@ -267,7 +267,7 @@ def cited(docstring: str) -> str:
         return ""
     text = " ".join(section[1].split())
     entry = _ENTRY.match(text)
-    if entry is None:  # a book, a manual: what it says first
+    if entry is None:  # a book or a manual: its first words
         return textwrap.shorten(re.split(r"[,.;:]\s", text)[0], 40, placeholder=" ...")
     year = _YEAR.search(re.split(r"[\"“]", entry["venue"])[0])
     names = _names(entry["authors"])
@@ -275,7 +275,7 @@ def cited(docstring: str) -> str:
 
 
 def _names(authors: str) -> str:
-    """Shorten more than two names to the first one's "et al."."""
+    """Return up to two names, or the first name and "et al."."""
     authors = re.split(r"[:;]\s", authors.strip(" ,:.;"))[-1]
     if re.search(r"\bet al\b", authors):
         return re.split(r",?\s+et al\b", authors)[0].split(", ")[0] + " et al."
@@ -284,7 +284,7 @@ def _names(authors: str) -> str:
 
 
 _FIGURES = ("waits", "wire")
-"""Families of figures about compressors, whose own table says what each is."""
+"""Families without a column of descriptions, which the table of compressors has."""
 
 _CODE = re.compile(r"(`+[^`]*`+)")
 
@@ -295,8 +295,8 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
     Args:
         family: one of ``FAMILIES``.
         width: see ``text_table.plain``.
-        all_columns: a column for everything; else memory and scheme share one, class and name too,
-            and there are no ranges to tune.
+        all_columns: give everything its own column. Otherwise memory and scheme share a column,
+            class and name share one, and ranges to tune are left out.
     """
     rows, table = FAMILIES[family](), []
     for row in rows:
@@ -316,9 +316,9 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
 
 
 def markdown(family: str) -> str:
-    """Return one family as a Markdown table. mkdocs-autorefs resolves its links on any page.
+    """Return one family as a Markdown table, whose links mkdocs-autorefs resolves on any page.
 
-    Few columns, so that none is off the screen: what belongs together shares a cell.
+    Related values share a cell, so that all columns fit on the screen.
     """
     table = []
     for row in FAMILIES[family]():
@@ -340,6 +340,6 @@ def _cited(reference: str) -> str:
 
 
 def _on_page(text: str) -> str:
-    """Join lines; a bar outside of code would begin the next cell."""
+    """Join lines, and escape bars outside code, which would begin the next cell."""
     pieces = _CODE.split(" ".join(text.split()))
     return "".join(p if _CODE.fullmatch(p) else p.replace("|", "&#124;") for p in pieces)

@@ -1,4 +1,4 @@
-"""YAML files: model, data and Trainer from LightningCLI's sections, methods from ``tune``."""
+"""Read YAML files: model, data and Trainer as for LightningCLI, and methods from ``tune``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECTIONS = ("model", "data", "trainer", "seed_everything", "tune")
 
 @dataclass
 class MethodSettings:
-    """One entry of the file's ``tune.methods``; see ``Method``."""
+    """Hold one entry of the file's ``tune.methods``; see ``Method``."""
 
     compressor: str | None = None
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -51,11 +51,11 @@ class MethodSettings:
 
 @dataclass(frozen=True)
 class YAMLBuild:
-    """Builds model, data and Trainer arguments from the file's sections and a trial's values.
+    """Build model, data and Trainer arguments from the file's sections and a trial's values.
 
     Attributes:
         sections: ``model``, ``data`` and ``trainer`` of the file.
-        space: what is tuned, by path without ``init_args``: ``model.learning_rate``.
+        space: tuned values, by path without ``init_args``, such as ``model.learning_rate``.
     """
 
     sections: Mapping[str, Any]
@@ -70,14 +70,14 @@ class YAMLBuild:
         return self.make(self.suggest(trial))
 
     def make(self, values: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the same with these values at their paths."""
+        """Return model, datamodule and Trainer arguments with these values at their paths."""
         sections = self._with_values(values)
         made = _parser().instantiate(parse(_parser(), sections))
         trainer, given = made.trainer.as_dict(), sections.get("trainer") or {}
         return made.model, made.get("data"), {name: trainer[name] for name in given}
 
     def check(self) -> None:
-        """Refuse a path that the file does not have, before the first trial."""
+        """Raise ValueError, before the first trial, if a tuned path is not in the file."""
         parse(_parser(), self._with_values(endpoints(self.space)))
 
     def _with_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class YAMLBuild:
 
 
 def methods_in(sections: Mapping[str, Any]) -> dict[str, Method]:
-    """Return the methods of a file by name; none if it has no section ``tune``."""
+    """Return the file's methods by name, or an empty dict without a section ``tune``."""
     given = mapping("tune", sections.get("tune"), "metric: loss").get("methods")
     if isinstance(given, list) and all(isinstance(name, str) for name in given):
         given = dict.fromkeys(given)  # all settings at their defaults
@@ -101,7 +101,7 @@ def methods_in(sections: Mapping[str, Any]) -> dict[str, Method]:
 
 
 def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[str, Any]:
-    """Return the sections of a file; refuse one that lacks some, or has some that nobody reads."""
+    """Return the sections of a file; raise ValueError if one is missing or unknown."""
     sections = read_any(path)
     if not set(needed) <= set(sections):
         names, called = " and ".join(needed), "sections called" if needed[1:] else "a section"
@@ -113,20 +113,20 @@ def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[st
 
 
 def read_any(path: str | Path) -> dict[str, Any]:
-    """Return the sections of a file, whichever they are: LightningCLI knows more than we do."""
+    """Return the sections of a file without a check of their names, as LightningCLI has others."""
     try:
         sections = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(sections, dict):
         raise ValueError(f"{path} has no sections, such as model and trainer; see docs/tune.md.")
     return sections
 
 
 def mapping(key: str, given: Any, example: str, more: str = "") -> dict[str, Any]:
-    """Return a part of the file as a dict; empty if it is left out."""
+    """Return a part of the file as a dict, empty if the part is missing."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -135,7 +135,7 @@ def mapping(key: str, given: Any, example: str, more: str = "") -> dict[str, Any
 
 
 def arguments() -> ArgumentParser:
-    """Return an empty parser that raises instead of ending the program.
+    """Return an empty parser that raises an exception instead of ending the program.
 
     Raises:
         ImportError: jsonargparse is not installed.
@@ -161,12 +161,12 @@ def _parser() -> ArgumentParser:
 
 
 def parse(parser: ArgumentParser, sections: Mapping[str, Any]) -> Namespace:
-    """Return the sections, parsed; raise ValueError with what is wrong in them."""
+    """Return the parsed sections; raise ValueError that says why they are invalid."""
     known = {name: value for name, value in sections.items() if value is not None}
     try:
         parsed: Namespace = parser.parse_object(known)
         return parsed
-    except Exception as error:  # jsonargparse's own, and whatever an import raises
+    except Exception as error:  # jsonargparse's own errors, and any error of an import
         raise ValueError(f"The configuration is refused. {error}") from error
 
 
@@ -179,13 +179,13 @@ def _set(sections: dict[str, Any], path: str, value: Any) -> None:
     node = sections.get(first)
     if first not in ("model", "data", "trainer") or not isinstance(node, dict):
         raise ValueError(
-            f"{path}: nothing to tune there. Begin with model., data. or trainer., if the file has "
-            f"it; a compressor's fields belong to its method."
+            f"{path} cannot be tuned. Begin with model., data. or trainer., and a section that the "
+            f"file has; a compressor's fields belong to its method."
         )
     for name in middle:
         node = _init_args(node).setdefault(name, {})
         if not isinstance(node, dict):
-            raise ValueError(f"{path}: {name} has no parts.")
+            raise ValueError(f"{path}: {name} has a single value, so it has no {last}.")
     _init_args(node)[last] = value
 
 

@@ -1,4 +1,4 @@
-"""Testing for authors of compressors, memories and schemes: workers in lockstep, contract tests."""
+"""Test your own compressors, memories and schemes: simulated workers and contract tests."""
 
 from lightning_gc.testing.local_lockstep import LocalLockstep as LocalLockstep
 from lightning_gc.testing.local_lockstep import LocalRound as LocalRound

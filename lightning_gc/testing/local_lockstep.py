@@ -1,4 +1,4 @@
-"""LocalLockstep: rounds of local steps of W workers in one thread, slow and by the formulas."""
+"""Run rounds of local steps for W workers in one thread, written as the formulas."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_gc.testing.lockstep import Lockstep
 
 @dataclass(frozen=True)
 class LocalRound:
-    """Result of one round.
+    """Hold the result of one round.
 
     Attributes:
-        weights: the common weights, with which all workers go on, by parameter name.
-        mean: the mean over workers of what was exchanged; not finite if the round was lost.
+        weights: the new common weights of all workers, by parameter name.
+        mean: the mean over workers of the exchanged distances; not finite if the round was lost.
         errors: per worker, its error after the round, by parameter name; with ``NoMemory`` the
-            error that was dropped.
+            dropped error.
         wire_bytes: per worker, the bytes that it would have sent.
-        lost: some worker's weights were not finite, so nothing has changed.
+        lost: a worker's weights were not finite, so the common weights did not change.
     """
 
     weights: dict[str, Tensor]
@@ -37,25 +37,25 @@ class LocalRound:
 
 
 class LocalLockstep:
-    """W workers that exchange how far their weights have come, round by round, as real ones do.
+    """Exchange the weight changes of W workers, round by round, as ``LocalStepsStrategy`` does.
 
-    ``LocalStepsStrategy`` is held to it bit for bit. Workers are trained by the caller; as with
-    ``Lockstep``, no ``SizeSwitch`` is added to the compressor.
+    Tests compare ``LocalStepsStrategy`` with it bit for bit. The caller trains the workers. As in
+    ``Lockstep``, the compressor gets no ``SizeSwitch``.
 
     Args:
         workers: W.
-        weights: the weights with which all begin, by parameter name.
+        weights: the initial weights of all workers, by parameter name.
         compressor: as for ``LocalStepsStrategy``.
-        memory: likewise.
-        scheme: likewise.
-        outer: likewise.
-        seed: of private random numbers.
+        memory: as for ``LocalStepsStrategy``.
+        scheme: as for ``LocalStepsStrategy``.
+        outer: as for ``LocalStepsStrategy``.
+        seed: seed of private random numbers.
 
     Attributes:
         weights: the common weights, float32 or wider.
 
     Raises:
-        ValueError: a combination that cannot work, or weights that do not fit.
+        ValueError: the combination cannot work, or shapes of weights differ.
 
     Example:
         >>> import torch
@@ -91,7 +91,7 @@ class LocalLockstep:
         return list(self._lockstep.engines)
 
     def round(self, own: Sequence[Mapping[str, Tensor]]) -> LocalRound:
-        """End a round in which worker i's weights have become ``own[i]``; they are not changed."""
+        """End a round in which worker i trained its weights to ``own[i]``, left as they are."""
         distances = []
         for named in own:
             started = {n: _wide(self.weights[n].to(each.dtype)) for n, each in named.items()}
@@ -112,7 +112,7 @@ class LocalLockstep:
         return LocalRound(weights, result.mean, errors, result.wire_bytes, lost)
 
     def _step(self, mean: Mapping[str, Tensor]) -> None:
-        """Make the outer step, as ``torch.optim.SGD`` describes it."""
+        """Make the outer step by the formula of ``torch.optim.SGD``."""
         outer = self._outer
         for name, each in mean.items():
             self._velocity[name] = outer.momentum * self._velocity[name] + each

@@ -1,4 +1,4 @@
-"""Lockstep: run compressor, memory and scheme for W workers in one thread, without Lightning."""
+"""Run compressor, memory and scheme for W workers in one thread, without Lightning."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_gc.transports.simulated import Simulated
 
 @dataclass(frozen=True)
 class Round:
-    """Result of one synchronisation.
+    """Hold the result of one synchronisation.
 
     Attributes:
         mean: the mean gradient that all workers received, by parameter name.
         errors: per worker, the error after this step, by parameter name; with ``NoMemory`` the
-            error that was dropped.
+            dropped error.
         wire_bytes: per worker, the bytes that it would have sent.
     """
 
@@ -33,22 +33,22 @@ class Round:
 
 
 class Lockstep:
-    """W workers that compress and average gradients, step by step, exactly as real ones.
+    """Compress and average gradients of W workers, step by step, exactly as real workers do.
 
-    Works per parameter, as the strategy does, but adds no ``SizeSwitch``.
+    Each parameter is compressed separately, as by the strategy, but without a ``SizeSwitch``.
 
     Args:
         workers: W.
         compressor: as for ``CompressedDDPStrategy``.
-        memory: likewise; the compressor's default if left out.
-        scheme: likewise.
-        seed: of private random numbers.
+        memory: as for ``CompressedDDPStrategy``; None is the compressor's default.
+        scheme: as for ``CompressedDDPStrategy``; None is the compressor's default.
+        seed: seed of private random numbers.
 
     Attributes:
-        weights: parameter name -> value, for memories with weight decay; empty at first.
+        weights: ``{parameter name: value}``, for memories with weight decay; empty at first.
 
     Raises:
-        ValueError: a combination that cannot work, or gradients that do not fit.
+        ValueError: the combination cannot work, or gradients differ in number or shape.
 
     Example:
         >>> import torch
@@ -77,13 +77,18 @@ class Lockstep:
         self.transport = Simulated(workers, 1 if used is None else used.neighbours(workers))
 
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> Round:
-        """Synchronise one gradient per worker, ``{name: tensor}``, which are not changed."""
+        """Synchronise one gradient per worker, ``{name: tensor}``; the tensors do not change."""
         if len(gradients) != len(self.engines):
-            raise ValueError(f"{len(self.engines)} workers, but {len(gradients)} gradients.")
+            raise ValueError(
+                f"{len(self.engines)} workers, but {len(gradients)} gradients: give one per worker."
+            )
         shapes = {name: tuple(grad.shape) for name, grad in gradients[0].items()}
         for worker, named in enumerate(gradients):
             if {name: tuple(grad.shape) for name, grad in named.items()} != shapes:
-                raise ValueError(f"Worker {worker}'s gradients differ from worker 0's in shape.")
+                raise ValueError(
+                    f"Worker {worker}'s gradients differ from worker 0's in name or shape; give "
+                    f"all workers equal ones."
+                )
         flats = [torch.cat([grad.reshape(-1) for grad in named.values()]) for named in gradients]
         before = list(self.transport.sent_bytes)
         flows = []
@@ -101,7 +106,7 @@ class Lockstep:
     def _same(
         self, flats: Sequence[Tensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, Tensor]:
-        """Return the mean by name; by law 2 of schemes all workers have the same bits."""
+        """Return the mean by name; check law 2 of schemes, the same bits on all workers."""
         for worker, flat in enumerate(flats):
             if not torch.equal(flat.view(torch.uint8), flats[0].view(torch.uint8)):
                 raise AssertionError(f"Worker {worker}'s mean differs from worker 0's.")

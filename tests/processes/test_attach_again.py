@@ -121,6 +121,10 @@ def attached_twice(worker: int) -> list[Any]:
     hooked.register_comm_hook(None, allreduce_hook)
     with pytest.raises(RuntimeError, match=r"the communication hook allreduce_hook, and DDP"):
         attach(hooked, TopK(0.1))
+    refusing: Any = DistributedDataParallel(nn.Linear(64, 64))
+    refusing.register_comm_hook = lambda *_: 1 / 0  # whatever DDP may refuse
+    with pytest.raises(ZeroDivisionError):
+        attach(refusing, TopK(0.1))
     return [before == after, *left()]
 
 

@@ -33,6 +33,22 @@ def test_one_version() -> None:
     assert f"Version {version}." in (ROOT / "README.md").read_text()
 
 
+def test_changelog_has_one_section_per_version() -> None:
+    """Towncrier puts a second one above a section that was begun by hand."""
+    headings = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert len(headings) == len(set(headings)) > 1
+
+
+def test_changes_are_files_that_towncrier_collects() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]
+    folder, types = ROOT / settings["directory"], "|".join(settings["fragment"])
+    assert all(f"`{kind}`" in (folder / "README.md").read_text() for kind in types.split("|"))
+    for change in folder.iterdir():
+        if change.name != "README.md":
+            assert re.fullmatch(rf"[a-z0-9-]+\.({types})\.md", change.name)
+            assert 1 <= len(re.findall(r"\.(?:\s|$)", change.read_text())) <= 3, change.name
+
+
 @pytest.mark.parametrize("package", ["pytorch-lightning", "lightning"])
 def test_oldest_versions_are_tried_together(package: str) -> None:
     python = PROJECT["requires-python"].removeprefix(">=")

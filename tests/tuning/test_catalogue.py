@@ -223,7 +223,7 @@ def test_families_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "memories", "--markdown"]) == cli.OK
     assert capsys.readouterr().out == rows.markdown("memories")
     assert cli.main(["list", "recollections"]) == cli.USAGE
-    assert "'recollections' is no family; there are compressors" in capsys.readouterr().err
+    assert "'recollections' is not a family; choose from compressors" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -197,9 +197,9 @@ def test_the_help_names_the_default_methods(capsys: pytest.CaptureFixture[str]) 
     ("old", "new", "said"),
     [
         ("model.x:", "model.y:", "'y' is not accepted"),
-        ("model.x:", "optimizer.x:", "optimizer.x: nothing to tune there"),
+        ("model.x:", "optimizer.x:", "optimizer.x cannot be tuned"),
         ("model.x:", "model.init_args.x:", "tune.space: write model.x, not model.init_args.x."),
-        ("{low: 0, high: 1}", "7", "model.x: 7 is no range"),
+        ("{low: 0, high: 1}", "7", "model.x: 7 is not a range"),
         ("trials: 2", "trials: two", "two"),
         ("metric: loss", "metrik: loss", "metrik"),
         ("tests.support.tuning.Bowl", "tests.support.tuning.Bwl", "Bwl"),
@@ -209,7 +209,7 @@ def test_the_help_names_the_default_methods(capsys: pytest.CaptureFixture[str]) 
         ("max_epochs: 1", "strategy: ddp", "trainer.strategy='ddp'"),
         ("max_epochs: 1", "accumulate_grad_batches: 3", "accumulate_grad_batches=3"),
         ("tune:", "tuning:", "needs sections called model and tune"),
-        ("trainer: {", "trainer: [", "is no YAML"),
+        ("trainer: {", "trainer: [", "is not valid YAML"),
         ("trainer:", "trainr:", "a section 'trainr'"),
     ],
 )

@@ -106,7 +106,9 @@ def test_the_level_inside_has_the_range_of_its_owner(
     least = Method("least", wrapper, fixed={"level": knob.low})
     assert "level" not in [entry.field for entry in least.tuned]
     assert least.make_compressor({}).level == knob.low
-    with pytest.raises(ValueError, match=f"has {knob.field} of the compressor inside; call it"):
+    with pytest.raises(
+        ValueError, match=f"{knob.field} is a field of the compressor inside; call it"
+    ):
         Method("other", wrapper, fixed={knob.field: knob.low})
     with pytest.raises(ValueError, match="leaves the range of its knob"):
         Method("other", wrapper, fixed={"level": 2 * knob.high})
@@ -145,7 +147,7 @@ def test_a_knob_called_level_that_has_no_range_to_search() -> None:
 
 
 def test_a_field_called_level_that_is_not_the_knob_is_refused() -> None:
-    with pytest.raises(ValueError, match="level is not the knob, which is density; give"):
+    with pytest.raises(ValueError, match="has a field level, but its knob is density"):
         Method("mine", TwoLevels)
 
 

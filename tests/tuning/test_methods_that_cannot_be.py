@@ -16,7 +16,7 @@ WATCHES = TotalErrorBudget(budget=0.01, initial=0.1)
 @pytest.mark.parametrize("budget", [-1, 0, float("nan"), True])
 @pytest.mark.parametrize("make", [lambda budget: Method("topk", budget=budget), experiment])
 def test_a_budget_is_a_number_of_bytes(make: Any, budget: Any) -> None:
-    with pytest.raises(ValueError, match="give bytes that one worker may send") as caught:
+    with pytest.raises(ValueError, match="give the bytes that one worker may send") as caught:
         make(budget=budget)
     assert f"budget={budget!r}" in str(caught.value)
 

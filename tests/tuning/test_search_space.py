@@ -172,7 +172,7 @@ def test_spaces_are_written_down_as_plain_values() -> None:
         (lambda: Range("a", 0.5, 1, integer=True), "0.5", "whole numbers"),
         (lambda: Choice("a", ()), "a: ", "has no values"),
         (lambda: Choice("a", ([],)), "[]", "use numbers"),  # type: ignore[arg-type]
-        (lambda: parse("a", 3), "3 is no range", "{low: 1, high: 50}"),
+        (lambda: parse("a", 3), "3 is not a range", "{low: 1, high: 50}"),
         (lambda: parse("a", {"low": 1}), "'low': 1", "{low: 1, high: 50}"),
         (lambda: parse("a", {"low": 1, "high": None}), "None", "{low: 1, high: 50}"),
         (lambda: parse("a", {"low": "b", "high": 1}), "a: {'low': 'b'", "{low: 1, high: 50}"),

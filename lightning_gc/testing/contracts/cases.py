@@ -67,7 +67,7 @@ def gradients(
 ) -> list[Named]:
     """Return one random gradient of all shapes per worker, in reverse order in odd steps.
 
-    The order is that of DDP's bucket, which changes after the first step.
+    DDP also changes a bucket's order after the first step.
     """
     g = generator(1000 * step + workers)
     made = [
