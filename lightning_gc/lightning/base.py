@@ -26,6 +26,7 @@ from lightning_gc.exchange.validation import (
 )
 from lightning_gc.exchange.workers import learning_rates_of
 from lightning_gc.flavours import EitherLightning, package_of
+from lightning_gc.lightning.api import StrategyAPI
 from lightning_gc.lightning.workarounds import SingleTrainer
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -33,7 +34,7 @@ from lightning_gc.transports.accounting import Recorder
 from lightning_gc.transports.network_model import NetworkModel
 
 
-class Resuming:
+class Resuming(StrategyAPI):
     """Mixin of strategies (``Host``) that makes runs resume bit for bit."""
 
     def _configure_state(
@@ -54,22 +55,22 @@ class Resuming:
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write the side files of a full checkpoint, then the checkpoint, atomically."""
-        save: Any = super().save_checkpoint  # type: ignore[misc]
+        save: Any = super().save_checkpoint
         write = partial(save, checkpoint, storage_options=storage_options)
         self._saving.save(checkpoint, filepath, storage_options, write)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._resumed_from = checkpoint_path
-        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restore error state too: this is Lightning's first call after the engine is made."""
         self._restoring.restore(checkpoint, self._resumed_from)
-        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        super().load_optimizer_state_dict(checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        super().remove_checkpoint(filepath)
         self._saving.remove(filepath)
 
 
@@ -195,21 +196,21 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         return self.local_workers.levels()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        super().on_train_batch_start(batch, batch_idx)
         if self.control_loop is not None:
-            trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+            trainer = self.lightning_module.trainer
             moment = partial(self._moment, trainer, batch_idx)
             epoch = int(trainer.current_epoch)
-            self.control_loop.decide(epoch, self.optimizers, moment, self._peers())  # type: ignore[attr-defined]
+            self.control_loop.decide(epoch, self.optimizers, moment, self._peers())
 
     def on_validation_start(self) -> None:
-        super().on_validation_start()  # type: ignore[misc]
+        super().on_validation_start()
         if self.control_loop is not None:
             self.control_loop.pause()
 
     def _peers(self) -> Peers:
-        mean = partial(self.reduce, reduce_op="mean")  # type: ignore[attr-defined]
-        return Peers(self.global_rank == 0, self.root_device, mean, self.parts)  # type: ignore[attr-defined]
+        mean = partial(self.reduce, reduce_op="mean")
+        return Peers(self.global_rank == 0, self.root_device, mean, self.parts)
 
     def _moment(self, trainer: Any, batch: int) -> Moment:
         return moment_of(trainer, batch)
@@ -226,7 +227,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
     def _on_engines_ready(self) -> None:
         """Set up lookahead and control loop, warn of one worker; the engines exist by now."""
         share = self.memory.lookahead
-        if share and not self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
+        if share and not self.lightning_module.automatic_optimization:
             raise ValueError(
                 f"{self.memory!r} moves the weights around each forward and backward pass, which "
                 f"only automatic optimization tells apart; use that, or memory=Residual()."
@@ -249,12 +250,12 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         warn_of_one_worker(self.compressor, "One worker: nothing is sent", what, fix)
 
     def _prepare_round(self) -> None:
-        self.local_workers.prepare_round(self._scaler(), self.optimizers)  # type: ignore[attr-defined]
+        self.local_workers.prepare_round(self._scaler(), self.optimizers)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; refuse settings that conflict with the memory."""
-        super().setup_optimizers(trainer)  # type: ignore[misc]
-        for optimizer in self.optimizers:  # type: ignore[attr-defined]
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 self._check_optimizer(group)
 
@@ -264,13 +265,13 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass, at weights moved ahead if the memory has ``lookahead``."""
         if self._lookahead is None:
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+            return super().training_step(*args, **kwargs)
         engine = self._active_engine()
         engine.loss_scaling.settle()
-        rates = learning_rates_of(self.optimizers, self.names)  # type: ignore[attr-defined]
+        rates = learning_rates_of(self.optimizers, self.names)
         self._lookahead.move(engine.errors(), rates)
         try:
-            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+            output = super().training_step(*args, **kwargs)
         except BaseException:
             self._lookahead.put_back()
             raise
@@ -279,7 +280,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         return output
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)  # type: ignore[misc]
+        super().post_backward(closure_loss)
         if self._lookahead is not None:
             self._lookahead.put_back()
 
@@ -287,21 +288,21 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         """Return the weights, restored first if an interruption left them moved ahead."""
         if self._lookahead is not None:
             self._lookahead.put_back()
-        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+        state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
     def teardown(self) -> None:
         """End; weights that an exception in the backward pass has left moved ahead are restored."""
         if self._lookahead is not None:
             self._lookahead.put_back()
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
 
     def _active_engine(self) -> Engine:
         """Return the engine of the worker whose batch is running."""
         return self.engines[0]
 
     def _refuse_unsynchronised(self) -> None:
-        refuse_unsynchronised(self.lightning_module, self.names, self.optimizers)  # type: ignore[attr-defined]
+        refuse_unsynchronised(self.lightning_module, self.names, self.optimizers)
 
     def _scaler(self) -> Any:
-        return getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]
+        return getattr(self.precision_plugin, "scaler", None)

@@ -113,7 +113,7 @@ class CompressedDDP(RealWorker):
 
     def _register_ddp_hooks(self) -> None:
         """Start the synchronizer and register its hook; Lightning registers hooks on CUDA only."""
-        ddp = self.model  # type: ignore[attr-defined]
+        ddp = self.model
         assert isinstance(ddp, DistributedDataParallel)
         refuse_second_hook(ddp)
         refuse_sparse_gradients(ddp.module)
@@ -124,7 +124,7 @@ class CompressedDDP(RealWorker):
         warn_of_one_queue(ddp)
         self._synchronizer = Synchronizer(
             self.local_workers,
-            self.root_device,  # type: ignore[attr-defined]
+            self.root_device,
             ddp.process_group,
             self._timeout,
             before_round=self._prepare_round,
@@ -137,9 +137,9 @@ class CompressedDDP(RealWorker):
         ddp.register_comm_hook(None, ModuleHook(self._synchronizer.hook).exchange)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        if self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
-            refuse_static_accumulation(self.model)  # type: ignore[attr-defined]
-        super().pre_backward(closure_loss)  # type: ignore[misc]
+        if self.lightning_module.automatic_optimization:
+            refuse_static_accumulation(self.model)
+        super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
@@ -151,7 +151,7 @@ class CompressedDDP(RealWorker):
         return self.names if self._lookahead is None else self._lookahead.common()
 
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
-        automatic = self.lightning_module.automatic_optimization  # type: ignore[attr-defined]
+        automatic = self.lightning_module.automatic_optimization
         # The first step, which Lightning before 2.6 does not synchronise then.
         if ddp.static_graph and not automatic and not hasattr(self, "_pl_static_graph_delay_done"):
             raise ValueError(

@@ -63,10 +63,6 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         handles: one for each module that has been set up, as ``attach`` returns it.
     """
 
-    root_device: Any
-    precision: Any
-    checkpoint_io: Any
-
     _owner = "Fabric"
     _packages = FABRICS
 
@@ -129,7 +125,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
     def setup_environment(self) -> None:
         """Join the other workers with a timeout of at least a minute, then set the user's."""
         with self._patiently():
-            super().setup_environment()  # type: ignore[misc]
+            super().setup_environment()
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], *args: Any, **kwargs: Any
@@ -141,12 +137,12 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         if module in self._attached:
             self._forget_optimizers_of(module)
         self._know(optimizers)
-        return super().setup_module_and_optimizers(module, optimizers, *args, **kwargs)  # type: ignore[misc]
+        return super().setup_module_and_optimizers(module, optimizers, *args, **kwargs)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module in ``DistributedDataParallel`` and compress what that exchanges."""
         self._refuse_rates_unknown(module)
-        ddp: DistributedDataParallel = super().setup_module(module)  # type: ignore[misc]
+        ddp: DistributedDataParallel = super().setup_module(module)
         before = self._attached.pop(module, None)
         if before is not None:  # set up anew, as for another phase of training
             before.close()
@@ -167,7 +163,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         for module, handle in self._attached.items():
             if optimizer in self._optimizers_of(module):
                 handle.add_optimizer(optimizer)
-        given: Optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
+        given: Optimizer = super().setup_optimizer(optimizer)
         return given
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
@@ -185,19 +181,17 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         """Save ``state``, and the errors of each worker beside it."""
         handles = self._handles_in(state) if self.state == "full" else {}
         if not handles:
-            super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
+            super().save_checkpoint(path, state, storage_options, filter)
             return
 
         def write(there: Any, content: dict[str, Any]) -> None:
-            super(CompressedFabric, self).save_checkpoint(  # type: ignore[misc]
-                there, content, storage_options, filter
-            )
+            super(CompressedFabric, self).save_checkpoint(there, content, storage_options, filter)
 
         self._checkpoint(handles).save(path, state, write, storage_options)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Load ``state``, and this worker's errors from beside it."""
-        left: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
+        left: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict) and state:
             self._checkpoint(self._handles_in(state)).restore(path, left, self.state == "off")
         return left
@@ -206,7 +200,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         for handle in self.handles:
             handle.close()
         self._attached.clear()
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
 
     def _know(self, optimizers: list[Optimizer]) -> None:
         known = {id(optimizer) for optimizer in self._optimizers}

@@ -142,7 +142,7 @@ class CompressedFSDP(ShardedStrategy):
         """Check the model on all ranks, and take over the reduce-scatters of its units."""
         self._close()
         self._failed = False
-        model, device = self.model, self.root_device  # type: ignore[attr-defined]
+        model, device = self.model, self.root_device
         refuse_unknown_device(device)
         workers, group = self.local_workers, self.shard_group
         workers.shard, workers.shards = self.worker, self.workers
@@ -159,13 +159,13 @@ class CompressedFSDP(ShardedStrategy):
         self._on_engines_ready()
 
     def _check_model(self, ranks: list[int]) -> str:
-        model = self.model  # type: ignore[attr-defined]
+        model = self.model
         refuse_sparse_gradients(model)
         refuse_unlike_scatters(model, ranks)
         return ""
 
     def _check_agreement(self, units: list[Unit]) -> None:
-        workers, device = self.local_workers, self.root_device  # type: ignore[attr-defined]
+        workers, device = self.local_workers, self.root_device
         whole = {name: tuple(param.shape) for param, name in workers.names.items()}
         columns = [(unit, column) for unit in units for column in unit.columns()]
         of_units = {
@@ -182,7 +182,7 @@ class CompressedFSDP(ShardedStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         if self._scatters is not None:
             self._scatters.refuse_interrupted()
-        super().pre_backward(closure_loss)  # type: ignore[misc]
+        super().pre_backward(closure_loss)
 
     def _close(self) -> None:
         if self._scatters is not None:

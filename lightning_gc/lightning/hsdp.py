@@ -112,7 +112,7 @@ class CompressedHSDP(ShardedStrategy):
         return ShardedWorkers(configuration)
 
     def _replicas_of(self, ranks: int) -> int:
-        return replicas_of(_OWNER, self.replicas, ranks, self.num_nodes)  # type: ignore[attr-defined]
+        return replicas_of(_OWNER, self.replicas, ranks, self.num_nodes)
 
     def _warn_alone(self) -> None:
         alone = f"{_OWNER} has one replica on {self.workers} ranks: nothing is sent between nodes"
@@ -128,12 +128,12 @@ class CompressedHSDP(ShardedStrategy):
         self._close()
         self._failed = False
         self._exchange = ShardExchange(
-            self.model,  # type: ignore[attr-defined]
+            self.model,
             self.local_workers,
             self.shard_group,
             self.replicate_group,
             self._device_mesh.mesh.flatten(1).t().tolist(),
-            self.root_device,  # type: ignore[attr-defined]
+            self.root_device,
             mesh_dims=1,
             bucket_cap_mb=self.bucket_cap_mb,
             agreed={"controller": repr(self.controller)},
@@ -145,7 +145,7 @@ class CompressedHSDP(ShardedStrategy):
 
     def _peers(self) -> Peers:
         mean = partial(self.reduce, group=self.replicate_group, reduce_op="mean")
-        return Peers(self.worker == 0, self.root_device, mean, self.parts)  # type: ignore[attr-defined]
+        return Peers(self.worker == 0, self.root_device, mean, self.parts)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -157,7 +157,7 @@ class CompressedHSDP(ShardedStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         if self._exchange is not None:
             self._exchange.buckets.refuse_interrupted()
-        super().pre_backward(closure_loss)  # type: ignore[misc]
+        super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)

@@ -70,12 +70,12 @@ class LocalHooks(CompressedStrategy):
         if before is not None:  # an earlier fit's outer momentum
             state = before.common_state() | {"since": [], "anchor": {}}
             workers.common[_NAME].load_common_state(state)
-        self._own = [OwnState(each, lambda: self.optimizers, self._scaler) for each in rounds]  # type: ignore[attr-defined]
+        self._own = [OwnState(each, lambda: self.optimizers, self._scaler) for each in rounds]
         workers.own[_NAME] = self._own
         if self._keeps_mean:
             workers.kept[_NAME] = [MeanDrift(each) for each in rounds]
         self._first = self._first_callback(self._show_common, self._end_rounds)
-        self._first.join(self.lightning_module.trainer)  # type: ignore[attr-defined]
+        self._first.join(self.lightning_module.trainer)
 
     @property
     def _rounds(self) -> LocalRounds | None:
@@ -83,32 +83,32 @@ class LocalHooks(CompressedStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        refuse_communicating(type(self).__name__, self.optimizers)  # type: ignore[attr-defined]
+        refuse_communicating(type(self).__name__, self.optimizers)
 
     def _own_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a worker's own step; refuse an optimizer whose first one needs other workers."""
         if self._first_step.over:
-            return super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
+            return super().optimizer_step(optimizer, *args, **kwargs)
         with self._first_step.watched(optimizer):
-            return super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _stepped(self, rounds: LocalRounds) -> Waits:
         """Count a worker's step; what is due is exchanged while this runs."""
-        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        trainer = self.lightning_module.trainer
         ends = steps_of(trainer) == trainer.global_step + 1
         if ends or rounds.is_due:
             self._refuse_unsynchronised()
-        rate = max(float(group["lr"]) for group in self.optimizers[0].param_groups)  # type: ignore[attr-defined]
+        rate = max(float(group["lr"]) for group in self.optimizers[0].param_groups)
         return rounds.stepped(ends, rate)
 
     def on_train_start(self) -> None:
         """Begin at the module's weights, where a callback has loaded others since ``setup``."""
-        super().on_train_start()  # type: ignore[misc]
+        super().on_train_start()
         first = self._all_rounds[0]
         if not first.apart and self._on_any(first.weights.moved):
             self._begin_at_loaded()
         if self.controller is None and self.engines[0].worker == 0:
-            steps = steps_of(self.lightning_module.trainer)  # type: ignore[attr-defined]
+            steps = steps_of(self.lightning_module.trainer)
             warn_of_few_rounds(self.compressor, steps, self.plan.every)
 
     def on_validation_start(self) -> None:
@@ -121,21 +121,21 @@ class LocalHooks(CompressedStrategy):
 
     def on_validation_end(self) -> None:
         """Put own weights back, after all callbacks; weights loaded in validation are trained."""
-        super().on_validation_end()  # type: ignore[misc]
+        super().on_validation_end()
         if self._rounds is not None:
             weights = self._rounds.weights
             if self.show == "common" and self._on_any(weights.shown and weights.replaced):
                 weights.forget()
                 self._begin_at_loaded()
             weights.hide()
-            warn_of_unlike_rates(self.lightning_module.trainer, self.lr_scheduler_configs)  # type: ignore[attr-defined]
+            warn_of_unlike_rates(self.lightning_module.trainer, self.lr_scheduler_configs)
 
     def on_train_end(self) -> None:
         """End with common weights, and with those of worker 0 where callbacks have loaded others.
 
         The exchange has been by now, in the first callback, so that none compresses what is loaded.
         """
-        super().on_train_end()  # type: ignore[misc]
+        super().on_train_end()
         self._end_rounds()
         if self._on_any(self._all_rounds[0].weights.moved):
             self._begin_at_loaded()
@@ -160,8 +160,8 @@ class LocalHooks(CompressedStrategy):
 
     def _on_any(self, is_so: bool) -> bool:
         """Return whether it is so on any worker; all must ask."""
-        here = torch.tensor(float(is_so), dtype=torch.float32, device=self.root_device)  # type: ignore[attr-defined]
-        return float(self.reduce(here, reduce_op="mean")) > 0  # type: ignore[attr-defined]
+        here = torch.tensor(float(is_so), dtype=torch.float32, device=self.root_device)
+        return float(self.reduce(here, reduce_op="mean")) > 0
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the common weights and buffers, as copies."""
@@ -178,7 +178,7 @@ class LocalHooks(CompressedStrategy):
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Wait for an exchange under way, so that what it brings can be saved."""
-        if self._rounds is not None and not self.lightning_module.trainer.interrupted:  # type: ignore[attr-defined]
+        if self._rounds is not None and not self.lightning_module.trainer.interrupted:
             self._arrive()
         super().save_checkpoint(*args, **kwargs)
 
@@ -228,7 +228,7 @@ class LocalHooks(CompressedStrategy):
 
     def _reset_poisoned(self) -> None:
         """Empty the state of optimizers in which something is not finite."""
-        for optimizer in self.optimizers:  # type: ignore[attr-defined]
+        for optimizer in self.optimizers:
             kept = (value for state in optimizer.state.values() for value in state.values())
             tensors = (value for value in kept if isinstance(value, torch.Tensor))
             if not all(bool(value.isfinite().all()) for value in tensors):

@@ -137,8 +137,8 @@ class LocalSteps(LocalHooks, RealWorker):
 
     def configure_ddp(self) -> None:
         """Let all workers start alike, and start the synchronizer; there is no wrapper."""
-        module = self.model  # type: ignore[attr-defined]
-        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        module = self.model
+        trainer = self.lightning_module.trainer
         refuse_in_trainer(type(self).__name__, trainer, module)
         self.local_workers.name(module)
         self._close()
@@ -148,7 +148,7 @@ class LocalSteps(LocalHooks, RealWorker):
         }
         self._synchronizer = Synchronizer(
             self.local_workers,
-            self.root_device,  # type: ignore[attr-defined]
+            self.root_device,
             timeout=self._timeout,
             revocable=True,
             agreed={
@@ -168,8 +168,8 @@ class LocalSteps(LocalHooks, RealWorker):
 
     def _start_alike(self) -> None:
         assert self._rounds is not None
-        buffers = self._rounds.weights.buffers.alike(self.root_device)  # type: ignore[attr-defined]
-        broadcast_all((*self.lightning_module.parameters(), *buffers))  # type: ignore[attr-defined]
+        buffers = self._rounds.weights.buffers.alike(self.root_device)
+        broadcast_all((*self.lightning_module.parameters(), *buffers))
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make this worker's own step; exchange if a round is over, or the run."""

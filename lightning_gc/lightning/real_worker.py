@@ -31,17 +31,17 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
     def setup_distributed(self) -> None:
         """Join the other workers with a timeout of at least a minute, then set the user's."""
         with self._patiently():
-            super().setup_distributed()  # type: ignore[misc]
+            super().setup_distributed()
 
     def setup(self, trainer: Any) -> None:
-        unshare(self.lightning_module)  # type: ignore[attr-defined]
+        unshare(self.lightning_module)
         warn_of_blocking_waits(trainer)
         self._handle_sigterm_as_lightning = note_only(trainer)
         super().setup(trainer)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._stopping_with_peers():
-            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+            return super().optimizer_step(*args, **kwargs)
 
     def _named(self, *args: Any, **kwargs: Any) -> Any:
         with self._stopping_with_peers():
@@ -56,7 +56,7 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
         try:
             yield
         except PeerError as error:
-            trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+            trainer = self.lightning_module.trainer
             if not trainer.received_sigterm:
                 raise
             raise sigterm_exception(trainer) from error
@@ -72,7 +72,7 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._failed = True
-        workarounds.end_children(self._launcher)  # type: ignore[attr-defined]
+        workarounds.end_children(self._launcher)
 
     def teardown(self) -> None:
         self._close()

@@ -29,9 +29,6 @@ class ShardedStrategy(RealWorker, abc.ABC):
 
     local_workers: ShardedWorkers
     way_out = "give the strategy state='off', with which errors begin at zero"
-    _device_mesh: Any
-    _data_parallel_size: Any
-    _tensor_parallel_size: Any
 
     def _make_state(self, mode: Literal["full", "mean", "off"], dtype: torch.dtype) -> None:
         self._saving = ShardedSaving(cast(ShardedHost, self), mode, dtype)
@@ -53,19 +50,19 @@ class ShardedStrategy(RealWorker, abc.ABC):
     def _setup_distributed(self) -> None:
         """Join the other ranks with a timeout of at least a minute, then set the user's."""
         with self._patiently():
-            super()._setup_distributed()  # type: ignore[misc]
+            super()._setup_distributed()
 
     def setup_environment(self) -> None:
         """Join the other ranks; make a mesh whose ``"data_parallel"`` dimension is a replica."""
-        ranks = self.num_nodes * self.num_processes  # type: ignore[attr-defined]
+        ranks = self.num_nodes * self.num_processes
         replicas = self._replicas_of(ranks)
         self._data_parallel_size, self._tensor_parallel_size = ranks, 1
-        super().setup_environment()  # type: ignore[misc]
-        kind, timeout = self.root_device.type, self._timeout  # type: ignore[attr-defined]
+        super().setup_environment()
+        kind, timeout = self.root_device.type, self._timeout
         if kind == "cuda" and timeout is not None:  # ranks compile kernels at unlike times
             timeout = max(timeout, JOINING)
         self._device_mesh = replica_mesh(kind, replicas, ranks // replicas, timeout)
-        self.lightning_module._device_mesh = self._device_mesh  # type: ignore[attr-defined]
+        self.lightning_module._device_mesh = self._device_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -98,7 +95,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
     @property
     def distributed_form(self) -> bool:
         """Whether a checkpoint is a folder."""
-        return bool(self._save_distributed_checkpoint)  # type: ignore[attr-defined]
+        return bool(self._save_distributed_checkpoint)
 
     @property
     def shard_parts(self) -> dict[str, Part]:
@@ -135,4 +132,4 @@ class ShardedStrategy(RealWorker, abc.ABC):
             self._refuse_unsynchronised()
 
     def _refuse_unsynchronised(self) -> None:
-        refuse_new_parameters(self.model, self.names, self.optimizers)  # type: ignore[attr-defined]
+        refuse_new_parameters(self.model, self.names, self.optimizers)

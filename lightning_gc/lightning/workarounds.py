@@ -9,7 +9,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.exchange import JOINING
 from lightning_gc.flavours import refuse_other_package
+from lightning_gc.lightning.api import StrategyAPI
 from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
 
 _LIGHTNING = "what Lightning shares between workers: metrics, decisions, paths of checkpoints"
 _STEP = "a collective of DDP's, of Lightning's or of the module's own"
 
 
-class PeerNaming:
+class PeerNaming(StrategyAPI):
     """Mixin, before a strategy of Lightning's, that names the peers in the backend's errors.
 
     Lightning's own collectives all go through four methods of the strategy; Fabric's ``reduce`` is
@@ -33,42 +33,39 @@ class PeerNaming:
     broadcast of module buffers, and a module's own fail within a step of the module.
     """
 
-    world_size: int
-    global_rank: int
-
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("barrier", _LIGHTNING, super().barrier, *args, **kwargs)  # type: ignore[misc]
+        return self._named("barrier", _LIGHTNING, super().barrier, *args, **kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("broadcast", _LIGHTNING, super().broadcast, *args, **kwargs)  # type: ignore[misc]
+        return self._named("broadcast", _LIGHTNING, super().broadcast, *args, **kwargs)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("all-reduce", _LIGHTNING, super().reduce, *args, **kwargs)  # type: ignore[misc]
+        return self._named("all-reduce", _LIGHTNING, super().reduce, *args, **kwargs)
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("all-reduce", _LIGHTNING, super().all_reduce, *args, **kwargs)  # type: ignore[misc]
+        return self._named("all-reduce", _LIGHTNING, super().all_reduce, *args, **kwargs)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("all-gather", _LIGHTNING, super().all_gather, *args, **kwargs)  # type: ignore[misc]
+        return self._named("all-gather", _LIGHTNING, super().all_gather, *args, **kwargs)
 
     def setup(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "setting up", super().setup, *args, **kwargs)  # type: ignore[misc]
+        return self._named(_STEP, "setting up", super().setup, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a training step", super().training_step, *args, **kwargs)  # type: ignore[misc]
+        return self._named(_STEP, "a training step", super().training_step, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a validation step", super().validation_step, *args, **kwargs)  # type: ignore[misc]
+        return self._named(_STEP, "a validation step", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a test step", super().test_step, *args, **kwargs)  # type: ignore[misc]
+        return self._named(_STEP, "a test step", super().test_step, *args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a backward pass", super().backward, *args, **kwargs)  # type: ignore[misc]
+        return self._named(_STEP, "a backward pass", super().backward, *args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
         """Explain an error that comes from elsewhere, such as a hook of the module's."""
-        super().on_exception(exception)  # type: ignore[misc]
+        super().on_exception(exception)
         if self.world_size > 1 and is_from_backend(exception):
             exception.add_note(peers_in_words(_STEP, self.global_rank, self.world_size))
 
@@ -187,10 +184,8 @@ def _replace(owner: Any, name: str, method: Callable[..., None]) -> Callable[[],
     return undo
 
 
-class Joining:
+class Joining(StrategyAPI):
     """Mixin, before a strategy of Lightning's, that has ``_timeout``."""
-
-    _timeout: timedelta | None
 
     @contextlib.contextmanager
     def _patiently(self) -> Iterator[None]:
@@ -250,7 +245,7 @@ class FirstCallback:
         self._on_train_end()
 
 
-class SingleTrainer:
+class SingleTrainer(StrategyAPI):
     """Mixin that refuses a second Trainer, at its first access: it reads ``_accelerator``.
 
     A Trainer or Fabric of another Lightning package is refused when it hands over its accelerator.
@@ -282,5 +277,5 @@ class SingleTrainer:
         self._accelerator = accelerator
 
     def _configure_launcher(self) -> None:
-        super()._configure_launcher()  # type: ignore[misc]
+        super()._configure_launcher()
         self._taken = True

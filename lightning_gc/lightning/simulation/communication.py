@@ -8,11 +8,13 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_gc.lightning.api import StrategyAPI
+
 _TRUSTED = {"pytorch_lightning", "lightning", "lightning_fabric", "lightning_gc"}
 """Packages whose own calls within a step do not change what is trained."""
 
 
-class Communication:
+class Communication(StrategyAPI):
     """Mixin, before Lightning's ``SingleDeviceStrategy``: answers collectives, or refuses them.
 
     A worker's micro-batch cannot wait for values of the next worker's. So collectives are refused
@@ -27,7 +29,6 @@ class Communication:
     """
 
     workers: int
-    lightning_module: Any
     _of_processes: str
     _for_norms = ""
     """Advice instead of synchronised batch normalisation."""
@@ -35,12 +36,12 @@ class Communication:
     _warned: frozenset[str] = frozenset()
 
     def on_train_start(self) -> None:
-        super().on_train_start()  # type: ignore[misc]
+        super().on_train_start()
         self._stepping = True  # a resumed epoch counts as started before ``on_train_start``
 
     def teardown(self) -> None:
         self._stepping, self._warned = False, frozenset()
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         self._refuse("all_gather")  # Lightning's only call is that of the user's module

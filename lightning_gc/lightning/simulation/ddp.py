@@ -133,7 +133,7 @@ class SimulatedDDP(SimulatedWorkers):
                 for engine, flat in zip(self.engines, part.flats, strict=True)
             ]
             self._ledger.step = self.engines[0].step
-            self._ledger.run(flows, self.root_device)  # type: ignore[attr-defined]
+            self._ledger.run(flows, self.root_device)
         self.local_workers.end_round(part.shapes for part in self._gradients.parts)
         self._gradients.end()
         self._buffers.enter(0)

@@ -119,8 +119,8 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             )
         workers = self.local_workers
         workers.start(self._ledger.pages, revocable=True)
-        exchanges = Exchanges(workers, self._ledger, self.root_device)  # type: ignore[attr-defined]
-        self._replicas = Replicas(module, self.workers, lambda: self.optimizers)  # type: ignore[attr-defined]
+        exchanges = Exchanges(workers, self._ledger, self.root_device)
+        self._replicas = Replicas(module, self.workers, lambda: self.optimizers)
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
             present = partial(self._replicas.entered, engine.worker)
@@ -133,7 +133,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
 
     def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
         with self._replicas.entered(worker):
-            pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)  # type: ignore[attr-defined]
+            pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
             for optimizer, state in pairs:
                 optimizer.load_state_dict(state)
 

@@ -105,15 +105,15 @@ class SimulatedWorkers(Communication, CompressedStrategy):
                 )
             self._root_device = torch.device(devices[0])
         if trainer.state.fn == "fit":
-            refuse_unknown_device(self.root_device)  # type: ignore[attr-defined]
+            refuse_unknown_device(self.root_device)
             # Before any hook reads the number of steps, which loads the data and counts it.
             self._units = MicroBatches(self.workers, trainer)
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         """If the Trainer is to fit, make it accumulate W micro-batches and start the engines."""
         if trainer.state.fn != "fit":
-            super().setup(trainer)  # type: ignore[misc]
+            super().setup(trainer)
             return
         module = self.lightning_module
         if not module.automatic_optimization:
@@ -123,7 +123,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             )
         refuse_sparse_gradients(module)
         self._refuse_synchronised_norms()
-        super().setup(trainer)  # type: ignore[misc]
+        super().setup(trainer)
         self.local_workers.name(module)
         self._done = 0  # micro-batches of this step with a finished backward pass
         per_node = self.local_workers.configuration.neighbours(self.workers)
@@ -132,7 +132,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         self._on_engines_ready()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        loader = super().process_dataloader(dataloader)
         trainer = self.lightning_module.trainer
         return deal(loader, self.workers, trainer, self) if trainer.training else loader
 
@@ -154,7 +154,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         if self._done == 0:
             self._begin_step()
         self._enter(worker)
-        self._ledger.compute.start(self.root_device)  # type: ignore[attr-defined]
+        self._ledger.compute.start(self.root_device)
         output = super().training_step(*args, **kwargs)
         self._ledger.compute.lap(COMPUTE)
         if output is None:
@@ -171,14 +171,14 @@ class SimulatedWorkers(Communication, CompressedStrategy):
 
         As DDP's hook runs in ``Strategy.backward``: before callbacks see the gradient.
         """
-        module, precision = self.lightning_module, self.precision_plugin  # type: ignore[attr-defined]
+        module, precision = self.lightning_module, self.precision_plugin
         worker = self.worker
         self._lend(worker, first=self._done == 0)
-        self.pre_backward(closure_loss)  # type: ignore[attr-defined]
+        self.pre_backward(closure_loss)
         # Lightning has divided the loss l by k·W. The gradient's factor in (l / kW)·W is W/kW,
         # rounded once, which equals that of a real worker's l / k.
         loss = precision.pre_backward(closure_loss * self.workers, module)
-        self._ledger.compute.start(self.root_device)  # type: ignore[attr-defined]
+        self._ledger.compute.start(self.root_device)
         precision.backward(loss, module, optimizer, *args, **kwargs)
         self._ledger.compute.lap(COMPUTE)
         self._collect(worker, again=module.trainer.accumulate_grad_batches > self.workers)
