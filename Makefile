@@ -31,7 +31,7 @@ test: $(VENV)/.test ## everything that CI runs; the first two keep one core busy
 	@$(MAKE) --no-print-directory tests
 
 # Without processes, without the laws of every method, and without two files that start Python again
-# and again. `tests/structure/test_for_contributors.py` holds the list to what docs/architecture.md says.
+# and again.
 QUICK := tests/units tests/structure --ignore tests/structure/test_new_compressor.py \
 	--ignore tests/units/strategies/test_two_lightning_packages.py
 quick: check ## check, then the tests of modules and of the sources, without processes (90 s): ARGS="-k topk"
