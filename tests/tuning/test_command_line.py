@@ -137,7 +137,7 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         assert run(*words, "--help") == cli.OK
     said = capsys.readouterr().out
     assert "Exit codes: 0 done" in said
-    assert "a study of its own" in said
+    assert "in its own study" in said
 
 
 @pytest.mark.parametrize(

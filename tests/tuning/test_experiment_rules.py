@@ -85,7 +85,7 @@ def test_the_dense_baseline_has_no_budget_and_methods_may_have_their_own() -> No
         ({"timeout": 0}, "timeout=0", "seconds above 0"),
         ({"timeout": nan}, "timeout=nan", "seconds above 0"),
         ({"budget": "1"}, "budget='1'", "write 1, without quotes"),
-        ({"budget": -1.0}, "budget=-1.0", "give bytes"),
+        ({"budget": -1.0}, "budget=-1.0", "give the bytes"),
         ({"budget": 1.0, "objective": "pareto"}, "budget=1", "leave the budget out"),
         ({"workers": 2, "devices": 2}, "devices=2", "one of the two"),
         ({"trainer": {"accumulate_grad_batches": 3}}, "accumulate_grad_batches=3", "Use 1"),
