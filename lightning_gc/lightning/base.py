@@ -20,7 +20,6 @@ from lightning_gc.exchange import Configuration, Workers, configure
 from lightning_gc.exchange.peers import Parts, Peers
 from lightning_gc.exchange.validation import (
     check_controller,
-    refuse_rounds,
     refuse_unsynchronised,
     warn_of_one_worker,
 )
@@ -124,6 +123,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
     network: NetworkModel | None = None
     parts: Parts = Parts()
     _lookahead: Lookahead | None = None
+    _exchanges_rounds = False
+    """Whether workers exchange every H steps, and a controller may set H."""
 
     def _configure(
         self,
@@ -139,9 +140,9 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         configuration = configure(owner, compressor, memory, scheme, seed)
         self.compressor, self.memory = configuration.compressor, configuration.memory
         self.scheme, self.seed = configuration.scheme, configuration.seed
-        if controller is not None:
-            check_controller(controller, self.compressor, self.memory, owner)
-            self._check_rounds(controller)
+        check_controller(
+            controller, self.compressor, self.memory, owner, rounds=self._exchanges_rounds
+        )
         self.controller = controller
         self.control_loop: ControlLoop | None = None
         self.local_workers = self._workers_of(configuration)
@@ -149,9 +150,6 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
 
     def _workers_of(self, configuration: Configuration) -> Workers:
         return Workers(configuration)
-
-    def _check_rounds(self, controller: Controller) -> None:
-        refuse_rounds(controller, type(self).__name__)
 
     def __repr__(self) -> str:
         """Return class, compressor, and the Lightning package that it is for.

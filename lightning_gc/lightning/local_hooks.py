@@ -11,7 +11,6 @@ import torch
 from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.control.training_progress import steps_of
-from lightning_gc.controllers import Controller
 from lightning_gc.lightning.base import CompressedStrategy
 from lightning_gc.lightning.local_settings import FirstStep, refuse_communicating
 from lightning_gc.lightning.workarounds import FirstCallback
@@ -36,6 +35,7 @@ class LocalHooks(CompressedStrategy):
     _first_callback: type[FirstCallback]
     _first: FirstCallback | None = None
     _first_step: FirstStep
+    _exchanges_rounds = True
 
     def _configure_rounds(
         self,
@@ -56,9 +56,6 @@ class LocalHooks(CompressedStrategy):
         self.outer, self.show = outer, show
         self._keeps_mean = state == "mean"
         self.local_workers.exchanged = "weights"
-
-    def _check_rounds(self, controller: Controller) -> None:
-        """It may set H; whether it fits is checked with the plan."""
 
     def _keep(self, rounds: Sequence[LocalRounds]) -> None:
         """Begin a fit with these rounds, and let checkpoints keep them."""
