@@ -41,10 +41,11 @@ from lightning_gc.core.state_structure import (
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.levels import RequestedLevels
 from lightning_gc.exchange.module_hooks import ModuleHook
-from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
+from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks, take_over
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
     check_controller,
+    digest_of,
     refuse_second_hook,
     refuse_sparse_gradients,
     refuse_static_accumulation,
@@ -54,6 +55,9 @@ from lightning_gc.exchange.validation import (
 )
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import Configuration, Workers
+from lightning_gc.local_steps import OuterSGD
+from lightning_gc.local_steps.local_rounds import LocalRounds
+from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.peer_error import naming_peers
 
@@ -86,7 +90,7 @@ class Setup:
     verify: Verify = 0
     weights: Callable[[], Iterable[Tensor]] | None = None
     control: ControlLoop | None = None
-    more_workers: str = "use more workers, or Trainer(strategy='auto')"
+    more_workers: str = "use more workers, or DDP as it is"
 
     @property
     def agreed(self) -> dict[str, str]:
@@ -140,7 +144,6 @@ class Setup:
             scaler if scaler is not None and scaler.is_enabled() else None,
             timeout,
             verify,
-            more_workers="use more workers, or DDP as it is",
         )
 
 
@@ -214,6 +217,10 @@ class Attached:
     def _after_forward(self, module: nn.Module) -> None:
         self.refuse_unsynchronised()
 
+    def prepare_round(self) -> None:
+        """Set loss scale and learning rates of the next round, where no synchronizer does."""
+        self._setup.prepare_round()
+
     def before_pass(self) -> None:
         """Refuse a pass that cannot be exchanged: before a forward or backward pass."""
 
@@ -230,6 +237,11 @@ class Attached:
     def _exchanged(self) -> dict[Tensor, str]:
         """Parameter -> name, of all modules of this process whose handles are open."""
         return {param: name for each in self._open for param, name in each._workers.names.items()}
+
+    @property
+    def parts(self) -> Parts:
+        """Sums over the parts of a worker, where several processes have them."""
+        return self._peers.parts
 
     @property
     def control(self) -> ControlLoop | None:
@@ -498,6 +510,56 @@ class AttachedDDP(Attached):
     def refuse_unsynchronised(self) -> None:
         """Raise RuntimeError for a parameter that is trained, and not exchanged."""
         refuse_unsynchronised(self._module.module, self._exchanged, self._setup.optimizers())
+
+
+class AttachedRounds(Attached):
+    """Handle of a module whose workers exchange differences of weights every H steps.
+
+    Args:
+        module: that is trained, without a wrapper.
+        setup: as for ``Attached``.
+        plan: when what is exchanged.
+        outer: the step of the common weights.
+        keep: takes the rounds of this process, before the control loop sets H.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        setup: Setup,
+        plan: RoundPlan,
+        outer: OuterSGD,
+        keep: Callable[[Sequence[LocalRounds]], None],
+    ) -> None:
+        setup.workers.name(module)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        synchronizer = Synchronizer(
+            setup.workers,
+            setup.device,
+            timeout=setup.timeout,
+            revocable=True,
+            agreed=setup.agreed
+            | {
+                "plan": repr(plan),
+                "outer": repr(outer),
+                "names and shapes of parameters and buffers": digest_of(
+                    {name: tuple(tensor.shape) for name, tensor in tensors}
+                ),
+            },
+            verify=setup.verify,
+        )
+        workers = setup.workers
+        parts = (module, workers.names, workers.first, synchronizer, plan, outer)
+        self._begin = lambda: keep([LocalRounds(*parts)])
+        super().__init__(module, setup, peers_of(setup.device, None, None), synchronizer)
+
+    def _start(self) -> None:
+        take_over(self._module)
+        self._begin()
+        super()._start()
+
+    def after_pass(self) -> None:
+        """Do nothing: a worker's own steps exchange no gradients."""
 
 
 FORMAT = 2

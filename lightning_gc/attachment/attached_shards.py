@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,14 +13,34 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gc.attachment.attached import Attached, Setup, peers_of
-from lightning_gc.exchange.validation import warn_of_one_worker
-from lightning_gc.sharded.fsdp_units import Unit, has_hooks
+from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
+from lightning_gc.exchange.peers import on_all_ranks
+from lightning_gc.exchange.validation import (
+    check_agreement,
+    digest_of,
+    refuse_sparse_gradients,
+    refuse_unknown_device,
+    warn_of_one_worker,
+)
+from lightning_gc.exchange.verification import verification
+from lightning_gc.sharded.fsdp_units import Unit, has_hooks, units_of
 from lightning_gc.sharded.shard_exchange import ShardExchange
-from lightning_gc.sharded.shard_validation import refuse_new_parameters
-from lightning_gc.sharded.sharded_workers import ShardedWorkers
+from lightning_gc.sharded.shard_validation import refuse_new_parameters, refuse_unlike_scatters
+from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
+from lightning_gc.sharded.unit_scatters import UnitScatters
+from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.distributed import Distributed, gather_text
 
 
-class AttachedShards(Attached):
+class _InShards(Attached):
+    """Handle of an FSDP2 model."""
+
+    def refuse_unsynchronised(self) -> None:
+        """Raise RuntimeError for a parameter that is trained, and not exchanged."""
+        refuse_new_parameters(self._module, self._exchanged, self._setup.optimizers())
+
+
+class AttachedShards(_InShards):
     """Handle of an FSDP2 model whose replicas exchange compressed shards.
 
     Args:
@@ -83,10 +105,6 @@ class AttachedShards(Attached):
         """Refuse a pass after one that was interrupted."""
         self._exchange.buckets.refuse_interrupted()
 
-    def refuse_unsynchronised(self) -> None:
-        """Raise RuntimeError for a parameter that is trained, and not exchanged."""
-        refuse_new_parameters(self._module, self._exchanged, self._setup.optimizers())
-
     def figures(self) -> dict[str, float]:
         """Return the bytes that this rank has sent within the node for the last exchange."""
         return {"node_bytes": float(self._exchange.buckets.node_bytes)}
@@ -98,6 +116,69 @@ class AttachedShards(Attached):
     def _detach(self) -> None:
         self._exchange.buckets.close()
         self._replicate()
+
+
+class AttachedScatters(_InShards):
+    """Handle of an FSDP2 model whose ranks compress its reduce-scatters.
+
+    Args:
+        model: on which ``fully_shard`` was called last.
+        setup: as for ``Attached``; its workers are ``FSDPWorkers``.
+        mesh: whose second dimension has all ranks.
+    """
+
+    def __init__(self, model: nn.Module, setup: Setup, mesh: DeviceMesh) -> None:
+        workers, device, group = setup.workers, setup.device, mesh.get_group(1)
+        assert isinstance(workers, FSDPWorkers)
+        refuse_unknown_device(device)
+        workers.shard, workers.shards = dist.get_rank(group), dist.get_world_size(group)
+        on_all_ranks(partial(_check, model, dist.get_process_group_ranks(group)), device)
+        workers.name(model)
+        units = units_of(model)
+        check_agreement(_agreed(setup, units), Distributed(), device)
+        transport = Distributed(group, "a reduce-scatter of gradients")
+        recording = Recording(verification(setup.verify, setup.owner).transport(transport))
+        workers.start([recording], revocable=False)
+        compile_kernels(workers.first, device)
+        workers.run = gather_text(workers.run, Distributed(), device)[0]
+        self._scatters = UnitScatters(units, workers, transport, recording, setup.prepare_round)
+        super().__init__(model, setup, peers_of(device, group, None))
+
+    def _warn_alone(self) -> None:
+        warnings.warn(
+            f"{self._setup.owner} has one rank, so that nothing is exchanged or compressed. Give "
+            f"Trainer(devices=2), say.",
+            stacklevel=2,
+        )
+
+    def before_pass(self) -> None:
+        """Refuse a pass after one that was interrupted."""
+        self._scatters.refuse_interrupted()
+
+    def _detach(self) -> None:
+        self._scatters.close()
+
+
+def _check(model: nn.Module, ranks: Sequence[int]) -> str:
+    refuse_sparse_gradients(model)
+    refuse_unlike_scatters(model, ranks)
+    return ""
+
+
+def _agreed(setup: Setup, units: Sequence[Unit]) -> dict[str, str]:
+    """Return the settings that must be equal on all ranks, as text."""
+    names, configuration = setup.workers.names, setup.workers.configuration
+    columns = [(unit, column) for unit in units for column in unit.columns()]
+    of_units = {
+        f"{unit.name} {unit.dtype} {names[column.param]}": column.shape for unit, column in columns
+    }
+    return {
+        **configuration.in_words(),
+        "names and shapes of parameters": digest_of({n: tuple(p.shape) for p, n in names.items()}),
+        "units": digest_of(of_units),
+        "verify": repr(setup.verify),
+        **arithmetic(setup.device, configuration.compressor),
+    }
 
 
 def replicated_mesh(units: Sequence[Unit]) -> DeviceMesh:

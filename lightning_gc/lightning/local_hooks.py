@@ -94,7 +94,8 @@ class LocalHooks(CompressedStrategy):
         trainer = self.lightning_module.trainer
         ends = steps_of(trainer) == trainer.global_step + 1
         if ends or rounds.is_due:
-            self._refuse_unsynchronised()
+            assert self._attached is not None
+            self._attached.refuse_unsynchronised()
         rate = max(float(group["lr"]) for group in self.optimizers[0].param_groups)
         return rounds.stepped(ends, rate)
 

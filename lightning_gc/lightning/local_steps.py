@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gc.attachment.attached import AttachedRounds
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
-from lightning_gc.exchange import Synchronizer
-from lightning_gc.exchange.peers import broadcast_all, take_over
-from lightning_gc.exchange.validation import digest_of
+from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.local_hooks import LocalHooks
@@ -21,7 +20,7 @@ from lightning_gc.lightning.local_settings import refuse_in_trainer
 from lightning_gc.lightning.real_worker import RealWorker
 from lightning_gc.lightning.workarounds import broadcast_only
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
-from lightning_gc.local_steps.local_rounds import LocalRounds, finished
+from lightning_gc.local_steps.local_rounds import finished
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 
@@ -140,30 +139,8 @@ class LocalSteps(LocalHooks, RealWorker):
         module = self.model
         trainer = self.lightning_module.trainer
         refuse_in_trainer(type(self).__name__, trainer, module)
-        self.local_workers.name(module)
-        self._close()
-        self._failed = False
-        every = {
-            n: tuple(t.shape) for n, t in (*module.named_parameters(), *module.named_buffers())
-        }
-        self._synchronizer = Synchronizer(
-            self.local_workers,
-            self.root_device,
-            timeout=self._timeout,
-            revocable=True,
-            agreed={
-                "controller": repr(self.controller),
-                "plan": repr(self.plan),
-                "outer": repr(self.outer),
-                "names and shapes of parameters and buffers": digest_of(every),
-            },
-            verify=self.verify,
-        )
-        take_over(module)
-        workers, exchanger = self.local_workers, self._synchronizer
-        rounds = LocalRounds(module, workers.names, workers.first, exchanger, self.plan, self.outer)
-        self._keep([rounds])
-        self._on_engines_ready()
+        self._attach(lambda setup: AttachedRounds(module, setup, self.plan, self.outer, self._keep))
+        rounds = self._all_rounds[0]
         self._broadcast_each_batch = broadcast_only(lambda: rounds.position == 0, trainer)
 
     def _start_alike(self) -> None:

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_gc.exchange import Synchronizer
 from lightning_gc.lightning import workarounds
 from lightning_gc.lightning.base import CompressedStrategy
 from lightning_gc.lightning.workarounds import (
@@ -19,13 +18,8 @@ from lightning_gc.transports.peer_error import PeerError
 
 
 class RealWorker(CompressedStrategy, PeerNaming, Joining):
-    """Mixin, before a ``DDPStrategy`` of Lightning's, that joins and leaves the other workers.
+    """Mixin, before a ``DDPStrategy`` of Lightning's, that joins and leaves the other workers."""
 
-    A subclass makes ``_synchronizer`` when a fit begins.
-    """
-
-    _synchronizer: Synchronizer | None = None
-    _failed = False
     _handle_sigterm_as_lightning: Callable[[], None] | None = None
 
     def setup_distributed(self) -> None:
@@ -75,13 +69,7 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
         workarounds.end_children(self._launcher)
 
     def teardown(self) -> None:
-        self._close()
         if self._handle_sigterm_as_lightning is not None:
             self._handle_sigterm_as_lightning()
         self._handle_sigterm_as_lightning = None  # a closure could not be sent to a process
         super().teardown()
-
-    def _close(self) -> None:
-        if self._synchronizer is not None:
-            self._synchronizer.close(self._failed)
-        self._synchronizer = None

@@ -118,7 +118,6 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
                 f"processes."
             )
         workers = self.local_workers
-        workers.start(self._ledger.pages, revocable=True)
         exchanges = Exchanges(workers, self._ledger, self.root_device)
         self._replicas = Replicas(module, self.workers, lambda: self.optimizers)
         rounds = []

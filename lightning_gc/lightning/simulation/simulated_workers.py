@@ -1,11 +1,15 @@
 """SimulatedWorkers: W workers take turns, a micro-batch each, in Lightning's accumulation."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.compressors import Compressor
 from lightning_gc.engine import Engine
+from lightning_gc.exchange.peers import Peers
 from lightning_gc.exchange.validation import refuse_sparse_gradients, refuse_unknown_device
 from lightning_gc.lightning.arguments import refuse_unknown
 from lightning_gc.lightning.base import CompressedStrategy
@@ -19,6 +23,38 @@ from lightning_gc.lightning.simulation.sharded_loader import deal
 from lightning_gc.transports.accounting import COMPUTE
 from lightning_gc.transports.network_model import NetworkModel
 from lightning_gc.transports.simulated import Ledger
+
+
+class AttachedSimulation(Attached):
+    """Handle of the simulated workers of one process.
+
+    Args:
+        module: that is trained.
+        setup: as for ``Attached``.
+        ledger: carries out what workers exchange, and counts bytes.
+        revocable: optimizer steps may be skipped, as by a gradient scaler.
+        begin: called when the engines exist, before the control loop starts.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        setup: Setup,
+        ledger: Ledger,
+        revocable: bool,
+        begin: Callable[[], None],
+    ) -> None:
+        setup.workers.name(module)
+        setup.workers.start(ledger.pages, revocable=revocable)
+        self._begin = begin
+        super().__init__(module, setup, Peers(True, setup.device, mean=lambda tensor: tensor))
+
+    def _start(self) -> None:
+        self._begin()
+        super()._start()
+
+    def after_pass(self) -> None:
+        """Do nothing: gradients are exchanged after the last worker's backward pass."""
 
 
 class SimulatedWorkers(Communication, CompressedStrategy):
@@ -124,12 +160,14 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         refuse_sparse_gradients(module)
         self._refuse_synchronised_norms()
         super().setup(trainer)
-        self.local_workers.name(module)
         self._done = 0  # micro-batches of this step with a finished backward pass
         per_node = self.local_workers.configuration.neighbours(self.workers)
         self._ledger = Ledger(self.workers, self.network, per_node)
-        self._begin_fit(module)
-        self._on_engines_ready()
+        revocable = self._exchanges_rounds or self._scaler() is not None
+        begin = partial(self._begin_fit, module)
+        self._attach(
+            lambda setup: AttachedSimulation(module, setup, self._ledger, revocable, begin)
+        )
 
     def process_dataloader(self, dataloader: Any) -> Any:
         loader = super().process_dataloader(dataloader)
