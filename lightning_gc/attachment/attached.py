@@ -40,7 +40,6 @@ from lightning_gc.core.state_structure import (
 )
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.levels import RequestedLevels
-from lightning_gc.exchange.module_hooks import ModuleHook
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks, take_over
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
@@ -60,6 +59,42 @@ from lightning_gc.local_steps.local_rounds import LocalRounds
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.peer_error import naming_peers
+
+
+class ModuleHook:
+    """Calls ``act`` for the module that it is registered with, and for no copy of that module.
+
+    A module's hooks are part of the module: ``copy.deepcopy``, ``pickle`` and ``torch.save`` take
+    them along. What we register holds a process group and a thread, which cannot be copied and
+    belong to one module. So a copy of this object holds nothing, and nothing of ours is in a file.
+
+    Torch registers no communication hook with the reducer of a copied ``DistributedDataParallel``.
+    The copy therefore averages uncompressed gradients over the default process group, and
+    ``attach`` may be called on it.
+
+    Args:
+        act: the hook; None calls nothing.
+    """
+
+    def __init__(self, act: Callable[..., Any] | None = None) -> None:
+        self._act = act
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return type(self), ()
+
+    def exchange(self, state, bucket):  # type: ignore[no-untyped-def]
+        """Be a communication hook; untyped, as DDP inspects annotations."""
+        if self._act is None:
+            raise RuntimeError(
+                "The communication hook of a copied module exchanges nothing; call attach on the "
+                "copy, or train the module that was copied."
+            )
+        return self._act(state, bucket)
+
+    def watch(self, module: Any, *passed: Any) -> None:
+        """Be a hook before or after a module's forward pass."""
+        if self._act is not None:
+            self._act(module)
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.core.flow import Flow
-from lightning_gc.exchange.bucket_regrouping import Shapes
 from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
 from lightning_gc.exchange.validation import check_agreement, digest_of, refuse_unknown_device
 from lightning_gc.exchange.verification import Verify, verification
-from lightning_gc.exchange.workers import Workers
+from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.base import Transport

@@ -1,6 +1,7 @@
 """CompressedStrategy: Lightning hooks shared by the strategies for real and simulated DDP."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast
@@ -24,12 +25,22 @@ from lightning_gc.exchange.validation import check_controller
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import learning_rates_of
 from lightning_gc.flavours import EitherLightning, package_of
+from lightning_gc.lightning import workarounds
 from lightning_gc.lightning.api import StrategyAPI
-from lightning_gc.lightning.workarounds import SingleTrainer
+from lightning_gc.lightning.workarounds import (
+    Joining,
+    PeerNaming,
+    SingleTrainer,
+    note_only,
+    sigterm_exception,
+    unshare,
+    warn_of_blocking_waits,
+)
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.accounting import Recorder
 from lightning_gc.transports.network_model import NetworkModel
+from lightning_gc.transports.peer_error import PeerError
 
 
 class Resuming(StrategyAPI):
@@ -317,3 +328,61 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
+
+
+class RealWorker(CompressedStrategy, PeerNaming, Joining):
+    """Mixin, before a ``DDPStrategy`` of Lightning's, that joins and leaves the other workers."""
+
+    _handle_sigterm_as_lightning: Callable[[], None] | None = None
+
+    def setup_distributed(self) -> None:
+        """Join the other workers with a timeout of at least a minute, then set the user's."""
+        with self._patiently():
+            super().setup_distributed()
+
+    def setup(self, trainer: Any) -> None:
+        unshare(self.lightning_module)
+        warn_of_blocking_waits(trainer)
+        self._handle_sigterm_as_lightning = note_only(trainer)
+        super().setup(trainer)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._stopping_with_peers():
+            return super().optimizer_step(*args, **kwargs)
+
+    def _named(self, *args: Any, **kwargs: Any) -> Any:
+        with self._stopping_with_peers():
+            return super()._named(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _stopping_with_peers(self) -> Iterator[None]:
+        """After SIGTERM, end as the signal asks where a peer that got it too has left before.
+
+        Workers that all get the signal leave one after the other, and some wait for those.
+        """
+        try:
+            yield
+        except PeerError as error:
+            trainer = self.lightning_module.trainer
+            if not trainer.received_sigterm:
+                raise
+            raise sigterm_exception(trainer) from error
+
+    @property
+    def workers(self) -> int:
+        return int(self.world_size)
+
+    @property
+    def worker(self) -> int:
+        return int(self.global_rank)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._failed = True
+        workarounds.end_children(self._launcher)
+
+    def teardown(self) -> None:
+        if self._handle_sigterm_as_lightning is not None:
+            self._handle_sigterm_as_lightning()
+        self._handle_sigterm_as_lightning = None  # a closure could not be sent to a process
+        super().teardown()

@@ -15,7 +15,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
-from lightning_gc.lightning.real_worker import RealWorker
+from lightning_gc.lightning.base import RealWorker
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 

@@ -17,7 +17,7 @@ from lightning_gc.checkpoint.shard_tensors import Part, part_of
 from lightning_gc.checkpoint.sharded_restoring import ShardedRestoring
 from lightning_gc.checkpoint.sharded_saving import ShardedHost, ShardedSaving
 from lightning_gc.exchange import JOINING
-from lightning_gc.lightning.real_worker import RealWorker
+from lightning_gc.lightning.base import RealWorker
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, dim_of, replica_mesh
 
 

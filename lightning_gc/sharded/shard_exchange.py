@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_gc.exchange.bucket_regrouping import Shapes
 from lightning_gc.exchange.peers import ShardParts, broadcast_all, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
@@ -23,6 +22,7 @@ from lightning_gc.exchange.validation import (
     refuse_sparse_gradients,
 )
 from lightning_gc.exchange.verification import Verify
+from lightning_gc.exchange.workers import Shapes
 from lightning_gc.kernels.dispatch import used_here
 from lightning_gc.sharded.fsdp_units import (
     Piece,
