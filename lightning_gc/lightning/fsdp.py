@@ -4,17 +4,14 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 ``for_lightning.py``.
 """
 
-from collections.abc import Mapping
 from typing import Any, Literal
-
-import torch
 
 from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.attached_shards import AttachedScatters
 from lightning_gc.compressors import Compressor
 from lightning_gc.exchange import Configuration
 from lightning_gc.lightning.arguments import changed, refuse_unknown
-from lightning_gc.lightning.sharded import ShardedStrategy
+from lightning_gc.lightning.sharded import ShardedStrategy, check_settings
 from lightning_gc.memories import Memory
 from lightning_gc.sharded.fsdp_units import has_custom_scatters
 from lightning_gc.sharded.reduce_scatter import ReduceScatter
@@ -100,7 +97,14 @@ class CompressedFSDP(ShardedStrategy):
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
-        check_settings(_OWNER, changed(type(self), model_parallel_kwargs))
+        check_settings(
+            _OWNER,
+            changed(type(self), model_parallel_kwargs),
+            "all ranks share the model",
+            has_hook=has_custom_scatters(),
+            hook="2.9 set_custom_reduce_scatter",
+            instead="CompressedHSDPStrategy",
+        )
         self._configure(compressor, memory, ReduceScatter(), None, seed, "full", "float32")
         check_memory(_OWNER, self.compressor, self.memory, memory is not None)
         if verify not in (0, "payload") or isinstance(verify, bool):
@@ -120,27 +124,6 @@ class CompressedFSDP(ShardedStrategy):
 
     def _attached_to(self, setup: Setup) -> AttachedScatters:
         return AttachedScatters(self.model, setup, self._device_mesh)
-
-
-def check_settings(owner: str, mesh_arguments: Mapping[str, Any]) -> None:
-    """Raise RuntimeError for a torch that is too old; ValueError for arguments of a mesh.
-
-    Args:
-        owner: the class, for the sentence.
-        mesh_arguments: ``ModelParallelStrategy``'s, but for those with their default, which
-            LightningCLI gives.
-    """
-    if not has_custom_scatters():
-        raise RuntimeError(
-            f"{owner} needs torch 2.9 or later, whose FSDP2 has set_custom_reduce_scatter; this is "
-            f"torch {torch.__version__}. Install a newer one, or use CompressedHSDPStrategy."
-        )
-    for name, fix in (
-        ("data_parallel_size", "all ranks share the model; leave it out"),
-        ("tensor_parallel_size", "tensor parallelism has not been tried with it; leave it out"),
-    ):
-        if name in mesh_arguments:
-            raise ValueError(f"{owner}({name}={mesh_arguments[name]!r}): {fix}.")
 
 
 def check_memory(owner: str, compressor: Compressor, memory: Memory, given: bool) -> None:

@@ -211,7 +211,7 @@ def phases(worker: int) -> list[list[float]]:
         strategy.handle.begin_epoch(phase)
         fabric.backward(model(batches(worker)[0]).square().mean())
         optimizer.step()
-        known = strategy.handle._optimizers
+        known = strategy.handle._setup.optimizers()
         rates.append([float(group["lr"]) for each in known for group in each.param_groups])
     return rates
 
