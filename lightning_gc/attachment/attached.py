@@ -585,7 +585,7 @@ class AttachedRounds(Attached):
         )
         workers = setup.workers
         parts = (module, workers.names, workers.first, synchronizer, plan, outer)
-        self._begin = lambda: keep([LocalRounds(*parts)])
+        self._begin: Callable[[], None] = lambda: keep([LocalRounds(*parts)])
         super().__init__(module, setup, peers_of(setup.device, None, None), synchronizer)
 
     def _start(self) -> None:
