@@ -210,7 +210,7 @@ class Attached(abc.ABC):
             RuntimeError: called within a step.
         """
         self._synchronizer.check()
-        if self._workers.first.rounds.torn:
+        if self._workers.first.torn:
             raise RuntimeError("A step is under way, so its errors are not final; save after it.")
         control, kept = self._control, None
         if control is not None:

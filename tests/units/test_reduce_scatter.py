@@ -152,7 +152,7 @@ def test_small_tensors_go_dense_beside_the_others() -> None:
 def test_uncompressed_for_now_is_scattered_too() -> None:
     every, grads = engines(QSGD(4)), gradients()
     for engine in every:
-        engine.set_levels(None)
+        engine.levels.set(None)
     shards, sent = scattered(every, grads)
     assert sent - reduce_scatter_bytes(4 * sum(SIZES), WORKERS) <= 16 * (WORKERS - 1)
     for ours, theirs in zip(shards, expected(grads), strict=True):
