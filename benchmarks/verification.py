@@ -67,7 +67,7 @@ class Run:
         self.optimizer.zero_grad()
         outputs = self.ddp(words)
         torch.nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten()).backward()
-        self.handle._synchronizer.check()
+        self.handle.check()
         torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), self.module.clip or 1e9)
         self.optimizer.step()
         self.seconds.append(time.perf_counter() - started)

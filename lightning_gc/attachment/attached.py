@@ -1,20 +1,23 @@
-"""Attached: the handle of a plain torch module whose gradients are compressed."""
+"""Attached: start, refuse, prepare, check, control, save and close the exchange of gradients.
+
+Plain torch, Fabric, Lightning's strategies and the simulator hold one, and forward their hooks.
+"""
 
 from __future__ import annotations
 
-import abc
 import copy
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop, Moment
@@ -37,12 +40,11 @@ from lightning_gc.core.state_structure import (
 )
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.levels import RequestedLevels
-from lightning_gc.exchange.module_hooks import ModuleHook
-from lightning_gc.exchange.peers import Parts, Peers, all_or_raise
+from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks, take_over
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
     check_controller,
-    refuse_rounds,
+    digest_of,
     refuse_second_hook,
     refuse_sparse_gradients,
     refuse_static_accumulation,
@@ -52,22 +54,142 @@ from lightning_gc.exchange.validation import (
 )
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import Configuration, Workers
+from lightning_gc.local_steps import OuterSGD
+from lightning_gc.local_steps.local_rounds import LocalRounds
+from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.transports.accounting import Account
-from lightning_gc.transports.distributed import Distributed, gather_text
 from lightning_gc.transports.peer_error import naming_peers
 
 
-class Attached(abc.ABC):
+class ModuleHook:
+    """Calls ``act`` for the module that it is registered with, and for no copy of that module.
+
+    A module's hooks are part of the module: ``copy.deepcopy``, ``pickle`` and ``torch.save`` take
+    them along. What we register holds a process group and a thread, which cannot be copied and
+    belong to one module. So a copy of this object holds nothing, and nothing of ours is in a file.
+
+    Torch registers no communication hook with the reducer of a copied ``DistributedDataParallel``.
+    The copy therefore averages uncompressed gradients over the default process group, and
+    ``attach`` may be called on it.
+
+    Args:
+        act: the hook; None calls nothing.
+    """
+
+    def __init__(self, act: Callable[..., Any] | None = None) -> None:
+        self._act = act
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return type(self), ()
+
+    def exchange(self, state, bucket):  # type: ignore[no-untyped-def]
+        """Be a communication hook; untyped, as DDP inspects annotations."""
+        if self._act is None:
+            raise RuntimeError(
+                "The communication hook of a copied module exchanges nothing; call attach on the "
+                "copy, or train the module that was copied."
+            )
+        return self._act(state, bucket)
+
+    def watch(self, module: Any, *passed: Any) -> None:
+        """Be a hook before or after a module's forward pass."""
+        if self._act is not None:
+            self._act(module)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Arguments that every way in gives its ``Attached``.
+
+    Attributes:
+        owner: the strategy or function with these arguments, for error messages.
+        workers: engines and parameter names of this process; engines of an earlier fit continue.
+        controller: chooses levels, or None.
+        optimizers: returns the optimizers of the module's parameters.
+        device: of the gradients.
+        scaler: of fp16 training, or None.
+        timeout: of every collective; None: that of the process group.
+        verify: what workers compare, as for ``CompressedDDPStrategy``.
+        weights: returns the weights that ``verify`` compares; None: all trained parameters.
+        control: the control loop of an earlier fit, which continues.
+        more_workers: advice in the warning of one worker.
+    """
+
+    owner: str
+    workers: Workers
+    controller: Controller | None
+    optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
+    device: torch.device
+    scaler: Any = None
+    timeout: timedelta | None = None
+    verify: Verify = 0
+    weights: Callable[[], Iterable[Tensor]] | None = None
+    control: ControlLoop | None = None
+    more_workers: str = "use more workers, or DDP as it is"
+
+    @property
+    def agreed(self) -> dict[str, str]:
+        """Settings besides the configuration that must be equal on all workers, as text."""
+        return {"controller": repr(self.controller)}
+
+    def prepare_round(self) -> None:
+        """Set loss scale and learning rates of the next round."""
+        self.workers.prepare_round(self.scaler, self.optimizers())
+
+    @classmethod
+    def of_loop(
+        cls,
+        owner: str,
+        configuration: Configuration,
+        controller: Controller | None,
+        optimizers: list[torch.optim.Optimizer],
+        module: nn.Module,
+        workers: type[Workers] = Workers,
+        *,
+        scaler: Any = None,
+        timeout: timedelta | None = None,
+        verify: Verify = 0,
+    ) -> Self:
+        """Return the setup of a training loop that calls none of our hooks.
+
+        Raises:
+            ValueError: a memory or a controller that needs more than a communication hook.
+        """
+        compressor, memory = configuration.compressor, configuration.memory
+        groups = [group for each in optimizers for group in each.param_groups]
+        if memory.lookahead:
+            raise ValueError(
+                f"{memory!r} moves the weights around each forward pass, which a communication "
+                f"hook cannot; use CompressedDDPStrategy, or memory=Residual()."
+            )
+        if memory.lr_aware and not groups:
+            raise ValueError(
+                f"{memory!r} rescales errors by the learning rates, which attach does not know; "
+                f"give attach(..., optimizers=optimizer)."
+            )
+        for group in groups:
+            memory.check_optimizer(group)
+        check_controller(controller, compressor, memory, owner, rounds=False)
+        return cls(
+            owner,
+            workers(configuration),
+            controller,
+            lambda: optimizers,
+            max(module.parameters(), key=lambda param: param.requires_grad).device,
+            scaler if scaler is not None and scaler.is_enabled() else None,
+            timeout,
+            verify,
+        )
+
+
+class Attached:
     """Handle of a module whose gradients are compressed; returned by ``attach``.
 
     Args:
-        workers: this rank's engine, started.
-        synchronizer: exchanges its gradients.
-        controller: as for ``attach``, like ``optimizers``.
-        device: of the gradients.
-        between: the group whose members' gradients are averaged by it.
-        everybody: the group of all ranks that have the module, or a part of it.
-        parts: sums over the ranks that have a worker's parameters together.
+        module: that is trained.
+        setup: what the way in was given.
+        peers: the other workers, for a controller's decisions.
+        synchronizer: exchanges gradients in the background, where something does.
     """
 
     _open: ClassVar[weakref.WeakSet[Attached]] = weakref.WeakSet()
@@ -75,23 +197,76 @@ class Attached(abc.ABC):
 
     def __init__(
         self,
-        workers: Workers,
-        synchronizer: Synchronizer,
-        controller: Controller | None,
-        optimizers: list[torch.optim.Optimizer],
-        device: torch.device,
-        between: dist.ProcessGroup | None,
-        everybody: dist.ProcessGroup | None,
-        parts: Parts,
+        module: nn.Module,
+        setup: Setup,
+        peers: Peers,
+        synchronizer: Synchronizer | None = None,
     ) -> None:
-        self._workers, self._synchronizer, self._optimizers = workers, synchronizer, optimizers
-        self._device, self._between, self._everybody = device, between, everybody
-        self._parts = parts
-        self._control: ControlLoop | None = None
-        if controller is not None:
-            self._control = ControlLoop(controller, workers)
-            self._control.attach()
+        self._module, self._setup, self._peers = module, setup, peers
+        self._workers, self._synchronizer = setup.workers, synchronizer
+        self._device, self._everybody = setup.device, peers.group
+        self._control = setup.control
+        self._watching: list[Any] = []
         self._open.add(self)
+        try:
+            self._start()
+        except BaseException:
+            self.end(failed=True)
+            raise
+
+    def _start(self) -> None:
+        """Start the control loop and warn of one worker; the engines exist."""
+        setup = self._setup
+        if setup.controller is not None and self._control is None:
+            self._control = ControlLoop(setup.controller, self._workers)
+            self._workers.kept["turn"] = self._control.statistics
+        if self._control is not None:
+            self._control.attach()
+        if self._workers.first.workers == 1 and self._peers.decides:
+            self._warn_alone()
+
+    def _warn_alone(self) -> None:
+        weights = self._workers.exchanged == "weights"
+        warn_of_one_worker(
+            self._workers.configuration.compressor,
+            "One worker: nothing is sent",
+            "differences of weights" if weights else "gradients",
+            self._setup.more_workers,
+        )
+
+    def watch(self) -> Self:
+        """Check and refuse around each forward pass: for a training loop without our hooks."""
+        # Not by the communication hook, which is not called if all that is trained is new.
+        # Before DDP's own collectives, in which this worker would wait for peers that wait for it.
+        before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward)
+        self._watching += [
+            self._module.register_forward_pre_hook(before.watch),
+            self._module.register_forward_hook(after.watch),
+        ]
+        return self
+
+    def _before_forward(self, module: nn.Module) -> None:
+        self.check()
+        self.before_pass()
+
+    def _after_forward(self, module: nn.Module) -> None:
+        self.refuse_unsynchronised()
+
+    def prepare_round(self) -> None:
+        """Set loss scale and learning rates of the next round, where no synchronizer does."""
+        self._setup.prepare_round()
+
+    def before_pass(self) -> None:
+        """Refuse a pass that cannot be exchanged: before a forward or backward pass."""
+
+    def after_pass(self) -> None:
+        """Check parameters and exchange after a backward pass."""
+        self.refuse_unsynchronised()
+        self.check()
+
+    def refuse_unsynchronised(self) -> None:
+        """Raise RuntimeError for a parameter that is trained, and not exchanged."""
+        refuse_unsynchronised(self._module, self._exchanged, self._setup.optimizers())
 
     @property
     def _exchanged(self) -> dict[Tensor, str]:
@@ -99,9 +274,23 @@ class Attached(abc.ABC):
         return {param: name for each in self._open for param, name in each._workers.names.items()}
 
     @property
+    def parts(self) -> Parts:
+        """Sums over the parts of a worker, where several processes have them."""
+        return self._peers.parts
+
+    @property
+    def control(self) -> ControlLoop | None:
+        """The controller's, if there is one."""
+        return self._control
+
+    @property
     def levels(self) -> dict[str, float | None]:
         """The level of every parameter that is compressed; None: uncompressed for now."""
         return self._workers.levels()
+
+    def figures(self) -> dict[str, float]:
+        """Return figures of the last exchange for the monitor, besides its own."""
+        return {}
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer of the module's parameters that was made after ``attach``.
@@ -109,11 +298,13 @@ class Attached(abc.ABC):
         Raises:
             ValueError: the memory refuses its settings.
         """
-        if any(optimizer is known for known in self._optimizers):
+        known = self._setup.optimizers()
+        if any(optimizer is each for each in known):
             return
         for group in optimizer.param_groups:
             self._workers.configuration.memory.check_optimizer(group)
-        self._optimizers.append(optimizer)
+        assert isinstance(known, list)
+        known.append(optimizer)
 
     def check(self) -> None:
         """Raise what has gone wrong in the background, between backward pass and optimizer step.
@@ -124,7 +315,8 @@ class Attached(abc.ABC):
             PeerError: an exchange has failed.
             ReplicaError: workers have found that they differ.
         """
-        self._synchronizer.check()
+        if self._synchronizer is not None:
+            self._synchronizer.check()
 
     def reset(self) -> None:
         """Set errors and the compressor's state to zero, as for weights from elsewhere.
@@ -174,23 +366,22 @@ class Attached(abc.ABC):
 
         Call it on all workers before every training batch, instead of ``begin_epoch``.
         """
-        if self._control is None or not self._optimizers:
+        if self._control is None or not self._setup.optimizers():
             raise ValueError(
                 "There is no controller, or no optimizer whose learning rate it could see; give "
                 "attach(..., controller=Accordion(...), optimizers=optimizer)."
             )
-        moment = partial(Moment, metrics or {}, **run)
-        first = dist.get_rank(self._everybody) == 0
-        peers = Peers(first, self._device, self._mean, self._parts, self._everybody)
-        self._control.decide(epoch, self._optimizers, moment, peers)
+        self.decide(epoch, partial(Moment, metrics or {}, **run))
 
-    def _mean(self, tensor: Tensor) -> Tensor:
-        total, workers = tensor.clone(), dist.get_world_size(self._between)
-        with naming_peers(
-            "all-reduce", "a controller's decision", dist.get_rank(self._between), workers
-        ):
-            dist.all_reduce(total, group=self._between)
-        return total / workers
+    def decide(self, epoch: int, moment: Callable[[], Moment]) -> None:
+        """Let the controller decide, if there is one and a decision is due.
+
+        Args:
+            epoch: the batch's epoch.
+            moment: returns metrics and progress; called only if a decision is due.
+        """
+        if self._control is not None:
+            self._control.decide(epoch, self._setup.optimizers(), moment, self._peers)
 
     def account(self) -> Account:
         """Return and reset the bytes and seconds of this worker.
@@ -209,7 +400,7 @@ class Attached(abc.ABC):
         Raises:
             RuntimeError: called within a step.
         """
-        self._synchronizer.check()
+        self.check()
         if self._workers.first.torn:
             raise RuntimeError("A step is under way, so its errors are not final; save after it.")
         control, kept = self._control, None
@@ -232,13 +423,8 @@ class Attached(abc.ABC):
                 its knob declare, or is that of another worker, number of workers, configuration,
                 model, step or run.
         """
-        transport, workers = Distributed(self._everybody, "loading states"), self._workers
-        saves = all_or_raise(
-            {transport.worker: partial(check_attached_state, state, workers)},
-            transport.workers,
-            partial(gather_text, transport=transport, device=self._device),
-            ValueError,
-        )
+        check = partial(check_attached_state, state, self._workers)
+        saves = on_all_ranks(check, self._device, self._everybody, "loading states")
         refuse_other_saves(saves)
         there = each_tensor(dict(state), lambda tensor: tensor.to(self._device))
         self._workers.first.load_state_dict(copy.deepcopy(there["engine"]))
@@ -272,15 +458,143 @@ class Attached(abc.ABC):
         Raises:
             PeerError: the last exchange failed; and other errors of the last step.
         """
+        self.end(failed=sys.exception() is not None)
+        self.check()
+
+    def end(self, failed: bool) -> None:
+        """Do what ``close`` does, and raise no error of the last step; again does nothing.
+
+        Args:
+            failed: whether this worker stops by an error of its own; then it waits for nobody.
+        """
         if self in self._open:
             self._open.discard(self)
+            for hook in self._watching:
+                hook.remove()
             self._detach()
-        self._synchronizer.close(failed=sys.exception() is not None)
-        self._synchronizer.check()
+        if self._synchronizer is not None:
+            self._synchronizer.close(failed)
 
-    @abc.abstractmethod
     def _detach(self) -> None:
-        """Take off what watches the module."""
+        """Take off what listens to the module."""
+
+
+def peers_of(
+    device: torch.device,
+    between: dist.ProcessGroup | None,
+    everybody: dist.ProcessGroup | None,
+    parts: Parts | None = None,
+) -> Peers:
+    """Return the peers of a real worker.
+
+    Args:
+        device: one that the groups' backend can send from.
+        between: the group whose members are averaged.
+        everybody: the group of all ranks that have the module, or a part of it.
+        parts: sums over the ranks that have a worker's parameters together.
+    """
+    first = dist.get_rank(everybody) == 0
+    return Peers(first, device, partial(_mean, between), parts or Parts(), everybody)
+
+
+def _mean(between: dist.ProcessGroup | None, tensor: Tensor) -> Tensor:
+    total, workers = tensor.clone(), dist.get_world_size(between)
+    with naming_peers("all-reduce", "a controller's decision", dist.get_rank(between), workers):
+        dist.all_reduce(total, group=between)
+    return total / workers
+
+
+class AttachedDDP(Attached):
+    """Handle of a ``DistributedDataParallel`` module, by its communication hook.
+
+    Args:
+        ddp: the module.
+        setup: as for ``Attached``.
+    """
+
+    _module: DistributedDataParallel
+
+    def __init__(self, ddp: DistributedDataParallel, setup: Setup) -> None:
+        refuse_second_hook(ddp)
+        refuse_sparse_gradients(ddp.module)
+        warn_of_one_queue(ddp)
+        setup.workers.name(ddp.module)
+        group = ddp.process_group
+        synchronizer = Synchronizer(
+            setup.workers,
+            setup.device,
+            group,
+            setup.timeout,
+            before_round=setup.prepare_round,
+            common=setup.weights,
+            revocable=setup.scaler is not None,
+            agreed=setup.agreed,
+            verify=setup.verify,
+        )
+        super().__init__(ddp, setup, peers_of(setup.device, group, group), synchronizer)
+
+    def _start(self) -> None:
+        super()._start()
+        assert self._synchronizer is not None
+        self._module.register_comm_hook(None, ModuleHook(self._synchronizer.hook).exchange)
+
+    def before_pass(self) -> None:
+        """Refuse a static graph that begins with accumulated gradients."""
+        refuse_static_accumulation(self._module)
+
+    def refuse_unsynchronised(self) -> None:
+        """Raise RuntimeError for a parameter that is trained, and not exchanged."""
+        refuse_unsynchronised(self._module.module, self._exchanged, self._setup.optimizers())
+
+
+class AttachedRounds(Attached):
+    """Handle of a module whose workers exchange differences of weights every H steps.
+
+    Args:
+        module: that is trained, without a wrapper.
+        setup: as for ``Attached``.
+        plan: when what is exchanged.
+        outer: the step of the common weights.
+        keep: takes the rounds of this process, before the control loop sets H.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        setup: Setup,
+        plan: RoundPlan,
+        outer: OuterSGD,
+        keep: Callable[[Sequence[LocalRounds]], None],
+    ) -> None:
+        setup.workers.name(module)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        synchronizer = Synchronizer(
+            setup.workers,
+            setup.device,
+            timeout=setup.timeout,
+            revocable=True,
+            agreed=setup.agreed
+            | {
+                "plan": repr(plan),
+                "outer": repr(outer),
+                "names and shapes of parameters and buffers": digest_of(
+                    {name: tuple(tensor.shape) for name, tensor in tensors}
+                ),
+            },
+            verify=setup.verify,
+        )
+        workers = setup.workers
+        parts = (module, workers.names, workers.first, synchronizer, plan, outer)
+        self._begin = lambda: keep([LocalRounds(*parts)])
+        super().__init__(module, setup, peers_of(setup.device, None, None), synchronizer)
+
+    def _start(self) -> None:
+        take_over(self._module)
+        self._begin()
+        super()._start()
+
+    def after_pass(self) -> None:
+        """Do nothing: a worker's own steps exchange no gradients."""
 
 
 FORMAT = 2
@@ -403,100 +717,3 @@ def _identity(workers: Workers) -> dict[str, Any]:
         "configuration": workers.configuration.in_words(),
         **workers.place(),
     }
-
-
-def check_settings(
-    configuration: Configuration,
-    controller: Controller | None,
-    optimizers: Iterable[torch.optim.Optimizer],
-) -> None:
-    """Raise ValueError for a memory or a controller that cannot work with these optimizers."""
-    memory, groups = configuration.memory, [g for each in optimizers for g in each.param_groups]
-    if memory.lookahead:
-        raise ValueError(
-            f"{memory!r} moves the weights around each forward pass, which a communication hook "
-            f"cannot; use CompressedDDPStrategy, or memory=Residual()."
-        )
-    if memory.lr_aware and not groups:
-        raise ValueError(
-            f"{memory!r} rescales errors by the learning rates, which attach does not know; give "
-            f"attach(..., optimizers=optimizer)."
-        )
-    for group in groups:
-        memory.check_optimizer(group)
-    if controller is not None:
-        check_controller(controller, configuration.compressor, memory, "attach")
-        refuse_rounds(controller, "attach")
-
-
-class AttachedDDP(Attached):
-    """Handle of a ``DistributedDataParallel`` module, by its communication hook.
-
-    Args:
-        ddp: the module; the others as for ``attach``.
-        configuration: compressor, memory and scheme.
-        controller: or None.
-        optimizers: of the module's parameters.
-        scaler: of fp16 training.
-        timeout: of every collective.
-        verify: what workers compare.
-    """
-
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        configuration: Configuration,
-        controller: Controller | None,
-        optimizers: list[torch.optim.Optimizer],
-        scaler: torch.amp.GradScaler | None,
-        timeout: timedelta | None,
-        verify: Verify,
-    ) -> None:
-        check_settings(configuration, controller, optimizers)
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        refuse_second_hook(ddp)
-        refuse_sparse_gradients(ddp.module)
-        warn_of_one_queue(ddp)
-        workers = Workers(configuration)
-        workers.name(ddp.module)
-        device = next(iter(workers.names)).device
-        synchronizer = Synchronizer(
-            workers,
-            device,
-            ddp.process_group,
-            timeout,
-            before_round=partial(workers.prepare_round, scaler, optimizers),
-            revocable=scaler is not None,
-            agreed={"controller": repr(controller)},
-            verify=verify,
-        )
-        group = ddp.process_group
-        try:
-            super().__init__(
-                workers, synchronizer, controller, optimizers, device, group, group, Parts()
-            )
-            ddp.register_comm_hook(None, ModuleHook(synchronizer.hook).exchange)
-        except BaseException:  # such as that of a module that has a hook already
-            self._open.discard(self)
-            synchronizer.close(failed=True)
-            raise
-        if workers.first.workers == 1:
-            fix = "use more workers, or DDP as it is"
-            compressor = configuration.compressor
-            warn_of_one_worker(compressor, "One worker: nothing is sent", "gradients", fix)
-        # Not by the communication hook, which is not called if all that is trained is new.
-        # Before DDP's own collectives, in which this worker would wait for peers that wait for it.
-        before = ddp.register_forward_pre_hook(ModuleHook(self._check_before).watch)
-        after = ddp.register_forward_hook(ModuleHook(self._refuse_unsynchronised).watch)
-        self._watching = (before, after)
-
-    def _check_before(self, ddp: DistributedDataParallel) -> None:
-        self._synchronizer.check()
-        refuse_static_accumulation(ddp)
-
-    def _refuse_unsynchronised(self, ddp: DistributedDataParallel) -> None:
-        refuse_unsynchronised(ddp.module, self._exchanged, self._optimizers)
-
-    def _detach(self) -> None:
-        for hook in self._watching:
-            hook.remove()

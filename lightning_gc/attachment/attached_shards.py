@@ -1,9 +1,10 @@
-"""AttachedShards: compressed exchange between the replicas of an FSDP2 model, without Lightning."""
+"""Attached models in shards: the exchange between replicas (HSDP), and reduce-scatters (FSDP)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,47 +12,57 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_gc.attachment.attached import Attached, check_settings
-from lightning_gc.controllers import Controller
-from lightning_gc.exchange.module_hooks import ModuleHook
-from lightning_gc.exchange.workers import Configuration
+from lightning_gc.attachment.attached import Attached, Setup, peers_of
+from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
+from lightning_gc.exchange.peers import on_all_ranks
+from lightning_gc.exchange.validation import (
+    check_agreement,
+    digest_of,
+    refuse_sparse_gradients,
+    refuse_unknown_device,
+    warn_of_one_worker,
+)
+from lightning_gc.exchange.verification import verification
 from lightning_gc.sharded.fsdp_units import Unit, has_hooks, units_of
 from lightning_gc.sharded.shard_exchange import ShardExchange
-from lightning_gc.sharded.shard_validation import refuse_new_parameters, refuse_whole_gradients
-from lightning_gc.sharded.sharded_workers import ShardedWorkers
+from lightning_gc.sharded.shard_validation import refuse_new_parameters, refuse_unlike_scatters
+from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
+from lightning_gc.sharded.unit_scatters import UnitScatters
+from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.distributed import Distributed, gather_text
 
 
-class AttachedShards(Attached):
-    """Handle of an FSDP2 model on a mesh of replicas and shards.
+class _InShards(Attached):
+    """Handle of an FSDP2 model."""
 
-    FSDP2's own all-reduce over replicas is switched off, and back on by ``close``.
+    def refuse_unsynchronised(self) -> None:
+        """Raise RuntimeError for a parameter that is trained, and not exchanged."""
+        refuse_new_parameters(self._module, self._exchanged, self._setup.optimizers())
+
+
+class AttachedShards(_InShards):
+    """Handle of an FSDP2 model whose replicas exchange compressed shards.
 
     Args:
-        model: on which ``fully_shard`` was called last; the others as for ``attach``.
-        configuration: compressor, memory and scheme.
-        controller: or None.
-        optimizers: of the model's parameters.
-        timeout: of every collective.
+        model: on which ``fully_shard`` was called last.
+        setup: as for ``Attached``; its workers are ``ShardedWorkers``.
+        mesh: of replicas and shards, in this order; further dimensions have one rank.
         bucket_cap_mb: megabytes of a rank's shards from which on a bucket is full.
+        replicating: units whose own all-reduce over replicas is switched off until ``close``.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        configuration: Configuration,
-        controller: Controller | None,
-        optimizers: list[torch.optim.Optimizer],
-        timeout: timedelta | None,
+        setup: Setup,
+        mesh: DeviceMesh,
         bucket_cap_mb: float,
+        replicating: Sequence[Unit] = (),
     ) -> None:
-        check_settings(configuration, controller, optimizers)
-        refuse_whole_gradients("attach", controller)
-        self._units = units_of(model)
-        mesh = replicated_mesh(self._units)
+        workers, self._replicating = setup.workers, replicating
+        assert isinstance(workers, ShardedWorkers)
         between, node = mesh.get_group(0), mesh.get_group(1)
-        workers = ShardedWorkers(configuration)
-        device = next(iter(self._units[0].params)).to_local().device  # type: ignore[attr-defined]
-        for unit in self._units:
+        for unit in replicating:
             unit.stay_within_node()
         try:
             self._exchange = ShardExchange(
@@ -59,35 +70,115 @@ class AttachedShards(Attached):
                 workers,
                 node,
                 between,
-                mesh.mesh.t().tolist(),
-                device,
-                mesh_dims=2,
+                mesh.mesh.flatten(1).t().tolist(),
+                setup.device,
+                mesh_dims=2 if replicating else 1,
                 bucket_cap_mb=bucket_cap_mb,
-                agreed={"controller": repr(controller)},
-                timeout=timeout,
-                before_round=partial(workers.prepare_round, None, optimizers),
+                agreed=setup.agreed,
+                timeout=setup.timeout,
+                before_round=setup.prepare_round,
+                common=setup.weights,
+                verify=setup.verify,
             )
         except BaseException:
             self._replicate()
             raise
-        synchronizer, parts = self._exchange.synchronizer, self._exchange.parts
-        super().__init__(
-            workers, synchronizer, controller, optimizers, device, between, None, parts
-        )
-        self._watching = model.register_forward_hook(ModuleHook(self._refuse_unsynchronised).watch)
+        peers = peers_of(setup.device, between, None, self._exchange.parts)
+        super().__init__(model, setup, peers, self._exchange.synchronizer)
 
-    def _refuse_unsynchronised(self, model: nn.Module) -> None:
+    def _warn_alone(self) -> None:
+        alone = f"{self._setup.owner} has one replica on {dist.get_world_size()} ranks"
+        warn_of_one_worker(
+            self._workers.configuration.compressor,
+            f"{alone}: nothing is sent between nodes",
+            "gradients",
+            self._setup.more_workers,
+        )
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within, backward passes add up gradients, and replicas exchange none."""
+        with self._exchange.buckets.accumulating():
+            yield
+
+    def before_pass(self) -> None:
+        """Refuse a pass after one that was interrupted."""
         self._exchange.buckets.refuse_interrupted()
-        refuse_new_parameters(model, self._exchanged, self._optimizers)
+
+    def figures(self) -> dict[str, float]:
+        """Return the bytes that this rank has sent within the node for the last exchange."""
+        return {"node_bytes": float(self._exchange.buckets.node_bytes)}
 
     def _replicate(self) -> None:
-        for unit in self._units:
+        for unit in self._replicating:
             unit.replicate()
 
     def _detach(self) -> None:
-        self._watching.remove()
         self._exchange.buckets.close()
         self._replicate()
+
+
+class AttachedScatters(_InShards):
+    """Handle of an FSDP2 model whose ranks compress its reduce-scatters.
+
+    Args:
+        model: on which ``fully_shard`` was called last.
+        setup: as for ``Attached``; its workers are ``FSDPWorkers``.
+        mesh: whose second dimension has all ranks.
+    """
+
+    def __init__(self, model: nn.Module, setup: Setup, mesh: DeviceMesh) -> None:
+        workers, device, group = setup.workers, setup.device, mesh.get_group(1)
+        assert isinstance(workers, FSDPWorkers)
+        refuse_unknown_device(device)
+        workers.shard, workers.shards = dist.get_rank(group), dist.get_world_size(group)
+        on_all_ranks(partial(_check, model, dist.get_process_group_ranks(group)), device)
+        workers.name(model)
+        units = units_of(model)
+        check_agreement(_agreed(setup, units), Distributed(), device)
+        transport = Distributed(group, "a reduce-scatter of gradients")
+        recording = Recording(verification(setup.verify, setup.owner).transport(transport))
+        workers.start([recording], revocable=False)
+        compile_kernels(workers.first, device)
+        workers.run = gather_text(workers.run, Distributed(), device)[0]
+        self._scatters = UnitScatters(units, workers, transport, recording, setup.prepare_round)
+        super().__init__(model, setup, peers_of(device, group, None))
+
+    def _warn_alone(self) -> None:
+        warnings.warn(
+            f"{self._setup.owner} has one rank, so that nothing is exchanged or compressed. Give "
+            f"Trainer(devices=2), say.",
+            stacklevel=2,
+        )
+
+    def before_pass(self) -> None:
+        """Refuse a pass after one that was interrupted."""
+        self._scatters.refuse_interrupted()
+
+    def _detach(self) -> None:
+        self._scatters.close()
+
+
+def _check(model: nn.Module, ranks: Sequence[int]) -> str:
+    refuse_sparse_gradients(model)
+    refuse_unlike_scatters(model, ranks)
+    return ""
+
+
+def _agreed(setup: Setup, units: Sequence[Unit]) -> dict[str, str]:
+    """Return the settings that must be equal on all ranks, as text."""
+    names, configuration = setup.workers.names, setup.workers.configuration
+    columns = [(unit, column) for unit in units for column in unit.columns()]
+    of_units = {
+        f"{unit.name} {unit.dtype} {names[column.param]}": column.shape for unit, column in columns
+    }
+    return {
+        **configuration.in_words(),
+        "names and shapes of parameters": digest_of({n: tuple(p.shape) for p, n in names.items()}),
+        "units": digest_of(of_units),
+        "verify": repr(setup.verify),
+        **arithmetic(setup.device, configuration.compressor),
+    }
 
 
 def replicated_mesh(units: Sequence[Unit]) -> DeviceMesh:

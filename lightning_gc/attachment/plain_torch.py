@@ -11,15 +11,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc.attachment.attached import Attached, AttachedDDP
-from lightning_gc.attachment.attached_shards import AttachedShards
+from lightning_gc.attachment.attached import Attached, AttachedDDP, Setup
+from lightning_gc.attachment.attached_shards import AttachedShards, replicated_mesh
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.sharded.shard_validation import check_bucket_cap
+from lightning_gc.sharded.fsdp_units import units_of
+from lightning_gc.sharded.shard_validation import check_bucket_cap, refuse_whole_gradients
+from lightning_gc.sharded.sharded_workers import ShardedWorkers
 
 
 def attach(
@@ -57,8 +59,9 @@ def attach(
             skips a step.
         seed: of the compressor's private random numbers, equal on all workers.
         timeout: of the exchange's collectives; that of the process group if left out.
-        verify: what workers compare, as for ``CompressedDDPStrategy``, with DDP only. An error of a
-            step is raised by the next forward pass, or by ``close``.
+        verify: what workers compare, as for ``CompressedDDPStrategy``; of a model in shards,
+            replicas compare their shards. An error of a step is raised by ``check``, the next
+            forward pass, or ``close``.
         bucket_cap_mb: of a model in shards: megabytes of a rank's shards from which on a bucket is
             full, as for ``CompressedHSDPStrategy``. DDP has its own.
 
@@ -99,20 +102,29 @@ def attach(
             f"optimizers=optimizer."
         )
     if isinstance(module, DistributedDataParallel):
-        return AttachedDDP(module, configuration, controller, its, scaler, timeout, verify)
+        setup = Setup.of_loop(
+            *("attach", configuration, controller, its, module),
+            scaler=scaler,
+            timeout=timeout,
+            verify=verify,
+        )
+        return AttachedDDP(module, setup).watch()
     if scaler is not None and scaler.is_enabled():
         raise ValueError(
             "attach(..., scaler=...): a model in shards reduces gradients in float32 or bfloat16, "
             "which need no loss scaling; leave it out."
         )
-    if verify:
-        raise ValueError(
-            f"attach(..., verify={verify!r}): of a model in shards replicas are not compared; "
-            f"leave it out."
-        )
     check_bucket_cap("attach", bucket_cap_mb)
+    refuse_whole_gradients("attach", controller)
     model = cast(nn.Module, module)
-    return AttachedShards(model, configuration, controller, its, timeout, bucket_cap_mb)
+    units = units_of(model)
+    mesh = replicated_mesh(units)
+    setup = Setup.of_loop(
+        *("attach", configuration, controller, its, model, ShardedWorkers),
+        timeout=timeout,
+        verify=verify,
+    )
+    return AttachedShards(model, setup, mesh, bucket_cap_mb, units).watch()
 
 
 def _refuse_other_modules(module: object) -> None:

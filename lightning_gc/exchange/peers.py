@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gc.transports.distributed import Distributed, gather_text
+from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text
 from lightning_gc.transports.peer_error import naming_peers
 
 
@@ -174,16 +174,25 @@ def all_or_raise(
     return results
 
 
-def on_all_ranks(act: Callable[[], str], device: torch.device) -> None:
-    """Call ``act``; if it fails on any rank of the default group, all raise ValueError.
+def on_all_ranks(
+    act: Callable[[], str],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    purpose: str = EXCHANGE,
+    raises: type[Exception] = ValueError,
+) -> dict[int, str]:
+    """Call ``act`` on each rank; return all results by rank, or raise on all ranks.
 
     Args:
-        act: its exception's text goes on after "Worker 1 of 4".
+        act: its exception's text follows "Worker 1 of 4" in the error.
         device: one that the group's backend can send from.
+        group: of the ranks; None is the default group.
+        purpose: what is communicated, for error messages.
+        raises: the exception.
     """
-    everybody = Distributed()
-    gather = partial(gather_text, transport=everybody, device=device)
-    all_or_raise({everybody.worker: act}, everybody.workers, gather, ValueError)
+    ranks = Distributed(group, purpose)
+    gather = partial(gather_text, transport=ranks, device=device)
+    return all_or_raise({ranks.worker: act}, ranks.workers, gather, raises)
 
 
 def explaining(problem: str, act: Callable[[], _Result]) -> Callable[[], _Result]:

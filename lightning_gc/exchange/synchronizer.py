@@ -16,11 +16,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.core.flow import Flow
-from lightning_gc.exchange.bucket_regrouping import Shapes
 from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
 from lightning_gc.exchange.validation import check_agreement, digest_of, refuse_unknown_device
 from lightning_gc.exchange.verification import Verify, verification
-from lightning_gc.exchange.workers import Workers
+from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.base import Transport
@@ -39,7 +38,8 @@ class Synchronizer:
         process_group: the group whose members exchange; None is the default group.
         timeout: of every collective; on CUDA ``JOINING`` at least until all have joined.
         before_round: called before the first bucket of each round.
-        common: returns what ``verify`` compares besides the means; None: the parameters.
+        common: returns the weights that ``verify`` compares; None: this process's part of each
+            parameter.
         revocable: optimizer steps may be skipped, as by a gradient scaler.
         agreed: name -> text of other settings that must be equal on all workers.
         verify: what workers compare, as for ``CompressedDDPStrategy``.
@@ -76,7 +76,7 @@ class Synchronizer:
         refuse_unknown_device(device)
         self.workers = workers
         self._before_round = before_round
-        self._common = common or (lambda: workers.names)
+        self._common = common or (lambda: map(workers.local, workers.names))
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         # Gloo's messages keep the timeout with which the group was made, and nothing is compiled.
         hurried = device.type == "cuda" and timeout is not None and timeout < JOINING

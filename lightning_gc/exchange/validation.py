@@ -26,8 +26,20 @@ from lightning_gc.transports.distributed import Distributed, gather_text
 _SAME_ARGUMENTS = "All workers need the same configuration; give them the same arguments."
 
 
-def check_controller(controller: Any, compressor: Compressor, memory: Memory, whose: str) -> None:
-    """Refuse a controller of a wrong type, or one that cannot work with compressor or memory."""
+def check_controller(
+    controller: Any, compressor: Compressor, memory: Memory, whose: str, *, rounds: bool = True
+) -> None:
+    """Refuse a controller of a wrong type, or one that cannot work with the configuration.
+
+    Args:
+        controller: as given; None is no controller.
+        compressor: with its wrappers.
+        memory: the error feedback rule.
+        whose: the class or function with this argument.
+        rounds: whether gradients are exchanged every H steps, so that a controller may set H.
+    """
+    if controller is None:
+        return
     if isinstance(controller, type) and issubclass(controller, Controller):
         raise ValueError(
             f"{whose}(controller={controller.__name__}): that is a class; give an instance of it, "
@@ -43,11 +55,7 @@ def check_controller(controller: Any, compressor: Compressor, memory: Memory, wh
         raise ValueError(
             f"{controller!r} watches the error, but {memory!r} keeps none; use memory=Residual()."
         )
-
-
-def refuse_rounds(controller: Controller, whose: str) -> None:
-    """Refuse a controller of H where gradients are exchanged at every step."""
-    if controller.needs.rounds:
+    if controller.needs.rounds and not rounds:
         raise ValueError(
             f"{whose}(controller={controller!r}): it sets the steps of a round, and here gradients "
             f"are exchanged at every step; use LocalStepsStrategy."

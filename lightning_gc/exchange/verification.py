@@ -86,7 +86,10 @@ class Means(Verification):
 
     def _compared(self, step: int, weights: list[Tensor]) -> Flow:
         buckets, self._digests = self._digests, []
-        own = torch.cat([*(own for _, own in buckets), *weights])
+        every = [*(own for _, own in buckets), *weights]
+        if not every:  # no worker has an element of these shards
+            return
+        own = torch.cat(every)
         if len({int(of_all) for (of_all,) in (yield Gather((digest(own),)))}) == 1:
             return
         whats = [f"the mean gradient of step {step} for {names}" for names, _ in buckets]

@@ -1,12 +1,15 @@
 """CompressedStrategy: Lightning hooks shared by the strategies for real and simulated DDP."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.checkpoint.host import Host
 from lightning_gc.checkpoint.restoring import Restoring
 from lightning_gc.checkpoint.saving import DTYPES, Saving
@@ -17,21 +20,27 @@ from lightning_gc.controllers import Controller
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.engine import Engine
 from lightning_gc.exchange import Configuration, Workers, configure
-from lightning_gc.exchange.peers import Parts, Peers
-from lightning_gc.exchange.validation import (
-    check_controller,
-    refuse_rounds,
-    refuse_unsynchronised,
-    warn_of_one_worker,
-)
+from lightning_gc.exchange.peers import Parts
+from lightning_gc.exchange.validation import check_controller
+from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import learning_rates_of
 from lightning_gc.flavours import EitherLightning, package_of
+from lightning_gc.lightning import workarounds
 from lightning_gc.lightning.api import StrategyAPI
-from lightning_gc.lightning.workarounds import SingleTrainer
+from lightning_gc.lightning.workarounds import (
+    Joining,
+    PeerNaming,
+    SingleTrainer,
+    note_only,
+    sigterm_exception,
+    unshare,
+    warn_of_blocking_waits,
+)
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.accounting import Recorder
 from lightning_gc.transports.network_model import NetworkModel
+from lightning_gc.transports.peer_error import PeerError
 
 
 class Resuming(StrategyAPI):
@@ -118,12 +127,19 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         local_workers: engines, byte accounts and parameter names of the workers in this process.
         control_loop: the controller's, once fitting has started.
         network: model that estimates the seconds of communication; None where they are measured.
-        parts: sums over the parts of a worker, where several processes have them.
+        verify: what workers compare.
     """
 
     network: NetworkModel | None = None
-    parts: Parts = Parts()
+    verify: Verify = 0
+    _timeout: timedelta | None = None
+    _attached: Attached | None = None
+    _failed = False
+    _more_workers = "use more workers, or Trainer(strategy='auto')"
+    """Advice in the warning of one worker."""
     _lookahead: Lookahead | None = None
+    _exchanges_rounds = False
+    """Whether workers exchange every H steps, and a controller may set H."""
 
     def _configure(
         self,
@@ -139,9 +155,9 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         configuration = configure(owner, compressor, memory, scheme, seed)
         self.compressor, self.memory = configuration.compressor, configuration.memory
         self.scheme, self.seed = configuration.scheme, configuration.seed
-        if controller is not None:
-            check_controller(controller, self.compressor, self.memory, owner)
-            self._check_rounds(controller)
+        check_controller(
+            controller, self.compressor, self.memory, owner, rounds=self._exchanges_rounds
+        )
         self.controller = controller
         self.control_loop: ControlLoop | None = None
         self.local_workers = self._workers_of(configuration)
@@ -149,9 +165,6 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
 
     def _workers_of(self, configuration: Configuration) -> Workers:
         return Workers(configuration)
-
-    def _check_rounds(self, controller: Controller) -> None:
-        refuse_rounds(controller, type(self).__name__)
 
     def __repr__(self) -> str:
         """Return class, compressor, and the Lightning package that it is for.
@@ -195,22 +208,59 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         """Return the level of every parameter that is compressed; None: uncompressed for now."""
         return self.local_workers.levels()
 
+    def _attach(self, make: Callable[[Setup], Attached]) -> None:
+        """Begin a fit: end what an earlier one has left, and attach to the module."""
+        share = self.memory.lookahead
+        if share and not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"{self.memory!r} moves the weights around each forward and backward pass, which "
+                f"only automatic optimization distinguishes; use that, or memory=Residual()."
+            )
+        self._close()
+        self._failed = False
+        setup = Setup(
+            type(self).__name__,
+            self.local_workers,
+            self.controller,
+            lambda: self.optimizers,
+            self.root_device,
+            self._scaler(),
+            self._timeout,
+            self.verify,
+            self._common_weights if share else None,
+            self.control_loop,
+            self._more_workers,
+        )
+        self._attached = make(setup)
+        self.control_loop = self._attached.control
+        here = {self.local_workers.local(param): name for param, name in self.names.items()}
+        self._lookahead = Lookahead(share, here) if share else None
+
+    def _common_weights(self) -> Iterable[Tensor]:
+        assert self._lookahead is not None
+        return self._lookahead.common()
+
+    def _close(self) -> None:
+        if self._attached is not None:
+            self._attached.end(self._failed)
+        self._attached = None
+
+    @property
+    def parts(self) -> Parts:
+        """Sums over the parts of a worker, where several processes have them."""
+        return Parts() if self._attached is None else self._attached.parts
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if self.control_loop is not None:
+        if self._attached is not None:
             trainer = self.lightning_module.trainer
             moment = partial(self._moment, trainer, batch_idx)
-            epoch = int(trainer.current_epoch)
-            self.control_loop.decide(epoch, self.optimizers, moment, self._peers())
+            self._attached.decide(int(trainer.current_epoch), moment)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self.control_loop is not None:
             self.control_loop.pause()
-
-    def _peers(self) -> Peers:
-        mean = partial(self.reduce, reduce_op="mean")
-        return Peers(self.global_rank == 0, self.root_device, mean, self.parts)
 
     def _moment(self, trainer: Any, batch: int) -> Moment:
         return moment_of(trainer, batch)
@@ -222,35 +272,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
 
     def figures(self) -> dict[str, float]:
         """Return figures of the last exchange for the monitor, besides its own."""
-        return {}
-
-    def _on_engines_ready(self) -> None:
-        """Set up lookahead and control loop, warn of one worker; the engines exist by now."""
-        share = self.memory.lookahead
-        if share and not self.lightning_module.automatic_optimization:
-            raise ValueError(
-                f"{self.memory!r} moves the weights around each forward and backward pass, which "
-                f"only automatic optimization tells apart; use that, or memory=Residual()."
-            )
-        here = {self.local_workers.local(param): name for param, name in self.names.items()}
-        self._lookahead = Lookahead(share, here) if share else None
-        if self.controller is not None and self.control_loop is None:
-            self.control_loop = ControlLoop(self.controller, self.local_workers)
-            self.local_workers.kept["turn"] = self.control_loop.statistics
-        if self.control_loop is not None:
-            self.control_loop.attach()
-        if self.local_workers.first.workers == 1 and self.worker == 0:
-            self._warn_alone()
-
-    def _warn_alone(self) -> None:
-        """Warn of one worker, whose compression saves nothing."""
-        weights = self.local_workers.exchanged == "weights"
-        what = "differences of weights" if weights else "gradients"
-        fix = "use more workers, or Trainer(strategy='auto')"
-        warn_of_one_worker(self.compressor, "One worker: nothing is sent", what, fix)
-
-    def _prepare_round(self) -> None:
-        self.local_workers.prepare_round(self._scaler(), self.optimizers)
+        return {} if self._attached is None else self._attached.figures()
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; refuse settings that conflict with the memory."""
@@ -283,6 +305,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         super().post_backward(closure_loss)
         if self._lookahead is not None:
             self._lookahead.put_back()
+        if self._attached is not None:
+            self._attached.after_pass()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights, restored first if an interruption left them moved ahead."""
@@ -292,7 +316,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         return state
 
     def teardown(self) -> None:
-        """End; weights that an exception in the backward pass has left moved ahead are restored."""
+        """End; restore weights that an exception in the backward pass has left moved ahead."""
+        self._close()
         if self._lookahead is not None:
             self._lookahead.put_back()
         super().teardown()
@@ -301,8 +326,63 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         """Return the engine of the worker whose batch is running."""
         return self.engines[0]
 
-    def _refuse_unsynchronised(self) -> None:
-        refuse_unsynchronised(self.lightning_module, self.names, self.optimizers)
-
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
+
+
+class RealWorker(CompressedStrategy, PeerNaming, Joining):
+    """Mixin, before a ``DDPStrategy`` of Lightning's, that joins and leaves the other workers."""
+
+    _handle_sigterm_as_lightning: Callable[[], None] | None = None
+
+    def setup_distributed(self) -> None:
+        """Join the other workers with a timeout of at least a minute, then set the user's."""
+        with self._patiently():
+            super().setup_distributed()
+
+    def setup(self, trainer: Any) -> None:
+        unshare(self.lightning_module)
+        warn_of_blocking_waits(trainer)
+        self._handle_sigterm_as_lightning = note_only(trainer)
+        super().setup(trainer)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._stopping_with_peers():
+            return super().optimizer_step(*args, **kwargs)
+
+    def _named(self, *args: Any, **kwargs: Any) -> Any:
+        with self._stopping_with_peers():
+            return super()._named(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _stopping_with_peers(self) -> Iterator[None]:
+        """After SIGTERM, end as the signal asks where a peer that got it too has left before.
+
+        Workers that all get the signal leave one after the other, and some wait for those.
+        """
+        try:
+            yield
+        except PeerError as error:
+            trainer = self.lightning_module.trainer
+            if not trainer.received_sigterm:
+                raise
+            raise sigterm_exception(trainer) from error
+
+    @property
+    def workers(self) -> int:
+        return int(self.world_size)
+
+    @property
+    def worker(self) -> int:
+        return int(self.global_rank)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._failed = True
+        workarounds.end_children(self._launcher)
+
+    def teardown(self) -> None:
+        if self._handle_sigterm_as_lightning is not None:
+            self._handle_sigterm_as_lightning()
+        self._handle_sigterm_as_lightning = None  # a closure could not be sent to a process
+        super().teardown()

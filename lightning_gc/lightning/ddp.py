@@ -4,25 +4,18 @@ Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`
 ``for_lightning.py``.
 """
 
-from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gc.attachment.attached import AttachedDDP
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
-from lightning_gc.exchange import Synchronizer
-from lightning_gc.exchange.module_hooks import ModuleHook
-from lightning_gc.exchange.validation import (
-    refuse_second_hook,
-    refuse_sparse_gradients,
-    refuse_static_accumulation,
-    warn_of_one_queue,
-)
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
-from lightning_gc.lightning.real_worker import RealWorker
+from lightning_gc.lightning.base import RealWorker
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 
@@ -112,43 +105,16 @@ class CompressedDDP(RealWorker):
         super().__init__(**ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
-        """Start the synchronizer and register its hook; Lightning registers hooks on CUDA only."""
+        """Attach to the wrapped module; Lightning registers hooks on CUDA only."""
         ddp = self.model
         assert isinstance(ddp, DistributedDataParallel)
-        refuse_second_hook(ddp)
-        refuse_sparse_gradients(ddp.module)
         self._refuse_static_manual(ddp)
-        self.local_workers.name(ddp.module)
-        self._close()
-        self._failed = False
-        warn_of_one_queue(ddp)
-        self._synchronizer = Synchronizer(
-            self.local_workers,
-            self.root_device,
-            ddp.process_group,
-            self._timeout,
-            before_round=self._prepare_round,
-            common=self._common_weights,
-            revocable=self._scaler() is not None,
-            agreed={"controller": repr(self.controller)},
-            verify=self.verify,
-        )
-        self._on_engines_ready()
-        ddp.register_comm_hook(None, ModuleHook(self._synchronizer.hook).exchange)
+        self._attach(partial(AttachedDDP, ddp))
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        if self.lightning_module.automatic_optimization:
-            refuse_static_accumulation(self.model)
+        if self._attached is not None and self.lightning_module.automatic_optimization:
+            self._attached.before_pass()
         super().pre_backward(closure_loss)
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._synchronizer is not None:
-            self._refuse_unsynchronised()
-            self._synchronizer.check()
-
-    def _common_weights(self) -> Iterable[torch.Tensor]:
-        return self.names if self._lookahead is None else self._lookahead.common()
 
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
         automatic = self.lightning_module.automatic_optimization

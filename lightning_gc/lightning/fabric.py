@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_gc.attachment.attached import Attached, AttachedDDP
+from lightning_gc.attachment.attached import Attached, AttachedDDP, Setup
 from lightning_gc.checkpoint.of_fabric import FabricCheckpoint
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import configure
-from lightning_gc.exchange.validation import check_controller, refuse_rounds
+from lightning_gc.exchange.validation import check_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.flavours import FABRICS, EitherLightning, package_of
 from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
@@ -83,10 +83,8 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         if state not in ("full", "off"):
             raise ValueError(f"{owner}(state={state!r}): use 'full' or 'off'.")
         self.configuration = configure(owner, compressor, memory, scheme, seed)
-        if controller is not None:
-            parts = self.configuration
-            check_controller(controller, parts.compressor, parts.memory, owner)
-            refuse_rounds(controller, owner)
+        parts = self.configuration
+        check_controller(controller, parts.compressor, parts.memory, owner, rounds=False)
         verification(verify, owner)
         self.controller, self.verify, self.state = controller, verify, state
         self._attached: dict[nn.Module, Attached] = {}  # by the wrapped module
@@ -146,15 +144,17 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         before = self._attached.pop(module, None)
         if before is not None:  # set up anew, as for another phase of training
             before.close()
-        self._attached[module] = AttachedDDP(
-            ddp,
+        setup = Setup.of_loop(
+            type(self).__name__,
             self.configuration,
             self.controller,
             self._optimizers_of(module),
-            getattr(self.precision, "scaler", None),
-            self._timeout,
-            self.verify,
+            module,
+            scaler=getattr(self.precision, "scaler", None),
+            timeout=self._timeout,
+            verify=self.verify,
         )
+        self._attached[module] = AttachedDDP(ddp, setup).watch()
         return ddp
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -4,34 +4,21 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 ``for_lightning.py``.
 """
 
-import warnings
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
+from lightning_gc.attachment.attached import Setup
+from lightning_gc.attachment.attached_shards import AttachedScatters
 from lightning_gc.compressors import Compressor
 from lightning_gc.exchange import Configuration
-from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
-from lightning_gc.exchange.peers import on_all_ranks
-from lightning_gc.exchange.validation import (
-    check_agreement,
-    digest_of,
-    refuse_sparse_gradients,
-    refuse_unknown_device,
-)
 from lightning_gc.lightning.arguments import changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
-from lightning_gc.sharded.fsdp_units import Unit, has_custom_scatters, units_of
+from lightning_gc.sharded.fsdp_units import has_custom_scatters
 from lightning_gc.sharded.reduce_scatter import ReduceScatter
-from lightning_gc.sharded.shard_validation import refuse_unlike_scatters
 from lightning_gc.sharded.sharded_workers import FSDPWorkers
-from lightning_gc.sharded.unit_scatters import UnitScatters
-from lightning_gc.transports.accounting import Recording
-from lightning_gc.transports.distributed import Distributed, gather_text
 
 _OWNER = "CompressedFSDPStrategy"
 
@@ -58,6 +45,9 @@ class CompressedFSDP(ShardedStrategy):
             each, W times the shard.
         seed: of private random numbers, equal on all ranks; each draws its own by its rank, the
             parameter's name and the step. They are all of the state, so runs resume bit for bit.
+        verify: ``"payload"``: every message has a checksum, so that a damaged one is not decoded
+            but named with its sender. A number of steps is refused: no two ranks have the same
+            shard to compare.
         model_parallel_kwargs: as for ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
@@ -106,13 +96,20 @@ class CompressedFSDP(ShardedStrategy):
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         seed: int = 0,
+        verify: Literal[0, "payload"] = 0,
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
         check_settings(_OWNER, changed(type(self), model_parallel_kwargs))
         self._configure(compressor, memory, ReduceScatter(), None, seed, "full", "float32")
         check_memory(_OWNER, self.compressor, self.memory, memory is not None)
-        self._scatters: UnitScatters | None = None
+        if verify not in (0, "payload") or isinstance(verify, bool):
+            raise ValueError(
+                f"{_OWNER}(verify={verify!r}): each rank gets the mean of its own shard, which no "
+                f"other rank has to compare. Give 'payload' to compare a checksum of every "
+                f"message, or 0."
+            )
+        self.verify = verify
         super().__init__(**model_parallel_kwargs)
 
     def _workers_of(self, configuration: Configuration) -> FSDPWorkers:
@@ -121,74 +118,8 @@ class CompressedFSDP(ShardedStrategy):
     def _replicas_of(self, ranks: int) -> int:
         return 1
 
-    def setup_environment(self) -> None:
-        """Join the other ranks; make a mesh whose ``"data_parallel"`` dimension is all of them."""
-        super().setup_environment()
-        if self.workers == 1:
-            warnings.warn(
-                f"{_OWNER} has one rank, so that nothing is exchanged or compressed. Give "
-                f"Trainer(devices=2), say.",
-                stacklevel=2,
-            )
-
-    def _warn_alone(self) -> None:
-        """It has been warned of: FSDP2 scatters nothing to one rank, so nothing is compressed."""
-
-    @property
-    def _connected(self) -> bool:
-        return self._scatters is not None
-
-    def _connect(self) -> None:
-        """Check the model on all ranks, and take over the reduce-scatters of its units."""
-        self._close()
-        self._failed = False
-        model, device = self.model, self.root_device
-        refuse_unknown_device(device)
-        workers, group = self.local_workers, self.shard_group
-        workers.shard, workers.shards = self.worker, self.workers
-        on_all_ranks(partial(self._check_model, dist.get_process_group_ranks(group)), device)
-        workers.name(model)
-        units = units_of(model)
-        self._check_agreement(units)
-        transport = Distributed(group, "a reduce-scatter of gradients")
-        recording = Recording(transport)
-        workers.start([recording], revocable=False)
-        compile_kernels(workers.first, device)
-        workers.run = gather_text(workers.run, Distributed(), device)[0]
-        self._scatters = UnitScatters(units, workers, transport, recording, self._prepare_round)
-        self._on_engines_ready()
-
-    def _check_model(self, ranks: list[int]) -> str:
-        model = self.model
-        refuse_sparse_gradients(model)
-        refuse_unlike_scatters(model, ranks)
-        return ""
-
-    def _check_agreement(self, units: list[Unit]) -> None:
-        workers, device = self.local_workers, self.root_device
-        whole = {name: tuple(param.shape) for param, name in workers.names.items()}
-        columns = [(unit, column) for unit in units for column in unit.columns()]
-        of_units = {
-            f"{unit.name} {unit.dtype} {workers.names[column.param]}": column.shape
-            for unit, column in columns
-        }
-        same = workers.configuration.in_words() | {
-            "names and shapes of parameters": digest_of(whole),
-            "units": digest_of(of_units),
-        }
-        same |= arithmetic(device, workers.configuration.compressor)
-        check_agreement(same, Distributed(), device)
-
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        if self._scatters is not None:
-            self._scatters.refuse_interrupted()
-        super().pre_backward(closure_loss)
-
-    def _close(self) -> None:
-        if self._scatters is not None:
-            self._scatters.close()
-        self._scatters = None
-        super()._close()
+    def _attached_to(self, setup: Setup) -> AttachedScatters:
+        return AttachedScatters(self.model, setup, self._device_mesh)
 
 
 def check_settings(owner: str, mesh_arguments: Mapping[str, Any]) -> None:

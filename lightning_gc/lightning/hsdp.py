@@ -6,22 +6,21 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from lightning_gc.attachment.attached import Setup
+from lightning_gc.attachment.attached_shards import AttachedShards
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import Configuration
-from lightning_gc.exchange.peers import Peers
-from lightning_gc.exchange.validation import warn_of_one_worker
+from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import has_hooks
-from lightning_gc.sharded.shard_exchange import ShardExchange
 from lightning_gc.sharded.shard_validation import check_bucket_cap, refuse_whole_gradients
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
 
@@ -55,6 +54,9 @@ class CompressedHSDP(ShardedStrategy):
             replica; runs resume bit for bit, and on another mesh with the errors resharded, or
             their mean. ``"mean"``: their mean over replicas only. ``"off"``: none.
         state_dtype: ``"float32"``, or ``"bfloat16"`` for half the size at the price of rounding.
+        verify: as for ``CompressedDDPStrategy``: replicas compare the means and weights of their
+            shards. Ranks that have them stop with a ``ReplicaError``, all others with a
+            ``PeerError``.
         model_parallel_kwargs: as for ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
@@ -87,6 +89,8 @@ class CompressedHSDP(ShardedStrategy):
         recording: the byte and time account of this rank's leg between nodes, while fitting.
     """
 
+    _more_workers = "give replicas=2, say, or Trainer(num_nodes=...)"
+
     def __init__(
         self,
         compressor: Compressor | str,
@@ -98,6 +102,7 @@ class CompressedHSDP(ShardedStrategy):
         bucket_cap_mb: float = 25,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
+        verify: Verify = 0,
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
@@ -105,7 +110,8 @@ class CompressedHSDP(ShardedStrategy):
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         refuse_whole_gradients(_OWNER, controller)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
-        self._exchange: ShardExchange | None = None
+        verification(verify, _OWNER)
+        self.verify = verify
         super().__init__(**model_parallel_kwargs)
 
     def _workers_of(self, configuration: Configuration) -> ShardedWorkers:
@@ -114,67 +120,15 @@ class CompressedHSDP(ShardedStrategy):
     def _replicas_of(self, ranks: int) -> int:
         return replicas_of(_OWNER, self.replicas, ranks, self.num_nodes)
 
-    def _warn_alone(self) -> None:
-        alone = f"{_OWNER} has one replica on {self.workers} ranks: nothing is sent between nodes"
-        fix = "give replicas=2, say, or Trainer(num_nodes=...)"
-        warn_of_one_worker(self.compressor, alone, "gradients", fix)
-
-    @property
-    def _connected(self) -> bool:
-        return self._exchange is not None
-
-    def _connect(self) -> None:
-        """Check the model on all ranks, let replicas start alike, and listen to FSDP2's units."""
-        self._close()
-        self._failed = False
-        self._exchange = ShardExchange(
-            self.model,
-            self.local_workers,
-            self.shard_group,
-            self.replicate_group,
-            self._device_mesh.mesh.flatten(1).t().tolist(),
-            self.root_device,
-            mesh_dims=1,
-            bucket_cap_mb=self.bucket_cap_mb,
-            agreed={"controller": repr(self.controller)},
-            timeout=self._timeout,
-            before_round=self._prepare_round,
-        )
-        self._synchronizer, self.parts = self._exchange.synchronizer, self._exchange.parts
-        self._on_engines_ready()
-
-    def _peers(self) -> Peers:
-        mean = partial(self.reduce, group=self.replicate_group, reduce_op="mean")
-        return Peers(self.worker == 0, self.root_device, mean, self.parts)
+    def _attached_to(self, setup: Setup) -> AttachedShards:
+        return AttachedShards(self.model, setup, self._device_mesh, self.bucket_cap_mb)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Add up gradients of micro-batches; nodes exchange in the last one."""
-        assert self._exchange is not None
-        with self._exchange.buckets.accumulating():
+        assert isinstance(self._attached, AttachedShards)
+        with self._attached.accumulating():
             yield
-
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        if self._exchange is not None:
-            self._exchange.buckets.refuse_interrupted()
-        super().pre_backward(closure_loss)
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._exchange is not None:
-            self._exchange.synchronizer.check()
-
-    def figures(self) -> dict[str, float]:
-        """Return the bytes that this rank has sent within the node for the last exchange."""
-        if self._exchange is None:
-            return {}
-        return {"node_bytes": float(self._exchange.buckets.node_bytes)}
-
-    def _close(self) -> None:
-        if self._exchange is not None:
-            self._exchange.buckets.close()
-        self._exchange = None
-        super()._close()
 
 
 def check_settings(

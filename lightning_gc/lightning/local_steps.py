@@ -4,26 +4,282 @@ Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`
 ``for_lightning.py``.
 """
 
-from collections.abc import Callable
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gc.attachment.attached import AttachedRounds
 from lightning_gc.compressors import Compressor
+from lightning_gc.control.control_loop import Moment
+from lightning_gc.control.training_progress import steps_of
 from lightning_gc.controllers import Controller
-from lightning_gc.exchange import Synchronizer
-from lightning_gc.exchange.peers import broadcast_all, take_over
-from lightning_gc.exchange.validation import digest_of
+from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
-from lightning_gc.lightning.local_hooks import LocalHooks
-from lightning_gc.lightning.local_settings import refuse_in_trainer
-from lightning_gc.lightning.real_worker import RealWorker
-from lightning_gc.lightning.workarounds import broadcast_only
+from lightning_gc.lightning.base import CompressedStrategy, RealWorker
+from lightning_gc.lightning.local_settings import FirstStep, refuse_communicating, refuse_in_trainer
+from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
-from lightning_gc.local_steps.local_rounds import LocalRounds, finished
+from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, finished
+from lightning_gc.local_steps.local_state import CommonState, MeanDrift, OwnState
+from lightning_gc.local_steps.round_plan import RoundPlan, check_rounds, refuse
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+
+_NAME = "local_steps"
+
+
+class LocalHooks(CompressedStrategy):
+    """Mixin: what validation, checkpoints, controllers and the monitor see of local steps.
+
+    Attributes:
+        plan: when what is exchanged.
+        outer: the step of the common weights.
+    """
+
+    _all_rounds: Sequence[LocalRounds] = ()
+    """Of the workers of this process, while fitting. Between steps the module is the first's."""
+    _first_callback: type[FirstCallback]
+    _first: FirstCallback | None = None
+    _first_step: FirstStep
+    _exchanges_rounds = True
+
+    def _configure_rounds(
+        self,
+        every: int | GrowingRounds,
+        outer: OuterSGD,
+        delay: int,
+        merge: Literal["rebase", "mix"],
+        fragments: int,
+        show: Literal["common", "local"],
+        state: str,
+    ) -> None:
+        owner = type(self).__name__
+        refuse(owner, self.compressor, self.memory, self.controller, outer)
+        if show not in ("common", "local"):
+            raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
+        self.plan = RoundPlan.of(owner, every, fragments, delay, merge)
+        check_rounds(owner, self.plan, self.controller)
+        self.outer, self.show = outer, show
+        self._keeps_mean = state == "mean"
+        self.local_workers.exchanged = "weights"
+
+    def _keep(self, rounds: Sequence[LocalRounds]) -> None:
+        """Begin a fit with these rounds, and let checkpoints keep them."""
+        workers = self.local_workers
+        before = workers.common.get(_NAME)
+        self._all_rounds = workers.rounds = rounds
+        self._first_step = FirstStep(type(self).__name__)
+        workers.common[_NAME] = CommonState(rounds)
+        if before is not None:  # an earlier fit's outer momentum
+            state = before.common_state() | {"since": [], "anchor": {}}
+            workers.common[_NAME].load_common_state(state)
+        self._own = [OwnState(each, lambda: self.optimizers, self._scaler) for each in rounds]
+        workers.own[_NAME] = self._own
+        if self._keeps_mean:
+            workers.kept[_NAME] = [MeanDrift(each) for each in rounds]
+        self._first = self._first_callback(self._show_common, self._end_rounds)
+        self._first.join(self.lightning_module.trainer)
+
+    @property
+    def _rounds(self) -> LocalRounds | None:
+        return self._all_rounds[0] if self._all_rounds else None
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        refuse_communicating(type(self).__name__, self.optimizers)
+
+    def _own_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a worker's own step; refuse an optimizer whose first one needs other workers."""
+        if self._first_step.over:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        with self._first_step.watched(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def _stepped(self, rounds: LocalRounds) -> Waits:
+        """Count a worker's step; what is due is exchanged while this runs."""
+        trainer = self.lightning_module.trainer
+        ends = steps_of(trainer) == trainer.global_step + 1
+        if ends or rounds.is_due:
+            assert self._attached is not None
+            self._attached.refuse_unsynchronised()
+        rate = max(float(group["lr"]) for group in self.optimizers[0].param_groups)
+        return rounds.stepped(ends, rate)
+
+    def on_train_start(self) -> None:
+        """Begin at the module's weights, where a callback has loaded others since ``setup``."""
+        super().on_train_start()
+        first = self._all_rounds[0]
+        if not first.apart and self._on_any(first.weights.moved):
+            self._begin_at_loaded()
+        if self.controller is None and self.engines[0].worker == 0:
+            steps = steps_of(self.lightning_module.trainer)
+            warn_of_few_rounds(self.compressor, steps, self.plan.every)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._show_common()  # if the first callback has not, as in a search for a learning rate
+
+    def _show_common(self) -> None:
+        if self._rounds is not None and self.show == "common":
+            self._rounds.weights.show()
+
+    def on_validation_end(self) -> None:
+        """Put own weights back, after all callbacks; weights loaded in validation are trained."""
+        super().on_validation_end()
+        if self._rounds is not None:
+            weights = self._rounds.weights
+            if self.show == "common" and self._on_any(weights.shown and weights.replaced):
+                weights.forget()
+                self._begin_at_loaded()
+            weights.hide()
+            warn_of_unlike_rates(self.lightning_module.trainer, self.lr_scheduler_configs)
+
+    def on_train_end(self) -> None:
+        """End with common weights, and with those of worker 0 where callbacks have loaded others.
+
+        The exchange has been by now, in the first callback, so that none compresses what is loaded.
+        """
+        super().on_train_end()
+        self._end_rounds()
+        if self._on_any(self._all_rounds[0].weights.moved):
+            self._begin_at_loaded()
+
+    def _end_rounds(self) -> None:
+        """Exchange what is left, where the length of the run was not known before."""
+        if self._on_any(self._all_rounds[0].apart):
+            self._exchange_the_rest()
+
+    def _exchange_the_rest(self) -> None:
+        """End the round of each worker of this process now."""
+        raise NotImplementedError
+
+    def _begin_at_loaded(self) -> None:
+        """Let all workers go on from worker 0's weights, as others have been loaded."""
+        self._arrive()
+        self._start_alike()
+        weights, buffers = self._all_rounds[0].weights.held()
+        for rounds in self._all_rounds:
+            with rounds.present():
+                rounds.begin(weights, buffers)
+
+    def _on_any(self, is_so: bool) -> bool:
+        """Return whether it is so on any worker; all must ask."""
+        here = torch.tensor(float(is_so), dtype=torch.float32, device=self.root_device)
+        return float(self.reduce(here, reduce_op="mean")) > 0
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the common weights and buffers, as copies."""
+        if self._rounds is None:
+            return super().lightning_module_state_dict()
+        shown = self._rounds.weights.shown
+        self._rounds.weights.show()
+        try:
+            state = super().lightning_module_state_dict()
+            return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+        finally:
+            if not shown:
+                self._rounds.weights.hide()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for an exchange under way, so that what it brings can be saved."""
+        if self._rounds is not None and not self.lightning_module.trainer.interrupted:
+            self._arrive()
+        super().save_checkpoint(*args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Restore each worker's own optimizers, not those of worker 0, where they were saved."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._all_rounds:
+            for worker, own in enumerate(self._own):
+                if not own.load_optimizers():
+                    self._copy_optimizers(checkpoint, worker)
+
+    def _start_alike(self) -> None:
+        """Give all workers the weights and buffers of worker 0."""
+
+    def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
+        """Give a worker of this process worker 0's optimizers; Lightning has, to the first one."""
+
+    @property
+    def steps_since_exchange(self) -> int:
+        return 0 if self._rounds is None else self._rounds.waited
+
+    def figures(self) -> dict[str, float]:
+        return {} if self._rounds is None else self._rounds.figures
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._first is not None:
+            self._first.leave()
+        self._first = None
+        self._all_rounds = self.local_workers.rounds = ()
+
+    def _arrive(self) -> None:
+        """Wait for an exchange under way."""
+        for rounds in self._all_rounds:
+            rounds.arrive()
+
+    def _moment(self, trainer: Any, batch: int) -> Moment:
+        """Return the moment with its steps counted in rounds, as the engine counts."""
+        self._arrive()  # levels change between exchanges
+        now = super()._moment(trainer, batch)
+        every = self.plan.every if self._rounds is None else self._rounds.every
+        steps = None if now.total_steps is None else max(now.total_steps // every, 1)
+        return dataclasses.replace(now, total_steps=steps, rates_to_come=None)
+
+    def _check_optimizer(self, group: Any) -> None:
+        """Any momentum will do: a memory's is of rounds, an optimizer's of steps."""
+
+    def _reset_poisoned(self) -> None:
+        """Empty the state of optimizers in which something is not finite."""
+        for optimizer in self.optimizers:
+            kept = (value for state in optimizer.state.values() for value in state.values())
+            tensors = (value for value in kept if isinstance(value, torch.Tensor))
+            if not all(bool(value.isfinite().all()) for value in tensors):
+                optimizer.state.clear()
+
+
+def warn_of_few_rounds(compressor: Compressor, steps: int | None, every: int) -> None:
+    """Warn if a sparsifier has so few rounds that it does not send most elements even once."""
+    knob = compressor.knob
+    if steps is None or knob is None or knob.field != "density" or compressor.level is None:
+        return
+    rounds = -(-steps // every)
+    if rounds * compressor.level < 1:
+        share, oftener = math.ceil(100 / rounds) / 100, int(steps * compressor.level)
+        if share < 1:
+            fix = f"Send a share of {share:g} or more" + (
+                f", or exchange oftener, every={oftener} or less" if oftener else ""
+            )
+        else:  # all in the one round there is: no sparsifier
+            smaller = f"every={oftener} or less" if oftener else "a smaller every"
+            fix = f"Use a quantiser, such as QSGD(4), {smaller}, or more steps"
+        warnings.warn(
+            f"{steps} steps with every={every} are {rounds} round{'s' * (rounds > 1)}, in each of "
+            f"which a share of {compressor.level:g} of the elements is sent: most are never sent, "
+            f"and old errors do harm. {fix}.",
+            stacklevel=2,
+        )
+
+
+def warn_of_unlike_rates(trainer: Any, schedulers: Iterable[Any]) -> None:
+    """Warn if a plateau scheduler watches a metric that each worker has its own value of."""
+    watched = {each.monitor for each in schedulers if each.reduce_on_plateau}
+    if not watched or trainer.world_size == 1 or trainer._results is None:
+        return
+    for metric in trainer._results.result_metrics:
+        if metric.meta.name in watched and metric.is_tensor and not metric.meta.sync.should:
+            warnings.warn(
+                f"ReduceLROnPlateau watches {metric.meta.name}, of which every worker has its own "
+                f"value, so their learning rates may part; log it with sync_dist=True.",
+                stacklevel=2,
+            )
 
 
 class LocalSteps(LocalHooks, RealWorker):
@@ -140,30 +396,8 @@ class LocalSteps(LocalHooks, RealWorker):
         module = self.model
         trainer = self.lightning_module.trainer
         refuse_in_trainer(type(self).__name__, trainer, module)
-        self.local_workers.name(module)
-        self._close()
-        self._failed = False
-        every = {
-            n: tuple(t.shape) for n, t in (*module.named_parameters(), *module.named_buffers())
-        }
-        self._synchronizer = Synchronizer(
-            self.local_workers,
-            self.root_device,
-            timeout=self._timeout,
-            revocable=True,
-            agreed={
-                "controller": repr(self.controller),
-                "plan": repr(self.plan),
-                "outer": repr(self.outer),
-                "names and shapes of parameters and buffers": digest_of(every),
-            },
-            verify=self.verify,
-        )
-        take_over(module)
-        workers, exchanger = self.local_workers, self._synchronizer
-        rounds = LocalRounds(module, workers.names, workers.first, exchanger, self.plan, self.outer)
-        self._keep([rounds])
-        self._on_engines_ready()
+        self._attach(lambda setup: AttachedRounds(module, setup, self.plan, self.outer, self._keep))
+        rounds = self._all_rounds[0]
         self._broadcast_each_batch = broadcast_only(lambda: rounds.position == 0, trainer)
 
     def _start_alike(self) -> None:

@@ -12,12 +12,12 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
+from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.checkpoint.shard_tensors import Part, part_of
 from lightning_gc.checkpoint.sharded_restoring import ShardedRestoring
 from lightning_gc.checkpoint.sharded_saving import ShardedHost, ShardedSaving
 from lightning_gc.exchange import JOINING
-from lightning_gc.lightning.real_worker import RealWorker
-from lightning_gc.sharded.shard_validation import refuse_new_parameters
+from lightning_gc.lightning.base import RealWorker
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, dim_of, replica_mesh
 
 
@@ -39,13 +39,8 @@ class ShardedStrategy(RealWorker, abc.ABC):
         """Return R; ValueError if so many replicas cannot share the ranks."""
 
     @abc.abstractmethod
-    def _connect(self) -> None:
+    def _attached_to(self, setup: Setup) -> Attached:
         """Check the model on all ranks, and listen to FSDP2's units."""
-
-    @property
-    @abc.abstractmethod
-    def _connected(self) -> bool:
-        """Whether a fit is under way."""
 
     def _setup_distributed(self) -> None:
         """Join the other ranks with a timeout of at least a minute, then set the user's."""
@@ -72,7 +67,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if trainer.state.fn == "fit":
-            self._connect()
+            self._attach(self._attached_to)
 
     @property
     def mesh_shape(self) -> tuple[int, int]:
@@ -84,12 +79,6 @@ class ShardedStrategy(RealWorker, abc.ABC):
     def replicate_group(self) -> dist.ProcessGroup:
         """The ranks that have this rank's shards."""
         group: dist.ProcessGroup = self._device_mesh.get_group("replicate")
-        return group
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that have this rank's replica."""
-        group: dist.ProcessGroup = self._device_mesh.get_group("data_parallel")
         return group
 
     @property
@@ -122,14 +111,11 @@ class ShardedStrategy(RealWorker, abc.ABC):
         weights_only = args[0] if args else kwargs.get("weights_only")
         load = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
         loaded: dict[str, Any] = self._restoring.load(
-            checkpoint_path, weights_only, self._connected, load
+            checkpoint_path, weights_only, self._attached is not None, load
         )
         return loaded
 
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._connected:
-            self._refuse_unsynchronised()
-
-    def _refuse_unsynchronised(self) -> None:
-        refuse_new_parameters(self.model, self.names, self.optimizers)
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        if self._attached is not None:
+            self._attached.before_pass()
+        super().pre_backward(closure_loss)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lightning_gc.core.flow import Flow
 from lightning_gc.engine import Engine
-from lightning_gc.exchange.bucket_regrouping import Shapes
-from lightning_gc.exchange.workers import plain_name
+from lightning_gc.exchange.workers import Shapes, plain_name
 from lightning_gc.local_steps import OuterSGD
 from lightning_gc.local_steps.common_weights import CommonWeights, mean_of
 from lightning_gc.local_steps.outer_sgd import Fragment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_gc.exchange.bucket_regrouping import Shapes
 from lightning_gc.exchange.peers import ShardParts, broadcast_all, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
@@ -22,6 +21,8 @@ from lightning_gc.exchange.validation import (
     digest_of,
     refuse_sparse_gradients,
 )
+from lightning_gc.exchange.verification import Verify
+from lightning_gc.exchange.workers import Shapes
 from lightning_gc.kernels.dispatch import used_here
 from lightning_gc.sharded.fsdp_units import (
     Piece,
@@ -52,6 +53,8 @@ class ShardExchange:
         agreed: name -> text of other settings that must be equal on all ranks.
         timeout: of every collective.
         before_round: called before the first bucket of each round.
+        common: returns the weights that ``verify`` compares; None: this rank's shards.
+        verify: what replicas compare, as for ``CompressedDDPStrategy``.
 
     Attributes:
         synchronizer: exchanges buckets with the replicas.
@@ -76,6 +79,8 @@ class ShardExchange:
         agreed: Mapping[str, str],
         timeout: timedelta | None,
         before_round: Callable[[], None],
+        common: Callable[[], Iterable[Tensor]] | None = None,
+        verify: Verify = 0,
     ) -> None:
         self._workers, self._device = workers, device
         workers.shard, workers.shards = dist.get_rank(node), dist.get_world_size(node)
@@ -96,7 +101,10 @@ class ShardExchange:
         broadcast_all(map(workers.local, sharded), between)
         broadcast_all((*plain, *model.buffers()))
         self.parts = ShardParts(node, device)
-        on_all_ranks(partial(self._synchronize, between, columns, timeout, before_round), device)
+        on_all_ranks(
+            partial(self._synchronize, between, columns, timeout, before_round, common, verify),
+            device,
+        )
         workers.run = gather_text(workers.run, Distributed(), device)[0]
         self.buckets = ShardBuckets(
             units_of(model),
@@ -113,6 +121,8 @@ class ShardExchange:
         columns: Sequence[Sequence[int]],
         timeout: timedelta | None,
         before_round: Callable[[], None],
+        common: Callable[[], Iterable[Tensor]] | None,
+        verify: Verify,
     ) -> str:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(between)))
         self.synchronizer = Synchronizer(
@@ -121,6 +131,8 @@ class ShardExchange:
             between,
             timeout,
             before_round=before_round,
+            common=common,
+            verify=verify,
             purpose=(
                 f"an exchange of gradients between replicas; their workers 0, 1, ... are the ranks "
                 f"{ranks}"

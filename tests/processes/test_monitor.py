@@ -76,7 +76,7 @@ def train(worker: int, folder: str, kind: str, accumulate: int = 1) -> dict[str,
         callbacks=[monitor, count],
         use_distributed_sampler=False,
     )
-    assert strategy._synchronizer is None, "the thread is stopped after the fit"
+    assert strategy._attached is None, "the thread is stopped after the fit"
     return result | {"counted": count.sent, "state": monitor.state_dict()}
 
 

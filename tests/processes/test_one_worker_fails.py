@@ -48,7 +48,7 @@ class ExchangeFails(Books):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 1 and batch_idx == 3:
-            self.trainer.strategy._synchronizer._flow = broken  # type: ignore[attr-defined]
+            self.trainer.strategy._attached._synchronizer._flow = broken  # type: ignore[attr-defined]
         return super().training_step(batch, batch_idx)
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import QSGD, GTopK, PowerSGD, SimulatedDDPStrategy, StepAhead, TopK, attach
@@ -78,7 +80,7 @@ def trained(worker: int, compressor: Compressor, verify: Any, hit: bool) -> tupl
             for step in range(STEPS):  # noqa: B007 - read by damaging
                 optimizer.zero_grad()
                 wrapped(torch.randn(8, 40, generator=draw)).square().mean().backward()
-                handle._synchronizer.check()
+                handle.check()
                 optimizer.step()
     except (PeerError, ReplicaError) as caught:
         error = f"{type(caught).__name__} in step {step}: {caught}"
@@ -145,6 +147,49 @@ def test_verified_or_not_the_weights_are_the_same() -> None:
         plain, every, second, _ = (nbytes for _, _, nbytes in found[0][start : start + 4])
         # One bucket in the first step, then two: as many bytes, so that a resume counts the same.
         assert (every - plain, second - plain) == (STEPS * 8, STEPS // 2 * 8)
+
+
+def in_shards(worker: int, verify: Any) -> str:
+    """Train two replicas of a model in shards by ``attach``; return the error of a damaged link."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net: Any = Net()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for part in (net.body, net.middle, net.head, net):
+        fully_shard(part, mesh=mesh)
+    handle = attach(
+        net, TopK(0.05), timeout=SHORT if verify == "payload" else TIMEOUT, verify=verify
+    )
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    draw = torch.Generator().manual_seed(worker)
+    step, error = 0, "nothing"
+    try:
+        with damaging(lambda: worker == 1 and step == HIT and step):
+            for step in range(STEPS):  # noqa: B007 - read by damaging
+                optimizer.zero_grad()
+                net(torch.randn(8, 40, generator=draw)).square().mean().backward()
+                handle.check()
+                optimizer.step()
+    except (PeerError, ReplicaError) as caught:
+        error = f"{type(caught).__name__} in step {step}: {caught}"
+    dist.barrier()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("verify", "step", "what"), [(1, HIT, "the mean gradient"), (3, HIT + 1, "the weights before")]
+)
+def test_replicas_of_shards_that_differ_stop(verify: int, step: int, what: str) -> None:
+    for error in run_in_processes(in_shards, 2, verify):
+        assert f"ReplicaError in step {step}: " in error, error
+        assert what in error, error
+        assert "no majority agrees: 0 | 1" in error, error
+
+
+def test_damaged_messages_between_shards_are_named() -> None:
+    errors = run_in_processes(in_shards, 2, "payload")
+    assert errors[1].startswith(f"MessageError in step {HIT}: What worker 0 has sent"), errors
+    assert errors[0].startswith("PeerError"), errors
 
 
 def fitted(worker: int, verify: Any) -> tuple[str, str]:

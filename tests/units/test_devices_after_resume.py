@@ -87,8 +87,7 @@ class Resumed:
         control = {"loop": self.control.state_dict({}), "worker": self.own["turn"]}
         state = {"engine": self.engine_state, "levels": None, "layout": [["w"]]}
         with pytest.MonkeyPatch.context() as patch:  # the comparison of what workers have
-            patch.setattr(attached, "Distributed", lambda *_: SimpleNamespace(worker=0, workers=1))
-            patch.setattr(attached, "all_or_raise", lambda *_: {0: "step 3"})
+            patch.setattr(attached, "on_all_ranks", lambda *_: {0: "step 3"})
             patch.setattr(copy, "deepcopy", lambda state: state)  # reads addresses
             handle.load_state_dict(state | {"control": control})
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gc.core.flow import Flow, Request
-from lightning_gc.exchange.bucket_regrouping import Shapes
+from lightning_gc.exchange.workers import Shapes
 from lightning_gc.sharded import shard_exchange
 from lightning_gc.sharded.fsdp_units import Piece
 from lightning_gc.sharded.shard_exchange import ShardBuckets

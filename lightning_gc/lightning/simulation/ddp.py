@@ -103,7 +103,6 @@ class SimulatedDDP(SimulatedWorkers):
     def _begin_fit(self, module: Any) -> None:
         self._gradients = Gradients(self.names, self.workers)
         self._buffers = Buffers(module, self.workers)
-        self.local_workers.start(self._ledger.pages, revocable=self._scaler() is not None)
 
     def _begin_step(self) -> None:
         self._buffers.begin()
@@ -125,8 +124,9 @@ class SimulatedDDP(SimulatedWorkers):
     def _complete(self) -> None:
         """Replace the workers' gradients by their mean."""
         assert self._gradients is not None
-        self._refuse_unsynchronised()
-        self._prepare_round()
+        assert self._attached is not None
+        self._attached.refuse_unsynchronised()
+        self._attached.prepare_round()
         for part in self._gradients.parts:
             flows = [  # the mean is the same for all, so only worker 0 decodes it
                 self.local_workers.flow(engine, flat, part.shapes, wanted=engine.worker == 0)

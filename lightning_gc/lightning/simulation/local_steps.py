@@ -13,10 +13,9 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.core.flow import Flow
 from lightning_gc.engine import Engine
-from lightning_gc.exchange.bucket_regrouping import Shapes
-from lightning_gc.exchange.workers import Workers
-from lightning_gc.lightning.local_hooks import LocalHooks
+from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_settings import refuse_in_trainer
+from lightning_gc.lightning.local_steps import LocalHooks
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits
@@ -118,7 +117,6 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
                 f"processes."
             )
         workers = self.local_workers
-        workers.start(self._ledger.pages, revocable=True)
         exchanges = Exchanges(workers, self._ledger, self.root_device)
         self._replicas = Replicas(module, self.workers, lambda: self.optimizers)
         rounds = []

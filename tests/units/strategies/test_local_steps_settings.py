@@ -17,7 +17,7 @@ from lightning_gc import (
 )
 from lightning_gc.controllers import TotalErrorBudget
 from lightning_gc.lightning.for_pytorch_lightning import LocalStepsStrategy
-from lightning_gc.lightning.local_hooks import warn_of_few_rounds
+from lightning_gc.lightning.local_steps import warn_of_few_rounds
 from lightning_gc.memories import MomentumCorrection
 
 

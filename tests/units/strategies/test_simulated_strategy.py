@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_gc import Identity, NetworkModel, NoMemory, PerParameter, TopK
 from lightning_gc.controllers import TotalError
 from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
-from lightning_gc.lightning.simulation.micro_batches import to_batches, to_micro_batches
 from lightning_gc.lightning.simulation.sharded_loader import Dealt
+from lightning_gc.lightning.simulation.simulated_workers import to_batches, to_micro_batches
 from tests.support.fitting import quiet_trainer
 from tests.support.models import Plain, common_batches, common_rows
 from tests.support.simulation import fit_case, simulated
