@@ -4,11 +4,9 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 ``for_lightning.py``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
-
-import torch
 
 from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.attached_shards import AttachedShards
@@ -20,8 +18,11 @@ from lightning_gc.lightning.arguments import changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.sharded.fsdp_units import has_hooks
-from lightning_gc.sharded.shard_validation import check_bucket_cap, refuse_whole_gradients
+from lightning_gc.sharded.shard_validation import (
+    check_bucket_cap,
+    refuse_curves,
+    refuse_settings,
+)
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
 
 _OWNER = "CompressedHSDPStrategy"
@@ -106,9 +107,15 @@ class CompressedHSDP(ShardedStrategy):
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
-        check_settings(_OWNER, replicas, bucket_cap_mb, changed(type(self), model_parallel_kwargs))
+        refuse_settings(_OWNER, "HSDP", changed(type(self), model_parallel_kwargs))
+        if replicas != "auto" and not (type(replicas) is int and replicas >= 1):
+            raise ValueError(
+                f"{_OWNER}(replicas={replicas!r}): give the number of replicas of the model, at "
+                f"least 1, or 'auto', one per node."
+            )
+        check_bucket_cap(_OWNER, bucket_cap_mb)
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
-        refuse_whole_gradients(_OWNER, controller)
+        refuse_curves(_OWNER, controller)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         verification(verify, _OWNER)
         self.verify = verify
@@ -129,37 +136,6 @@ class CompressedHSDP(ShardedStrategy):
         assert isinstance(self._attached, AttachedShards)
         with self._attached.accumulating():
             yield
-
-
-def check_settings(
-    owner: str, replicas: Any, bucket_cap_mb: Any, mesh_arguments: Mapping[str, Any]
-) -> None:
-    """Raise ValueError for settings that cannot be; RuntimeError for a torch without the hook.
-
-    Args:
-        owner: the class, for the sentence.
-        replicas: as given, like the next.
-        bucket_cap_mb: megabytes.
-        mesh_arguments: ``ModelParallelStrategy``'s, but for those with their default, which
-            LightningCLI gives.
-    """
-    if not has_hooks():
-        raise RuntimeError(
-            f"{owner} needs torch 2.7 or later, whose FSDP2 has set_all_reduce_hook; this is torch "
-            f"{torch.__version__}. Install a newer one, or use CompressedDDPStrategy."
-        )
-    if replicas != "auto" and not (type(replicas) is int and replicas >= 1):
-        raise ValueError(
-            f"{owner}(replicas={replicas!r}): give the number of replicas of the model, at least "
-            f"1, or 'auto', one per node."
-        )
-    check_bucket_cap(owner, bucket_cap_mb)
-    for name, fix in (
-        ("data_parallel_size", "it follows from replicas; leave it out"),
-        ("tensor_parallel_size", "tensor parallelism has not been tried with it; leave it out"),
-    ):
-        if name in mesh_arguments:
-            raise ValueError(f"{owner}({name}={mesh_arguments[name]!r}): {fix}.")
 
 
 def replicas_of(owner: str, replicas: Any, ranks: int, nodes: int) -> int:

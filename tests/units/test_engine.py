@@ -104,7 +104,7 @@ def test_levels_outside_the_knob_are_clamped_with_a_warning() -> None:
         with pytest.raises(ValueError, match="makes no sense"):
             engine.levels.set(nonsense)
     with pytest.raises(ValueError, match=r"makes no sense to Identity\(\)"):
-        Engine(Identity()).set_levels(0.5)
+        Engine(Identity()).levels.set(0.5)
 
 
 def test_without_compression_an_elementwise_compressor_is_left_out() -> None:

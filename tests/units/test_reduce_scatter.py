@@ -26,7 +26,7 @@ from lightning_gc.compressors import Codec
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default
-from lightning_gc.sharded.reduce_scatter import ReduceScatter
+from lightning_gc.sharded.unit_scatters import ReduceScatter
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
 from lightning_gc.transports.base import reduce_scatter_bytes
