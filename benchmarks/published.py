@@ -63,7 +63,7 @@ def ef21(folder: Path, problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
 
     def before(number: int) -> None:
         for engine in lockstep.engines:
-            engine.set_levels(None if number == 0 else few / FEATURES)
+            engine.levels.set(None if number == 0 else few / FEATURES)
 
     start = torch.from_numpy(problem.start)
     return descend(start, 0.2, step), descend(start, 0.2, ours(problem.logistic, lockstep, before))

@@ -75,7 +75,7 @@ def _gradients(workers: list[Worker], arm: Arm, steps: int, seed: int) -> int:
     for step in range(steps):
         if warm and step in (0, warm):
             for engine in engines:
-                engine.set_levels(compressor.level if step else None)
+                engine.levels.set(compressor.level if step else None)
         flats = []
         for worker.text in shares:
             worker.backward(step)

@@ -401,7 +401,7 @@ class Attached:
             RuntimeError: called within a step.
         """
         self.check()
-        if self._workers.first.rounds.torn:
+        if self._workers.first.torn:
             raise RuntimeError("A step is under way, so its errors are not final; save after it.")
         control, kept = self._control, None
         if control is not None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,14 +17,13 @@ from lightning_gc.exchange.peers import on_all_ranks
 from lightning_gc.exchange.validation import (
     check_agreement,
     digest_of,
-    refuse_sparse_gradients,
     refuse_unknown_device,
     warn_of_one_worker,
 )
 from lightning_gc.exchange.verification import verification
-from lightning_gc.sharded.fsdp_units import Unit, has_hooks, units_of
+from lightning_gc.sharded.fsdp_units import Unit, units_of
 from lightning_gc.sharded.shard_exchange import ShardExchange
-from lightning_gc.sharded.shard_validation import refuse_new_parameters, refuse_unlike_scatters
+from lightning_gc.sharded.shard_validation import refuse_model, refuse_new_parameters
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
 from lightning_gc.sharded.unit_scatters import UnitScatters
 from lightning_gc.transports.accounting import Recording
@@ -72,7 +70,7 @@ class AttachedShards(_InShards):
                 between,
                 mesh.mesh.flatten(1).t().tolist(),
                 setup.device,
-                mesh_dims=2 if replicating else 1,
+                way="attach" if replicating else "HSDP",
                 bucket_cap_mb=bucket_cap_mb,
                 agreed=setup.agreed,
                 timeout=setup.timeout,
@@ -132,7 +130,9 @@ class AttachedScatters(_InShards):
         assert isinstance(workers, FSDPWorkers)
         refuse_unknown_device(device)
         workers.shard, workers.shards = dist.get_rank(group), dist.get_world_size(group)
-        on_all_ranks(partial(_check, model, dist.get_process_group_ranks(group)), device)
+        on_all_ranks(
+            partial(refuse_model, model, dist.get_process_group_ranks(group), "FSDP"), device
+        )
         workers.name(model)
         units = units_of(model)
         check_agreement(_agreed(setup, units), Distributed(), device)
@@ -159,12 +159,6 @@ class AttachedScatters(_InShards):
         self._scatters.close()
 
 
-def _check(model: nn.Module, ranks: Sequence[int]) -> str:
-    refuse_sparse_gradients(model)
-    refuse_unlike_scatters(model, ranks)
-    return ""
-
-
 def _agreed(setup: Setup, units: Sequence[Unit]) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, as text."""
     names, configuration = setup.workers.names, setup.workers.configuration
@@ -179,42 +173,3 @@ def _agreed(setup: Setup, units: Sequence[Unit]) -> dict[str, str]:
         "verify": repr(setup.verify),
         **arithmetic(setup.device, configuration.compressor),
     }
-
-
-def replicated_mesh(units: Sequence[Unit]) -> DeviceMesh:
-    """Return the mesh of replicas and shards that all units are on.
-
-    Raises:
-        ValueError: they are on another mesh, on several, or on one without all ranks.
-        RuntimeError: this torch has no hook.
-    """
-    if not has_hooks():
-        raise RuntimeError(
-            f"attach(...) needs torch 2.7 or later for a model in shards, whose FSDP2 has "
-            f"set_all_reduce_hook; this is torch {torch.__version__}."
-        )
-    for unit in units:
-        if not unit.replicates:
-            raise ValueError(
-                f"attach(...): {unit.name} is sharded over all of its mesh, so that there are no "
-                f"replicas to exchange gradients with; {_DOCUMENTED}."
-            )
-    mesh = units[0].mesh
-    for unit in units:
-        if unit.mesh != mesh:
-            raise ValueError(
-                f"attach(...): {unit.name} is on the mesh {unit.mesh.mesh.tolist()}, but "
-                f"{units[0].name} on {mesh.mesh.tolist()}; give fully_shard one mesh for all."
-            )
-    if mesh.ndim != 2 or mesh.size() != dist.get_world_size():
-        raise ValueError(
-            f"attach(...): the model is on the mesh {mesh.mesh.tolist()}, but all "
-            f"{dist.get_world_size()} ranks must be in it, as replicas and shards; {_DOCUMENTED}."
-        )
-    return mesh
-
-
-_DOCUMENTED = (
-    'give fully_shard a mesh such as init_device_mesh("cuda", (nodes, ranks_of_a_node), '
-    'mesh_dim_names=("replicate", "shard"))'
-)

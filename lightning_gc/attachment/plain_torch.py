@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.attachment.attached import Attached, AttachedDDP, Setup
-from lightning_gc.attachment.attached_shards import AttachedShards, replicated_mesh
+from lightning_gc.attachment.attached_shards import AttachedShards
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import configure
@@ -20,7 +20,11 @@ from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
-from lightning_gc.sharded.shard_validation import check_bucket_cap, refuse_whole_gradients
+from lightning_gc.sharded.shard_validation import (
+    check_bucket_cap,
+    refuse_curves,
+    replicated_mesh,
+)
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
 
 
@@ -115,7 +119,7 @@ def attach(
             "which need no loss scaling; leave it out."
         )
     check_bucket_cap("attach", bucket_cap_mb)
-    refuse_whole_gradients("attach", controller)
+    refuse_curves("attach", controller)
     model = cast(nn.Module, module)
     units = units_of(model)
     mesh = replicated_mesh(units)

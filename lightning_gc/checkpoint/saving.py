@@ -82,7 +82,7 @@ class Saving:
             "step": engine.step,
             "run": workers.run,
             "stem": side_files.stem_of(path, engine.step, save),
-            "torn": engine.rounds.torn,
+            "torn": engine.torn,
             "layout": [list(names) for names in workers.layout],
             "shapes": {
                 name: {buffer: list(tensor.shape) for buffer, tensor in kept.items()}

@@ -176,7 +176,7 @@ class ShardedSaving:
             "step": engine.step,
             "run": workers.run,
             "stem": stem,
-            "torn": engine.rounds.torn,
+            "torn": engine.torn,
             "layout": [],
             "configuration": configuration_of(host),
             "learning_rates": dict(engine.learning_rates.of_errors),

@@ -92,6 +92,7 @@ class Traits:
             nothing.
         needs_sums: the choice of elements depends on sums over steps and on state of full tensors.
             The memory must have ``accumulates``, and the scheme must not cut tensors into shards.
+        reads_model: a tensor's choice depends on the state of all tensors, ``Bucket.before``.
         portable: devices of different models get the same bits from the same payloads. Computations
             repeated on all workers treat elements one by one. They use neither matrix products nor
             sums of many elements nor a generator's numbers.
@@ -109,6 +110,7 @@ class Traits:
     exact: bool = False
     conserves: bool = True
     needs_sums: bool = False
+    reads_model: bool = False
     portable: bool = True
     default_memory: str | None = None
     knob: Knob | None = None

@@ -20,10 +20,7 @@ def combine(
     a ``Collective``.
 
     Raises:
-        ValueError: a scheme that does not work with the compressor, a memory that corrects momentum
-            with a compressor that is unbiased or no sparsifier or with a scheme that encodes means
-            of workers, or one with error feedback and a compressor whose result is no mean of what
-            was sent.
+        ValueError: the scheme's ``check`` refuses the compressor, or the memory's refuses either.
     """
     traits = compressor.traits
     if memory is None:
@@ -32,33 +29,7 @@ def combine(
         scheme.check(compressor)
     elif not isinstance(compressor.method, Collective):
         scheme = _default_scheme(traits)
-    if memory.stored is not None and (memory.lr_aware or memory.common):
-        raise ValueError(
-            f"{memory!r} keeps in fewer bits what is rescaled with the learning rate or equal on "
-            f"all workers, which each worker would round anew; keep it in float32 (stored=None)."
-        )
-    if memory.corrects_momentum and traits.unbiased:
-        raise ValueError(
-            f"{memory!r} corrects the momentum that waits in the error, but {compressor!r} is "
-            f"unbiased and leaves none; use NoMemory(), or a biased compressor such as TopK(0.01)."
-        )
-    if memory.corrects_momentum and traits.kind != "sparsifier":
-        raise ValueError(
-            f"{memory!r} drops the momentum of elements that are sent, and {compressor!r} leaves "
-            f"none out, so that nothing would remain; use LocalMomentum(), or a sparsifier."
-        )
-    if traits.needs_sums and not memory.accumulates:
-        raise ValueError(
-            f"{compressor!r} sends what has added up over steps, but in {memory!r} nothing does, "
-            f"so that nothing would be sent; use Residual()."
-        )
-    if scheme is not None:
-        scheme.check_memory(memory)
-    if memory.feeds_back and not traits.conserves:
-        raise ValueError(
-            f"{memory!r} feeds back what was not sent, but the result of {compressor!r} is no mean "
-            f"of what was; use NoMemory(), or EFSignSGD() for signs with error feedback."
-        )
+    memory.check(compressor, scheme)
     return compressor, memory, scheme
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -21,10 +21,16 @@ from lightning_gc.core.state_structure import (
     Structure,
 )
 from lightning_gc.engine.compatibility import combine
-from lightning_gc.engine.error_buffers import Buffers, ErrorBuffers, Made, NarrowBuffers, to_host
+from lightning_gc.engine.error_buffers import (
+    ErrorBuffers,
+    LearningRates,
+    LossScaling,
+    Made,
+    NarrowBuffers,
+    to_host,
+)
 from lightning_gc.engine.guard import BucketExchange, Guard
 from lightning_gc.engine.levels import Levels
-from lightning_gc.engine.rates import LearningRates, LossScaling
 from lightning_gc.engine.statistics import Statistics
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -45,22 +51,16 @@ def compressor_state(compressor: Compressor, shapes: Mapping[str, tuple[int, ...
 
 
 @dataclass
-class Rounds:
-    """Counts rounds; a round synchronises each bucket of a step once."""
+class RoundCount:
+    """Counts rounds and flows; a round synchronises each bucket of a step once."""
 
     step: int = 0  # finished rounds
     opened: int = -1  # step of the last round of which a flow has started to run
     begun: int = 0  # flows made
     ended: int = 0  # flows that have ended
     advanced: int = 0  # flows made in finished rounds
-    before: dict[str, dict[str, Any]] = field(default_factory=dict)  # compressor_state at its start
 
-    @property
-    def torn(self) -> bool:
-        """Whether a round is incomplete, so that errors are neither those before nor after it."""
-        return not self.begun == self.ended == self.advanced
-
-    def mend(self) -> None:
+    def begin_again(self) -> None:
         """Begin a new round: an incomplete one will never be finished."""
         self.ended = self.advanced = self.begun
         self.opened = -1
@@ -86,7 +86,7 @@ class Engine:
         buffers: the memory's state.
         compressor_state: parameter name -> the compressor's own state.
         rounds: counts rounds.
-        loss_scaling: undoes fp16 loss scaling; set ``scale`` and ``revocable``.
+        loss_scaling: undoes fp16 loss scaling.
         learning_rates: set ``now`` before each round, if the memory is ``lr_aware`` or the
             statistics measure errors.
         statistics: counts, norms, and sums for a controller.
@@ -107,9 +107,11 @@ class Engine:
         self.workers = workers
         self.seed = seed
         self.levels = Levels(compressor)
-        self.buffers = _buffers(self.memory)
+        stored, names = self.memory.stored, self.memory.buffers
+        self.buffers = ErrorBuffers(names) if stored is None else NarrowBuffers(names, stored)
         self.compressor_state: dict[str, dict[str, Any]] = {}
-        self.rounds = Rounds()
+        self._before: dict[str, dict[str, Any]] = {}  # the same at the start of this round
+        self.rounds = RoundCount()
         self.loss_scaling = LossScaling()
         self.learning_rates = LearningRates()
         self.statistics = Statistics()
@@ -121,11 +123,11 @@ class Engine:
 
     @property
     def scatters(self) -> bool:
-        """Whether of each parameter this worker gets its own shard of the mean."""
+        """Whether this worker gets only its own shard of each parameter's mean."""
         return self.scheme is not None and self.scheme.scatters
 
     def dense_bytes(self, nbytes: int) -> int:
-        """Return the bytes that this worker would send of so many of gradients, uncompressed."""
+        """Return the bytes that this worker would send for ``nbytes`` of uncompressed gradients."""
         ring = reduce_scatter_bytes if self.scatters else all_reduce_bytes
         return ring(nbytes, self.workers)
 
@@ -133,6 +135,11 @@ class Engine:
     def step(self) -> int:
         """Number of finished rounds."""
         return self.rounds.step
+
+    @property
+    def torn(self) -> bool:
+        """Whether a round is incomplete: errors are neither those before nor those after it."""
+        return not self.rounds.begun == self.rounds.ended == self.rounds.advanced
 
     def flow(
         self,
@@ -150,8 +157,8 @@ class Engine:
             weights: parameter name -> value; needed if the memory ``reads_weights``.
             wanted: False if ``grad`` need not become the mean.
         """
-        if self.rounds.begun == self.rounds.advanced:  # the first flow of a round
-            self.rounds.before = {n: dict(s) for n, s in self.compressor_state.items() if s}
+        if self.rounds.begun == self.rounds.advanced and self.levels.traits.reads_model:
+            self._before = {n: dict(s) for n, s in self.compressor_state.items() if s}
         self.rounds.begun += 1
         bucket = Bucket(
             grad,
@@ -164,48 +171,36 @@ class Engine:
             tally=self.statistics.tally,
             wanted=wanted or bool(self.memory.common),
             weights=weights or {},
-            before=self.rounds.before,
+            before=self._before,
         )
         return self._synchronise(bucket)
 
     def _synchronise(self, bucket: Bucket) -> Flow:
-        """Guard and unscale the gradient, run the memory's flow, restore what must not change."""
-        grad, scale = bucket.grad, self.loss_scaling.scale
+        """Unscale the gradient, run the memory's flow, restore what must not change."""
         if self.rounds.opened != bucket.step:
             self._open_round(bucket.step)
-        self.statistics.tally.grad_elements += bucket.numel
-        self.statistics.tally.grad_bytes += bucket.numel * grad.element_size()
-        guarded = bucket.numel and not self.levels.traits.exact
-        layouts = self.buffers.layouts
-        guard = Guard(bucket, layouts, scatters=self.scatters) if guarded else None
-        if guard is not None:
-            guard.silence(grad)
+        grad, memory, scaling = bucket.grad, self.memory, self.loss_scaling
+        scale, statistics = scaling.scale, self.statistics
+        statistics.tally.grad_elements += bucket.numel
+        statistics.tally.grad_bytes += bucket.numel * grad.element_size()
+        guarded, layouts = bucket.numel and not self.levels.traits.exact, self.buffers.layouts
+        guard = Guard(bucket, layouts, memory.unused, scatters=self.scatters) if guarded else None
         if scale is not None:
             grad.div_(scale)
-        if self.statistics.epoch is not None:
-            self.statistics.epoch.see_gradient(bucket)
-
-        state = self.buffers.flat(bucket) if self.memory.buffers else {}
-        if state and self.loss_scaling.revocable:
-            self.loss_scaling.back_up(self.buffers.live(bucket))
-        resting = self.learning_rates.back_up(bucket, self.buffers) if self.memory.lr_aware else []
-        held = guard.hold(self._held(state)) if guard is not None else []
-        exchange = BucketExchange(
-            bucket,
-            self.levels,
-            self.scheme,
-            guard,
-            self.statistics,
-            sets_aside=self.memory.sets_aside,
-            books=bool(held),
-        )
-        yield from self.memory.flow(bucket, state, exchange)
-        for buffer in state.values():  # NaN and overflow would stay for ever
+        if statistics.epoch is not None:
+            statistics.epoch.see_gradient(bucket)
+        state = self.buffers.flat(bucket) if memory.buffers else {}
+        if state and scaling.revocable:
+            scaling.back_up(self.buffers.live(bucket))
+        resting = self.learning_rates.back_up(bucket, self.buffers) if memory.lr_aware else []
+        if guard is not None and len(state) > 1:  # a single one is the error, which is set aside
+            guard.hold([state[name] for name in memory.buffers if name not in memory.common])
+        exchange = BucketExchange(bucket, self.levels, self.scheme, guard, statistics)
+        yield from memory.flow(bucket, state, exchange)
+        for buffer in state.values():  # else NaN and overflow would stay in it
             buffer.nan_to_num_(0.0, 0.0, 0.0)
         if guard is not None:
-            guard.release(held)
-        if exchange.booked is not None:  # others' shards may be encoded by a worker that is idle
-            state[self.memory.buffers[0]].add_(exchange.booked.nan_to_num_(0.0, 0.0, 0.0))
+            guard.release()
         for live, copy in resting:
             live.copy_(copy)
         if state:
@@ -214,10 +209,8 @@ class Engine:
 
     def _finish(self, bucket: Bucket, exchange: BucketExchange, scale: Tensor | None) -> None:
         """Record the error, write the mean in the gradient's own units, count the flow."""
-        grad, kept = bucket.grad, bool(self.memory.buffers)
-        if self.statistics.norms_wanted or self.statistics.epoch is not None:
-            rates, before = self.learning_rates.now, exchange.norm_before
-            self.statistics.see_error(bucket, exchange.error, before, rates if kept else None)
+        grad, rates = bucket.grad, self.learning_rates.now if self.memory.buffers else None
+        self.statistics.see_error(bucket, exchange.error, exchange.norm_before, rates)
         if exchange.mean is not grad:
             grad.copy_(exchange.mean)
         if scale is not None:
@@ -235,35 +228,10 @@ class Engine:
         if self.memory.lr_aware:
             self.learning_rates.follow(self.buffers)
 
-    def _held(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return this worker's own buffers; none if there is only an error, which is set aside."""
-        if not self.memory.holds_idle:
-            return []
-        own = [state[name] for name in self.memory.buffers if name not in self.memory.common]
-        return own if len(self.memory.buffers) > 1 else []
-
     def advance(self) -> None:
         """End a round: the flows of all its buckets have been made."""
         self.rounds.step += 1
         self.rounds.advanced = self.rounds.begun
-
-    def set_levels(
-        self, level: float | None, levels: Mapping[str, float | None] | None = None
-    ) -> None:
-        """Set the compression level, between rounds. Errors are kept.
-
-        Args:
-            level: for all parameters; None sends them uncompressed, with their errors.
-            levels: parameter name -> level, for those that differ.
-
-        Raises:
-            ValueError: an invalid level, a compressor without a knob, or levels by name for one
-                that works on whole buckets.
-
-        Warns:
-            UserWarning: a level outside the knob's range, which is clamped.
-        """
-        self.levels.set(level, levels)
 
     def errors(self) -> Mapping[str, Tensor]:
         """Return the errors by parameter name, in the parameters' shapes.
@@ -296,11 +264,15 @@ class Engine:
         self.compressor_state = {name: dict(kept) for name, kept in state["compressor"].items()}
         self.learning_rates.of_errors = dict(state["learning_rates"])
 
-    def begin_fit(self) -> None:
-        """Begin another fit with what is kept; a round that an exception has torn is given up."""
-        if self.rounds.torn:
+    def begin_fit(self, *, revocable: bool = False) -> None:
+        """Begin another fit with the kept state; give up a round that an exception has torn.
+
+        ``revocable``: optimizer steps may be skipped, as by a gradient scaler.
+        """
+        self.loss_scaling.revocable = revocable
+        if self.torn:
             self.loss_scaling.forget()
-            self.rounds.mend()
+            self.rounds.begin_again()
 
     def reset(self, step: int = 0) -> None:
         """Drop all state and start at ``step``."""
@@ -309,10 +281,4 @@ class Engine:
         self.compressor_state = {}
         self.learning_rates.of_errors = {}
         self.rounds.step = step
-        self.rounds.mend()  # the next round is a new one, even if it has the same step
-
-
-def _buffers(memory: Memory) -> Buffers:
-    if memory.stored is None:
-        return ErrorBuffers(memory.buffers)
-    return NarrowBuffers(memory.buffers, memory.stored)
+        self.rounds.begin_again()  # the next round is a new one, even if it has the same step

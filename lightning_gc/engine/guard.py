@@ -1,8 +1,8 @@
-"""Guard: keep non-finite and unused gradients out of the error state, on all workers alike."""
+"""Guard: keep non-finite and unused gradients out of the error state, equally on all workers."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Reply, Request,
 from lightning_gc.engine.error_buffers import Layouts
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.statistics import Statistics
+from lightning_gc.memories.base import Unused
 from lightning_gc.schemes import Scheme
 
 
@@ -21,21 +22,30 @@ class Guard:
     """Guards one bucket in one round, on the device, without making the host wait.
 
     - A non-finite gradient on any worker makes the result non-finite on all: a flag is appended to
-      the round's first message that all workers receive alike (which an ``Exchange`` is not; where
-      each has its own shard nothing need be alike, and the flag goes into every payload). The local
+      the round's first message that all workers receive in equal form. An ``Exchange`` is not such
+      a message; with ``scatters`` it need not be, and the flag goes into every payload. The local
       gradient is replaced by zeros before a memory sees it, so no error absorbs it.
-    - A parameter with an exactly zero local gradient was most likely unused. DDP discards the
-      result if no worker used it, so its error is not spent but set aside, and zeros are sent.
+    - A parameter with an exactly zero local gradient, an idle one, was most likely unused. DDP
+      discards the result if no worker used it. ``Memory.unused`` says what happens to its error.
 
     Args:
-        bucket: with the raw gradient.
+        bucket: with the raw gradient; zeroed here if it is not finite.
         layouts: kept from round to round.
-        scatters: of each parameter this worker gets its own shard, one of W equal parts.
+        unused: as ``Memory.unused``.
+        scatters: this worker gets one of W equal shards of each parameter's mean.
     """
 
-    def __init__(self, bucket: Bucket, layouts: Layouts, *, scatters: bool = False) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        layouts: Layouts,
+        unused: Unused = "restore",
+        *,
+        scatters: bool = False,
+    ) -> None:
         grad = bucket.grad
         self._bucket, self._layouts, self._scatters = bucket, layouts, scatters
+        self._unused = unused
         self._spans = [(start, stop) for _, start, stop in bucket.spans() if stop > start]
         peaks = _peaks([grad[start:stop] for start, stop in self._spans])  # (parameters,)
         self.idle = peaks == 0
@@ -43,9 +53,9 @@ class Guard:
         self.verdict: Tensor | None = None  # (1,): NaN if any worker's gradient is not finite
         self._on_host = grad.device.type == "cpu"  # flags can be read without waiting
         self._of_elements: Tensor | None = None
-
-    def silence(self, grad: Tensor) -> None:
-        """Replace a non-finite gradient by zeros."""
+        self._held: list[tuple[Tensor, Tensor]] = []
+        self._error: Tensor | None = None  # of the held buffers
+        self._booked: Tensor | None = None  # by the scheme to idle parameters' errors
         if not self._on_host:
             grad.masked_fill_(~self.finite, 0)
         elif not self.finite:
@@ -55,11 +65,11 @@ class Guard:
         """Move the errors of idle parameters out of ``buffer`` and return them, or None."""
         if self._on_host and not self.idle.any():
             return None
-        aside = self.of_idle(buffer)
+        aside = self._of_idle(buffer)
         buffer.masked_fill_(self._mask(buffer), 0)
         return aside
 
-    def of_idle(self, flat: Tensor) -> Tensor:
+    def _of_idle(self, flat: Tensor) -> Tensor:
         """Return a copy with zeros where parameters are not idle."""
         return flat.masked_fill(~self._mask(flat), 0)  # not a product: infinity times zero is NaN
 
@@ -71,17 +81,34 @@ class Guard:
             self._of_elements = self.idle.repeat_interleave(lengths, output_size=numel)
         return self._of_elements
 
-    def hold(self, flats: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return idle parameters' parts of ``flats`` with copies, for ``release``."""
-        if not self._on_host:
-            return [(flat, flat.clone()) for flat in flats]
-        idle = [slice(*s) for s, i in zip(self._spans, self.idle.tolist(), strict=True) if i]
-        return [(flat[part], flat[part].clone()) for flat in flats for part in idle]
+    def hold(self, flats: Sequence[Tensor]) -> None:
+        """Copy idle parameters' parts of ``flats``, the error first, for ``release``."""
+        if self._unused != "restore":
+            return
+        parts = list(flats)
+        if self._on_host:
+            idle = [slice(*s) for s, i in zip(self._spans, self.idle.tolist(), strict=True) if i]
+            parts = [flat[part] for flat in flats for part in idle]
+        self._error, self._held = flats[0], [(part, part.clone()) for part in parts]
 
-    def release(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Restore the copies made by ``hold``."""
-        for live, copy in held:
+    def release(self) -> None:
+        """Restore the held parts; keep what the scheme has added to their errors."""
+        for live, copy in self._held:
             live.copy_(copy if self._on_host else torch.where(self._mask(live), copy, live))
+        if self._error is not None and self._booked is not None:
+            self._error.add_(self._booked.nan_to_num_(0.0, 0.0, 0.0))
+
+    def around(self, flow: Flow, own: Tensor, mean: Tensor, *, keeps: bool) -> Flow:
+        """Run the exchange of ``own``, which leaves the mean over workers in ``mean``.
+
+        ``keeps``: a memory keeps what is left in ``own``.
+        """
+        aside = self.set_aside(own) if keeps and self._unused != "send" else None
+        yield from self.watch(flow)
+        if aside is not None:
+            self._booked = None if self._error is None else self._of_idle(own)
+            own.add_(aside)
+        self.poison(mean)
 
     def watch(self, flow: Flow) -> Flow:
         """Run ``flow`` with this worker's flag in its first message that all receive."""
@@ -150,13 +177,10 @@ class BucketExchange:
     scheme: Scheme | None  # None: the compressor is a Collective
     guard: Guard | None
     statistics: Statistics
-    sets_aside: bool  # what idle parameters would send
-    books: bool  # what the scheme adds to their errors
 
-    booked: Tensor | None = field(init=False, default=None)  # to idle parameters, else 0; (numel,)
     error: Tensor = field(init=False)  # after the exchange, (numel,)
     mean: Tensor = field(init=False)  # over workers, (numel,)
-    norm_before: Tensor | None = field(init=False)  # compression; None if not measured
+    norm_before: Tensor | None = field(init=False, default=None)  # compression, if measured
 
     def __call__(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
         """Compress ``buffer`` at the current levels and exchange it."""
@@ -194,17 +218,10 @@ class BucketExchange:
     def _run(
         self, flow: Flow, buffer: Tensor, own: Tensor, mean: Tensor
     ) -> Generator[Request, Reply, Tensor]:
-        wanted = self.statistics.norms_wanted
-        self.norm_before = torch.linalg.vector_norm(own) if wanted else None
-        if self.guard is None:
-            yield from flow
-        else:
-            kept = self.sets_aside and buffer is not self.bucket.grad
-            aside = self.guard.set_aside(own) if kept else None
-            yield from self.guard.watch(flow)
-            if aside is not None:
-                self.booked = self.guard.of_idle(own) if self.books else None
-                own.add_(aside)
-            self.guard.poison(mean)
+        if self.statistics.norms_wanted:
+            self.norm_before = torch.linalg.vector_norm(own)
+        if self.guard is not None:
+            flow = self.guard.around(flow, own, mean, keeps=buffer is not self.bucket.grad)
+        yield from flow
         self.error, self.mean = own, mean
         return mean

@@ -38,7 +38,19 @@ class Levels:
         self.changed = False
 
     def set(self, level: float | None, levels: Mapping[str, float | None] | None = None) -> None:
-        """Change the levels; see ``Engine.set_levels``."""
+        """Set the compression level, between rounds. Errors are kept.
+
+        Args:
+            level: for all parameters; None sends them uncompressed, with their errors.
+            levels: parameter name -> level, for those that differ.
+
+        Raises:
+            ValueError: an invalid level, a compressor without a knob, or levels by name for one
+                that works on whole buckets.
+
+        Warns:
+            UserWarning: a level outside the knob's range, which is clamped.
+        """
         compressor = self._common_compressor
         by_name = {name: _clamped(compressor, v, name) for name, v in (levels or {}).items()}
         level = _clamped(compressor, level, "all parameters")
@@ -115,6 +127,6 @@ def _clamped(compressor: Compressor, level: float | None, whose: str) -> float |
         warnings.warn(
             f"Level {level!r} for {whose} is outside {knob.field}'s {knob.low:g}..{knob.high:g} "
             f"and has been set to {nearest!r}.",
-            stacklevel=5,
+            stacklevel=4,
         )
     return nearest

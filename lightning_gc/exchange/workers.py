@@ -182,8 +182,7 @@ class Workers:
         if not self.engines:
             self.engines = [self._engine(a.worker, a.workers) for a in accounts]
         for engine in self.engines:
-            engine.begin_fit()
-            engine.loss_scaling.revocable = revocable
+            engine.begin_fit(revocable=revocable)
 
     def _engine(self, worker: int, workers: int) -> Engine:
         return self.configuration.engine(worker, workers)
@@ -278,9 +277,9 @@ class Workers:
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None
     ) -> None:
-        """Set the levels of all workers, between rounds; see ``Engine.set_levels``."""
+        """Set the levels of all workers, between rounds; see ``Levels.set``."""
         for engine in self.engines:
-            engine.set_levels(level, levels)
+            engine.levels.set(level, levels)
 
     def forget_levels(self) -> None:
         """Go back to the compressor's own level, as if none had been set."""

@@ -11,11 +11,11 @@ from lightning_gc.attachment.attached_shards import AttachedScatters
 from lightning_gc.compressors import Compressor
 from lightning_gc.exchange import Configuration
 from lightning_gc.lightning.arguments import changed, refuse_unknown
-from lightning_gc.lightning.sharded import ShardedStrategy, check_settings
+from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
-from lightning_gc.sharded.fsdp_units import has_custom_scatters
-from lightning_gc.sharded.reduce_scatter import ReduceScatter
+from lightning_gc.sharded.shard_validation import refuse_errors, refuse_settings
 from lightning_gc.sharded.sharded_workers import FSDPWorkers
+from lightning_gc.sharded.unit_scatters import ReduceScatter
 
 _OWNER = "CompressedFSDPStrategy"
 
@@ -97,16 +97,9 @@ class CompressedFSDP(ShardedStrategy):
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
-        check_settings(
-            _OWNER,
-            changed(type(self), model_parallel_kwargs),
-            "all ranks share the model",
-            has_hook=has_custom_scatters(),
-            hook="2.9 set_custom_reduce_scatter",
-            instead="CompressedHSDPStrategy",
-        )
+        refuse_settings(_OWNER, "FSDP", changed(type(self), model_parallel_kwargs))
         self._configure(compressor, memory, ReduceScatter(), None, seed, "full", "float32")
-        check_memory(_OWNER, self.compressor, self.memory, memory is not None)
+        refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
         if verify not in (0, "payload") or isinstance(verify, bool):
             raise ValueError(
                 f"{_OWNER}(verify={verify!r}): each rank gets the mean of its own shard, which no "
@@ -124,30 +117,3 @@ class CompressedFSDP(ShardedStrategy):
 
     def _attached_to(self, setup: Setup) -> AttachedScatters:
         return AttachedScatters(self.model, setup, self._device_mesh)
-
-
-def check_memory(owner: str, compressor: Compressor, memory: Memory, given: bool) -> None:
-    """Raise ValueError for a memory that keeps anything: errors are of whole parameters here.
-
-    Args:
-        owner: the class, for the sentence.
-        compressor: with its wrappers.
-        memory: as given, or the compressor's own.
-        given: whether the user has asked for it.
-    """
-    if not memory.buffers:
-        return
-    price = (
-        "errors of whole parameters, 4 bytes for each of the model's on every rank, which is what "
-        "FSDP is there to save, and which this strategy does not keep"
-    )
-    if given:
-        raise ValueError(
-            f"{owner}(memory={memory!r}): it would keep {price}. Leave it out and use an unbiased "
-            f"compressor such as QSGD(8), or CompressedHSDPStrategy, whose errors are of shards."
-        )
-    raise ValueError(
-        f"{owner}({compressor.method!r}): this method feeds back its errors by {memory!r}, which "
-        f"would be {price}. Use an unbiased one such as QSGD(8), CompressedHSDPStrategy, whose "
-        f"errors are of shards, or memory='none' to drop them knowingly."
-    )

@@ -15,11 +15,14 @@ from lightning_gc.controllers import Controller
 from lightning_gc.exchange import Configuration
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown
-from lightning_gc.lightning.sharded import ShardedStrategy, check_settings
+from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.sharded.fsdp_units import has_hooks
-from lightning_gc.sharded.shard_validation import check_bucket_cap, refuse_whole_gradients
+from lightning_gc.sharded.shard_validation import (
+    check_bucket_cap,
+    refuse_curves,
+    refuse_settings,
+)
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
 
 _OWNER = "CompressedHSDPStrategy"
@@ -104,14 +107,7 @@ class CompressedHSDP(ShardedStrategy):
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
-        check_settings(
-            _OWNER,
-            changed(type(self), model_parallel_kwargs),
-            "it follows from replicas",
-            has_hook=has_hooks(),
-            hook="2.7 set_all_reduce_hook",
-            instead="CompressedDDPStrategy",
-        )
+        refuse_settings(_OWNER, "HSDP", changed(type(self), model_parallel_kwargs))
         if replicas != "auto" and not (type(replicas) is int and replicas >= 1):
             raise ValueError(
                 f"{_OWNER}(replicas={replicas!r}): give the number of replicas of the model, at "
@@ -119,7 +115,7 @@ class CompressedHSDP(ShardedStrategy):
             )
         check_bucket_cap(_OWNER, bucket_cap_mb)
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
-        refuse_whole_gradients(_OWNER, controller)
+        refuse_curves(_OWNER, controller)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
         verification(verify, _OWNER)
         self.verify = verify

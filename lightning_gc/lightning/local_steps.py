@@ -22,12 +22,18 @@ from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
-from lightning_gc.lightning.local_settings import FirstStep, refuse_communicating, refuse_in_trainer
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, finished
 from lightning_gc.local_steps.local_state import CommonState, MeanDrift, OwnState
-from lightning_gc.local_steps.round_plan import RoundPlan, check_rounds, refuse
+from lightning_gc.local_steps.refusals import (
+    FirstStep,
+    check_rounds,
+    refuse_communicating,
+    refuse_in_trainer,
+    refuse_settings,
+)
+from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 
@@ -60,7 +66,7 @@ class LocalHooks(CompressedStrategy):
         state: str,
     ) -> None:
         owner = type(self).__name__
-        refuse(owner, self.compressor, self.memory, self.controller, outer)
+        refuse_settings(owner, self.compressor, self.memory, self.controller, outer)
         if show not in ("common", "local"):
             raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
         self.plan = RoundPlan.of(owner, every, fragments, delay, merge)

@@ -6,7 +6,6 @@ Joined with the ``ModelParallelStrategy`` of either package by its subclasses.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -120,34 +119,3 @@ class ShardedStrategy(RealWorker, abc.ABC):
         if self._attached is not None:
             self._attached.before_pass()
         super().pre_backward(closure_loss)
-
-
-def check_settings(
-    owner: str,
-    mesh_arguments: Mapping[str, Any],
-    size: str,
-    *,
-    has_hook: bool,
-    hook: str,
-    instead: str,
-) -> None:
-    """Raise RuntimeError for a torch that is too old; ValueError for arguments of a mesh.
-
-    Args:
-        owner: the class, for the sentence.
-        mesh_arguments: ``ModelParallelStrategy``'s that differ from their default.
-        size: why ``data_parallel_size`` cannot be given.
-        has_hook: whether this torch has ``hook``.
-        hook: torch's version and the name of the hook in FSDP2.
-        instead: the strategy for older versions.
-    """
-    if not has_hook:
-        version, name = hook.split()
-        raise RuntimeError(
-            f"{owner} needs torch {version} or later, whose FSDP2 has {name}; this is torch "
-            f"{torch.__version__}. Install a newer one, or use {instead}."
-        )
-    tried = "tensor parallelism has not been tried with it"
-    for name, why in (("data_parallel_size", size), ("tensor_parallel_size", tried)):
-        if name in mesh_arguments:
-            raise ValueError(f"{owner}({name}={mesh_arguments[name]!r}): {why}; leave it out.")

@@ -16,8 +16,7 @@ from lightning_gc.core.flow import Flow
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, plain_name
 from lightning_gc.local_steps import OuterSGD
-from lightning_gc.local_steps.common_weights import CommonWeights, mean_of
-from lightning_gc.local_steps.outer_sgd import Fragment
+from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
 from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
 
 LOST_IN_A_ROW = 10

@@ -1,4 +1,4 @@
-"""RoundPlan: after which steps what is exchanged, and when and how the result is taken over."""
+"""Settings of local steps: RoundPlan, GrowingRounds and OuterSGD."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import Controller
+from torch import Tensor
+
 from lightning_gc.core.settings import Settings
-from lightning_gc.local_steps.outer_sgd import OuterSGD
-from lightning_gc.memories import Memory
 
 MIXED = 0.5
 """Share of a worker's own weights in ``merge="mix"``."""
@@ -152,69 +150,75 @@ class GrowingRounds(Settings):
         return max(self.base, math.floor(min(squared, most)))
 
 
-def refuse(
-    owner: str,
-    compressor: Compressor,
-    memory: Memory,
-    controller: Controller | None,
-    outer: OuterSGD,
-) -> None:
-    """Raise ValueError for what reads learning rates or gradients, which differences have not.
+@dataclass(frozen=True)
+class OuterSGD(Settings):
+    """SGD on the common weights θ, with the mean Δ̄ over workers of "θ minus own weights".
 
-    What is exchanged is a difference of weights, in which learning rates are contained already.
+    ``v ← μ·v + Δ̄``, then ``θ ← θ − η·v``, or with ``nesterov`` ``θ ← θ − η·(Δ̄ + μ·v)``, as
+    ``torch.optim.SGD`` does. The default, η = 1 and μ = 0, averages the workers' weights (local
+    SGD). Momentum costs one float32 per parameter, the same on all workers.
 
     Args:
-        owner: the strategy, for the sentence.
-        compressor: of the differences.
-        memory: likewise.
-        controller: of levels, or None.
-        outer: the outer step.
+        lr: η, above 0, constant. Above 1 goes beyond the mean of the weights, below 1 stays behind.
+        momentum: μ, in [0, 1). Higher averages over more rounds; needs hundreds of them.
+        nesterov: Nesterov momentum.
+
+    Raises:
+        ValueError: a value outside these ranges, ``nesterov`` without momentum.
+
+    Example:
+        >>> import torch
+        >>> from lightning_gc import OuterSGD
+        >>> weights = torch.tensor([1.0, 2.0])
+        >>> OuterSGD().step(weights, None, torch.tensor([0.5, -0.5]))
+        >>> weights
+        tensor([0.5000, 2.5000])
+        >>> OuterSGD.diloco()
+        OuterSGD(lr=0.7, momentum=0.9, nesterov=True)
+
+    Reference:
+        Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+        Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
     """
-    if not compressor.traits.conserves:
-        raise ValueError(
-            f"{owner}({compressor!r}): its workers vote, and the result, of equal magnitude in "
-            f"every element, is no mean of how far their weights have come; use EFSignSGD() for "
-            f"signs with magnitudes, or QSGD(4)."
-        )
-    if memory.lr_aware:
-        raise ValueError(
-            f"{owner}(memory={memory!r}): differences of weights contain the learning rate "
-            f"already, so errors must not follow it; use memory=Residual()."
-        )
-    if memory.lookahead or memory.reads_weights:
-        raise ValueError(
-            f"{owner}(memory={memory!r}): it changes gradients by weights or weights by errors at "
-            f"each optimizer step, but here something is exchanged every H steps only; use "
-            f"memory=Residual()."
-        )
-    if outer.momentum:
-        try:
-            memory.check_optimizer({"momentum": outer.momentum})
-        except ValueError:
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < math.inf:
             raise ValueError(
-                f"{owner}(memory={memory!r}, outer={outer!r}): the memory has the outer momentum; "
-                f"use outer=OuterSGD(lr={outer.lr!r}), or memory=Residual()."
-            ) from None
-    if controller is not None and (controller.needs.errors or controller.needs.scale):
-        raise ValueError(
-            f"{owner}(controller={controller!r}): it computes with gradients and learning rates, "
-            f"but differences of weights contain both; use Accordion or a Schedule."
-        )
+                f"OuterSGD(lr={self.lr!r}): the outer learning rate must be above 0; use 1.0, "
+                f"which averages the workers' weights."
+            )
+        if not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"OuterSGD(momentum={self.momentum!r}): it must be in [0, 1); use 0.9, or 0.0 for "
+                f"none."
+            )
+        if self.nesterov and not self.momentum:
+            raise ValueError(
+                "OuterSGD(nesterov=True) needs momentum; use OuterSGD.diloco(), or nesterov=False."
+            )
 
+    @classmethod
+    def diloco(cls) -> OuterSGD:
+        """Return DiLoCo's settings."""
+        return cls(lr=0.7, momentum=0.9, nesterov=True)
 
-def check_rounds(owner: str, plan: RoundPlan, controller: Controller | None) -> None:
-    """Raise ValueError for a controller whose H the plan cannot have.
+    def step(self, weights: Tensor, velocity: Tensor | None, mean: Tensor) -> None:
+        """Make one step.
 
-    Args:
-        owner: the strategy, for the sentence.
-        plan: as the strategy begins.
-        controller: of H, of levels, or None.
-    """
-    every = () if controller is None else controller.needs.rounds
-    if every and plan.growing is not None:
-        raise ValueError(
-            f"{owner}(every={plan.growing!r}, controller={controller!r}): both set the steps of a "
-            f"round; give every=8, say, or another controller."
-        )
-    for steps in every:
-        dataclasses.replace(plan, every=steps)
+        Products are rounded before they are added: whether they are fused depends on a device's
+        instructions, and on an element's place, and all workers must get the same bits.
+
+        Args:
+            weights: θ, changed in place.
+            velocity: v, changed in place; None without momentum.
+            mean: Δ̄, left as it is.
+        """
+        update = mean
+        if velocity is not None:
+            velocity.mul_(self.momentum).add_(mean)
+            update = (velocity * self.momentum).add_(mean) if self.nesterov else velocity
+        weights.sub_(update * self.lr)

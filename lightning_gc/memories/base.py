@@ -5,18 +5,24 @@ from __future__ import annotations
 import abc
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from torch import Tensor
 
+from lightning_gc.compressors.base import Compressor
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Reply, Request
 from lightning_gc.core.search_space import Choice, Range
 from lightning_gc.core.settings import Settings
 from lightning_gc.memories.storage import Storage
+from lightning_gc.schemes.base import Scheme
 
 State: TypeAlias = Mapping[str, Tensor]
 """Buffer name -> flat tensor."""
+
+
+Unused: TypeAlias = Literal["restore", "skip", "send"]
+"""See ``Memory.unused``."""
 
 
 class GradientExchange(Protocol):
@@ -61,18 +67,16 @@ class Memory(Settings, abc.ABC):
         feeds_back: a step's error enters the next step, so the compressor's result must be the mean
             of what was sent.
         accumulates: what a step leaves is added to the next gradient, so that it adds up.
-        corrects_momentum: momentum is accumulated before compression, so the compressor must be
-            biased (there must be an error to correct).
         lr_aware: buffers are in units of the update, learning rate times gradient: the engine
             multiplies them by γ_{t−1}/γ_t when a parameter's learning rate changes.
         common: those of ``buffers`` that are equal on all workers, computed from the mean.
         space: settings worth tuning, with their ranges.
-        holds_idle: where a parameter has no gradient on a worker, its buffers, but common ones, are
-            put back after the round; what the scheme has added to the error is kept.
-        sets_aside: where a parameter has no gradient on a worker, what it would send is kept from
-            the exchange, and zeros are sent.
-        stored: how buffers are kept between steps; None: in float32 or wider. Not for those that
-            are ``lr_aware`` or ``common``.
+        unused: what happens to a parameter without a gradient on this worker. ``"restore"``: zeros
+            are sent, and its buffers except ``common`` are restored after the round, with what the
+            scheme has added to the error. ``"skip"``: zeros are sent, and the error is kept; other
+            buffers change. ``"send"``: its zero gradient is exchanged like any other.
+        stored: how buffers are kept between steps; None: in float32 or wider. Not for ``lr_aware``
+            or ``common`` buffers.
         reads_weights: ``flow`` reads ``bucket.weights``.
         lookahead: share of its error by which a worker moves its weights during its forward and
             backward pass.
@@ -81,11 +85,9 @@ class Memory(Settings, abc.ABC):
     buffers: tuple[str, ...] = ()
     feeds_back: bool = True
     accumulates: bool = True
-    corrects_momentum: bool = False
     lr_aware: bool = False
     common: tuple[str, ...] = ()
-    holds_idle: bool = True
-    sets_aside: bool = True
+    unused: Unused = "restore"
     space: tuple[Range | Choice, ...] = ()
 
     @property
@@ -115,6 +117,27 @@ class Memory(Settings, abc.ABC):
             state: the buffers, updated in place.
             exchange: call it once.
         """
+
+    def check(self, compressor: Compressor, scheme: Scheme | None) -> None:
+        """Raise ValueError if this memory cannot work with the compressor or the scheme."""
+        traits = compressor.traits
+        if self.stored is not None and (self.lr_aware or self.common):
+            raise ValueError(
+                f"{self!r} stores buffers in fewer bits, but they are rescaled with the learning "
+                f"rate or equal on all workers, and each worker would round them again; keep them "
+                f"in float32 (stored=None)."
+            )
+        if traits.needs_sums and not self.accumulates:
+            raise ValueError(
+                f"{compressor!r} sends what has added up over steps, but {self!r} adds up nothing, "
+                f"so nothing would be sent; use Residual()."
+            )
+        if self.feeds_back and not traits.conserves:
+            raise ValueError(
+                f"{self!r} feeds back what was not sent, but the result of {compressor!r} is a "
+                f"majority vote, not the mean of what was sent; use NoMemory(), or EFSignSGD() for "
+                f"signs with error feedback."
+            )
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError if one of the optimizer's ``param_groups`` conflicts with it."""

@@ -24,7 +24,7 @@ class GradientDifferences(Memory):
     common = ("mean_estimate",)
     # A gradient of zero differs from the estimate like any other, and the estimate follows: it is
     # applied whether or not a worker sends.
-    holds_idle = sets_aside = False
+    unused = "send"
     # What a step leaves is sent when the gradient is still there in the next one.
     conserves = accumulates = False
 

@@ -10,10 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Compressor
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow
 from lightning_gc.core.search_space import Range
 from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
+from lightning_gc.schemes.base import Scheme
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,6 @@ class MomentumCorrection(OwnMomentum):
 
     buffers = ("error", "momentum")
     space = (Range("momentum", 0.1, 0.9),)
-    corrects_momentum = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,6 +135,25 @@ class MomentumCorrection(OwnMomentum):
             if self.weight_decay:
                 part.add_(bucket.weights[name], alpha=self.weight_decay)
         return gradient
+
+    def check(self, compressor: Compressor, scheme: Scheme | None) -> None:
+        if compressor.traits.unbiased:
+            raise ValueError(
+                f"{self!r} corrects the momentum that waits in the error, but {compressor!r} is "
+                f"unbiased and leaves none; use NoMemory(), or a biased compressor such as "
+                f"TopK(0.01)."
+            )
+        if compressor.traits.kind != "sparsifier":
+            raise ValueError(
+                f"{self!r} drops the momentum of elements that are sent, and {compressor!r} sends "
+                f"all of them, so nothing would remain; use LocalMomentum(), or a sparsifier."
+            )
+        super().check(compressor, scheme)
+        if scheme is not None and scheme.averages_first:
+            raise ValueError(
+                f"{self!r} drops the momentum of elements that a worker has sent, but {scheme!r} "
+                f"encodes means of several workers; use AllGather(), or another memory."
+            )
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         super().check_optimizer(group)

@@ -46,7 +46,7 @@ class SAEF(OwnMomentum):
     """
 
     buffers = ("error", "momentum")
-    holds_idle = False  # else a worker without a gradient would miss the mean of the errors
+    unused = "skip"  # else a worker without a gradient would miss the mean of the errors
     space = (Range("momentum", 0.1, 0.9),)
 
     @property

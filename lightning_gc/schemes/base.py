@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,12 +13,6 @@ from lightning_gc.compressors.base import Codec, Collective, Compressor, Joint, 
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Exchange, Flow, Limits, Payload
 from lightning_gc.core.settings import Settings
-
-
-class MemoryLike(Protocol):
-    """A memory, as a scheme sees it; see ``Memory``."""
-
-    corrects_momentum: bool
 
 
 class Scheme(Settings, abc.ABC):
@@ -33,6 +27,7 @@ class Scheme(Settings, abc.ABC):
 
     Attributes:
         averages: payloads are averaged before decoding, so the codec must be linear.
+        averages_first: what is encoded is a mean over several workers' gradients.
         joint: ``"parts"`` if the result is the same where parts of a tensor are encoded together;
             ``"shards"`` if a tensor is cut into W equal shards, and the result is the same where
             shards of several tensors are encoded together.
@@ -44,6 +39,7 @@ class Scheme(Settings, abc.ABC):
     """
 
     averages: bool = False
+    averages_first: bool = False
     joint: ClassVar[Joint] = "no"
     cuts: bool = False
     scatters: bool = False
@@ -87,9 +83,6 @@ class Scheme(Settings, abc.ABC):
                 f"{self!r} cuts tensors into shards, which have no state, but {compressor!r} needs "
                 f"that of the whole tensor. Use AllGather()."
             )
-
-    def check_memory(self, memory: MemoryLike) -> None:
-        """Raise ValueError if the memory cannot be used with this scheme."""
 
 
 def padded(flat: Tensor, index: int, size: int) -> tuple[Tensor, Tensor]:

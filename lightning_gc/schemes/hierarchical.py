@@ -12,7 +12,7 @@ from lightning_gc.compressors.base import Codec, Compressor, wire_of
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow
 from lightning_gc.schemes.all_gather import AllGather
-from lightning_gc.schemes.base import MemoryLike, Scheme, book, padded, toward, unpad
+from lightning_gc.schemes.base import Scheme, book, padded, toward, unpad
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Hierarchical(Scheme):
 
     workers_per_node: int = 8
 
-    cuts = True
+    cuts = averages_first = True
 
     def __post_init__(self) -> None:
         if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
@@ -79,13 +79,6 @@ class Hierarchical(Scheme):
             raise ValueError(
                 f"{self!r} averages in nodes first, but the workers of {compressor!r} vote, and "
                 f"each node would have one vote only. Use TwoShot()."
-            )
-
-    def check_memory(self, memory: MemoryLike) -> None:
-        if memory.corrects_momentum:
-            raise ValueError(
-                f"{memory!r} drops the momentum of elements that a worker has sent, but {self!r} "
-                f"encodes means of several workers; use AllGather(), or another memory."
             )
 
     def neighbours(self, workers: int) -> int:

@@ -19,7 +19,6 @@ from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
     check_agreement,
     digest_of,
-    refuse_sparse_gradients,
 )
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import Shapes
@@ -28,12 +27,11 @@ from lightning_gc.sharded.fsdp_units import (
     Piece,
     Unit,
     after_backward,
-    fills_unused,
     gradient_of,
     refuse_interrupted,
     units_of,
 )
-from lightning_gc.sharded.shard_validation import refuse_unlike_shards
+from lightning_gc.sharded.shard_validation import Way, refuse_model, refuse_pass
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
 from lightning_gc.transports.distributed import Distributed, gather_text
 
@@ -48,7 +46,7 @@ class ShardExchange:
         between: the group of ranks that have the same shards.
         columns: global ranks of all such groups.
         device: of the gradients.
-        mesh_dims: dimensions of the mesh on which parameters are.
+        way: ``"HSDP"``, or ``"attach"`` if parameters are on a mesh of replicas and shards.
         bucket_cap_mb: megabytes of this rank's shards from which on a bucket is full.
         agreed: name -> text of other settings that must be equal on all ranks.
         timeout: of every collective.
@@ -74,7 +72,7 @@ class ShardExchange:
         columns: Sequence[Sequence[int]],
         device: torch.device,
         *,
-        mesh_dims: int,
+        way: Way,
         bucket_cap_mb: float,
         agreed: Mapping[str, str],
         timeout: timedelta | None,
@@ -82,10 +80,28 @@ class ShardExchange:
         common: Callable[[], Iterable[Tensor]] | None = None,
         verify: Verify = 0,
     ) -> None:
-        self._workers, self._device = workers, device
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(between)))
+
+        def synchronize() -> str:
+            self.synchronizer = Synchronizer(
+                workers,
+                device,
+                between,
+                timeout,
+                before_round=before_round,
+                common=common,
+                verify=verify,
+                purpose=(
+                    f"an exchange of gradients between replicas; their workers 0, 1, ... are the "
+                    f"ranks {ranks}"
+                ),
+                groups=columns,
+            )
+            return ""
+
         workers.shard, workers.shards = dist.get_rank(node), dist.get_world_size(node)
-        ranks = dist.get_process_group_ranks(node)
-        on_all_ranks(partial(_check, model, ranks, mesh_dims), device)
+        here = dist.get_process_group_ranks(node)
+        on_all_ranks(partial(refuse_model, model, here, way), device)
         workers.name(model)
         replicas = dist.get_world_size(between)
         whole = {name: tuple(param.shape) for param, name in workers.names.items()}
@@ -101,10 +117,7 @@ class ShardExchange:
         broadcast_all(map(workers.local, sharded), between)
         broadcast_all((*plain, *model.buffers()))
         self.parts = ShardParts(node, device)
-        on_all_ranks(
-            partial(self._synchronize, between, columns, timeout, before_round, common, verify),
-            device,
-        )
+        on_all_ranks(synchronize, device)
         workers.run = gather_text(workers.run, Distributed(), device)[0]
         self.buckets = ShardBuckets(
             units_of(model),
@@ -114,38 +127,6 @@ class ShardExchange:
             self.synchronizer.check,
             self.synchronizer.end_round,
         )
-
-    def _synchronize(
-        self,
-        between: dist.ProcessGroup,
-        columns: Sequence[Sequence[int]],
-        timeout: timedelta | None,
-        before_round: Callable[[], None],
-        common: Callable[[], Iterable[Tensor]] | None,
-        verify: Verify,
-    ) -> str:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(between)))
-        self.synchronizer = Synchronizer(
-            self._workers,
-            self._device,
-            between,
-            timeout,
-            before_round=before_round,
-            common=common,
-            verify=verify,
-            purpose=(
-                f"an exchange of gradients between replicas; their workers 0, 1, ... are the ranks "
-                f"{ranks}"
-            ),
-            groups=columns,
-        )
-        return ""
-
-
-def _check(model: nn.Module, node: Sequence[int], mesh_dims: int) -> str:
-    refuse_sparse_gradients(model)
-    refuse_unlike_shards(model, node, mesh_dims)
-    return ""
 
 
 MEGABYTE = 1 << 20
@@ -266,7 +247,13 @@ class ShardBuckets:
             self._running = True
             after_backward(self._finish)
         bucket, pieces = self._home[unit], unit.pieces()
-        self._refuse(unit, pieces, reduced)
+        if unit.keeps_from_replicas:
+            raise RuntimeError(
+                f"{unit.name} has set_requires_all_reduce(False), but what a pass reduces is "
+                f"exchanged between replicas. To accumulate gradients use "
+                f"set_requires_gradient_sync(False), and True in the last pass."
+            )
+        refuse_pass(unit, self._names, reduced.numel(), divided=unit.divides_itself)
         if bucket.mean is not None:
             raise RuntimeError(
                 f"{unit.name} was reduced again in a backward pass in which its bucket is under "
@@ -295,33 +282,6 @@ class ShardBuckets:
                 used_here(added_up)
                 bucket.flat[bucket.place(piece)].add_(added_up.reshape(-1))
                 added_up.zero_()
-
-    def _refuse(self, unit: Unit, pieces: Sequence[Piece], reduced: Tensor) -> None:
-        """Raise RuntimeError if ``reduced`` is not what was agreed on when the fit began."""
-        if any(piece.param not in self._names for piece in pieces):
-            raise RuntimeError(
-                f"A parameter of {unit.name} was unfrozen, added or replaced after the fit began, "
-                f"so no other replica expects its gradient. Change the model between two fits."
-            )
-        if unit.divides_itself:
-            raise RuntimeError(_DIVIDES.format(unit.name))
-        if unit.keeps_from_replicas:
-            raise RuntimeError(
-                f"{unit.name} has set_requires_all_reduce(False), but what a pass reduces is "
-                f"exchanged between replicas. To accumulate gradients use "
-                f"set_requires_gradient_sync(False), and True in the last pass."
-            )
-        if reduced.numel() != unit.padded_numel():
-            fix = (
-                "Let all of them take part in the loss"
-                if fills_unused()
-                else "Let all of them take part in the loss, or use torch 2.13 or later"
-            )
-            raise RuntimeError(
-                f"Of {unit.name} {unit.padded_numel()} elements of this shard are trained, but "
-                f"the backward pass has {reduced.numel()}: parameters without a gradient are left "
-                f"out, and nothing says which. {fix}."
-            )
 
     def _flat(self, bucket: _Bucket, device: torch.device) -> Tensor:
         if bucket.flat is None:
@@ -380,13 +340,6 @@ class ShardBuckets:
                 gradient_of(piece.param).add_(mean)
         bucket.flat = bucket.mean = None
         bucket.calls.clear()
-
-
-_DIVIDES = (
-    "{} has set_gradient_divide_factor or set_force_sum_reduction_for_comms, with which FSDP2 "
-    "divides after the exchange between nodes, so that errors would be in other units than "
-    "gradients. Leave both at their defaults."
-)
 
 
 def _joined(

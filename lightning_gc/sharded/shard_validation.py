@@ -1,65 +1,196 @@
-"""Shard validation: refuse models that are sharded in another way than HSDP needs."""
+"""Shard validation: one table of what HSDP, FSDP and ``attach`` refuse of a model in shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
-from lightning_gc.exchange.validation import refuse_unsynchronised
-from lightning_gc.sharded.fsdp_units import Unit, units_of
+from lightning_gc.exchange.validation import refuse_sparse_gradients, refuse_unsynchronised
+from lightning_gc.memories import Memory
+from lightning_gc.sharded import fsdp_units
+from lightning_gc.sharded.fsdp_units import Unit, fills_unused, units_of
 
-DOCUMENTED = (
+Way = Literal["HSDP", "FSDP", "attach"]
+"""HSDP and ``attach`` exchange shards between replicas; FSDP exchanges parts of gradients."""
+
+_CALL = (
     'call fully_shard(module, mesh=self.device_mesh["data_parallel"]) in configure_model, for the '
     "layers and at last for the whole model"
 )
+_MESH = (
+    'give fully_shard a mesh such as init_device_mesh("cuda", (nodes, ranks_of_a_node), '
+    'mesh_dim_names=("replicate", "shard"))'
+)
+_DIVISOR = "set_gradient_divide_factor or set_force_sum_reduction_for_comms"
 
 
-def refuse_unlike_shards(model: nn.Module, node: Sequence[int], mesh_dims: int = 1) -> None:
-    """Raise ValueError if the model's units are not those of one node, or gradients go elsewhere.
+@dataclass(frozen=True)
+class Rule:
+    """A property of an FSDP2 unit that some ways refuse.
+
+    Attributes:
+        broken: whether a unit has it, given the ranks over which every unit must be sharded.
+        sentence: what follows "has {unit's name}", by way; ways that are not named accept it.
+    """
+
+    broken: Callable[[Unit, list[int]], bool]
+    sentence: Mapping[Way, str]
+
+
+def _hooks(unit: Unit) -> bool:
+    name = "_post_accumulate_grad_hooks"
+    return any(param.requires_grad and getattr(param, name, None) for param in unit.params)
+
+
+RULES = (
+    Rule(
+        lambda unit, ranks: unit.replicates,
+        {
+            "HSDP": f"on a mesh of two dimensions, on which FSDP2 averages over replicas itself, "
+            f"uncompressed; {_CALL}",
+            "FSDP": f"on a mesh of two dimensions, on which FSDP2 also averages over replicas, "
+            f"uncompressed; use CompressedHSDPStrategy, or {_CALL}",
+        },
+    ),
+    Rule(
+        lambda unit, ranks: unit.ranks != ranks,
+        {
+            "HSDP": "sharded over the ranks {unit.ranks}, but its node has {ranks}: replicas would "
+            f"average different parameters; {_CALL}",
+            "attach": "sharded over the ranks {unit.ranks}, but its node has {ranks}: replicas "
+            f"would average different parameters; {_MESH}",
+            "FSDP": "sharded over the ranks {unit.ranks}, but the strategy shards over {ranks}; "
+            f"{_CALL}",
+        },
+    ),
+    Rule(
+        lambda unit, ranks: unit.hooked,
+        dict.fromkeys(
+            ("HSDP", "attach"),
+            "with set_all_reduce_hook, but the exchange between replicas is its only hook; leave "
+            "it out",
+        ),
+    ),
+    Rule(
+        lambda unit, ranks: unit.offloads,
+        dict.fromkeys(
+            ("HSDP", "attach"),
+            "with a CPUOffloadPolicy, but gradients must stay on the device until they are "
+            "exchanged; use OffloadPolicy()",
+        ),
+    ),
+    Rule(
+        lambda unit, ranks: unit.scattered,
+        {
+            "FSDP": "with its own reduce-scatter, as by set_custom_reduce_scatter, but only one "
+            "can replace FSDP2's; leave it out"
+        },
+    ),
+    Rule(
+        lambda unit, ranks: unit.shares_its_module,
+        {
+            "FSDP": "with several groups of parameters, as by a shard_placement_fn that names "
+            "meshes, but FSDP2 then takes no reduce-scatter; shard on one mesh"
+        },
+    ),
+    Rule(
+        lambda unit, ranks: unit.divides_itself,
+        dict.fromkeys(
+            ("HSDP", "attach", "FSDP"),
+            f"with {_DIVISOR}, but then the exchanged gradient is not a mean, and errors have "
+            f"other units than gradients; leave both at their defaults",
+        ),
+    ),
+    Rule(
+        lambda unit, ranks: unit.dtype not in (torch.float32, torch.bfloat16),
+        dict.fromkeys(
+            ("HSDP", "attach", "FSDP"),
+            "whose gradients are reduced in {unit.dtype}, but FSDP2 divides that partly after the "
+            "exchange, so the exchanged gradient is not a mean; use "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32), or precision='bf16-mixed'",
+        ),
+    ),
+    Rule(
+        lambda unit, ranks: _hooks(unit),
+        dict.fromkeys(
+            ("HSDP", "attach"),
+            "with register_post_accumulate_grad_hook, but that hook would see gradients before "
+            "they are exchanged; step the optimizer after the backward pass",
+        ),
+    ),
+)
+
+
+def refuse_model(model: nn.Module, ranks: Sequence[int], way: Way) -> str:
+    """Raise ValueError if the model is sharded in another way than ``way`` needs; return "".
 
     Args:
-        model: as ``configure_model`` has left it.
-        node: global ranks among which every unit must be sharded.
-        mesh_dims: dimensions of the mesh that ``fully_shard`` was given.
+        model: on which ``fully_shard`` was called.
+        ranks: global ranks over which every unit must be sharded.
+        way: how gradients are exchanged.
     """
-    units = sharded_units(model)
-    for unit in units:
-        _refuse_unit(unit, node)
-    refuse_outside(model, units, mesh_dims)
-
-
-def sharded_units(model: nn.Module) -> list[Unit]:
-    """Return the model's units; ValueError if it has none."""
+    refuse_sparse_gradients(model)
     units = units_of(model)
     if not units:
-        raise ValueError(f"has a model without FSDP2; {DOCUMENTED}.")
-    return units
-
-
-def refuse_outside(model: nn.Module, units: Sequence[Unit], mesh_dims: int = 1) -> None:
-    """Raise ValueError for trained parameters outside of all units, or on a mesh of their own."""
+        raise ValueError(f"has a model without FSDP2; {_CALL}.")
+    for unit in units:
+        for rule in RULES:
+            if way in rule.sentence and rule.broken(unit, list(ranks)):
+                sentence = rule.sentence[way].format(unit=unit, ranks=list(ranks))
+                raise ValueError(f"has {unit.name} {sentence}.")
     sharded = {param for unit in units for param in unit.params}
-    outside = [
-        name
-        for name, param in model.named_parameters()
-        if param.requires_grad and param not in sharded
-    ]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    outside = [name for name, param in trained.items() if param not in sharded]
     if outside:
         raise ValueError(
             f"trains {', '.join(outside[:4])}{' and others' * (len(outside) > 4)} outside of all "
-            f"that fully_shard was called on, whose gradients nobody would average; {DOCUMENTED}."
+            f"units of fully_shard, so their gradients would not be averaged; {_CALL}."
         )
+    most = 2 if way == "attach" else 1
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor) and param.device_mesh.ndim > mesh_dims:
+        if isinstance(param, DTensor) and param.device_mesh.ndim > most:
             raise ValueError(
                 f"has {name} on a mesh of {param.device_mesh.ndim} dimensions, as with tensor "
-                f"parallelism, with which this has never been tried; use a mesh of {mesh_dims}."
+                f"parallelism, which has never been tried here; use a mesh of {most}."
             )
+    return ""
+
+
+def refuse_pass(unit: Unit, names: Mapping[Tensor, str], numel: int, *, divided: bool) -> None:
+    """Raise RuntimeError if a unit's reduction is not what ranks agreed on when the fit began.
+
+    Args:
+        unit: that is reduced in a backward pass.
+        names: sharded parameter -> name, of all that were trained then.
+        numel: elements of this rank's shard in the reduction.
+        divided: FSDP2 divides by something else than the number of ranks.
+    """
+    if any(piece.param not in names for piece in unit.pieces()):
+        raise RuntimeError(
+            f"A parameter of {unit.name} was unfrozen, added or replaced after the fit began, so "
+            f"no other rank expects its gradient. Change the model between two fits."
+        )
+    if divided:
+        raise RuntimeError(
+            f"{unit.name} has {_DIVISOR} since the fit began, but then the exchanged gradient is "
+            f"not a mean. Leave both at their defaults."
+        )
+    if numel != unit.padded_numel():
+        newer = "" if fills_unused() else ", or use torch 2.13 or later"
+        raise RuntimeError(
+            f"{unit.name} trains {unit.padded_numel()} elements of this rank's shard, but the "
+            f"backward pass has {numel}: FSDP2 leaves parameters without a gradient out, and does "
+            f"not say which. Let all of them take part in the loss{newer}."
+        )
 
 
 def refuse_new_parameters(
@@ -78,58 +209,73 @@ def refuse_new_parameters(
     refuse_unsynchronised(model, known, optimizers)
 
 
-def _refuse_unit(unit: Unit, node: Sequence[int]) -> None:
-    if unit.replicates:
-        raise ValueError(
-            f"has {unit.name} on a mesh of two dimensions, on which FSDP2 averages over replicas "
-            f"itself, uncompressed; {DOCUMENTED}."
+def refuse_settings(owner: str, way: Way, mesh_arguments: Mapping[str, Any] | None = None) -> None:
+    """Raise RuntimeError for a torch that is too old, ValueError for arguments of a mesh.
+
+    Args:
+        owner: the class or function, for the sentence.
+        way: how gradients are exchanged.
+        mesh_arguments: arguments of ``ModelParallelStrategy`` other than their defaults, which
+            LightningCLI gives.
+    """
+    sizes = "all ranks share the model"
+    known, torch_version, method = fsdp_units.has_custom_scatters, "2.9", "custom_reduce_scatter"
+    if way != "FSDP":
+        sizes = "it follows from replicas"
+        known, torch_version, method = fsdp_units.has_hooks, "2.7", "all_reduce_hook"
+    if not known():
+        raise RuntimeError(
+            f"{owner} needs torch {torch_version} or later, whose FSDP2 has set_{method}; this is "
+            f"torch {torch.__version__}. Install a newer one, or use CompressedDDPStrategy."
         )
-    if unit.ranks != list(node):
-        raise ValueError(
-            f"has {unit.name} sharded over the ranks {unit.ranks}, but its node has "
-            f"{list(node)}: replicas would average different parameters; {DOCUMENTED}."
-        )
-    if unit.hooked:
-        raise ValueError(
-            f"has {unit.name} with set_all_reduce_hook, but the exchange between replicas is its "
-            f"only hook; leave it out."
-        )
-    if unit.offloads:
-        raise ValueError(
-            f"has {unit.name} with a CPUOffloadPolicy, whose gradients leave the device before "
-            f"they are exchanged; use OffloadPolicy(), which keeps them."
-        )
-    if unit.divides_itself:
-        raise ValueError(
-            f"has {unit.name} with set_gradient_divide_factor or "
-            f"set_force_sum_reduction_for_comms, with which FSDP2 divides after the exchange, so "
-            f"that errors would be in other units than gradients; leave both at their defaults."
-        )
-    if unit.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"has {unit.name} whose gradients are reduced in {unit.dtype}, which FSDP2 divides "
-            f"partly after the exchange, so that errors would be in other units than gradients; "
-            f"use MixedPrecisionPolicy(reduce_dtype=torch.float32), or precision='bf16-mixed'."
-        )
-    for param in unit.params:
-        if param.requires_grad and getattr(param, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"has {unit.name} with register_post_accumulate_grad_hook, which would see "
-                f"gradients before they are exchanged; step the optimizer after the backward pass."
-            )
+    fixes = {
+        "data_parallel_size": sizes,
+        "tensor_parallel_size": "tensor parallelism has not been tried with it",
+    }
+    for name, fix in fixes.items():
+        if name in (mesh_arguments or {}):
+            given = (mesh_arguments or {})[name]
+            raise ValueError(f"{owner}({name}={given!r}): {fix}; leave it out.")
 
 
-def refuse_whole_gradients(owner: str, controller: Controller | None) -> None:
-    """Raise ValueError for a controller that looks at what no rank has whole."""
+def refuse_curves(owner: str, controller: Controller | None) -> None:
+    """Raise ValueError for a controller that compresses gradients of full parameters."""
     if controller is not None and controller.needs.curves:
         raise ValueError(
-            f"{owner}: {type(controller).__name__} compresses whole gradients to see what each "
+            f"{owner}: {type(controller).__name__} compresses full gradients to see what each "
             f"level costs, and a rank has shards of them; use BySize, Plan, or Accordion."
         )
 
 
+def refuse_errors(owner: str, compressor: Compressor, memory: Memory, given: bool) -> None:
+    """Raise ValueError for a memory with state: with FSDP errors are those of full parameters.
+
+    Args:
+        owner: the class, for the sentence.
+        compressor: with its wrappers.
+        memory: as given, or the compressor's own.
+        given: whether the user has asked for it.
+    """
+    if not memory.buffers:
+        return
+    price = (
+        "errors of whole parameters, 4 bytes for each of the model's on every rank, which is what "
+        "FSDP is there to save, and which this strategy does not keep"
+    )
+    if given:
+        raise ValueError(
+            f"{owner}(memory={memory!r}): it would keep {price}. Leave it out and use an unbiased "
+            f"compressor such as QSGD(8), or CompressedHSDPStrategy, whose errors are of shards."
+        )
+    raise ValueError(
+        f"{owner}({compressor.method!r}): this method feeds back its errors by {memory!r}, which "
+        f"would be {price}. Use an unbiased one such as QSGD(8), CompressedHSDPStrategy, whose "
+        f"errors are of shards, or memory='none' to drop them knowingly."
+    )
+
+
 def check_bucket_cap(owner: str, bucket_cap_mb: Any) -> None:
-    """Raise ValueError for what is no number of megabytes."""
+    """Raise ValueError unless it is a positive number of megabytes."""
     number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
     if not number or not bucket_cap_mb > 0:
         raise ValueError(
@@ -137,49 +283,30 @@ def check_bucket_cap(owner: str, bucket_cap_mb: Any) -> None:
         )
 
 
-def refuse_unlike_scatters(model: nn.Module, ranks: Sequence[int]) -> None:
-    """Raise ValueError if the model's units are not sharded over all ranks, or reduce otherwise.
+def replicated_mesh(units: Sequence[Unit]) -> DeviceMesh:
+    """Return the mesh of replicas and shards that all units are on, for ``attach``.
 
-    Args:
-        model: as ``configure_model`` has left it.
-        ranks: among which every unit must be sharded.
+    Raises:
+        ValueError: they are on another mesh, on several, or on one without all ranks.
+        RuntimeError: this torch has no hook.
     """
-    units = sharded_units(model)
+    refuse_settings("attach(...) of a model in shards", "attach")
     for unit in units:
-        _refuse_scattered_unit(unit, ranks)
-    refuse_outside(model, units)
-
-
-def _refuse_scattered_unit(unit: Unit, ranks: Sequence[int]) -> None:
-    if unit.replicates:
+        if not unit.replicates:
+            raise ValueError(
+                f"attach(...): {unit.name} is sharded over all of its mesh, so that there are no "
+                f"replicas to exchange gradients with; {_MESH}."
+            )
+    mesh = units[0].mesh
+    for unit in units:
+        if unit.mesh != mesh:
+            raise ValueError(
+                f"attach(...): {unit.name} is on the mesh {unit.mesh.mesh.tolist()}, but "
+                f"{units[0].name} on {mesh.mesh.tolist()}; give fully_shard one mesh for all."
+            )
+    if mesh.ndim != 2 or mesh.size() != dist.get_world_size():
         raise ValueError(
-            f"has {unit.name} on a mesh of two dimensions, on which FSDP2 averages over replicas "
-            f"besides, uncompressed; use CompressedHSDPStrategy, or {DOCUMENTED}."
+            f"attach(...): the model is on the mesh {mesh.mesh.tolist()}, but all "
+            f"{dist.get_world_size()} ranks must be in it, as replicas and shards; {_MESH}."
         )
-    if unit.ranks != list(ranks):
-        raise ValueError(
-            f"has {unit.name} sharded over the ranks {unit.ranks}, but the strategy shards over "
-            f"{list(ranks)}; {DOCUMENTED}."
-        )
-    if unit.scattered:
-        raise ValueError(
-            f"has {unit.name} with a reduce-scatter of its own, as by set_custom_reduce_scatter, "
-            f"in whose place gradients would be compressed; leave it out."
-        )
-    if unit.shares_its_module:
-        raise ValueError(
-            f"has {unit.name} with several groups of parameters, as by a shard_placement_fn that "
-            f"names meshes, for which FSDP2 takes no reduce-scatter; shard on one mesh."
-        )
-    if unit.divides_itself:
-        raise ValueError(
-            f"has {unit.name} with set_gradient_divide_factor or "
-            f"set_force_sum_reduction_for_comms, with which FSDP2 asks for no mean; leave both at "
-            f"their defaults."
-        )
-    if unit.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"has {unit.name} whose gradients are reduced in {unit.dtype}, which FSDP2 divides "
-            f"partly after the exchange; use MixedPrecisionPolicy(reduce_dtype=torch.float32), or "
-            f"precision='bf16-mixed'."
-        )
+    return mesh

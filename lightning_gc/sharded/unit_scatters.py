@@ -1,4 +1,4 @@
-"""UnitScatters: compresses the reduce-scatters of FSDP2's units, each in one all-to-all.
+"""Reduce-scatters of FSDP2's units, compressed: the scheme, and its place in FSDP2.
 
 FSDP2 lets a module bring its own reduce-scatter (``set_custom_reduce_scatter``, torch 2.9). Ours
 has the same group, the same stream and the same order of calls as FSDP2's.
@@ -7,22 +7,121 @@ has the same group, the same stream and the same order of calls as FSDP2's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.sharded.fsdp_units import (
-    Column,
-    Unit,
-    after_backward,
-    fills_unused,
-    refuse_interrupted,
-)
+from lightning_gc.compressors.base import Codec, Collective, Compressor, limits_of
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Exchange, Flow, Payload, together
+from lightning_gc.schemes import Scheme
+from lightning_gc.sharded.fsdp_units import Unit, after_backward, refuse_interrupted
+from lightning_gc.sharded.shard_validation import refuse_pass
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, stacked
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.distributed import Distributed
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Scheme):
+    """The first half of ``TwoShot``, for FSDP2: shard i of the mean, on worker i only.
+
+    ``out_i = 1/W · Σ_j decode(encode(x_j[i]))``, where ``x_j[i]`` is the i-th of W equal parts of
+    a parameter's gradient on worker j. Each worker encodes W parts once, each with random numbers
+    of its own, and decodes what it gets in float32. What is sent dense takes the same way, in the
+    gradient's own dtype.
+
+    It is not in ``SCHEMES``: it breaks their second law, as workers end with different shards.
+    Elements of ``out`` that belong to other workers are undefined afterwards.
+
+    Communication pattern:
+        One all-to-all for a bucket: ``(W−1)/W`` times the payload's bytes per worker, half of what
+        ``TwoShot`` sends, and flat in W. The numbers of a parameter must be a multiple of W.
+
+    Raises:
+        ValueError: when combined with a compressor that has rounds of its own, or that votes.
+
+    Reference:
+        Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
+        Training" (qgZ), arXiv 2306.10209. There in two hops, within nodes and between them.
+    """
+
+    cuts = scatters = True
+
+    def check(self, compressor: Compressor) -> None:
+        """Refuse what has no payload for one worker alone."""
+        if isinstance(compressor.method, Collective):
+            raise ValueError(
+                f"{compressor!r} averages in its own rounds, after which every worker has the full "
+                f"mean, but each needs one shard of it, so a payload must be for one worker. Use "
+                f"QSGD(8), say."
+            )
+        if compressor.traits.needs_sums:
+            raise ValueError(
+                f"{compressor!r} needs per-tensor state and accumulated errors; FSDP shards have "
+                f"neither. Use QSGD(8), say."
+            )
+        if not compressor.traits.conserves:
+            raise ValueError(
+                f"The result of {compressor!r} is a vote, and what a shard's owner gets here is "
+                f"the mean of what was decoded. Use QSGD(8), say."
+            )
+
+    def encodings(self, workers: int) -> int:
+        """Return W: each part is encoded once."""
+        return workers
+
+    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        """Exchange a bucket, parameter by parameter, in one message to each worker."""
+        if codec.traits.exact:
+            yield from self.dense(bucket, buffer, out)
+            return
+        spans = [(name, slice(start, stop)) for name, start, stop in bucket.spans()]
+        flows = [
+            _scattered(codec, bucket.part(name, span.start, span.stop), buffer[span], out[span])
+            for name, span in spans
+        ]
+        yield from together(flows, bucket.workers)
+
+    def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        """Exchange a bucket as it is: as many bytes as a reduce-scatter sends."""
+        workers, me = bucket.workers, bucket.worker
+        wire = buffer.to(bucket.grad.dtype, copy=True)  # a reply may share it with other workers
+        if buffer.data_ptr() != out.data_ptr():
+            buffer.zero_()
+        spans = [slice(start, stop) for _, start, stop in bucket.spans()]
+        payloads = tuple(tuple(_shard(wire[s], i, workers) for s in spans) for i in range(workers))
+        arrived = yield Exchange(payloads)
+        for at, span in enumerate(spans):
+            mean = _shard(out[span], me, workers).zero_()
+            for payload in arrived:
+                mean.add_(payload[at], alpha=1 / workers)
+
+
+def _shard(flat: Tensor, index: int, workers: int) -> Tensor:
+    """Return the view of part ``index`` of ``workers`` equal ones."""
+    size, rest = divmod(flat.numel(), workers)
+    assert not rest, "padded to equal parts"
+    return flat[index * size : (index + 1) * size]
+
+
+def _scattered(codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+    """Exchange one parameter."""
+    workers, me = bucket.workers, bucket.worker
+    mine = _shard(out, me, workers)
+    size = mine.numel()
+    parts = [bucket.shard(i, size) for i in range(workers)]
+    payloads: tuple[Payload, ...] = tuple(
+        codec.send(_shard(buffer, i, workers), part) for i, part in enumerate(parts)
+    )
+    arrived = yield Exchange(payloads, limits_of(codec, size))
+    mean = torch.zeros_like(mine)
+    for sender, payload in enumerate(arrived):
+        codec.receive(tuple(payload), mean, 1 / workers, parts[me], sender)
+    mine.copy_(mean)
 
 
 class UnitScatters:
@@ -146,7 +245,8 @@ class UnitScatter:
         """
         columns = self._unit.columns()
         me, workers = dist.get_rank(group), dist.get_world_size(group)
-        self._refuse(columns, input_tensor.numel() // workers, op)
+        numel, divided = input_tensor.numel() // workers, op != dist.ReduceOp.AVG
+        refuse_pass(self._unit, self._names, numel, divided=divided)
         rows = input_tensor.view(workers, -1)
         parts = [rows[:, column.start : column.stop].reshape(-1) for column in columns]
         grad = torch.cat(parts)
@@ -156,24 +256,3 @@ class UnitScatter:
         for column in columns:  # in `grad` a parameter's rows follow each other
             mine = grad[workers * column.start : workers * column.stop].view(workers, -1)[me]
             output_tensor[column.start : column.stop] = mine
-
-    def _refuse(self, columns: Sequence[Column], numel: int, op: Any) -> None:
-        unit = self._unit
-        if any(column.param not in self._names for column in columns):
-            raise RuntimeError(
-                f"A parameter of {unit.name} was unfrozen, added or replaced after the fit began, "
-                f"when ranks agreed on names and shapes. Change the model between two fits."
-            )
-        if op != dist.ReduceOp.AVG:
-            raise RuntimeError(
-                f"{unit.name} has set_gradient_divide_factor or "
-                f"set_force_sum_reduction_for_comms since the fit began, with which FSDP2 asks for "
-                f"no mean. Leave both at their defaults."
-            )
-        if numel != columns[-1].stop:
-            since = "" if fills_unused() else ", or use torch 2.13 or later"
-            raise RuntimeError(
-                f"Of {unit.name} {columns[-1].stop} elements of a shard are trained, but the "
-                f"backward pass has {numel}: parameters without a gradient are left out, and "
-                f"nothing says which. Let all of them take part in the loss{since}."
-            )

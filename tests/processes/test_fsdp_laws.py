@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_gc import QSGD, Identity, PerParameter, TopK
-from lightning_gc.sharded.reduce_scatter import ReduceScatter
+from lightning_gc.sharded.unit_scatters import ReduceScatter
 from lightning_gc.transports.base import reduce_scatter_bytes
 from tests.support.fsdp import Scattered, own_shards, scatter, simulated
 from tests.support.instances import ALL

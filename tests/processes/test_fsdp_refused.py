@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, str]] = {
         "trains gain, body.0.weight, body.0.bias, body.1.weight and others",
     ),
     "float16": ("in_float16", "use MixedPrecisionPolicy(reduce_dtype=torch.float32)"),
-    "scattered": ("scattered", "has head with a reduce-scatter of its own"),
+    "scattered": ("scattered", "has head with its own reduce-scatter"),
     "divided": ("divided", "has head with set_gradient_divide_factor"),
 }
 

@@ -16,9 +16,8 @@ from lightning_gc.engine import Engine
 from lightning_gc.exchange import configure
 from lightning_gc.lightning.for_pytorch_lightning import CompressedFSDPStrategy
 from lightning_gc.sharded.fsdp_units import units_of
-from lightning_gc.sharded.reduce_scatter import ReduceScatter
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, replica_mesh
-from lightning_gc.sharded.unit_scatters import UnitScatters
+from lightning_gc.sharded.unit_scatters import ReduceScatter, UnitScatters
 from lightning_gc.transports import Recording, Simulated
 from lightning_gc.transports.distributed import Distributed
 from tests.support.accelerator import BACKEND

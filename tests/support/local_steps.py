@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_gc import GrowingRounds, OuterSGD
 from lightning_gc.lightning.for_pytorch_lightning import LocalStepsStrategy
-from lightning_gc.local_steps.outer_sgd import in_fragments
+from lightning_gc.local_steps.common_weights import in_fragments
 from lightning_gc.testing import LocalLockstep
 from tests.support.accelerator import BACKEND, DEVICE, WORKERS
 from tests.support.fitting import digest, fit, plain

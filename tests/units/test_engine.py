@@ -73,7 +73,7 @@ def test_saved_state_is_a_copy() -> None:
 def test_level_change_keeps_the_memory() -> None:
     engine = Engine(layerwise(TopK(0.5)))
     step_alone(engine, w=torch.tensor([1.0, 2.0]))
-    engine.set_levels(1.0)
+    engine.levels.set(1.0)
     result = step_alone(engine, w=torch.tensor([0.5, 0.5]))
     assert result["w"].tolist() == [1.5, 0.5]
 
@@ -81,13 +81,13 @@ def test_level_change_keeps_the_memory() -> None:
 def test_levels_per_parameter_and_uncompressed_ones() -> None:
     engine = Engine(layerwise(TopK(0.25)))
     ramp = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    engine.set_levels(0.25, {"b": 0.5, "c": None})
+    engine.levels.set(0.25, {"b": 0.5, "c": None})
     assert list(engine.levels.of(dict.fromkeys("abc", (9,))).values()) == [0.25, 0.5, None]
     result = step_alone(engine, a=ramp.clone(), b=ramp.clone(), c=ramp.clone())
     assert result["a"].tolist() == [0, 0, 0, 4]
     assert result["b"].tolist() == [0, 0, 3, 4]
     assert result["c"].tolist() == [1, 2, 3, 4]
-    engine.set_levels(None)
+    engine.levels.set(None)
     zeros = torch.zeros(4)
     step_alone(engine, a=zeros.clone(), b=zeros.clone(), c=zeros.clone())
     result = step_alone(engine, a=zeros + 1, b=zeros + 1, c=zeros + 1)
@@ -98,18 +98,18 @@ def test_levels_per_parameter_and_uncompressed_ones() -> None:
 def test_levels_outside_the_knob_are_clamped_with_a_warning() -> None:
     engine = Engine(layerwise(TopK(0.25)))
     with pytest.warns(UserWarning, match=r"Level 7.0 for w is outside density's .* set to 1.0"):
-        engine.set_levels(0.1, {"w": 7.0})
+        engine.levels.set(0.1, {"w": 7.0})
     assert engine.levels.of({"w": (9,)}) == {"w": 1.0}
     for nonsense in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="makes no sense"):
-            engine.set_levels(nonsense)
+            engine.levels.set(nonsense)
     with pytest.raises(ValueError, match=r"makes no sense to Identity\(\)"):
-        Engine(Identity()).set_levels(0.5)
+        Engine(Identity()).levels.set(0.5)
 
 
 def test_without_compression_an_elementwise_compressor_is_left_out() -> None:
     engine = Engine(Cast("bfloat16"))
-    engine.set_levels(None)
+    engine.levels.set(None)
     third = torch.full((3,), 1 / 3)
     assert torch.equal(step_alone(engine, w=third.clone())["w"], third)
 

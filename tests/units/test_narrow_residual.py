@@ -205,5 +205,5 @@ class Rescaled(NarrowResidual):
 
 
 def test_what_is_rescaled_is_not_stored_in_fewer_bits() -> None:
-    with pytest.raises(ValueError, match=r"Rescaled.*keep it in float32"):
+    with pytest.raises(ValueError, match=r"Rescaled.*keep them in float32"):
         Engine(TopK(0.1), Rescaled())

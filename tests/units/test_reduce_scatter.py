@@ -26,7 +26,7 @@ from lightning_gc.compressors import Codec
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default
-from lightning_gc.sharded.reduce_scatter import ReduceScatter
+from lightning_gc.sharded.unit_scatters import ReduceScatter
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
 from lightning_gc.transports.base import reduce_scatter_bytes
@@ -152,7 +152,7 @@ def test_small_tensors_go_dense_beside_the_others() -> None:
 def test_uncompressed_for_now_is_scattered_too() -> None:
     every, grads = engines(QSGD(4)), gradients()
     for engine in every:
-        engine.set_levels(None)
+        engine.levels.set(None)
     shards, sent = scattered(every, grads)
     assert sent - reduce_scatter_bytes(4 * sum(SIZES), WORKERS) <= 16 * (WORKERS - 1)
     for ours, theirs in zip(shards, expected(grads), strict=True):

@@ -1,13 +1,12 @@
 """Bad input is refused early, in a sentence that names the value and the fix."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_gc import (
@@ -19,7 +18,7 @@ from lightning_gc import (
     CompressionMonitor,
     HardThreshold,
     Identity,
-    Memory,
+    MomentumCorrection,
     NoMemory,
     PerParameter,
     Quantised,
@@ -32,27 +31,15 @@ from lightning_gc import (
     VarianceCriterion,
 )
 from lightning_gc.core.bit_packing import pack, unpack
-from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.elias_fano import encode
-from lightning_gc.core.flow import Flow
 from lightning_gc.exchange import Synchronizer, Workers, configure
 from lightning_gc.exchange.validation import refuse_sparse_gradients
-from lightning_gc.memories.base import GradientExchange
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
 from tests.support.fitting import quiet_trainer
 
 nan, inf = float("nan"), float("inf")
-
-
-@dataclass(frozen=True)
-class Correcting(Memory):
-    buffers = ("error",)
-    corrects_momentum = True
-
-    def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
-        yield from exchange(state["error"].add_(bucket.grad))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +64,7 @@ class Correcting(Memory):
         (lambda: Identity().at(0.5), "0.5", "no knob"),
         (lambda: TopK().at(nan), "nan", "give a number"),
         (lambda: Lockstep(2, TopK(), scheme=AllReduce()), "TopK(density=0.01,", "AllGather()"),
-        (lambda: Lockstep(2, QSGD(), memory=Correcting()), "QSGD", "NoMemory()"),
+        (lambda: Lockstep(2, QSGD(), memory=MomentumCorrection()), "QSGD", "NoMemory()"),
         (lambda: Lockstep(2, VarianceCriterion(), memory=NoMemory()), "NoMemory()", "Residual()"),
         (lambda: Lockstep(2, VarianceCriterion(), memory=EF21()), "EF21()", "Residual()"),
         (lambda: Lockstep(2, VarianceCriterion(), scheme=TwoShot()), "TwoShot()", "AllGather()"),
@@ -161,7 +148,7 @@ def test_payload_of_the_wrong_length() -> None:
 def test_workers_that_ask_for_different_things() -> None:
     """What would hang on a network is an error in the simulator."""
     lockstep = Lockstep(2, TopK(0.1))
-    lockstep.engines[1].set_levels(0.2)
+    lockstep.engines[1].levels.set(0.2)
     with pytest.raises(ValueError, match=r"Worker 0 asks for .* but worker 1 for .*a hang"):
         lockstep.step([{"w": torch.randn(100)}, {"w": torch.randn(100)}])
 

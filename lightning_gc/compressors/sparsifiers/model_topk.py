@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class ModelTopK(DensitySparsifier, SparseCodec):
         ours.
     """
 
+    traits = replace(DensitySparsifier.traits, reads_model=True)
     waits = Waits(1, 2)
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:

@@ -79,6 +79,7 @@ class Induced(Codec):
         return Traits(
             kind=self.unbiased.traits.kind,
             unbiased=True,
+            reads_model=any(traits.reads_model for traits in both),
             portable=all(traits.portable for traits in both),
             knob=self.biased.traits.knob,
             space=self.biased.traits.level_space,

@@ -102,6 +102,7 @@ class Quantised(Codec):
             kind="sparsifier",
             conserves=inner.conserves,
             needs_sums=inner.needs_sums,
+            reads_model=inner.reads_model,
             portable=inner.portable and self.quantiser.traits.portable,
             default_memory=inner.default_memory,
             knob=inner.knob,

@@ -14,11 +14,11 @@ from lightning_gc.controllers import Controller
 from lightning_gc.core.flow import Flow
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
-from lightning_gc.lightning.local_settings import refuse_in_trainer
 from lightning_gc.lightning.local_steps import LocalHooks
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits
+from lightning_gc.local_steps.refusals import refuse_in_trainer
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.network_model import NetworkModel

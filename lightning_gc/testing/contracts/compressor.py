@@ -397,7 +397,7 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         for step in range(8):
             if knob is not None and step in (3, 6):
                 for engine in lockstep.engines:
-                    engine.set_levels(knob.low if step == 3 else knob.high)
+                    engine.levels.set(knob.low if step == 3 else knob.high)
             given = cases.gradients(2, step)
             lockstep.step(given)
             shapes = {name: tuple(grad.shape) for name, grad in given[0].items()}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.core.flow import Exchange, Gather, Mean, Payload, Reply, Request
+from lightning_gc.memories import MomentumCorrection
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import broken
 from lightning_gc.testing.lockstep import Lockstep
@@ -125,7 +126,7 @@ def recovers(
     They may take two ordinary rounds for it, and a dozen where momentum adds up a spike.
     """
     first = lockstep.engines[0]
-    calm = 12 if first.memory.corrects_momentum else 2
+    calm = 12 if isinstance(first.memory, MomentumCorrection) else 2
     for given in (*rounds, *(ordinary(first.workers, step) for step in range(calm))):
         result = lockstep.step(given)
         what = "an error or another kept tensor is not finite"

@@ -139,7 +139,7 @@ def test_rank_moves_and_columns_stay() -> None:
 
     for rank in (4, 2, 3):
         for engine in lockstep.engines:
-            engine.set_levels(rank)
+            engine.levels.set(rank)
         lockstep.step(grads)
         assert q(0).shape == (60, rank)
         assert torch.equal(q(0), q(1))

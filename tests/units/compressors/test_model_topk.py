@@ -68,7 +68,7 @@ def test_a_tensor_that_is_sent_whole_counts_no_more() -> None:
     lockstep, counts = Lockstep(1, ModelTopK(DENSITY)), []
     for step in range(30):
         if step == 10:
-            lockstep.engines[0].set_levels(DENSITY, {"large": None, "middle": None})
+            lockstep.engines[0].levels.set(DENSITY, {"large": None, "middle": None})
         counts.append(int(lockstep.step([gradient(step)]).mean["small"].count_nonzero()))
     assert 0.8 < np.mean(counts[15:]) / K < 1.25
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_keeps_its_threshold() -> None:
 def test_a_tensor_that_is_sent_whole_does_not_count() -> None:
     """Or others would have to make up for what it may send."""
     lockstep = Lockstep(1, ModelTopK(DENSITY))
-    lockstep.engines[0].set_levels(DENSITY, {"small": 1.0})
+    lockstep.engines[0].levels.set(DENSITY, {"small": 1.0})
     counts = []
     for step in range(30):
         mean = lockstep.step([gradient(step)]).mean

@@ -105,7 +105,7 @@ def test_rank_moves_and_columns_stay() -> None:
 
     for rank in (4, 2, 3):
         for engine in lockstep.engines:
-            engine.set_levels(rank)
+            engine.levels.set(rank)
         lockstep.step(grads)
         assert q(0).shape == (60, rank)
         assert torch.equal(q(0), q(1))
@@ -178,7 +178,7 @@ def test_matrices_of_one_shape_are_as_each_by_itself(compressor: Compressor) -> 
     def run(names: str) -> list[dict[str, Tensor]]:
         lockstep = Lockstep(3, compressor)
         for engine in lockstep.engines:
-            engine.set_levels(2, {name: levels[name] for name in names if name in levels})
+            engine.levels.set(2, {name: levels[name] for name in names if name in levels})
         found = []
         for step in range(4):
             draw = [torch.Generator().manual_seed(10 * step + worker) for worker in range(3)]

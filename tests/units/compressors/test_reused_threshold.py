@@ -49,7 +49,7 @@ def test_another_density_finds_another_threshold() -> None:
     lockstep = Lockstep(1, ReusedThreshold(DENSITY, 1000))
     for step in range(4):  # the threshold of step 3 is for three steps
         lockstep.step([{"w": torch.tensor(gradient(step))}])
-    lockstep.engines[0].set_levels(0.5)
+    lockstep.engines[0].levels.set(0.5)
     result = lockstep.step([{"w": torch.tensor(gradient(4))}])
     assert result.mean["w"].count_nonzero() == 20
 

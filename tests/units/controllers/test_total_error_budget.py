@@ -117,7 +117,7 @@ def test_the_budget_of_the_librarys_own_error_feedback() -> None:
 
     class Library(Feedback):
         def step(self, threshold: float | None = None, most: int = 0) -> None:
-            engine.set_levels(threshold)
+            engine.levels.set(threshold)
             before = engine.statistics.tally.sent
             grad = scale * torch.randn(2000, generator=generator)
             alone.step([{"w": grad}])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_gc import QSGD, Identity, OuterSGD, PerParameter, Residual, TopK
-from lightning_gc.local_steps.outer_sgd import Fragment
+from lightning_gc.local_steps.common_weights import Fragment
 from lightning_gc.testing import LocalLockstep
 
 OUTER = (OuterSGD(), OuterSGD(0.5, 0.8), OuterSGD.diloco())

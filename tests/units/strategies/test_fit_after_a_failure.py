@@ -32,7 +32,7 @@ def test_its_checkpoint_has_errors(tmp_path: Path, monkeypatch: Any) -> None:
             trainer.fit(BoringModel())
         engine = strategy.engine
         assert engine is not None
-        assert engine.rounds.torn
+        assert engine.torn
         trainer.fit_loop.max_epochs = 2
         trainer.fit(BoringModel())
         trainer.save_checkpoint(tmp_path / "a.ckpt")

@@ -8,7 +8,6 @@ from pytorch_lightning.strategies import StrategyRegistry
 
 import lightning_gc
 from lightning_gc import COMPRESSORS, QSGD, NoMemory, PowerSGD, SignSGD, SizeSwitch, TopK
-from lightning_gc.lightning import fsdp
 from lightning_gc.lightning.for_pytorch_lightning import CompressedFSDPStrategy
 from lightning_gc.sharded.sharded_workers import shard_shape, stacked
 from lightning_gc.sharded.unit_scatters import UnitScatter
@@ -39,7 +38,7 @@ def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp, "has_custom_scatters", lambda: False)
+    monkeypatch.setattr("lightning_gc.sharded.fsdp_units.has_custom_scatters", lambda: False)
     with pytest.raises(RuntimeError, match=r"needs torch 2\.9 or later"):
         CompressedFSDPStrategy(QSGD(8))
 

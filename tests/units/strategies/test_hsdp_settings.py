@@ -8,7 +8,6 @@ from pytorch_lightning.strategies import StrategyRegistry
 from lightning_gc import COMPRESSORS, QSGD, Cast, PerParameter, SizeSwitch, TopK
 from lightning_gc.controllers import LayerBudget
 from lightning_gc.exchange import configure
-from lightning_gc.lightning import hsdp
 from lightning_gc.lightning.for_pytorch_lightning import CompressedHSDPStrategy
 from lightning_gc.lightning.hsdp import replicas_of
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, seed_of_shard, shard_shape
@@ -38,7 +37,7 @@ def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hsdp, "has_hooks", lambda: False)
+    monkeypatch.setattr("lightning_gc.sharded.fsdp_units.has_hooks", lambda: False)
     with pytest.raises(RuntimeError, match=r"needs torch 2\.7 or later"):
         CompressedHSDPStrategy(TopK(0.1))
 

@@ -1,8 +1,9 @@
-"""Local settings: refuse what cannot work with local steps, before it has done anything."""
+"""Refusals of local steps: settings, callbacks and optimizers that cannot work with them."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,6 +11,80 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller
+from lightning_gc.local_steps.round_plan import OuterSGD, RoundPlan
+from lightning_gc.memories import Memory
+
+
+def refuse_settings(
+    owner: str,
+    compressor: Compressor,
+    memory: Memory,
+    controller: Controller | None,
+    outer: OuterSGD,
+) -> None:
+    """Raise ValueError for settings that need gradients: exchanged are differences of weights.
+
+    Such a difference already contains the learning rates.
+
+    Args:
+        owner: the strategy, for the sentence.
+        compressor: of the differences.
+        memory: of errors of these differences.
+        controller: of levels, or None.
+        outer: the outer step.
+    """
+    if not compressor.traits.conserves:
+        raise ValueError(
+            f"{owner}({compressor!r}): its workers vote, and the result has equal magnitudes, so "
+            f"it is not the mean of their differences of weights; use EFSignSGD() for signs with "
+            f"magnitudes, or QSGD(4)."
+        )
+    if memory.lr_aware:
+        raise ValueError(
+            f"{owner}(memory={memory!r}): differences of weights contain the learning rate "
+            f"already, so errors must not follow it; use memory=Residual()."
+        )
+    if memory.lookahead or memory.reads_weights:
+        raise ValueError(
+            f"{owner}(memory={memory!r}): it changes gradients by weights or weights by errors at "
+            f"each optimizer step, but weights are exchanged only every H steps; use "
+            f"memory=Residual()."
+        )
+    if outer.momentum:
+        try:
+            memory.check_optimizer({"momentum": outer.momentum})
+        except ValueError:
+            raise ValueError(
+                f"{owner}(memory={memory!r}, outer={outer!r}): the memory has the outer momentum; "
+                f"use outer=OuterSGD(lr={outer.lr!r}), or memory=Residual()."
+            ) from None
+    if controller is not None and (controller.needs.errors or controller.needs.scale):
+        raise ValueError(
+            f"{owner}(controller={controller!r}): it computes with gradients and learning rates, "
+            f"but differences of weights contain both; use Accordion or a Schedule."
+        )
+
+
+def check_rounds(owner: str, plan: RoundPlan, controller: Controller | None) -> None:
+    """Raise ValueError for a controller whose H the plan cannot have.
+
+    Args:
+        owner: the strategy, for the sentence.
+        plan: as the strategy begins.
+        controller: of H, of levels, or None.
+    """
+    every = () if controller is None else controller.needs.rounds
+    if every and plan.growing is not None:
+        raise ValueError(
+            f"{owner}(every={plan.growing!r}, controller={controller!r}): both set the steps of a "
+            f"round; give every=8, say, or another controller."
+        )
+    for steps in every:
+        dataclasses.replace(plan, every=steps)
+
 
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 """Names, since there are two packages, and versions that lack one."""
