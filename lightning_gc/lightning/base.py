@@ -7,9 +7,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from lightning_gc.checkpoint.host import Host
-from lightning_gc.checkpoint.restoring import Restoring
-from lightning_gc.checkpoint.saving import DTYPES, Saving
+from lightning_gc.checkpoint.side_file_store import DTYPES, Restoring, Saving
+from lightning_gc.checkpoint.side_files import Host
 from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.control.training_progress import moment_of
@@ -236,7 +235,6 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         self._lookahead = Lookahead(share, here) if share else None
         if self.controller is not None and self.control_loop is None:
             self.control_loop = ControlLoop(self.controller, self.local_workers)
-            self.local_workers.kept["turn"] = self.control_loop.statistics
         if self.control_loop is not None:
             self.control_loop.attach()
         if self.local_workers.first.workers == 1 and self.worker == 0:

@@ -12,9 +12,13 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from lightning_gc.checkpoint.shard_tensors import Part, part_of
-from lightning_gc.checkpoint.sharded_restoring import ShardedRestoring
-from lightning_gc.checkpoint.sharded_saving import ShardedHost, ShardedSaving
+from lightning_gc.checkpoint.shard_store import (
+    Part,
+    ShardedHost,
+    ShardedRestoring,
+    ShardedSaving,
+    part_of,
+)
 from lightning_gc.exchange import JOINING
 from lightning_gc.lightning.real_worker import RealWorker
 from lightning_gc.sharded.shard_validation import refuse_new_parameters
