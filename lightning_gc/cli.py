@@ -155,10 +155,10 @@ def _parser() -> argparse.ArgumentParser:
 def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning import Method, tune
+    from lightning_gc.tuning.comparison import Progress
     from lightning_gc.tuning.experiment import load_experiment
     from lightning_gc.tuning.journal import without_password
     from lightning_gc.tuning.studies import best_trial
-    from lightning_gc.tuning.terminal_progress import Progress
 
     quiet_libraries()
     experiment, known = load_experiment(
@@ -203,12 +203,11 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _fit(options: argparse.Namespace) -> int:
-    from lightning_gc.methods.yaml_config import read_any
-    from lightning_gc.tuning.lightning_cli import run
+    from lightning_gc.methods.yaml_config import fit, read_any
 
     read_any(options.config)
     try:
-        run(["fit", "--config", str(options.config), *options.rest])
+        fit(["fit", "--config", str(options.config), *options.rest])
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with code 1
             return INTERRUPTED
@@ -220,14 +219,14 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    from lightning_gc.tuning.lightning_cli import editor_schema
+    from lightning_gc.methods.yaml_config import editor_schema
 
     sys.stdout.write(f"{json.dumps(editor_schema(options.modules), indent=1)}\n")
     return OK
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from lightning_gc.bench.comparison import bench
+    from lightning_gc.bench.benchmark import bench
 
     bench(options)
     return OK
@@ -241,7 +240,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from lightning_gc.methods.rows import FAMILIES, markdown, plain
+    from lightning_gc.methods.catalogue import FAMILIES, markdown, plain
 
     for family in options.families:
         if family not in FAMILIES:

@@ -32,12 +32,18 @@ from lightning_gc.advice.report import (
 )
 from lightning_gc.advice.session import SHARE, SHARE_ALONE, SIXTEEN, Session, Target
 from lightning_gc.bench.baselines import PLAIN, select_methods
-from lightning_gc.bench.preparation import explained, prepare, print_line, process_group
-from lightning_gc.bench.worker_device import SigtermCallback, WorkerRank
+from lightning_gc.bench.preparation import (
+    SigtermCallback,
+    WorkerRank,
+    explained,
+    prepare,
+    print_line,
+    process_group,
+)
 from lightning_gc.core.text_table import markdown, plain
+from lightning_gc.methods.catalogue import bound
 from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.methods.method import Method
-from lightning_gc.methods.rows import bound
 from lightning_gc.methods.yaml_config import methods_in, read
 
 METHODS = (

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.advice.alpha_beta import HasSeconds, request_seconds
-from lightning_gc.advice.bucket_layout import Layout, pieces_of
-from lightning_gc.advice.timeline import BucketWork
+from lightning_gc.advice.timeline import BucketWork, Layout, pieces_of
 from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern, trace
 from lightning_gc.compressors import Identity
 from lightning_gc.core.flow import is_gathered

@@ -7,9 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_gc.advice.alpha_beta import HasSeconds, dense, exchange
-from lightning_gc.advice.bucket_layout import Layout, caps, layout, segments
 from lightning_gc.advice.costs import Costs, together, work
-from lightning_gc.advice.timeline import BucketWork, Module, Timeline, timeline
+from lightning_gc.advice.timeline import (
+    BucketWork,
+    Layout,
+    Module,
+    Timeline,
+    caps,
+    layout,
+    segments,
+    timeline,
+)
 from lightning_gc.advice.traces import Asked, Trace, sent, volume
 
 CAPS: tuple[float | None, ...] = (None, 5.0, 100.0)

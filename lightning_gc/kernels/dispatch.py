@@ -65,9 +65,9 @@ def _numba_works() -> bool:
     if find_spec("numba") is None:
         return False
     try:
-        from lightning_gc.kernels.numba_kernels import trial
+        from lightning_gc.kernels import numba_kernels
 
-        trial.run()
+        numba_kernels.self_test()
     except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
         warnings.warn(
             f"numba's kernels do not run here ({type(error).__name__}: {error}); torch's "
@@ -89,9 +89,9 @@ def _works(device: torch.device) -> bool:
     if not _found():
         return False
     try:
-        from lightning_gc.kernels import trial
+        from lightning_gc.kernels import triton_kernels
 
-        trial.run(device)
+        triton_kernels.self_test(device)
     except Exception as error:  # any exception of a compiler or driver
         warnings.warn(
             f"Triton's kernels do not run on {device} ({type(error).__name__}: {error}); torch's "

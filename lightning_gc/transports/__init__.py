@@ -2,8 +2,8 @@
 
 from lightning_gc.core.registry import export as _export
 from lightning_gc.transports.accounting import Recording as Recording
+from lightning_gc.transports.base import Checksummed as Checksummed
 from lightning_gc.transports.base import Transport as Transport
-from lightning_gc.transports.checksummed import Checksummed as Checksummed
 from lightning_gc.transports.distributed import Distributed as Distributed
 from lightning_gc.transports.peer_error import MessageError as MessageError
 from lightning_gc.transports.peer_error import PeerError as PeerError

@@ -27,7 +27,7 @@ from lightning_gc.bench.baselines import (
     keep_local,
     low_rank_numel,
 )
-from lightning_gc.bench.table import COLUMNS, cells
+from lightning_gc.bench.benchmark import COLUMNS, cells
 from lightning_gc.core.text_table import markdown
 from tests.support.fitting import unwarned
 from tests.support.processes import run_in_processes

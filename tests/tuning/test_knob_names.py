@@ -23,7 +23,7 @@ from lightning_gc import (
 )
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.compressors.wrappers.wrapper import Preset
-from lightning_gc.methods.declared_space import declared, traits_of
+from lightning_gc.methods.parameter_space import declared, traits_of
 from lightning_gc.tuning import Method
 
 

@@ -28,8 +28,7 @@ from lightning_gc import (
     cli,
 )
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.methods.declared_space import declared, traits_of
-from lightning_gc.methods.parameter_space import as_json, parse, parse_all
+from lightning_gc.methods.parameter_space import as_json, declared, parse, parse_all, traits_of
 from lightning_gc.tuning import Method, Rounds
 from tests.support.processes import run_in_processes
 

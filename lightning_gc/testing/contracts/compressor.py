@@ -26,8 +26,7 @@ from lightning_gc.testing.contracts.cases import (
     telling,
     unequal,
 )
-from lightning_gc.testing.contracts.damaged_payloads import with_liar
-from lightning_gc.testing.contracts.decoder import DecoderContract, codecs
+from lightning_gc.testing.contracts.decoder import DecoderContract, codecs, with_liar
 from lightning_gc.testing.contracts.recovery import RecoveryContract
 from lightning_gc.testing.lockstep import Lockstep
 
