@@ -1,7 +1,5 @@
 """Run the command ``lightning-gc``: tune, report, fit, schema, bench, advise, list."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

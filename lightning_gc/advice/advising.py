@@ -1,7 +1,5 @@
 """advise: whether compression would help a model on these machines, and which method."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -17,29 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_gc.advice import report
 from lightning_gc.advice.alpha_beta import LinkByKind
-from lightning_gc.advice.prediction import Row, Situation, predict, shortlist
-from lightning_gc.advice.report import (
-    COLUMNS,
-    Verdict,
-    cells,
-    judge,
-    link_line,
-    plot,
-    strategy_section,
-    write_json,
-    write_yaml,
-)
+from lightning_gc.advice.prediction import Prediction, Situation, predict, shortlist
 from lightning_gc.advice.session import SHARE, SHARE_ALONE, SIXTEEN, Session, Target
+from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import PLAIN, select_methods
-from lightning_gc.bench.preparation import (
-    SigtermCallback,
-    WorkerRank,
-    explained,
-    prepare,
-    print_line,
-    process_group,
-)
 from lightning_gc.core.text_table import markdown, plain
 from lightning_gc.methods.catalogue import bound
 from lightning_gc.methods.lightning_flavour import quiet_libraries
@@ -78,9 +59,9 @@ class Advice:
         ddp: further settings of DDP for it.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[Prediction, ...]
     measured: Mapping[str, Mapping[str, Any]]
-    verdict: Verdict | None
+    verdict: report.Verdict | None
     situation: Situation
     methods: Mapping[str, Method]
     missing: Mapping[str, str]
@@ -88,7 +69,7 @@ class Advice:
     trainer: Mapping[str, Any] = field(repr=False)
     ddp: Mapping[str, Any] = field(repr=False)
 
-    def suggestion(self) -> Row | None:
+    def suggestion(self) -> Prediction | None:
         """Return the suggested row; None: do nothing, or no verdict."""
         choice = None if self.verdict is None else self.verdict.choice
         return next((row for row in self.rows if row.name == choice), None)
@@ -105,8 +86,8 @@ class Advice:
                 f"There is nothing to write: {self.verdict or 'nothing was measured'}."
             )
         assert row.method is not None
-        section = strategy_section(row, self.methods[row.method], self.ddp)
-        write_yaml(Path(path), self.sections, section, self.trainer)
+        section = report.strategy_section(row, self.methods[row.method], self.ddp)
+        report.write_yaml(Path(path), self.sections, section, self.trainer)
 
     def plot(self, path: str | Path) -> None:
         """Draw a step with plain DDP above one with the best row, as predicted."""
@@ -114,7 +95,7 @@ class Advice:
         steps = {row.name: row.drawn for row in self.rows if row.name == PLAIN and row.drawn}
         if best is not None and best.drawn is not None and best.method in self.methods:
             steps[best.name] = best.drawn
-        plot(Path(path), steps)
+        report.plot(Path(path), steps)
 
     def table(self) -> list[list[str]]:
         """Return the texts of what was measured, and of the best row of every other method."""
@@ -130,7 +111,7 @@ class Advice:
             others.sort(key=lambda row: row.seconds)
         by_method = {row.method: row for row in reversed(self.rows) if row.every > 1}
         local = sorted(by_method.values(), key=lambda row: row.seconds)[:LOCAL_SHOWN]
-        text = cells([*first, *others, *local], self.measured, bounds)
+        text = report.cells([*first, *others, *local], self.measured, bounds)
         names = {row.name for row in first}
         for name, seen in self.measured.items():
             if name not in names:  # torch's hook
@@ -183,7 +164,7 @@ def advise(
     if budget_seconds < 10:
         raise ValueError(f"advise(budget_seconds={budget_seconds:g}): give 10 or more.")
     began = time.monotonic()
-    worker = WorkerRank.from_environment("advise")
+    worker = preparation.WorkerRank.from_environment("advise")
     quiet_libraries()
     tell = (say or (lambda text: None)) if worker.rank == 0 else (lambda text: None)
     sections = config if isinstance(config, Mapping) else read(config, needed=("model",))
@@ -192,7 +173,7 @@ def advise(
     same = {name: repr(value) for name, value in asked.items()} | {"predict": str(predict_only)}
     with contextlib.ExitStack() as within:
         within.enter_context(stopping_at_once(worker.rank))
-        setup, device = prepare(
+        setup, device = preparation.prepare(
             sections,
             worker,
             6,
@@ -200,15 +181,15 @@ def advise(
             find_unused_parameters=find_unused_parameters,
             say=tell,
         )
-        within.enter_context(process_group(setup, device, same))
-        within.enter_context(explained())
-        SigtermCallback(worker.rank, "the link and the module")
+        within.enter_context(preparation.process_group(setup, device, same))
+        within.enter_context(preparation.explained())
+        preparation.SigtermCallback(worker.rank, "the link and the module")
         turns = not (predict_only or workers or link)
         share = SHARE if turns else SHARE_ALONE
         deadline = began + budget_seconds
         session = Session(setup, chosen, device, tell, deadline, share * budget_seconds)
         found = session.find_link()
-        tell(f"link: {link_line(found)}")
+        tell(f"link: {report.link_line(found)}")
         situation = session.situation(target, found)
         rows = predict(situation, session.knobs(situation.costs))
         measured: dict[str, dict[str, Any]] = {}
@@ -219,7 +200,7 @@ def advise(
         ours = {name: row for name, row in measured.items() if name != session.hook}
         ranked = shortlist(rows, len(rows))
         sixteen = next((row.name for row in ranked if row.method == SIXTEEN), SIXTEEN)
-        verdict = judge(ours, PLAIN, sixteen, situation.module.step)
+        verdict = report.judge(ours, PLAIN, sixteen, situation.module.step)
     nodes = worker.world_size // worker.local_world_size
     return Advice(
         tuple(rows),
@@ -273,7 +254,7 @@ def run(options: argparse.Namespace) -> None:
         predict_only=options.predict_only,
         timeout=options.timeout,
         find_unused_parameters=options.find_unused_parameters,
-        say=print_line,
+        say=preparation.print_line,
     )
     if int(os.environ["RANK"]) == 0:
         show(advice, options.config, options.out)
@@ -282,7 +263,7 @@ def run(options: argparse.Namespace) -> None:
 def show(advice: Advice, config: Path, out: Path) -> None:
     """Print the table and the verdict, and write the files."""
     table, width = advice.table(), shutil.get_terminal_size(fallback=(120, 24)).columns
-    print_line(plain(COLUMNS, table, width))
+    preparation.print_line(plain(report.COLUMNS, table, width))
     lines = [limits(advice.situation)]
     lines += [f"Not predicted: {name}: {why}." for name, why in advice.missing.items()]
     if advice.verdict is None:
@@ -293,9 +274,9 @@ def show(advice: Advice, config: Path, out: Path) -> None:
         )
     else:
         lines.append(f"{advice.verdict} Accuracy is not judged: tune the learning rate anew.")
-    print_line("\n".join(lines))
+    preparation.print_line("\n".join(lines))
     # Names of their own, and not with_suffix, which would cut "lm-1.5".
-    report, figures, drawing, suggested = (
+    page, figures, drawing, suggested = (
         out / f"{config.stem}.advised.{kind}" for kind in ("md", "json", "svg", "yaml")
     )
     facts = {
@@ -306,19 +287,19 @@ def show(advice: Advice, config: Path, out: Path) -> None:
         "contention": advice.situation.contention,
         "overhead": advice.situation.overhead,
         "workers": advice.situation.workers,
-        "link": link_line(advice.situation.link),
+        "link": report.link_line(advice.situation.link),
     }
-    write_json(figures, facts)
-    page = f"# {config.stem}\n\n{markdown(COLUMNS, table)}\n" + "\n\n".join(lines) + "\n"
-    report.write_text(page, encoding="utf-8")
+    report.write_json(figures, facts)
+    text = f"# {config.stem}\n\n{markdown(report.COLUMNS, table)}\n" + "\n\n".join(lines) + "\n"
+    page.write_text(text, encoding="utf-8")
     advice.plot(drawing)
-    written = [report, figures, drawing]
+    written = [page, figures, drawing]
     if advice.suggestion() is not None:
         advice.yaml(suggested)
         written.append(suggested)
-    print_line("\n".join(map(str, written)))
+    preparation.print_line("\n".join(map(str, written)))
     if advice.suggestion() is not None:
-        print_line(f"Next: lightning-gc fit {suggested}")
+        preparation.print_line(f"Next: lightning-gc fit {suggested}")
 
 
 def limits(situation: Situation) -> str:

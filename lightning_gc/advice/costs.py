@@ -4,8 +4,6 @@ A segment is timed by itself, with the module's own gradients and at its own siz
 linear in it. Buckets are put together of segments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -144,7 +142,7 @@ def slowest(traces: Sequence[Trace]) -> Trace:
     return Trace(first.workers, asked, seconds, max(t.sent for t in traces))
 
 
-def together(traces: Sequence[Trace]) -> Trace:
+def bucket_trace(traces: Sequence[Trace]) -> Trace:
     """Return the trace of a bucket from those of its segments.
 
     As flows are run in lockstep: what is computed is added up, and the i-th requests of one kind
@@ -207,7 +205,7 @@ def work(
     """
     found = []
     for bucket in buckets:
-        whole = together([traces[i] for i in pieces_of(bucket, pieces)])
+        whole = bucket_trace([traces[i] for i in pieces_of(bucket, pieces)])
         seconds = tuple(request_seconds(asked, whole.workers, link) for asked in whole.asked)
         found.append(BucketWork(max(ready[i] for i in bucket), whole.seconds, seconds))
     return found

@@ -1,13 +1,11 @@
 """Prediction: seconds of a step for every method, bucket size, plan and number of local steps."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_gc.advice.alpha_beta import HasSeconds, dense, exchange
-from lightning_gc.advice.costs import Costs, together, work
+from lightning_gc.advice.costs import Costs, bucket_trace, work
 from lightning_gc.advice.timeline import (
     BucketWork,
     Layout,
@@ -30,7 +28,7 @@ coarser than less."""
 
 
 @dataclass(frozen=True)
-class Row:
+class Prediction:
     """A predicted way to exchange.
 
     Attributes:
@@ -110,7 +108,7 @@ def pieces_for(nbytes: Sequence[int]) -> Layout:
     return segments(nbytes, (layout(nbytes, caps(cap)) for cap in CAPS), sum(nbytes) / 16)
 
 
-def predict(situation: Situation, knobs: Mapping[str, frozenset[str]]) -> list[Row]:
+def predict(situation: Situation, knobs: Mapping[str, frozenset[str]]) -> list[Prediction]:
     """Return all rows, shortest step first.
 
     Args:
@@ -125,29 +123,29 @@ def predict(situation: Situation, knobs: Mapping[str, frozenset[str]]) -> list[R
     return sorted(rows, key=lambda row: row.seconds)
 
 
-def _plain_rows(situation: Situation) -> Iterator[Row]:
+def _plain_rows(situation: Situation) -> Iterator[Prediction]:
     nbytes = volume(Asked("Mean", sum(situation.nbytes)), situation.workers)[1]
     for cap in CAPS:
         drawn = situation.step(situation.plain(cap))
         name = f"plain DDP{_buckets(cap)}"
-        yield Row(name, None, cap, (), 1, drawn.seconds, nbytes, drawn)
+        yield Prediction(name, None, cap, (), 1, drawn.seconds, nbytes, drawn)
 
 
-def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Iterator[Row]:
+def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Iterator[Prediction]:
     own, whole = situation.costs[method], situation.costs[situation.whole]
     sizes = [sum(situation.nbytes[i] for i in piece) for piece in situation.pieces]
 
-    def chosen(plan: Plan) -> list[Trace]:
+    def chosen(plan: Mask) -> list[Trace]:
         return [a if on else b for on, a, b in zip(plan, own, whole, strict=True)]
 
     for cap in CAPS:
         drawn = situation.step(situation.compressed(own, cap))
         name = f"{method}{_buckets(cap)}"
-        yield Row(name, method, cap, (), 1, drawn.seconds, sum(map(sent, own)), drawn)
+        yield Prediction(name, method, cap, (), 1, drawn.seconds, sum(map(sent, own)), drawn)
         if not knob:
             continue
 
-        def seconds(plan: Plan, cap: float | None = cap) -> float:
+        def seconds(plan: Mask, cap: float | None = cap) -> float:
             return situation.step(situation.compressed(chosen(plan), cap)).seconds
 
         plan = greedy(sizes, seconds)
@@ -162,25 +160,25 @@ def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Ite
         if left and any(plan) and planned.seconds < drawn.seconds * (1 - WORTH):
             name += f", {len(left)} tensor{'s' * (len(left) > 1)} whole"
             nbytes = sum(map(sent, traces))
-            yield Row(name, method, cap, left, 1, planned.seconds, nbytes, planned)
+            yield Prediction(name, method, cap, left, 1, planned.seconds, nbytes, planned)
 
 
-def _local_rows(situation: Situation) -> Iterator[Row]:
+def _local_rows(situation: Situation) -> Iterator[Prediction]:
     for method, traces in situation.costs.items():
-        whole = together(traces)
+        whole = bucket_trace(traces)
         for every in EVERY:
             seconds = situation.module.step + exchange(whole, situation.link) / every
             name = f"{method}, every {every} steps"
             shown = None if method == situation.whole else method
-            yield Row(name, shown, None, (), every, seconds, sent(whole) / every)
+            yield Prediction(name, shown, None, (), every, seconds, sent(whole) / every)
 
 
-def shortlist(rows: Sequence[Row], count: int) -> list[Row]:
+def shortlist(rows: Sequence[Prediction], count: int) -> list[Prediction]:
     """Return the best rows to measure: of compressed ones, the shortest of each method.
 
     Local steps train otherwise, which seconds do not show, so they are not among them.
     """
-    found: dict[str, Row] = {}
+    found: dict[str, Prediction] = {}
     for row in sorted(rows, key=lambda row: row.seconds):
         if row.method is not None and row.every == 1:
             found.setdefault(row.method, row)
@@ -191,11 +189,11 @@ def _buckets(cap: float | None) -> str:
     return "" if cap is None else f", buckets of {cap:g} MiB"
 
 
-Plan = tuple[bool, ...]
+Mask = tuple[bool, ...]
 """Whether each segment is compressed."""
 
 
-def greedy(sizes: Sequence[int], seconds: Callable[[Plan], float]) -> Plan:
+def greedy(sizes: Sequence[int], seconds: Callable[[Mask], float]) -> Mask:
     """Return a plan that no change of one or two segments makes faster.
 
     From all compressed and from none, the largest segments first, each is changed if that shortens
@@ -220,8 +218,8 @@ PAIRS = 12
 
 
 def _descend(
-    plan: Plan, order: Sequence[int], seconds: Callable[[Plan], float]
-) -> tuple[Plan, float]:
+    plan: Mask, order: Sequence[int], seconds: Callable[[Mask], float]
+) -> tuple[Mask, float]:
     moves: list[tuple[int, ...]] = [(i,) for i in order]
     if len(order) <= PAIRS:
         moves += list(itertools.combinations(order, 2))

@@ -1,7 +1,5 @@
 """Report of an advice: table of predicted beside measured, plot of the timeline, files."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +10,7 @@ from typing import Any
 import yaml
 
 from lightning_gc.advice.alpha_beta import HasSeconds
-from lightning_gc.advice.prediction import Row
+from lightning_gc.advice.prediction import Prediction
 from lightning_gc.advice.timeline import Timeline
 from lightning_gc.controllers import BySize, Plan
 from lightning_gc.core.registry import given_fields, path_of
@@ -23,7 +21,9 @@ LOCAL = "another algorithm"
 
 
 def cells(
-    rows: Sequence[Row], measured: Mapping[str, Mapping[str, Any]], declared: Mapping[str, str]
+    rows: Sequence[Prediction],
+    measured: Mapping[str, Mapping[str, Any]],
+    declared: Mapping[str, str],
 ) -> list[list[str]]:
     """Return the texts of each row.
 
@@ -56,7 +56,7 @@ def link_line(link: HasSeconds) -> str:
     return "; ".join(parts)
 
 
-def strategy_section(row: Row, method: Method, settings: Mapping[str, Any]) -> Any:
+def strategy_section(row: Prediction, method: Method, settings: Mapping[str, Any]) -> Any:
     """Return the file's ``trainer.strategy`` for a row.
 
     Args:
@@ -79,7 +79,7 @@ def strategy_section(row: Row, method: Method, settings: Mapping[str, Any]) -> A
     return {"class_path": "lightning_gc.CompressedDDPStrategy", "init_args": named | more}
 
 
-def plan_of(row: Row, method: Method) -> Plan:
+def plan_of(row: Prediction, method: Method) -> Plan:
     """Return the controller that sends a row's parameters whole, and others at the level."""
     return Plan(dict.fromkeys(row.whole), default=method.make_compressor({}).level)
 

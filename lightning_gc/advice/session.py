@@ -1,7 +1,5 @@
 """Session: measures link, module, methods and DDP in turn, predicts, and measures the best."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import statistics
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from lightning_gc.advice.alpha_beta import LinkByKind, Probe, at_rate, fit_all, probe
 from lightning_gc.advice.costs import Costs, measure_costs
-from lightning_gc.advice.prediction import Row, Situation, pieces_for, shortlist
+from lightning_gc.advice.prediction import Prediction, Situation, pieces_for, shortlist
 from lightning_gc.advice.report import plan_of
 from lightning_gc.advice.timeline import Module
 from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, baseline_strategy
@@ -305,7 +303,7 @@ class Session:
             found[name] = frozenset(taken)
         return found
 
-    def measure(self, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    def measure(self, rows: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
         """Measure plain DDP, torch's hook, 16 bits and the best rows by turns, while time lasts."""
         best = shortlist(rows, BEST)
         if SIXTEEN not in {row.method for row in best}:
@@ -338,7 +336,7 @@ class Session:
 
         return take_turns(runs, counted, rounds, self.device, self.say, in_time)
 
-    def _steps(self, dense: Row, best: Sequence[Row]) -> tuple[int, int]:
+    def _steps(self, dense: Prediction, best: Sequence[Prediction]) -> tuple[int, int]:
         """Return steps per turn and rounds that fit into the time left, alike on all workers."""
         step = sum(row.seconds for row in best) + 2 * dense.seconds
         turns = (2 + len(best)) * self._turn_seconds

@@ -5,8 +5,6 @@ ready. Where that thread shares processor time with the backward pass, its compu
 pass down.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ and from worker 0 the seconds before, between and after its requests. Both follo
 which is found from small W and held against the largest one.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

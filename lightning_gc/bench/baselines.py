@@ -1,7 +1,5 @@
 """Baselines: no synchronisation (the limit), plain DDP, torch's hooks; and the bytes they send."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

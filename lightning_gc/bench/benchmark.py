@@ -1,7 +1,5 @@
 """Measure all methods in turn, for several rounds, and gather the results of all workers."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
@@ -17,16 +15,10 @@ from typing import Any
 
 import torch
 
+from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import BASELINES, DEFAULT, NONE, PLAIN, select_methods
 from lightning_gc.bench.method_run import Measurement, measure
-from lightning_gc.bench.preparation import (
-    BenchSetup,
-    WorkerRank,
-    explained,
-    prepare,
-    print_line,
-    process_group,
-)
+from lightning_gc.bench.preparation import BenchSetup
 from lightning_gc.core.text_table import markdown, plain
 from lightning_gc.methods.lightning_flavour import pl, quiet_libraries
 from lightning_gc.methods.method import Method
@@ -119,15 +111,15 @@ def bench(options: argparse.Namespace) -> None:
         ValueError: an invalid option, file or environment.
         BenchError: a method has failed; unless another worker has, the traceback was printed.
     """
-    worker = WorkerRank.from_environment("bench")
+    worker = preparation.WorkerRank.from_environment("bench")
     for name, least in (("rounds", 1), ("steps", 2), ("timeout", 1)):
         if getattr(options, name) < least:
             value = getattr(options, name)
             raise ValueError(f"--{name} {value:g}: must be at least {least}.")
     sections = read(options.config, needed=("model",))
-    say = print_line if worker.rank == 0 else lambda text: None
+    say = preparation.print_line if worker.rank == 0 else lambda text: None
     quiet_libraries()
-    setup, device = prepare(
+    setup, device = preparation.prepare(
         sections,
         worker,
         options.steps,
@@ -138,7 +130,7 @@ def bench(options: argparse.Namespace) -> None:
     methods = select_methods(options.compressor or DEFAULT, methods_in(sections))
     agreed = ("compressor", "rounds", "steps", "find_unused_parameters")
     same = {name: repr(getattr(options, name)) for name in agreed}
-    with process_group(setup, device, same), explained():
+    with preparation.process_group(setup, device, same), preparation.explained():
         rows = compare(setup, methods, options.rounds, device, say)
     if worker.rank == 0:
         width = shutil.get_terminal_size(fallback=(120, 24)).columns

@@ -1,7 +1,5 @@
 """Measure one method: train for some steps, from the same weights as all others."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Sequence

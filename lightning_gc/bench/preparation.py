@@ -1,7 +1,5 @@
 """Preparation of a measurement: the setup from a YAML file's sections, and the process group."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

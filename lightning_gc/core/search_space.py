@@ -1,7 +1,5 @@
 """Describe search spaces of hyper-parameters by ``Range`` and ``Choice``."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Settings: base of frozen configurations, which checks the types of numeric fields."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Format tables of text cells as Markdown, or as plain text that fits a terminal."""
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from collections.abc import Collection, Sequence

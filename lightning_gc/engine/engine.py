@@ -45,7 +45,7 @@ def compressor_state(compressor: Compressor, shapes: Mapping[str, tuple[int, ...
 
 
 @dataclass
-class Rounds:
+class RoundCounter:
     """Counts rounds; a round synchronises each bucket of a step once."""
 
     step: int = 0  # finished rounds
@@ -109,7 +109,7 @@ class Engine:
         self.levels = Levels(compressor)
         self.buffers = _buffers(self.memory)
         self.compressor_state: dict[str, dict[str, Any]] = {}
-        self.rounds = Rounds()
+        self.rounds = RoundCounter()
         self.loss_scaling = LossScaling()
         self.learning_rates = LearningRates()
         self.statistics = Statistics()

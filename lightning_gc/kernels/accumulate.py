@@ -1,7 +1,5 @@
 """accumulate: add a sparse payload to a dense tensor."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lightning_gc.kernels.dispatch import fused

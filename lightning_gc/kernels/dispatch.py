@@ -1,7 +1,5 @@
 """Dispatch: choose between a compiled kernel and its torch reference, for all kernels."""
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings

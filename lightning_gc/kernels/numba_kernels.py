@@ -4,8 +4,6 @@ Results are those of torch's operations, bit for bit, so workers with and withou
 together. The module is imported when first used, and compiled code is kept on disk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

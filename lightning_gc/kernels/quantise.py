@@ -1,7 +1,5 @@
 """quantise: rounding to fractions of a block's norm and bit packing (QSGD's encoder)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

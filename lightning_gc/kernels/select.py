@@ -1,7 +1,5 @@
 """select: move elements at or above a threshold out of a buffer."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lightning_gc.kernels.dispatch import fused

@@ -1,7 +1,5 @@
 """splitmix: random words by hashing a counter, the same on every device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

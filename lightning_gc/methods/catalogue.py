@@ -1,7 +1,5 @@
 """List the catalogue: compressors, memories, schemes, controllers, waits and wire formats."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -17,10 +15,8 @@ from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor,
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Knob, Waits
 from lightning_gc.controllers import Controller
-from lightning_gc.core import text_table
+from lightning_gc.core import Choice, Field, Range, text_table
 from lightning_gc.core.registry import path_of, required_fields, subclasses
-from lightning_gc.core.search_space import Choice, Range
-from lightning_gc.core.wire import Field
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.methods.parameter_space import declared

@@ -1,7 +1,5 @@
 """Run compressor, memory and scheme for W workers in one thread, without Lightning."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

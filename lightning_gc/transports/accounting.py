@@ -1,7 +1,5 @@
 """Account: wire bytes and seconds by phase of one worker; Recording measures, Stopwatch times."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

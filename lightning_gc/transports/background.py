@@ -1,7 +1,5 @@
 """Background: one thread that runs flows in bucket order, in parallel to the backward pass."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Transport: base class, byte counts of ring collectives, and the layout of a message."""
 
-from __future__ import annotations
-
 import abc
 import zlib
 from collections.abc import Sequence

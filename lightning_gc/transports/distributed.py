@@ -1,7 +1,5 @@
 """Distributed: fulfil requests by collectives of torch.distributed, over NCCL or Gloo."""
 
-from __future__ import annotations
-
 import atexit
 import time
 from collections.abc import Sequence

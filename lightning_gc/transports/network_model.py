@@ -1,7 +1,5 @@
 """NetworkModel: estimated seconds of communication, from counted bytes, bandwidth and latency."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

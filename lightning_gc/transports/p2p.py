@@ -8,8 +8,6 @@ When more arrives than there is room for, Gloo throws in a thread of its own, an
 aborts. What is shorter than expected is accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist

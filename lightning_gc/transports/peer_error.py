@@ -1,7 +1,5 @@
 """PeerError: a collective failed because of another worker; it names peers and what to look at."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``tune``: one study per method, one after the other, then the final runs."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Early stopping of a trial after a validation: divergence, byte budget, pruner, patience."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Experiment: task, metric, budget, sampler and pruner, the same for all compared methods."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A process writes its ``owner()`` beside its trial or final run, and changes the 
 ``HEARTBEAT`` seconds. Others only look whether it changes: clocks of two hosts are never compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

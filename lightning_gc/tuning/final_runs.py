@@ -5,8 +5,6 @@ does not have, but the shared hyper-parameters of the dense baseline's best tria
 who does not tune learning rate and dropout again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 One operation is one line of JSON, as Optuna writes it, so that its own tools read the file too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Report of an experiment: Markdown with plots beside it, and one self-contained HTML page."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib
@@ -21,16 +19,7 @@ from optuna.storages import BaseStorage
 
 from lightning_gc.core import text_table
 from lightning_gc.tuning.journal import open_storage
-from lightning_gc.tuning.tables import (
-    TOP,
-    Row,
-    Studies,
-    Table,
-    log_scaled,
-    rules_of,
-    sizes_of,
-    tables,
-)
+from lightning_gc.tuning.tables import TOP, Row, Studies, Table, is_log, rules_of, sizes_of, tables
 
 _TEXTS = {
     "results": "Each method with hyper-parameters of its own, and the same method with those of "
@@ -258,7 +247,7 @@ def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
     for parameter in sorted({row["parameter"] for row in tuned}):
         chosen = [row for row in tuned if row["parameter"] == parameter]
         if all(isinstance(row["value"], int | float) for row in chosen):
-            log = log_scaled(studies, parameter)
+            log = is_log(studies, parameter)
             boxes = functools.partial(_boxes, column="value", label=parameter, log=log)
             found[f"tuned_{parameter}"] = _svg(boxes, chosen)
     draw("seconds_per_step", "seconds_per_step", _stacks)

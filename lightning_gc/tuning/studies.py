@@ -1,7 +1,5 @@
 """Optuna studies: rules of a study, sampler and pruner, and the best trial."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Tables of the report, read from the studies alone."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import io
@@ -100,7 +98,7 @@ def sizes_of(studies: Studies) -> tuple[str, str]:
     return _SIZES[2:] if rules_of(studies)["workers"] == 1 else _SIZES[:2]
 
 
-def log_scaled(studies: Studies, parameter: str) -> bool:
+def is_log(studies: Studies, parameter: str) -> bool:
     """Return whether a parameter was drawn on a logarithmic scale."""
     trials = (trial for study in studies.values() for trial in study.get_trials(deepcopy=False))
     return any(getattr(t.distributions.get(parameter), "log", False) for t in trials)

@@ -1,7 +1,5 @@
 """Run one trial and tell the study its result."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

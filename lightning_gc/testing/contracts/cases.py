@@ -1,7 +1,5 @@
 """Test cases of the contracts: shapes, gradients, conservation gap, knobs, parametrisation."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """CompressorContract: the laws of compressors, one test each."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +9,7 @@ from torch import Tensor
 
 from lightning_gc.compressors import Codec, Collective, Compressor, SparseCodec
 from lightning_gc.compressors.sparsifiers import sparse_codec
-from lightning_gc.core import wire
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
+from lightning_gc.core import Bucket, Payload, wire
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.engine import compressor_state
 from lightning_gc.memories import NoMemory, Residual

@@ -1,7 +1,5 @@
 """DecoderContract: decoders do not trust bytes from the network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -12,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc.compressors import Codec, Compressor, Preset
-from lightning_gc.core import payload_validation, wire
-from lightning_gc.core.bucket import Bucket
+from lightning_gc.core import Bucket, payload_validation, wire
 from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.testing.contracts import cases

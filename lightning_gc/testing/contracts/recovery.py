@@ -1,7 +1,5 @@
 """RecoveryContract: extreme numbers, in gradients or messages, are over after a few rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """SchemeContract: the laws of schemes, one test each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
