@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
-        print("Stopped. What is done is kept; the same command goes on.", file=sys.stderr)  # noqa: T201
+        print("Stopped. Finished work is kept; repeat the command to resume.", file=sys.stderr)  # noqa: T201
         return INTERRUPTED
     except (ValueError, ImportError, RuntimeError) as error:
         ours = type(error).__module__.startswith("lightning_gc")
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     measured = "YAML as for lightning-gc fit; of its section tune only the methods are read"
     add = command(
         _bench,
-        "seconds per step on your machines and model, beside plain DDP and torch's hooks",
+        "seconds per step on your machines and model, compared with plain DDP and torch's hooks",
         "Train for some steps in turn without synchronisation, with plain DDP, with torch's fp16 "
         "and PowerSGD hooks and with ours, and compare seconds, bytes and loss. Start it on all "
         "workers, by torchrun.",
@@ -118,9 +118,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command(
         _advise,
-        "would compression help this model on these machines, and which",
+        "whether compression would speed up this model on these machines, and which method",
         "Probe the link between the workers, time the model and what methods compute, predict a "
-        "step of each, measure the best beside plain DDP and 16 bits, and give one verdict, which "
+        "step of each, measure the best, plain DDP and 16 bits, and give one verdict, which "
         "may be to do nothing. Start it on all workers, by torchrun.",
     )
     add("config", type=Path, help=measured)

@@ -1,4 +1,4 @@
-"""advise: whether compression would help a model on these machines, and which method."""
+"""Advise whether compression would speed up a model on these machines, and which method."""
 
 import argparse
 import contextlib
@@ -36,7 +36,7 @@ METHODS = (
     "topk:value_dtype=bfloat16,scheme=two_shot",
     "powersgd:rank=2",
 )
-"""Candidates, where none are named."""
+"""Candidates if the caller names none."""
 LOCAL_SHOWN = 2
 """Rows of local steps in the table."""
 STOPPED = 130
@@ -45,18 +45,18 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([gm])bit", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Advice:
-    """What was found.
+    """The result of ``advise``.
 
     Attributes:
         rows: predicted, shortest step first.
         measured: name -> ``seconds``, ``low``, ``high``, ``bytes``; empty if nothing was measured.
         verdict: None if nothing was measured.
-        situation: what the prediction rests on.
+        situation: the measured inputs of the prediction.
         methods: candidates by name.
         missing: method -> why it was not predicted.
-        sections: of the user's file.
-        trainer: settings of the Trainer for the file that is written.
-        ddp: further settings of DDP for it.
+        sections: sections of the user's file.
+        trainer: settings of the Trainer in the written file.
+        ddp: further DDP settings in the written file.
     """
 
     rows: tuple[Prediction, ...]
@@ -70,7 +70,7 @@ class Advice:
     ddp: Mapping[str, Any] = field(repr=False)
 
     def suggestion(self) -> Prediction | None:
-        """Return the suggested row; None: do nothing, or no verdict."""
+        """Return the suggested row, or None for "do nothing" and for no verdict."""
         choice = None if self.verdict is None else self.verdict.choice
         return next((row for row in self.rows if row.name == choice), None)
 
@@ -98,7 +98,7 @@ class Advice:
         report.plot(Path(path), steps)
 
     def table(self) -> list[list[str]]:
-        """Return the texts of what was measured, and of the best row of every other method."""
+        """Return the cells of all measured rows, and of the best row of every other method."""
         bounds = {
             name: " ".join(bound(method.make_compressor({}), 1 << 18).split())
             for name, method in self.methods.items()
@@ -132,7 +132,7 @@ def advise(
     find_unused_parameters: bool = False,
     say: Any = None,
 ) -> Advice:
-    """Return whether compression would help a model on these machines, and which.
+    """Return whether compression would speed up a model on these machines, and which method.
 
     Called by every worker, started by torchrun. The verdict rests on measured seconds; prediction
     chooses what to measure and answers what-ifs.
@@ -141,12 +141,11 @@ def advise(
         config: path of a YAML file with LightningCLI's model, data and trainer, or its sections.
         methods: candidates, as for ``lightning-gc bench``; by default 16 bits, 4 bits, top-k by
             several schemes, low rank.
-        budget_seconds: for all; three tenths of it are for what methods compute, seven where
-            nothing is measured by turns. Where that is too little for a large model, candidates are
-            left out.
-        workers: ask about so many instead; nothing is measured by turns then.
-        link: ask about links of this nominal rate, as ``"1gbit"`` or ``"100mbit"``; likewise.
-        predict_only: measure no method by turns, and give no verdict.
+        budget_seconds: seconds for everything. Three tenths time the methods' computation; seven
+            tenths if no method is measured. If that is too little, candidates are left out.
+        workers: predict for this number of workers; no method is measured.
+        link: predict for links of this nominal rate, such as ``"1gbit"``; no method is measured.
+        predict_only: measure no method, and give no verdict.
         timeout: of every collective, in seconds.
         find_unused_parameters: as for DDP.
         say: called with lines of progress.
@@ -225,7 +224,7 @@ def rate(text: str) -> float:
 
 @contextlib.contextmanager
 def stopping_at_once(rank: int) -> Iterator[None]:
-    """On Ctrl-C leave without waiting for other workers, of whom worker 0 says so."""
+    """Exit immediately on Ctrl-C, without waiting for other workers; worker 0 prints a message."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -273,9 +272,9 @@ def show(advice: Advice, config: Path, out: Path) -> None:
             f"{best.seconds:.4f} s."
         )
     else:
-        lines.append(f"{advice.verdict} Accuracy is not judged: tune the learning rate anew.")
+        lines.append(f"{advice.verdict} Accuracy is not judged: tune the learning rate again.")
     preparation.print_line("\n".join(lines))
-    # Names of their own, and not with_suffix, which would cut "lm-1.5".
+    # Not with_suffix, which would cut "lm-1.5".
     page, figures, drawing, suggested = (
         out / f"{config.stem}.advised.{kind}" for kind in ("md", "json", "svg", "yaml")
     )
@@ -303,12 +302,12 @@ def show(advice: Advice, config: Path, out: Path) -> None:
 
 
 def limits(situation: Situation) -> str:
-    """Return what limits a step, in a sentence."""
+    """Describe in one sentence what limits a step."""
     dense = situation.step(situation.plain(None))
     module, link = situation.module, situation.link
     assert isinstance(link, LinkByKind)
     return (
-        f"Of a step of plain DDP, predicted at {dense.seconds:.4f} s, forward, backward and "
-        f"optimizer take {module.step:.4f} s, waiting for the link {dense.waited:.4f} s, and DDP "
-        f"itself {situation.overhead:.4f} s; no method can be faster than {module.step:.4f} s."
+        f"A step of plain DDP takes {dense.seconds:.4f} s (predicted): forward, backward and "
+        f"optimizer {module.step:.4f} s, waiting for the link {dense.waited:.4f} s, DDP itself "
+        f"{situation.overhead:.4f} s. No method can be faster than {module.step:.4f} s."
     )

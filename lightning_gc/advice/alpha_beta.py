@@ -1,4 +1,8 @@
-"""The alpha-beta model: a message of m bytes takes a latency and m over the speed of the link."""
+"""Alpha-beta model of a link (seconds = latency + bytes / rate), its probe and its fit.
+
+The fitted rate is that of payloads, about 4 % below an Ethernet link's nominal rate, because frames
+have headers. On the host it includes Gloo's copies and sums.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,20 @@ from lightning_gc.transports.distributed import Distributed
 
 
 class HasSeconds(Protocol):
-    """What tells the seconds of a request: a link for all kinds, or one for each."""
+    """A link for all kinds of requests, or one for each kind."""
 
     def of(self, kind: str) -> Link:
-        """Return the link as requests of this kind find it."""
+        """Return the link for requests of this kind."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Every worker's own, the same in both directions; the network between them is no bottleneck.
+    """A worker's link, equal in both directions; the network behind the links is not a bottleneck.
 
     Attributes:
         gbps: 10⁹ bits per second.
         latency_us: of one message, in microseconds.
-        knee_bytes: so many bytes of a request pass at once, into buffers; only those beyond take
+        knee_bytes: bytes of a request that pass at once, into buffers; only further bytes take
             time.
     """
 
@@ -40,7 +44,7 @@ class Link:
     knee_bytes: float = 0.0
 
     def __str__(self) -> str:
-        """As a plot shows it."""
+        """Return the rate as plots show it."""
         return f"{self.gbps:g} Gbit/s" if self.gbps >= 1 else f"{1000 * self.gbps:g} Mbit/s"
 
     def of(self, kind: str) -> Link:
@@ -48,14 +52,14 @@ class Link:
         return self
 
     def seconds(self, messages: float, nbytes: float) -> float:
-        """Return what it takes to send so many messages, of so many bytes in all."""
+        """Return the seconds of ``messages`` messages with ``nbytes`` bytes in total."""
         slow = max(nbytes - self.knee_bytes, 0.0)
         return messages * self.latency_us * 1e-6 + 8 * slow / (self.gbps * 1e9)
 
 
 @dataclass(frozen=True)
 class LinkByKind:
-    """One link as each kind of request finds it: an all-reduce also adds up what arrives.
+    """One link, fitted for each kind of request: an all-reduce also sums the arriving data.
 
     Attributes:
         mean: for ``Mean``, an all-reduce.
@@ -68,7 +72,7 @@ class LinkByKind:
     exchange: Link
 
     def of(self, kind: str) -> Link:
-        """Return the link as requests of this kind find it."""
+        """Return the link for requests of this kind."""
         return {"Mean": self.mean, "Gather": self.gather, "Exchange": self.exchange}[kind]
 
 
@@ -93,21 +97,21 @@ def dense(nbytes: int, workers: int, link: HasSeconds) -> float:
 
 
 def last_that_pays(pays: Callable[[int], bool], most: int) -> int:
-    """Return the largest W up to ``most`` at which it does, 0 where it never does."""
+    """Return the largest W up to ``most`` for which ``pays(W)`` is true, or 0."""
     return next((workers for workers in range(most, 1, -1) if pays(workers)), 0)
 
 
 SIZES = tuple(1 << power for power in (3, 12, 16, 18, 19, 20, 21, 22, 23, 24))
-"""Bytes of payloads that are tried, while the time lasts."""
+"""Payload sizes in bytes, tried in this order."""
 REPEATS = (2, 5)
-"""Least and most measured requests of a size."""
+"""Minimum and maximum number of measured requests per size."""
 LONGEST, PATIENCE = 0.2, 0.6
-"""Seconds of a request after which no larger one is tried, and of a size, after which no more."""
+"""Seconds of one request after which no larger one is tried; seconds spent on one size."""
 FEWEST = 5
-"""Sizes that are tried however long they take: the last is 512 KiB, beyond buffers of a shaper."""
+"""Sizes that are always tried: the last one, 512 KiB, exceeds the buffers of a traffic shaper."""
 KINDS = ("Mean", "Gather", "Exchange")
 NOMINAL = 0.96
-"""Share of a link's nominal rate that is left for payloads, with Ethernet's and TCP's headers."""
+"""Share of a link's nominal rate for payloads; the rest are headers of Ethernet and TCP."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,9 @@ class Probe:
     """Seconds of one kind of request at one size.
 
     Attributes:
-        messages: that one worker sends.
-        nbytes: that it sends in all.
-        seconds: of the slowest worker; the least of all repetitions, as other load only adds.
+        messages: messages of one worker.
+        nbytes: bytes of one worker.
+        seconds: of the slowest worker; the minimum over repetitions, since other load only adds.
     """
 
     messages: float
@@ -126,11 +130,11 @@ class Probe:
 
 
 def probe(transport: Distributed, device: torch.device) -> dict[str, list[Probe]]:
-    """Time every kind of request, alike on all workers; return the probes by kind.
+    """Time every kind of request; return the probes by kind, equal on all workers.
 
     Communication pattern:
-        Three to six requests of each kind and size; before and after each an all-gather of one
-        number, in which workers tell each other how long the request took them.
+        Three to six requests of each kind and size. Before and after each request, an all-gather
+        of one number: the seconds that the request took each worker.
     """
     return {kind: list(_of_kind(kind, transport, device)) for kind in KINDS}
 
@@ -160,7 +164,7 @@ def _request(kind: str, payload: Tensor, workers: int) -> Request:
 
 
 def _timed(action: Callable[[], object], transport: Distributed, device: torch.device) -> float:
-    """Return the seconds that the slowest worker took, the same on all."""
+    """Return the seconds of the slowest worker, equal on all workers."""
     _agree(0.0, transport, device)  # all begin together
     began = time.perf_counter()
     action()
@@ -175,10 +179,10 @@ def _agree(value: float, transport: Distributed, device: torch.device) -> list[f
 
 
 def fit(probes: Sequence[Probe]) -> Link:
-    """Return the link whose ``α·messages + 8·max(bytes − knee, 0)/rate`` is nearest to the probes.
+    """Fit ``seconds = α·messages + 8·max(bytes − knee, 0)/rate`` to the probes.
 
-    For each candidate of the knee, from no bytes up to those of the last probe but one, latency and
-    rate have a closed form; of all the least sum of squared relative errors counts.
+    Candidates for the knee go from 0 to the bytes of the second largest probe. For each, latency
+    and rate have a closed form. The least sum of squared relative errors wins.
 
     Args:
         probes: in ascending order of size, two or more.
@@ -223,9 +227,9 @@ def off_by(probes: Sequence[Probe], link: Link) -> float:
 
 
 def at_rate(link: HasSeconds, gbps: float) -> LinkByKind:
-    """Return what is known of another link: its nominal rate, with the latency measured here.
+    """Return a link of a nominal rate with the latency measured here, and no knee.
 
-    What passes at once belongs to this link, be it buffers of a loopback or a shaper's burst.
+    The knee belongs to the measured link: buffers of a loopback, or the burst of a shaper.
     """
 
     def one(known: Link) -> Link:

@@ -1,4 +1,4 @@
-"""Prediction: seconds of a step for every method, bucket size, plan and number of local steps."""
+"""Predict the seconds of a step for every method, bucket size, plan and number of local steps."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +19,11 @@ from lightning_gc.advice.timeline import (
 from lightning_gc.advice.traces import Asked, Trace, sent, volume
 
 CAPS: tuple[float | None, ...] = (None, 5.0, 100.0)
-"""Values of ``bucket_cap_mb`` that are tried; None is DDP's default, 25 after a first one of 1."""
+"""Candidates for ``bucket_cap_mb``; None is DDP's default: 1 MiB, then 25 MiB."""
 EVERY = (8, 32)
 """H of local steps."""
 WORTH = 0.05
-"""Least gain of a plan over compressing everything, as of a method over plain DDP; predictions are
-coarser than less."""
+"""Minimum relative gain of a plan over compressing everything; predictions are not more precise."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,12 @@ class Prediction:
 
     Attributes:
         name: as tables show it.
-        method: of the methods; None sends gradients whole, as plain DDP does.
+        method: name of a method; None is plain DDP.
         bucket_cap_mb: as for DDP; None is its default.
-        whole: names of compressed parameters that a plan sends whole.
+        whole: parameters that a plan sends uncompressed, though the method would compress them.
         every: H of local steps; 1 exchanges in every step.
         seconds: predicted, of a step.
-        nbytes: that one worker sends in a step.
+        nbytes: bytes that one worker sends in a step.
         drawn: its timeline; None with local steps, where nothing is overlapped.
     """
 
@@ -54,20 +53,20 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known of module, device and link.
+    """Measurements of module, device and link.
 
     Attributes:
         module: seconds of a step without an exchange.
         names: of the parameters, in the order in which their gradients become ready.
         nbytes: of each gradient.
         ready: seconds of each.
-        pieces: segments, of which costs are known.
-        costs: of each method, by segment; those of ``whole`` send everything whole.
-        whole: name of that method.
+        pieces: the segments that ``costs`` describes.
+        costs: of each method, by segment.
+        whole: name of the method in ``costs`` that sends everything uncompressed.
         workers: W.
         link: between them.
         contention: as for ``timeline``.
-        overhead: likewise; of DDP's wrapper, which local steps do not have.
+        overhead: as for ``timeline``: of DDP's wrapper, which local steps do not use.
     """
 
     module: Module
@@ -83,7 +82,7 @@ class Situation:
     overhead: float = 0.0
 
     def plain(self, cap: float | None) -> list[BucketWork]:
-        """Return plain DDP's buckets, which are summed without any computation."""
+        """Return plain DDP's buckets, which need no computation."""
         return [
             BucketWork(
                 max(self.ready[i] for i in bucket),
@@ -94,7 +93,7 @@ class Situation:
         ]
 
     def compressed(self, traces: Sequence[Trace], cap: float | None) -> list[BucketWork]:
-        """Return the buckets of a method whose traces by segment these are."""
+        """Return the buckets of the method that these traces, one per segment, belong to."""
         buckets = layout(self.nbytes, caps(cap))
         return work(buckets, self.pieces, self.ready, traces, self.link)
 
@@ -104,7 +103,7 @@ class Situation:
 
 
 def pieces_for(nbytes: Sequence[int]) -> Layout:
-    """Return the segments of which the buckets of all ``CAPS`` are put together."""
+    """Return segments such that every bucket of every cap in ``CAPS`` consists of some of them."""
     return segments(nbytes, (layout(nbytes, caps(cap)) for cap in CAPS), sum(nbytes) / 16)
 
 
@@ -112,8 +111,8 @@ def predict(situation: Situation, knobs: Mapping[str, frozenset[str]]) -> list[P
     """Return all rows, shortest step first.
 
     Args:
-        situation: what is known.
-        knobs: method -> parameters that its controller could send whole; none if it has no level.
+        situation: the measurements.
+        knobs: method -> parameters whose level a controller can set; empty without a knob.
     """
     rows = [*_plain_rows(situation)]
     for method in situation.costs:
@@ -174,9 +173,9 @@ def _local_rows(situation: Situation) -> Iterator[Prediction]:
 
 
 def shortlist(rows: Sequence[Prediction], count: int) -> list[Prediction]:
-    """Return the best rows to measure: of compressed ones, the shortest of each method.
+    """Return the rows to measure: the fastest one of each compressed method, at most ``count``.
 
-    Local steps train otherwise, which seconds do not show, so they are not among them.
+    Local steps are left out: they train another way, which seconds do not show.
     """
     found: dict[str, Prediction] = {}
     for row in sorted(rows, key=lambda row: row.seconds):
@@ -196,9 +195,9 @@ Mask = tuple[bool, ...]
 def greedy(sizes: Sequence[int], seconds: Callable[[Mask], float]) -> Mask:
     """Return a plan that no change of one or two segments makes faster.
 
-    From all compressed and from none, the largest segments first, each is changed if that shortens
-    the step, until none does; then pairs. Compressing a segment that is sent before a gap of the
-    link only widens the gap, so most changes gain nothing, and few rounds are made.
+    The search starts from all segments compressed and from none. It changes one segment at a time,
+    the largest first, while that shortens the step; then pairs. Most changes gain nothing, because
+    compressing a segment that is sent before a gap of the link only widens the gap.
 
     Args:
         sizes: of the segments; large ones are tried first.
@@ -214,7 +213,7 @@ def greedy(sizes: Sequence[int], seconds: Callable[[Mask], float]) -> Mask:
 
 
 PAIRS = 12
-"""Up to so many segments, pairs are tried too."""
+"""Maximum number of segments for which pairs are tried."""
 
 
 def _descend(

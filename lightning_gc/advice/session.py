@@ -1,4 +1,4 @@
-"""Session: measures link, module, methods and DDP in turn, predicts, and measures the best."""
+"""Measure link, module, methods and DDP for an advice, predict, and measure the best methods."""
 
 import dataclasses
 import json
@@ -33,11 +33,14 @@ Mark = float | torch.cuda.Event
 
 
 class ModuleTiming(pl.Callback):
-    """Records the parts of every step; with accumulated gradients, the last backward pass.
+    """Callback that times each step: forward, gradient readiness, backward, optimizer.
+
+    The module trains without exchange. With accumulated gradients only the last backward pass
+    counts. CUDA is timed by events.
 
     Args:
         warmup: steps that are not counted.
-        keep: keep the last step's gradients, one copy of each.
+        keep: keep a copy of the last step's gradients.
 
     Attributes:
         gradients: parameter name -> gradient of the last step, if kept.
@@ -52,7 +55,7 @@ class ModuleTiming(pl.Callback):
         self._step = 0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Hook every trained parameter."""
+        """Register a hook on every trained parameter."""
         self._device = trainer.strategy.root_device
         self._ready: dict[str, Mark] = {}
         self._named = {plain_name(n): p for n, p in module.named_parameters() if p.requires_grad}
@@ -150,10 +153,10 @@ def _between(start: Mark, stop: Mark) -> float:
 
 
 class Busy(pl.Callback):
-    """Keeps a thread busy while a module trains, as compression beside the backward pass does.
+    """Callback that keeps a thread busy while a module trains, as compression would.
 
     Args:
-        work: what the thread repeats.
+        work: called by the thread again and again.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -177,25 +180,25 @@ class Busy(pl.Callback):
 
 
 STEPS = 6
-"""Measured steps of the module and of DDP without an exchange, before anything is predicted."""
+"""Measured steps of the module, and of DDP without an exchange, for the prediction."""
 BEST = 3
-"""Compressed rows that are measured."""
+"""Number of compressed rows to measure."""
 ROUNDS, FEWEST, MOST = 3, 4, 20
-"""Turns of each row, and steps of a turn."""
+"""Turns of each row; minimum and maximum steps of a turn."""
 SHARE, SHARE_ALONE = 0.3, 0.7
-"""Of the budget, for timing what methods compute; where nothing is measured by turns."""
+"""Shares of the budget for the methods' computation: if methods are measured, and if not."""
 WHOLE = "Identity()"
 SIXTEEN = "cast"
-"""Our method of 16 bits, which is always measured."""
+"""The method of 16 bits, which is always measured."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The cluster that is asked about.
+    """The cluster that the prediction is for.
 
     Attributes:
-        workers: W; None is that of this run.
-        gbps: nominal rate of its links; None is the link found here.
+        workers: W; None is this run's W.
+        gbps: nominal rate of its links; None is the measured link.
     """
 
     workers: int | None = None
@@ -203,18 +206,18 @@ class Target:
 
 
 class Session:
-    """Measures and predicts on this worker, together with the others.
+    """Measures and predicts, in the same calls on all workers.
 
     Args:
-        setup: of the turns.
+        setup: settings of the measurements.
         methods: candidates.
         device: this worker's.
         say: called with a line of progress.
-        deadline: of the whole, ``time.monotonic()``.
-        timing: seconds for what methods compute.
+        deadline: ``time.monotonic()`` at which everything must be done.
+        timing: seconds for timing the methods' computation.
 
     Communication pattern:
-        That of the probe, of the turns' training, and small messages of text in between.
+        The probe, the training of each turn, and small text messages between them.
     """
 
     def __init__(
@@ -243,7 +246,7 @@ class Session:
         return fit_all(self.probes)
 
     def situation(self, target: Target, link: LinkByKind) -> Situation:
-        """Time module, methods and DDP's wrapper; return what is known of the target."""
+        """Time module, methods and DDP's wrapper; return the situation of the target."""
         workers = target.workers or self.setup.worker.world_size
         timing, module = self._module_turn()
         order = self._order(timing)
@@ -270,8 +273,8 @@ class Session:
         )
         if WHOLE in self.missing:
             raise ValueError(
-                f"What sending everything computes was not measured, and all predictions rest on "
-                f"it: {self.missing[WHOLE]}. Free the device's memory, or take a smaller model."
+                f"The uncompressed exchange could not be timed: {self.missing[WHOLE]}. All "
+                f"predictions need it. Free the device's memory, or use a smaller model."
             )
         self.shapes = {name: timing.sizes()[name][0] for name in names}
         here = Situation(
@@ -291,7 +294,7 @@ class Session:
         return replace(here, workers=workers, link=asked, overhead=overhead)
 
     def knobs(self, costs: Costs) -> dict[str, frozenset[str]]:
-        """Return method -> parameters whose levels its controller can set."""
+        """Return for each method the parameters with a level that a controller can set."""
         from lightning_gc.engine.compatibility import by_default
 
         found = {}
@@ -304,7 +307,7 @@ class Session:
         return found
 
     def measure(self, rows: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
-        """Measure plain DDP, torch's hook, 16 bits and the best rows by turns, while time lasts."""
+        """Measure plain DDP, torch's hook, 16 bits and the best rows in turn, while time lasts."""
         best = shortlist(rows, BEST)
         if SIXTEEN not in {row.method for row in best}:
             best += shortlist([row for row in rows if row.method == SIXTEEN], 1)
@@ -327,7 +330,7 @@ class Session:
         begun = time.monotonic()
 
         def in_time() -> bool:
-            """Whether a round as long as the last one ends before the deadline, on all workers."""
+            """Return whether another round ends before the deadline, on all workers."""
             nonlocal begun
             now = time.monotonic()
             late = 2 * now - begun > self.deadline
@@ -337,7 +340,7 @@ class Session:
         return take_turns(runs, counted, rounds, self.device, self.say, in_time)
 
     def _steps(self, dense: Prediction, best: Sequence[Prediction]) -> tuple[int, int]:
-        """Return steps per turn and rounds that fit into the time left, alike on all workers."""
+        """Return steps per turn and rounds that fit into the time left, equal on all workers."""
         step = sum(row.seconds for row in best) + 2 * dense.seconds
         turns = (2 + len(best)) * self._turn_seconds
         left = (self.deadline - time.monotonic()) * 0.9
@@ -358,7 +361,7 @@ class Session:
         return timing, max(found, key=lambda each: each.step)
 
     def _alone(self, *callbacks: Any) -> None:
-        """Train without exchange, as the limit is measured."""
+        """Train without an exchange."""
         self.setup.worker.restore_environment()
         name = "the module by itself"
         try:
@@ -368,8 +371,8 @@ class Session:
             _, module = train(self.setup, strategy, WARMUP_STEPS + STEPS, name, callbacks)
             if not module.automatic_optimization:
                 raise ValueError(
-                    "The model optimizes manually: a step may have several exchanges, and their "
-                    "timeline is not known; use lightning-gc bench."
+                    "The model optimizes manually, so a step may have several exchanges, whose "
+                    "timeline advise cannot predict. Use lightning-gc bench."
                 )
             dist.barrier()
         except ValueError:
@@ -378,12 +381,12 @@ class Session:
             raise BenchError(self.setup.worker.rank, name, error) from error
 
     def _order(self, timing: ModuleTiming) -> dict[str, float]:
-        """Return worker 0's order of readiness, with the latest seconds over workers."""
+        """Return worker 0's order of readiness, with the maximum seconds over workers."""
         found = self._gather(timing.ready())
         return {name: max(each[name] for each in found) for name in found[0]}
 
     def _contention(self, module: Module, gradients: Mapping[str, Tensor]) -> float:
-        """Return what the backward pass loses while a thread computes beside it."""
+        """Return the share by which a computing thread slows the backward pass down."""
         largest = max(gradients.values(), key=Tensor.numel).reshape(-1)
         sample = largest[: 1 << 20].clone()
         busy = Busy(lambda: sample.abs().topk(max(sample.numel() // 100, 1)))
@@ -393,14 +396,14 @@ class Session:
         finally:
             busy.stop()
         slowed = [each["backward"] for each in self._gather(dataclasses.asdict(timing.module()))]
-        self.say("timed it beside a busy thread")
+        self.say("timed it with a busy thread")
         return float(min(max(max(slowed) / module.backward - 1, 0.0), 1.0))
 
     def _wrapped_turn(self) -> float:
-        """Return the seconds of a step in DDP that sends nothing; note what a turn takes besides.
+        """Return the seconds of a step in DDP without an exchange; record a turn's fixed seconds.
 
-        What DDP adds is not read off a step of plain DDP: there it is as large as what the probe
-        of a slow link is off by, which grows with the bytes.
+        A step of plain DDP would not show DDP's overhead: on a slow link the probe's error, which
+        grows with the bytes, is as large.
         """
         began = time.monotonic()
         measured = measure(replace(self.setup, steps=STEPS), NO_EXCHANGE, None)

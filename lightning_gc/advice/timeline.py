@@ -1,8 +1,7 @@
-"""Timeline of a training step: forward and backward pass, exchange of buckets beside it, optimizer.
+"""Timeline of a training step: DDP's buckets, forward and backward pass, exchange, optimizer.
 
 Pure arithmetic. One thread exchanges the buckets in order, each as soon as its last gradient is
-ready. Where that thread shares processor time with the backward pass, its computation slows the
-pass down.
+ready. If that thread and the backward pass share cores, its computation slows the pass down.
 """
 
 import itertools
@@ -14,7 +13,7 @@ Layout = tuple[range, ...]
 
 MIB = 1 << 20
 DEFAULT_CAPS = (MIB, 25 * MIB)
-"""DDP's: the first bucket is small, so that the exchange begins early."""
+"""DDP's defaults: the first bucket is small, so that the exchange begins early."""
 
 
 def caps(bucket_cap_mb: float | None) -> tuple[int, ...]:
@@ -25,7 +24,7 @@ def caps(bucket_cap_mb: float | None) -> tuple[int, ...]:
 def layout(nbytes: Sequence[int], limits: Sequence[int]) -> Layout:
     """Return the buckets that DDP makes after its first step.
 
-    Gradients are added to a bucket until it has reached its limit, so it may exceed it by one.
+    Gradients are added to a bucket until it reaches its limit, so the last one may exceed it.
 
     Args:
         nbytes: of each gradient, in order of readiness.
@@ -44,12 +43,12 @@ def layout(nbytes: Sequence[int], limits: Sequence[int]) -> Layout:
 
 
 def segments(nbytes: Sequence[int], layouts: Iterable[Layout], alone: float) -> Layout:
-    """Return consecutive pieces of which the buckets of every layout are put together.
+    """Return consecutive segments such that every bucket of every layout consists of some of them.
 
     Args:
         nbytes: as for ``layout``.
-        layouts: those of all caps.
-        alone: gradients of at least so many bytes are pieces by themselves.
+        layouts: one for each cap.
+        alone: a gradient of at least this number of bytes is a segment by itself.
     """
     cuts = {0, len(nbytes)}
     for bucket in itertools.chain.from_iterable(layouts):
@@ -68,7 +67,7 @@ def pieces_of(bucket: range, found: Layout) -> range:
 
 @dataclass(frozen=True)
 class BucketWork:
-    """What the thread does for one bucket: computation and requests by turns.
+    """The background thread's work for one bucket: computation and requests alternate.
 
     Attributes:
         ready: seconds from the beginning of the backward pass until the bucket's last gradient is
@@ -162,8 +161,8 @@ def timeline(
     Args:
         module: seconds without an exchange.
         buckets: in the order in which they are exchanged.
-        contention: seconds that the backward pass loses for each second that the thread computes
-            beside it, in [0, 1]: 0 with spare cores, 1 where both share one.
+        contention: seconds that the backward pass loses for each second of the thread's
+            computation, in [0, 1]: 0 with spare cores, 1 if both share one core.
         overhead: seconds that DDP itself adds to a step.
     """
     taken: list[tuple[float, float]] = []  # when the thread computed
@@ -196,7 +195,7 @@ def timeline(
 
 
 def _reached(progress: float, taken: Sequence[tuple[float, float]], contention: float) -> float:
-    """Return the first time at which the backward pass has come so far.
+    """Return the time at which the backward pass has made this progress.
 
     Args:
         progress: seconds of the pass by itself.

@@ -1,4 +1,4 @@
-"""Measure all methods in turn, for several rounds, and gather the results of all workers."""
+"""Measure all methods in turn over several rounds, gather all workers' results, write a table."""
 
 import argparse
 import datetime
@@ -33,13 +33,13 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Measure and return a row per method, the same on all workers.
 
-    Needs a process group. Methods take turns, so that other load affects all alike.
+    Needs a process group. Methods take turns, so that other load affects all methods equally.
 
     Args:
         setup: the same for all.
-        methods: ours; the baselines are always measured.
+        methods: compressed methods; the baselines are always measured.
         rounds: measurements of each method.
-        device: one that the group's backend can send from.
+        device: a device that the group's backend can send from.
         say: called with a line about each measurement.
 
     Raises:
@@ -59,15 +59,15 @@ def take_turns(
     say: Say,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, dict[str, Any]]:
-    """Run each of several measurements in every round; return a row for each, as ``compare``.
+    """Run each measurement once per round; return a row for each, as ``compare`` does.
 
     Args:
         runs: name -> measures once, on all workers.
-        counted: names whose bytes are counted; those of others are computed.
+        counted: names with counted bytes; the bytes of the others are computed.
         rounds: measurements of each.
-        device: one that the group's backend can send from.
+        device: a device that the group's backend can send from.
         say: called with a line about each measurement.
-        goes_on: called before each round but the first, on all workers, which must answer alike.
+        goes_on: called on all workers before each round after the first; all must return the same.
     """
     found: dict[str, list[Measurement]] = {name: [] for name in runs}
     for number in range(1, rounds + 1):
@@ -145,7 +145,7 @@ FOOTNOTE = "* computed; the others are counted"
 
 
 def cells(rows: Rows) -> list[list[str]]:
-    """Return the texts of each row.
+    """Return the table's cells, row by row.
 
     Args:
         rows: by method ``seconds`` and ``bytes``; where known ``low`` and ``high``, the quartiles

@@ -1,4 +1,4 @@
-"""Measure one method: train for some steps, from the same weights as all others."""
+"""Measure one method: train for some steps, from the same weights as every other method."""
 
 import gc
 import time
@@ -15,7 +15,7 @@ from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
 
 WARMUP_STEPS = 4
-"""Steps that are not measured: DDP rebuilds its buckets, PowerSGD's hook sends dense gradients."""
+"""Unmeasured steps: DDP rebuilds its buckets, and PowerSGD's hook sends dense gradients."""
 
 
 class StepTimer(pl.Callback):
@@ -26,7 +26,7 @@ class StepTimer(pl.Callback):
 
     Args:
         sent_bytes: ``(trainer) -> bytes sent so far``; called when a step begins.
-        steps: stop after so many, whatever the Trainer's limits; None obeys these.
+        steps: stop after this number of steps, ignoring the Trainer's limits; None obeys them.
 
     Attributes:
         seconds: of each step.
@@ -46,7 +46,7 @@ class StepTimer(pl.Callback):
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         """Remove what could end the run before its last step."""
         if self.steps is not None:
-            # Schedulers have been made by now, and have read the length of the run.
+            # Schedulers exist already, and have read the length of the run.
             trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
             # These would need a validation, and none is run.
             schedulers = trainer.strategy.lr_scheduler_configs
@@ -68,19 +68,19 @@ class StepTimer(pl.Callback):
         if trainer.global_step == self._step:
             return
         self.seconds.append(sum(self._spent))
-        # Lightning divides losses by the number of batches whose gradients are accumulated.
+        # Lightning divides losses by the number of accumulated batches.
         self.losses += [sum(self._losses)] if self._losses else []
         self._step, self._spent, self._losses = trainer.global_step, [], []
         if len(self.seconds) == self.steps:
             trainer.should_stop = True
 
     def bytes_per_step(self, warmup: int = WARMUP_STEPS) -> float:
-        """Return the mean number of bytes of a step after so many."""
+        """Return the mean bytes of a step, without the first ``warmup`` steps."""
         return (self.sent[-1] - self.sent[warmup]) / (len(self.sent) - warmup - 1)
 
 
 def _loss(trainer: Any, outputs: Any) -> Any:
-    """Return the loss that the module has returned, else logged, as in manual optimisation."""
+    """Return the loss that the module returned, or logged, as in manual optimisation."""
     if isinstance(outputs, dict) and "loss" in outputs:
         return outputs["loss"]
     logged = trainer.callback_metrics
@@ -118,7 +118,7 @@ class Measurement:
 
 
 def measure(setup: BenchSetup, name: str, method: Method | None) -> Measurement:
-    """Train with a method of ours, or if None with the baseline of that name.
+    """Train with a method, or with the baseline called ``name`` if ``method`` is None.
 
     Raises:
         BenchError: the training has failed.
@@ -151,17 +151,17 @@ def train(
     name: str,
     callbacks: Sequence[Any] = (),
 ) -> tuple[StepTimer, Any]:
-    """Train for so many steps; return what the timer has recorded, and the module.
+    """Train for this number of steps; return the timer and the module.
 
     Args:
         setup: the same for all methods.
         strategy: a new one.
-        steps: of the optimizer.
+        steps: optimizer steps.
         name: of the method, for messages.
         callbacks: further ones.
 
     Raises:
-        ValueError: the training ended before.
+        ValueError: the training ended earlier.
     """
     pl.seed_everything(setup.seed, verbose=False)
     module, data, arguments = setup.build.make({})
@@ -178,7 +178,9 @@ def train(
     )
     trainer.fit(module, data)
     if len(timer.seconds) < steps:
-        raise ValueError(f"The training ended by itself after {len(timer.seconds)} of {steps}.")
+        raise ValueError(
+            f"The training ended after {len(timer.seconds)} of {steps} steps; give it more data."
+        )
     # A Trainer and its model refer to each other; the next method needs the memory.
     trainer.strategy.optimizers = []
     gc.collect()

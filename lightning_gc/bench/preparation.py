@@ -1,4 +1,4 @@
-"""Preparation of a measurement: the setup from a YAML file's sections, and the process group."""
+"""Prepare a measurement: rank and device, the setup from a YAML file, and the process group."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.peer_error import PeerError, is_from_backend
 
 _HOW = """torchrun --nproc-per-node 2 -m lightning_gc {command} config.yaml
-On several machines, the same on each, with a number of its own after --node-rank:
+On several machines run it on each, with a different number after --node-rank:
   torchrun --nnodes 2 --node-rank 0 --master-addr ADDRESS_OF_THE_FIRST --nproc-per-node 1 \\
     -m lightning_gc {command} config.yaml"""
 
@@ -54,14 +54,14 @@ class WorkerRank:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         how = _HOW.format(command=command)
         if not all(name in os.environ for name in names):
-            raise ValueError(f"{command} compares what several workers do. Start them so:\n  {how}")
+            raise ValueError(f"{command} measures several workers. Start them like this:\n  {how}")
         workers = int(os.environ["WORLD_SIZE"])
         local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
         if workers < 2:
-            raise ValueError(f"One worker has nobody to send to. Start several:\n  {how}")
+            raise ValueError(f"One worker sends nothing. Start several:\n  {how}")
         if workers % local:
             raise ValueError(
-                f"{workers} workers, of which {local} on this machine: give all machines the same "
+                f"{workers} workers with {local} on this machine: give all machines the same "
                 f"--nproc-per-node."
             )
         return cls(int(os.environ["RANK"]), workers, int(os.environ["LOCAL_RANK"]), local)
@@ -84,7 +84,7 @@ class WorkerRank:
         if accelerator == "cpu" or (accelerator == "auto" and gpus < self.local_world_size):
             return torch.device("cpu")
         if accelerator not in ("auto", "gpu", "cuda"):
-            raise ValueError(f"trainer.accelerator={accelerator!r}: known are cpu, gpu and auto.")
+            raise ValueError(f"trainer.accelerator={accelerator!r}: use cpu, gpu or auto.")
         if gpus < self.local_world_size:
             raise ValueError(
                 f"{self.local_world_size} workers on this machine, but {gpus} GPUs: start one "
@@ -94,11 +94,11 @@ class WorkerRank:
 
 
 class SigtermCallback(pl.Callback):
-    """Exits at once on SIGTERM, where Lightning would wait for the other workers first.
+    """Callback that exits immediately on SIGTERM; Lightning would wait for the other workers.
 
     Args:
         rank: this worker's.
-        method: what it measures.
+        method: name of the measured method.
     """
 
     def __init__(self, rank: int, method: str) -> None:
@@ -134,30 +134,30 @@ schedules, and does not bound the number of steps."""
 
 
 class BenchError(RuntimeError):
-    """A method has failed; the error is its cause.
+    """A method has failed; the cause is its error.
 
     Attributes:
-        other_worker: another worker has failed.
+        other_worker: the failure is another worker's.
     """
 
     def __init__(self, rank: int, method: str, cause: Exception) -> None:
         text = f"{type(cause).__name__}: {cause}"
         self.other_worker = isinstance(cause, PeerError) or is_from_backend(cause)
         if self.other_worker and not isinstance(cause, PeerError):
-            text = f"Another one has died or hangs; its own output says more. {text}"
-        super().__init__(f"Worker {rank} cannot go on with {method}. {text}")
+            text = f"Another worker has died or hangs; see its output. {text}"
+        super().__init__(f"Worker {rank} cannot continue with {method}. {text}")
 
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """Settings of a comparison, the same for all methods.
+    """Settings of a benchmark, equal for all methods.
 
     Attributes:
         build: makes model, data and the Trainer's arguments.
         worker: ranks of this worker.
         accelerator: ``"cpu"`` or ``"cuda"``.
         backend: ``"gloo"`` or ``"nccl"``.
-        steps: measured ones per round.
+        steps: measured steps per round.
         timeout: of every collective.
         ddp: further settings of DDP.
         seed: of weights and data.
@@ -187,10 +187,10 @@ def prepare(
     Args:
         sections: the file's.
         worker: ranks of this worker.
-        steps: measured ones per round.
+        steps: measured steps per round.
         timeout: of every collective, in seconds.
         find_unused_parameters: as for DDP.
-        say: called with a line about what is left aside.
+        say: called with a line that lists ignored settings.
 
     Raises:
         ValueError: an invalid file, or a device that DDP does not run on.
@@ -214,7 +214,7 @@ def prepare(
     )
     ignored = sorted(given.keys() - kept.keys() - {"accelerator"})
     if ignored:
-        say(f"Left aside of the file's trainer: {', '.join(ignored)}.")
+        say(f"Ignored settings of the file's trainer: {', '.join(ignored)}.")
     return setup, device
 
 
@@ -222,12 +222,12 @@ def prepare(
 def process_group(
     setup: BenchSetup, device: torch.device, agreed: Mapping[str, str]
 ) -> Iterator[None]:
-    """Make the default process group, see that workers agree, and leave it in the end.
+    """Create the default process group, check that workers agree, and destroy it at the end.
 
     Args:
         setup: with backend and timeout.
         device: this worker's.
-        agreed: name -> text of what must be equal on all workers, besides the file's sections.
+        agreed: name -> text that must be equal on all workers, besides the file's sections.
 
     Raises:
         ValueError: on all workers, if they differ.
@@ -239,16 +239,16 @@ def process_group(
     check_agreement(same, Distributed(), device)
     before = signal.getsignal(signal.SIGTERM)
     yield
-    # Not after an error: leaving the group would wait for workers that are dead.
+    # Not after an error: destroying the group would wait for dead workers.
     signal.signal(signal.SIGTERM, before)
     dist.destroy_process_group()
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Print the traceback of a method's failure, which is of the user's code or ours, and raise it.
+    """Print the traceback of a method's failure, and raise it.
 
-    A failure of another worker is explained there.
+    Another worker prints its own traceback.
     """
     try:
         yield
@@ -259,6 +259,6 @@ def explained() -> Iterator[None]:
 
 
 def print_line(text: str) -> None:
-    """Write a line at once."""
+    """Print a line and flush."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Settings: base of frozen configurations, which checks the types of numeric fields."""
+"""Check the types of numeric fields of frozen configurations (Settings)."""
 
 import dataclasses
 import functools

@@ -21,7 +21,7 @@ def markdown(
 
 
 def plain(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return a table whose lines have at most ``width`` characters.
+    """Return a table with lines of at most ``width`` characters.
 
     Args:
         columns: the headings. Headings and cells may have several lines.

@@ -1,4 +1,4 @@
-"""accumulate: add a sparse payload to a dense tensor."""
+"""Add a sparse payload to a dense tensor (scatter-add)."""
 
 from torch import Tensor
 
@@ -13,9 +13,9 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
     Args:
         out: ``(numel,)``, changed in place.
         positions: ``(k,)`` int64, distinct and below ``numel``, as returned by
-            ``payload_validation.positions``. Of equal positions, whose values it has made NaN, one
-            is added.
-        values: ``(k,)``, of a floating dtype no wider than that of ``out``.
+            ``payload_validation.positions``, which makes the values of equal positions NaN; one of
+            them is added.
+        values: ``(k,)``, of a floating dtype that is not wider than ``out``'s.
         scale: 1/W for a mean over W workers.
 
     On CUDA each thread reads, adds and writes one element; no atomics.

@@ -1,7 +1,7 @@
-"""Kernels for the host, compiled by numba: each passes once over a tensor where torch passes often.
+"""Kernels for the host, compiled by numba: one pass over a tensor where torch needs several.
 
-Results are those of torch's operations, bit for bit, so workers with and without numba can train
-together. The module is imported when first used, and compiled code is kept on disk.
+They give the bits of torch's operations, so workers with and without numba can train together. The
+module is imported when first used, and compiled code is kept on disk.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ jit = numba.njit(nogil=True, cache=True)
 
 
 def _operation(name: str, arguments: int) -> Callable[..., Any]:
-    """Return LLVM's ``name`` of so many float32."""
+    """Return LLVM's operation ``name`` for this number of float32 arguments."""
     number = ir.FloatType()
     kind = ir.FunctionType(number, [number] * arguments)
 
@@ -51,7 +51,7 @@ def multiply_add(typing: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def round_to_bfloat16(buffer: Tensor) -> Tensor:
-    """Return ``buffer`` as bfloat16, ``(numel,)``, and leave in it what rounding has left."""
+    """Return ``buffer`` as bfloat16, ``(numel,)``, and leave the rounding error in ``buffer``."""
     rounded = torch.empty(buffer.shape, dtype=torch.bfloat16, device=buffer.device)
     numbers = buffer.numpy()
     _round_to_bfloat16(
@@ -123,7 +123,7 @@ def largest(buffer: Tensor, block_size: int) -> Tensor:
 def quantise(
     buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: torch.Generator | None
 ) -> Tensor:
-    """As ``kernels.quantise.quantise``, for codes of at most 8 bits."""
+    """Do as ``kernels.quantise.quantise``, for codes of at most 8 bits."""
     packed = torch.empty(
         packed_bytes(buffer.numel(), bits), dtype=torch.uint8, device=buffer.device
     )
@@ -299,17 +299,20 @@ _NUMEL, _BLOCK, _SEED = 5000, 48, 1
 
 
 def self_test() -> None:
-    """Run all kernels; this compiles them, unless their code is on disk.
+    """Compare every kernel with torch on a small tensor; this compiles missing kernels.
+
+    An unknown compiler or processor may not run a kernel, or may contract arithmetic. Workers
+    without numba would then decode other bits.
 
     Raises:
-        ArithmeticError: the result of one is not torch's.
+        ArithmeticError: a kernel's result differs from torch's.
     """
     numbers = torch.linspace(-1, 1, _NUMEL, dtype=torch.float32, device="cpu").pow(3)
     numbers[96:240] = 0
     for name, attempt in {"bfloat16": _bfloat16_attempt, "quantise": _quantise_attempt}.items():
         for ours, theirs in attempt(numbers):
             if not torch.equal(ours, theirs):
-                raise ArithmeticError(f"the result of {name} is not that of torch")
+                raise ArithmeticError(f"the result of {name} differs from torch's")
 
 
 def _bfloat16_attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

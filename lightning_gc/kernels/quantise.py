@@ -1,4 +1,4 @@
-"""quantise: rounding to fractions of a block's norm and bit packing (QSGD's encoder)."""
+"""Quantise and dequantise: QSGD's encoder and decoder with packed bits; bfloat16 rounding."""
 
 from collections.abc import Callable, Iterator
 
@@ -25,7 +25,7 @@ def quantise(
 
     ``level_i = sign(x_i) · min(s, floor(s·|x_i| / norm + u_i))``, ``code_i = level_i + s`` and
     ``x_i −= norm · level_i / s``, with ``s = 2^(bits−1) − 1`` and u_i uniform in [0, 1), so that
-    the expectation of what is subtracted is x. NaN has code 0 and stays NaN in ``buffer``.
+    the expectation of the subtracted values is x. NaN has code 0 and stays NaN in ``buffer``.
 
     Args:
         buffer: x, ``(numel,)`` float32, changed in place.
@@ -76,7 +76,7 @@ def largest(buffer: Tensor, block_size: int) -> Tensor:
         from lightning_gc.kernels import numba_kernels
 
         return numba_kernels.largest(buffer, block_size)
-    # Norms can be cut whatever the codes' width: 1 stands for "narrower than a byte".
+    # Norms can be cut for any width of codes; 1 means "narrower than a byte".
     parts = pieces(buffer, block_size, 1)
     return torch.cat([_rows_largest(in_blocks(buffer[i], block_size)) for i, _ in parts])
 
@@ -91,7 +91,7 @@ def _rows_largest(blocks: Tensor) -> Tensor:
 
 
 def in_one_pass(flat: Tensor, norms: Tensor, block_size: int, bits: int) -> bool:
-    """Return whether numba's kernels take these, which check no index themselves."""
+    """Return whether numba's kernels can take these tensors; they do not check indices."""
     whole = norms.shape == (-(-flat.numel() // block_size),)
     return whole and bits <= 8 and compiled(flat) and compiled(norms)
 
@@ -99,8 +99,9 @@ def in_one_pass(flat: Tensor, norms: Tensor, block_size: int, bits: int) -> bool
 def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, slice]]:
     """Yield slices of ``(numel,)`` and of its blocks that can be coded independently.
 
-    On the host they are so short that intermediate tensors stay in the cache. Each has whole blocks
-    and whole bytes; codes of 8 bits and more lie in byte planes and are not cut.
+    On the host pieces are short, so that intermediate tensors stay in the cache. Each piece
+    consists of complete blocks and complete bytes. Codes of 8 bits and more lie in byte planes and
+    are not cut.
     """
     numel, together = tensor.numel(), 8 * block_size
     size = -(-_PIECE // together) * together
@@ -188,7 +189,7 @@ def dequantise(
     rounds the product before the sum; torch and the kernel do not.
 
     Raises:
-        ValueError: ``packed`` has a wrong length; whatever ``check`` raises.
+        ValueError: ``packed`` has a wrong length; ``check`` may raise its own errors.
 
     Example:
         >>> from lightning_gc.core import payload_validation
@@ -205,7 +206,9 @@ def dequantise(
         return
     expected = packed_bytes(out.numel(), bits)
     if packed.shape != (expected,):
-        raise ValueError(f"The codes take {expected} bytes, but {tuple(packed.shape)} have come.")
+        raise ValueError(
+            f"The codes take {expected} bytes, but a tensor of {tuple(packed.shape)} arrived."
+        )
     if in_one_pass(out, norms, block_size, bits) and packed.is_contiguous():
         from lightning_gc.kernels import numba_kernels
 
@@ -231,13 +234,13 @@ def dequantise_reference(
 
 
 def round_to_bfloat16(buffer: Tensor) -> Tensor:
-    """Return ``buffer`` rounded to bfloat16, and leave in it what rounding has left.
+    """Return ``buffer`` rounded to bfloat16, and leave the rounding error in ``buffer``.
 
     Args:
         buffer: ``(numel,)``, changed in place.
 
-    On the host, compiled, one pass that moves 10 bytes per element; torch's operations take two,
-    the second of which converts as slowly as it is possible.
+    On the host numba needs one pass that moves 10 bytes per element. Torch needs two passes, and
+    the second converts slowly.
 
     Example:
         >>> error = torch.tensor([1.0, 1.001])

@@ -1,4 +1,4 @@
-"""select: move elements at or above a threshold out of a buffer."""
+"""Select: move elements at or above a threshold out of a buffer."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from lightning_gc.kernels.dispatch import fused
 def select(buffer: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
     """Move elements ``|x_i| ≥ λ`` out of ``buffer``, where they become 0. The host waits.
 
-    NaN is moved whatever the threshold: it must be sent, or it would stay in the error unseen.
+    NaN is always moved, so that it is sent; otherwise it would stay in the error unseen.
 
     Args:
         buffer: x, ``(numel,)`` float32, changed in place.

@@ -38,8 +38,8 @@ def kernel(*aligned: str) -> Callable[[Callable[..., None]], Any]:
     """Return a decorator that declares a kernel.
 
     Args:
-        aligned: arguments of which it matters whether they are aligned: the tensor of which whole
-            vectors are loaded, and its number of elements.
+        aligned: arguments whose alignment makes a kernel faster: the tensor that is loaded in
+            vectors, and its number of elements.
     """
 
     def declare(function: Callable[..., None]) -> Any:
@@ -251,7 +251,7 @@ def unpack_and_add(
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Add ``8 · GROUPS`` elements; STEPS is s, a whole number."""
+    """Add ``8 · GROUPS`` elements; STEPS is s, an integer."""
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)[None, :]
     at = groups[:, None] * 8 + lane  # (GROUPS, 8)
@@ -310,14 +310,14 @@ def self_test(device: torch.device) -> None:
     Tests compare bit for bit; this is for an unknown compiler or device.
 
     Raises:
-        RuntimeError: one does not compile or run, or its result is not that of torch.
+        RuntimeError: a kernel does not compile or run, or its result differs from torch's.
     """
     numbers = torch.linspace(-1, 1, 1000, dtype=torch.float32, device=device)
     for name, attempt in _ATTEMPTS.items():
         try:
             for ours, theirs in attempt(numbers):
                 if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-6):
-                    raise ArithmeticError("its result is not that of torch")
+                    raise ArithmeticError("its result differs from torch's")
         except Exception as error:  # any exception of a compiler or driver
             raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
 
@@ -348,7 +348,7 @@ def _quantise(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         packed = quantise(left, norms, _NORM_BLOCK, bits, noise)
         levels, exact = unpack(packed, bits, 1000, torch.int32) - s, numbers / wide * s
         yield left, numbers - levels / s * wide
-        if shift is None:  # of random numbers of its own only the bounds are known
+        if shift is None:  # the kernel draws its own numbers, so only bounds are known
             yield (levels - exact).abs() < 1.001, torch.ones_like(levels, dtype=torch.bool)
             continue
         rounded = exact.abs() + shift
@@ -371,7 +371,7 @@ def _dequantise(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _norms(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return norms of blocks, and of every element that of its block."""
+    """Return the norm of each block, and for every element the norm of its block."""
     blocks = torch.nn.functional.pad(numbers, (0, -numbers.numel() % _NORM_BLOCK)).view(
         -1, _NORM_BLOCK
     )

@@ -123,7 +123,7 @@ def bound(compressor: Compressor, numel: int) -> str:
 
 
 def written(instance: Any) -> str:
-    """Return the call that makes a frozen configuration; leave out fields at their defaults."""
+    """Return the call that makes a frozen configuration; omit fields at their defaults."""
     cls, needed = type(instance), required_fields(type(instance))
     given = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
     plain = cls(**{name: given[name] for name in needed})
@@ -312,7 +312,7 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
 
 
 def markdown(family: str) -> str:
-    """Return one family as a Markdown table, whose links mkdocs-autorefs resolves on any page.
+    """Return one family as a Markdown table, with links that mkdocs-autorefs resolves.
 
     Related values share a cell, so that all columns fit on the screen.
     """

@@ -1,4 +1,4 @@
-"""Parse search spaces from YAML, and let Optuna suggest values from them."""
+"""Read declared search spaces, parse them from YAML, and let Optuna suggest values from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parse(name: str, given: Any) -> Range | Choice:
     """Return the range or choice that a configuration file gives for one field.
 
     Write ``{low: 1, high: 50}``, optionally with ``scale: log`` or ``integer: true``, or a list of
-    values. Without ``integer`` a range has real numbers, even between whole ones.
+    values. Without ``integer`` a range has real numbers, even if its ends are integers.
 
     Raises:
         ValueError: it is not a range or a list.
@@ -166,13 +166,13 @@ def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise ValueError(f"{name}.{entry.field} is a number, but could become {value!r}.")
             if knob.integer and not float(value).is_integer():
-                raise ValueError(f"{name}.{entry.field} takes whole numbers only, not {value!r}.")
+                raise ValueError(f"{name}.{entry.field} takes integers only, not {value!r}.")
         low, high = min(map(float, entry.values)), max(map(float, entry.values))  # type: ignore[arg-type]
     else:
         low, high = entry.low, entry.high
         if knob.integer and not entry.integer:
             raise ValueError(
-                f"{name}.{entry.field} takes whole numbers only; add integer: true to its range."
+                f"{name}.{entry.field} takes integers only; add integer: true to its range."
             )
     if low < knob.low or high > knob.high:
         raise ValueError(

@@ -205,16 +205,16 @@ def fit(words: Sequence[str]) -> None:
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.add_argument("--tune", type=Any, help="what lightning-gc tune reads")
 
-    # It warns as they are not those of the process.
+    # It warns because these are not the arguments of the process.
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     FitCLI(args=list(words), save_config_kwargs={"overwrite": True})
 
 
 def editor_schema(modules: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a schema that says nothing of a file but of its strategy.
+    """Return a JSON schema of ``trainer.strategy``, without constraints on the rest of a file.
 
     Args:
-        modules: with classes of the user's own; they are imported.
+        modules: modules with the user's classes, which are imported.
     """
     for module in modules:
         importlib.import_module(module)

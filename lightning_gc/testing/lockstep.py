@@ -1,4 +1,4 @@
-"""Run compressor, memory and scheme for W workers in one thread, without Lightning."""
+"""Run gradients or local steps of W workers in one thread, without Lightning."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

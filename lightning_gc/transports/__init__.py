@@ -1,4 +1,4 @@
-"""Transports: fulfil the requests of flows, over a process group or between simulated workers."""
+"""Fulfil the requests of flows: over a process group, or between simulated workers."""
 
 from lightning_gc.core.registry import export as _export
 from lightning_gc.transports.accounting import Recording as Recording

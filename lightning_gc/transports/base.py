@@ -1,4 +1,4 @@
-"""Transport: base class, byte counts of ring collectives, and the layout of a message."""
+"""Define transports, ring collectives' byte counts, message layout, and messages with checksums."""
 
 import abc
 import zlib
@@ -23,7 +23,7 @@ class Transport(abc.ABC):
             all-reduce and all-gather. Not counted: network frame headers and the backend's
             handshakes (Gloo: 0.4 to 1.7 KB per request and other worker).
         node_bytes: bytes of all-to-alls sent to workers of the same node, which are not counted
-            in ``sent_bytes``; 0 where no scheme knows of nodes.
+            in ``sent_bytes``; 0 for schemes without nodes.
     """
 
     worker: int
@@ -37,12 +37,12 @@ class Transport(abc.ABC):
 
 
 def by_leg(sizes: Sequence[int], sender: int, per_node: int) -> tuple[int, int]:
-    """Return the bytes that go to other nodes, and those that stay in the sender's own.
+    """Return the bytes that go to other nodes, and the bytes that stay in the sender's node.
 
     Args:
         sizes: bytes for each worker.
-        sender: its index, to which nothing is sent.
-        per_node: workers with consecutive indices that are a node; 1: all are apart.
+        sender: the sending worker's index; nothing is sent to itself.
+        per_node: number of workers, with consecutive indices, in a node.
     """
     away = within = 0
     for receiver, nbytes in enumerate(sizes):
@@ -77,8 +77,8 @@ class Message:
     """Byte layout of one payload as one contiguous message.
 
     Tensors are sorted by descending element size, so each is aligned without padding; the end is
-    padded to 8 bytes, so that messages can be concatenated. One whose lengths are announced ends in
-    a seal of 8 bytes, which follows from them: where it is missing they were false.
+    padded to 8 bytes, so that messages can be concatenated. A message with announced lengths ends
+    in a seal: 8 bytes computed from the lengths. A missing seal shows that the lengths were false.
     """
 
     def __init__(self, like: Payload, lengths: Sequence[int] | None = None) -> None:
@@ -144,7 +144,7 @@ def lengths_of(payload: Payload) -> list[int]:
 
 
 def laid_out(payload: Payload, limits: Limits | None) -> Message:
-    """Return the layout of an own payload."""
+    """Return the layout of this worker's payload."""
     return Message(payload, None if limits is None else lengths_of(payload))
 
 
@@ -170,10 +170,10 @@ def check_lengths(lengths: Sequence[int], own: Payload, limits: Limits, sender: 
 
 
 class Checksummed(Transport):
-    """Adds 8 bytes to every message, a digest of its content, which the receiver compares.
+    """Transport that adds an 8-byte digest to every message, which the receiver compares.
 
-    What is damaged after its sender has packed it is noticed; what a worker computes wrongly and
-    sends as it is, is not. Reading a digest makes the host wait for an accelerator.
+    It finds damage after packing; it does not find a wrong result that a worker computes and sends.
+    Reading a digest makes the host wait for an accelerator.
 
     Args:
         inner: the transport that communicates.
@@ -185,7 +185,7 @@ class Checksummed(Transport):
         all-reduce, and the same bits on all workers.
 
     Raises:
-        MessageError: a message is not what its sender, which is named, has packed.
+        MessageError: a message differs from what its sender packed; the error names the sender.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -210,14 +210,14 @@ class Checksummed(Transport):
         return self._compared(Exchange(payloads, _with_sum(request.limits)))
 
     def _compared(self, request: Gather | Exchange) -> Reply:
-        """Return what has arrived, without checksums."""
+        """Return the reply without checksums."""
         reply = self.inner.fulfil(request)
         for sender, (*tensors, announced) in enumerate(reply):
             if sender != self.worker and int(digest(*tensors)) != int(announced):
                 raise MessageError(
-                    f"What worker {sender} has sent does not have the checksum that came with it: "
-                    f"it was damaged on the way to worker {self.worker}, or in the memory of "
-                    f"either. Look at their network and memory, and resume from a checkpoint."
+                    f"The message of worker {sender} does not match its checksum: it was damaged "
+                    f"on the way to worker {self.worker}, or in the memory of one of them. Check "
+                    f"their network and memory, and resume from a checkpoint."
                 )
         return [payload[:-1] for payload in reply]
 

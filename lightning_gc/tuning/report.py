@@ -1,4 +1,4 @@
-"""Report of an experiment: Markdown with plots beside it, and one self-contained HTML page."""
+"""Report an experiment: Markdown with SVG plots, CSV tables, and one self-contained HTML page."""
 
 import base64
 import functools
@@ -22,14 +22,14 @@ from lightning_gc.tuning.journal import open_storage
 from lightning_gc.tuning.tables import TOP, Row, Studies, Table, is_log, rules_of, sizes_of, tables
 
 _TEXTS = {
-    "results": "Each method with hyper-parameters of its own, and the same method with those of "
+    "results": "Each method with its own hyper-parameters, and the same method with those of "
     "the dense winner: mean and standard deviation of the test metric over seeds. The winner was "
     "chosen on the validation metric alone. Bytes are those of one worker in a run; trials are "
     "complete + pruned + failed.",
-    "transfer": "What tuning each method by itself gains.",
-    "winners": "The hyper-parameters of each winner, beside those of the dense winner.",
-    "metric_against_ratio": "Every complete trial. Right and towards the better metric is "
-    "better; the line joins the trials that no other beats in both.",
+    "transfer": "The gain from tuning each method by itself.",
+    "winners": "The hyper-parameters of each winner and of the dense winner.",
+    "metric_against_ratio": "Every complete trial. Trials further right and with a better metric "
+    "are better; the line is the Pareto front.",
     "tuned": f"The best trials of each study: up to {TOP}, or a third of the complete ones. "
     "The star is the winner.",
     "seconds_per_step": "Of one worker, in the best trial, by the wall clock.",
@@ -37,13 +37,13 @@ _TEXTS = {
     "workers, as the thesis measures it: the mean over a trial's epochs, in the best trials.",
     "convergence": "The validation metric of the best trial, epoch by epoch.",
     "epochs_to_converge": "The epoch of the best validation, in the same trials.",
-    "importance": "How much of what makes a trial good each parameter explains. Studies of fewer "
-    "than 4 complete trials are left out.",
+    "importance": "Share of the metric's variation that each parameter explains. Studies with "
+    "fewer than 4 complete trials are left out.",
 }
 _ALONE = (
-    " With one worker nothing is sent. Encoded bytes are what it would have to say in a run: its "
-    "gradients' payloads, and what goes whole, without lengths and further rounds; the encoding "
-    "ratio is the gradients' bytes over these."
+    " With one worker nothing is sent. Encoded bytes are those that it would send in a run: the "
+    "gradients' payloads and uncompressed tensors, without lengths and further rounds. The "
+    "encoding ratio is the gradients' bytes over the encoded bytes."
 )
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
@@ -78,14 +78,14 @@ def report(
         The files.
 
     Raises:
-        ValueError: there is no such journal; the storage holds no such experiment, or several and
-            none was named.
+        ValueError: the journal does not exist, or the storage does not hold the experiment, or it
+            holds several and none was named.
         StorageError: the storage cannot be used.
     """
     is_path = not isinstance(storage, BaseStorage) and "://" not in str(storage)
     # open_storage would create a missing journal: here the path is mistyped.
     if is_path and not Path(str(storage)).is_file():
-        raise ValueError(f"There is no journal {storage}; lightning-gc tune makes one.")
+        raise ValueError(f"The journal {storage} does not exist; lightning-gc tune makes one.")
     storage = open_storage(storage)
     names = optuna.get_all_study_names(storage=storage)
     held = sorted({name.partition("/")[0] for name in names if "/" in name})
@@ -118,8 +118,8 @@ def report(
 def file_name(name: str) -> str:
     """Return the name of a plot's file, without its ending; no two plots have the same.
 
-    Most names stay as they are. In others, which may come from somebody else's study, all that a
-    path or a system may read in its own way is replaced, and a part of a hash is added.
+    Most names do not change. In other names, which may come from somebody else's study, special
+    characters are replaced, and a part of a hash is added.
 
     Example:
         >>> file_name("tuned_compressor.density"), file_name("tuned_../../X")
@@ -292,7 +292,7 @@ def _scatter(axes: Axes, rows: tuple[Row, ...], metric: str, ratio: str) -> None
 
 
 def _transfer(axes: Axes, rows: tuple[Row, ...]) -> None:
-    """Draw each method tuned beside the same with dense's hyper-parameters."""
+    """Draw each method twice: tuned, and with dense's hyper-parameters."""
     key = "test_with_dense_hyper_parameters"
     for offset, column, label in ((-0.18, "test", "tuned"), (0.18, key, "dense's")):
         known = [(i, r) for i, r in enumerate(rows) if isinstance(r[column], int | float)]

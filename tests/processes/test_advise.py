@@ -128,7 +128,7 @@ def test_a_worker_that_dies_ends_it_with_a_sentence() -> None:
     words = ("line.yaml", *QUICK, "--timeout", "20")
     ((code, said),) = run_in_processes(run, 2, os.getcwd(), words, wait_for=1)
     assert code == cli.FAILED
-    assert "lightning-gc: Worker 0 cannot go on with the module by itself." in said
+    assert "lightning-gc: Worker 0 cannot continue with the module by itself." in said
     assert "has died" in said
     assert "Traceback" not in said
 

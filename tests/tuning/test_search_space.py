@@ -168,7 +168,7 @@ def test_spaces_are_written_down_as_plain_values() -> None:
         (lambda: Range("a", 2, 1), "2 to 1", "is not a range"),
         (lambda: Range("a", 0, 1, scale="log"), "from 0", "above 0"),
         (lambda: Range("a", 0, 1, scale="cubic"), "'cubic'", "'linear'"),  # type: ignore[arg-type]
-        (lambda: Range("a", 0.5, 1, integer=True), "0.5", "whole numbers"),
+        (lambda: Range("a", 0.5, 1, integer=True), "0.5", "integers"),
         (lambda: Choice("a", ()), "a: ", "has no values"),
         (lambda: Choice("a", ([],)), "[]", "use numbers"),  # type: ignore[arg-type]
         (lambda: parse("a", 3), "3 is not a range", "{low: 1, high: 50}"),

@@ -1,4 +1,4 @@
-"""CompressorContract: the laws of compressors, one test each."""
+"""Test the laws of compressors, one test each (CompressorContract)."""
 
 import pickle
 from collections.abc import Sequence
@@ -249,7 +249,7 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         cases.turns(codec, size)
 
     def test_5_payloads_are_as_declared(self, codec: Codec, numel: int) -> None:
-        """Number, dtypes and lengths of tensors are those of ``wire``, whatever the values."""
+        """Number, dtypes and lengths of tensors are as ``wire`` declares, for all values."""
         declared = codec.wire(numel)
         for kind, x in cases.tensors(numel).items():
             on = named(kind, numel)

@@ -1,4 +1,4 @@
-"""DecoderContract: decoders do not trust bytes from the network."""
+"""Test that decoders do not trust bytes from the network (DecoderContract), by damaged payloads."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def damaged(data: st.DataObject, payload: Payload, limits: Limits | None) -> Pay
 
 
 class Lying(Simulated):
-    """Simulated workers, of whom ``liar`` sends damaged payloads, another to each if it can."""
+    """Simulated workers; ``liar`` sends damaged payloads, a different one to each if it can."""
 
     def __init__(self, workers: int, liar: int, data: st.DataObject) -> None:
         super().__init__(workers)
@@ -100,7 +100,7 @@ def with_liar(who: object, made: Callable[[], Lockstep], conversations: int) -> 
 
 
 def not_refused(error: Exception) -> str:
-    """Return in words that something else than ValueError was raised, and where."""
+    """Describe an exception other than ValueError, and where it was raised."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

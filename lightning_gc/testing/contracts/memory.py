@@ -1,4 +1,4 @@
-"""MemoryContract: the laws of memories, one test each."""
+"""Test the laws of memories, one test each (MemoryContract)."""
 
 from collections.abc import Generator
 from typing import Any

@@ -1,4 +1,4 @@
-"""SchemeContract: the laws of schemes, one test each."""
+"""Test the laws of schemes, one test each (SchemeContract)."""
 
 from typing import Any
 
