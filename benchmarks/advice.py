@@ -30,7 +30,7 @@ from models import MODELS
 from namespaces import Link, check_privileges, launch, network
 
 from lightning_gc.advice import advise
-from lightning_gc.advice.link_probe import KINDS, NOMINAL, at_rate, fit_all, off_by, probe
+from lightning_gc.advice.alpha_beta import KINDS, NOMINAL, at_rate, fit_all, off_by, probe
 from lightning_gc.advice.prediction import predict
 from lightning_gc.advice.report import COLUMNS
 from lightning_gc.bench.baselines import PLAIN

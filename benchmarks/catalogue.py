@@ -44,7 +44,7 @@ from lightning_gc import (  # noqa: E402
     SimulatedDDPStrategy,
     Unbounded,
 )
-from lightning_gc.methods.rows import written  # noqa: E402
+from lightning_gc.methods.catalogue import written  # noqa: E402
 
 RATES = (20.0, 8.0)
 CLIP = 0.25

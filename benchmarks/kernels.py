@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core import payload_validation
-from lightning_gc.kernels import accumulate, dequantise, dispatch, quantise, select
+from lightning_gc.kernels import accumulate, dispatch, quantise, select
 
 BITS, BLOCK_SIZE = 4, 512
 
@@ -99,9 +99,9 @@ def rows(numel: int, density: float, device: torch.device) -> list[Row]:
         move("torch", select.reference),
         Row("`torch.topk` alone", 4 * numel, lambda: torch.topk(gradient.abs(), k, sorted=False)),
         encode("Triton", quantise.quantise),
-        encode("torch", quantise.reference),
-        decode("Triton", dequantise.dequantise),
-        decode("torch", dequantise.reference),
+        encode("torch", quantise.quantise_reference),
+        decode("Triton", quantise.dequantise),
+        decode("torch", quantise.dequantise_reference),
         add("Triton", accumulate.accumulate),
         add("torch", accumulate.reference),
     ]

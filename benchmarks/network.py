@@ -27,8 +27,8 @@ from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network, sent_bytes
 from network_methods import LIMIT, METHODS, check_methods, steps_between, train
 
-from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
-from lightning_gc.bench.table import COLUMNS, cells
+from lightning_gc.bench.benchmark import COLUMNS, cells
+from lightning_gc.bench.method_run import WARMUP_STEPS, StepTimer
 from lightning_gc.core.text_table import markdown
 
 

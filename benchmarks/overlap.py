@@ -24,7 +24,7 @@ from network_methods import LIMIT, METHODS, train
 from pytorch_lightning import Callback
 
 from lightning_gc.bench.baselines import NONE, PLAIN
-from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
+from lightning_gc.bench.method_run import WARMUP_STEPS, StepTimer
 from lightning_gc.core.text_table import markdown
 
 PHASES = ("compress", "communicate", "decode")

@@ -1,4 +1,4 @@
-"""Controllers: policies that choose compression levels, epoch by epoch. Standard library only."""
+"""Choose compression levels, epoch by epoch (controllers). Standard library only."""
 
 if __name__ == "controllers":
     raise ImportError(

@@ -1,4 +1,4 @@
-"""Accordion: compress less while gradient norms change fast (critical regimes), else more."""
+"""Compress less while gradient norms change fast (ACCORDION's critical regimes), else more."""
 
 from __future__ import annotations
 

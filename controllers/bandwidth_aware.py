@@ -1,4 +1,4 @@
-"""BandwidthAware: the least compression at which a step keeps to a given time on today's link."""
+"""Compress as little as a given time per step allows on the present link (BandwidthAware)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BandwidthAware(Controller):
         trace: path of a file; empty for none.
 
     Raises:
-        ValueError: settings out of range, levels in another order, a knob that is no density,
+        ValueError: settings out of range, levels in another order, a knob other than density,
             number of bits or rank.
 
     Example:

@@ -1,4 +1,4 @@
-"""Controller: base class of pure policies that map an epoch's observation to the next level."""
+"""Define controllers: pure policies that map an epoch's observation to the next level."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Observation:
         learning_rate: of the last step.
         next_learning_rate: of the next step.
         metrics: logged values by name, worker 0's.
-        step_metrics: those of them that are of the last batch only, not of the epoch.
+        step_metrics: names of metrics of the last batch only, not of the epoch.
         gradient_norms: parameter name -> norm of worker 0's local, raw gradients, as the controller
             declares: summed over the epoch, told at its end, or of its first batch, told from the
             next step on. Compressed parameters only.
@@ -40,7 +40,7 @@ class Observation:
         total_error: ``Σ‖e_t‖²`` over all steps so far, in units of the gradient, mean over workers;
             0 if not declared.
         total_error_update: ``Σ γ_t²·‖e_t‖²``, in units of the update, with each parameter's own
-            learning rate γ_t; likewise.
+            learning rate γ_t; 0 if not declared.
         gradient_scale: root mean square of the elements of local gradients, over the steps since
             the last decision and over workers; 0 if not declared.
         rates_ahead: mean learning rate of each of equal parts of the rest of the run, by its
@@ -50,17 +50,18 @@ class Observation:
         steps: number of rounds.
         num_elements: elements of all gradients, the papers' d.
         sizes: parameter name -> elements, of those that the compressor takes.
-        num_compressed: those in tensors that the compressor takes; the others are sent whole.
-        sent_elements: elements sent, compressed or whole, mean over workers.
-        max_epochs: epochs of the whole run; None if it has no end.
+        num_compressed: elements of tensors that the compressor takes; the others are sent
+            uncompressed.
+        sent_elements: elements sent, compressed or not, mean over workers.
+        max_epochs: epochs of the run; None if it has no end.
         progress: finished share of the run, in [0, 1]; None if it has no end.
         ended: an epoch has just ended, or the run begins; False within an epoch.
         resumed: the run has been resumed since the epoch began, or at its end, so a metric may be
             missing that was logged before the checkpoint, or would have been without the stop.
         gradient_noise: ``E‖g − ∇f_i‖²``, estimated at the end of an epoch from its steps, mean over
-            workers; 0 if not declared. What ∇f_i moves within the epoch counts as noise.
-        gradient_squared: ``‖∇f_i‖²``, likewise. Unbiased, so it may be below 0.
-        gradient_dissimilarity: ``mean_i‖∇f_i − ∇f‖²`` over workers i; likewise.
+            workers; 0 if not declared. Changes of ∇f_i within the epoch count as noise.
+        gradient_squared: ``‖∇f_i‖²``, estimated at the same time. Unbiased, so it may be below 0.
+        gradient_dissimilarity: ``mean_i‖∇f_i − ∇f‖²`` over workers i, estimated at the same time.
         levels: parameter name -> level in force since the last decision, after clamping.
         error_curves: parameter name -> error and bytes by level, of worker 0's gradients summed
             over the epoch, at its end; empty if not declared. Parameters whose gradient is not
@@ -68,11 +69,13 @@ class Observation:
         step_seconds: mean seconds of a step since the last decision, without validation; mean over
             workers, 0 if not declared. Of simulated workers the sum of their phases.
         phase_seconds: ``"compress"``, ``"communicate"``, ``"decode"``, of simulated workers also
-            ``"compute"`` -> mean seconds per step; likewise. On CUDA only of steps that are timed.
+            ``"compute"`` -> mean seconds per step, mean over workers. On CUDA only timed steps
+            count.
         exchanges: worker 0's latest requests since the last decision, 64 at most; empty if not
             declared, and on CUDA.
-        latency_us: fitted to them, of a message; 0 if there are none.
-        bandwidth_gbps: likewise, in 10⁹ bits per second; of messages of one size a lower bound.
+        latency_us: of a message, fitted to ``exchanges``; 0 without exchanges.
+        bandwidth_gbps: in 10⁹ bits per second, fitted to ``exchanges``; a lower bound if all
+            messages have one size.
         link_r2: share of the variance of their seconds that the fit explains.
     """
 
@@ -123,14 +126,14 @@ class Decision:
 
     Attributes:
         level: for all parameters; None sends them uncompressed.
-        levels: parameter name -> level, where it differs from ``level``.
+        levels: parameter name -> level, for parameters with another level.
         reason: one sentence for the log.
         figures: name -> number to log, such as a critical share or the budget spent.
-        warning: what the user should change; worker 0 warns of it. Empty: nothing.
-        keeps_levels: levels stay as they are, whatever ``level`` and ``levels`` say: as in
+        warning: advice to the user, which worker 0 gives as a warning; empty for none.
+        keeps_levels: do not change levels; ``level`` and ``levels`` are ignored, as in
             ``Decision(None, keeps_levels=True, every=8)``.
-        every: with local steps, H from the next round on; None: as before. Only for a controller
-            that declares it in ``Needs.rounds``.
+        every: with local steps, H from the next round on; None keeps H. Only for a controller that
+            declares it in ``Needs.rounds``.
     """
 
     level: Level
@@ -174,7 +177,7 @@ class Controller(Settings, abc.ABC):
 
     @property
     def needs(self) -> Needs:
-        """What it must be told that costs something; nothing unless a subclass says so."""
+        """Costly observations that the controller needs; none by default."""
         return Needs()
 
     @abc.abstractmethod
@@ -199,22 +202,22 @@ class Controller(Settings, abc.ABC):
         return 0
 
     def every_steps(self, epoch: int) -> int:
-        """Return after how many steps to decide within epoch ``epoch``, whatever the run's length.
+        """Return the number of steps between decisions within epoch ``epoch``, for any run length.
 
-        For what changes by the clock, such as a link. 0, the default: as ``turns`` says.
+        For quantities that change with time, such as a link's rate. 0, the default: see ``turns``.
         """
         return 0
 
     def deciding(self, epoch: int) -> tuple[Controller, int]:
         """Return the controller that decides in an epoch, and the epoch that is its first one.
 
-        Itself and 0, unless it hands over to others, as ``Chain``. What is due within the epoch
-        follows from that controller's ``needs``, ``turns`` and ``every_steps``.
+        Itself and 0, unless it hands over to others, as ``Chain`` does. That controller's
+        ``needs``, ``turns`` and ``every_steps`` count within the epoch.
         """
         return self, 0
 
     def known_levels(self) -> tuple[Level, ...]:
-        """Return the levels that it will set, as far as they are known before the first step.
+        """Return the levels that it will set, if they are known before the first step.
 
         They must lie in the range of the compressor's knob. None, uncompressed, always does.
         """
@@ -224,8 +227,8 @@ class Controller(Settings, abc.ABC):
         """Raise ValueError if this controller cannot set the compressor's knob."""
         if knob is None:
             raise ValueError(
-                f"{self!r} turns a compressor's level, but this compressor has none; use one with "
-                f"a level, such as TopK(0.01), or leave the controller out."
+                f"{self!r} sets a compressor's level, but this compressor has no level; use one "
+                f"with a level, such as TopK(0.01), or leave the controller out."
             )
         for level in self.known_levels():
             if level is not None and not knob.low <= level <= knob.high:

@@ -1,4 +1,4 @@
-"""Threshold of a budget: spend elements where they lower the total error most.
+"""Find the threshold that spends a budget of elements where they lower the total error most.
 
 Under error feedback an element of the error wanders between −λ and λ until it is sent. Where
 gradients are noise of scale s around a slow mean, a share of ``c·s²/λ²`` of the elements is sent in
@@ -104,7 +104,7 @@ def next_threshold(
 def recent_scale(past: Sequence[Stretch]) -> float:
     """Return s now: a moving geometric mean over about the last 20 steps.
 
-    One step whose gradient is ten times as large is no sign that the next ones are. In a mean of
+    One gradient that is ten times as large does not predict the next ones. In a mean of
     squares it counts as a hundred steps, and keeps λ high while errors grow.
     """
     log, seen = 0.0, 0

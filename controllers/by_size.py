@@ -1,4 +1,4 @@
-"""BySize: levels by the number of elements of a parameter, for the whole run."""
+"""Set levels by the number of elements of a parameter, for the complete run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .base import Controller, Decision, Level, Observation, State
 class BySize(Controller):
     """Give large parameters one level and small ones another, for the whole run.
 
-    A fifth of a network's tensors often holds nine tenths of its elements. Compressing those a
-    little more pays for sending all the others nearly whole. Needs no statistics.
+    A fifth of a network's tensors often holds nine tenths of its elements. Compressing these a
+    little more pays for sending all others almost uncompressed. Needs no statistics.
 
     Args:
         levels: smallest number of elements -> level, as ``{4096: 0.1, 65536: 0.01}``; a parameter
-            has that of the largest number that it reaches. None sends uncompressed.
-        default: level of parameters that reach none.
+            gets the level of the largest number that it reaches. None sends uncompressed.
+        default: level of smaller parameters.
 
     Raises:
         ValueError: no levels, an invalid one, a number of elements below 1.
@@ -46,8 +46,8 @@ class BySize(Controller):
         for size, level in (*pairs, (1, self.default)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(
-                    f"BySize(levels={{{size!r}: {level!r}}}): a number of elements is a whole one, "
-                    f"at least 1."
+                    f"BySize(levels={{{size!r}: {level!r}}}): a number of elements is an integer "
+                    f"of at least 1."
                 )
             self._check_level(level)
 
@@ -64,6 +64,6 @@ class BySize(Controller):
         return Decision(self.default, levels, reason), state
 
     def of(self, numel: int) -> Level:
-        """Return the level of a parameter with so many elements."""
+        """Return the level of a parameter with this number of elements."""
         reached = [level for size, level in dict(self.levels).items() if numel >= size]
         return reached[-1] if reached else self.default

@@ -1,4 +1,4 @@
-"""BytesBudget: levels by parameter that leave the least error within a budget of bytes."""
+"""Choose levels by parameter that leave the least error within a budget of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chain: one controller for the first epochs, such as a warm-up, then another."""
+"""Use one controller for the first epochs, such as a warm-up, then another (Chain)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Chain(Controller):
     """Let ``first`` decide for the epochs before ``at_epoch``, and ``then`` for the others.
 
     For the second one epochs, progress and budget start at ``at_epoch``, and its first observation
-    is that of a new run.
+    is the one of a new run.
 
     Args:
         first: controller of epochs 0 to ``at_epoch − 1``.
@@ -21,7 +21,7 @@ class Chain(Controller):
         at_epoch: first epoch of the second controller, at least 1.
 
     Raises:
-        ValueError: ``at_epoch`` below 1; whatever either controller refuses.
+        ValueError: ``at_epoch`` below 1, or a controller's own error.
 
     Example:
         >>> from lightning_gc.controllers import Accordion, Chain, Schedule
@@ -70,7 +70,7 @@ class Chain(Controller):
             max_epochs=None if epochs is None else epochs - self.at_epoch,
             progress=None if over is None else (over - since) / max(1 - since, 1e-9),
         )
-        if begins:  # as in a new run, of which nothing has been measured
+        if begins:  # as in a new run, before the first measurement
             shifted = Observation(
                 shifted.epoch,
                 shifted.next_learning_rate,

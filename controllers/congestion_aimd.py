@@ -1,4 +1,4 @@
-"""CongestionAIMD: add to the level while exchanges are quick, cut it when they take too long."""
+"""Raise the level while exchanges are quick, cut it when they are slow (AIMD)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CongestionAIMD(Controller):
         trace: path of a file; empty for none.
 
     Raises:
-        ValueError: settings out of range, a knob of which a higher value compresses more.
+        ValueError: settings out of range, a knob with which a higher value compresses more.
 
     Example:
         >>> from lightning_gc.controllers import CongestionAIMD, ExchangeRecord, Observation
@@ -43,7 +43,7 @@ class CongestionAIMD(Controller):
 
     Reference:
         After "NetSenseML: Network-Adaptive Compression for Efficient Distributed Machine Learning",
-        2025, whose increase and decrease these are. There the bytes of an exchange are compared
+        2025: its increase and decrease. There the bytes of an exchange are compared
         with the largest rate times the least delay of a window. Where bytes pass one after the
         other, without a stretch that takes no time, that product follows the exchange itself, and
         the level drifts; so the bound is given here.

@@ -1,4 +1,4 @@
-"""Curve: error and bytes of one parameter's gradient as functions of the level."""
+"""Describe the error and bytes of one parameter's gradient as functions of the level (Curve)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DynamicBitWidth: more bits as a validation metric improves; uncompressed epochs on a plateau."""
+"""Use more bits as a validation metric improves, and uncompressed epochs on a plateau."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .base import Controller, Decision, KnobLike, Level, Observation, State, com
 class DynamicBitWidth(Controller):
     """Choose the level by a validation metric and the change of the training loss.
 
-    The level is that of the last of ``steps`` whose bound the metric has reached. Independently, if
-    the training loss has changed by less than ``loss_delta`` since the last epoch, the next of
-    ``steps`` is taken. After ``patience`` epochs at one level, ``release_epochs`` epochs are
-    uncompressed; then the level is resumed. It never falls unless ``allow_decrease``.
+    The level belongs to the last of ``steps`` with a bound that the metric has reached.
+    Independently, if the training loss has changed by less than ``loss_delta`` since the last
+    epoch, the next of ``steps`` is taken. After ``patience`` epochs at one level,
+    ``release_epochs`` epochs are uncompressed; then the level is resumed. It never falls unless
+    ``allow_decrease``.
 
     The paper removes compression "if the model remains trapped at the same step", and excepts none.
     At the last step that is no sign of stagnation but how every run ends: with the defaults each

@@ -1,4 +1,4 @@
-"""EstimatedThreshold: set the hard threshold from measured noise and dissimilarity of gradients."""
+"""Set the hard threshold from measured noise and dissimilarity of gradients."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def estimates(moments: Sequence[Sequence[float]]) -> tuple[float, float, float]:
 
     M̂ and σ̂² are slope and intercept of the least-squares line of noise over ``‖∇f_i‖²``, each at
     least 0; with one epoch, or equal epochs, all noise is σ̂². Unbiased moments may be below 0:
-    epochs are averaged first, since a floor of 0 for each would be a bias of its own.
+    epochs are averaged first, since a floor of 0 for each would add a bias.
     """
     count = len(moments)
     squared, noise, dissimilarity = (sum(column) / count for column in zip(*moments, strict=True))

@@ -1,4 +1,4 @@
-"""ExchangeRecord: bytes and seconds of one request; and the link that is fitted to many."""
+"""Record bytes and seconds of a request, and fit a link to several (ExchangeRecord)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixed: one level for the whole run."""
+"""Keep one level for the complete run (Fixed)."""
 
 from __future__ import annotations
 

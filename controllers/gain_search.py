@@ -1,4 +1,4 @@
-"""GainSearch: try levels one by one, keep the one of most throughput times gain."""
+"""Try levels one by one, and keep the one with most throughput times gain (GainSearch)."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ class GainSearch(Controller):
     def _next(
         self, now: int, gains: list[float], scores: dict[str, float]
     ) -> tuple[int, bool, str]:
-        """Return the next level, whether the search goes on, and why."""
+        """Return the next level, whether the search continues, and why."""
         before, score = scores.get(str(now - 1)), scores[str(now)]
         near = before is not None and abs(score - before) < self.omega * before
         if not near and now + 1 < len(self.levels) and gains[now + 1] >= self.gain:
-            return now + 1, True, "the search goes on"
+            return now + 1, True, "the search continues"
         best = max(scores, key=lambda i: scores[i])
         return int(best), False, "the search ends with the best score"
 

@@ -1,4 +1,4 @@
-"""Knapsack: one option per item, of least total cost, within a budget of total weight. Pure."""
+"""Solve the knapsack problem: one option per item, least total cost, a budget of total weight."""
 
 from __future__ import annotations
 

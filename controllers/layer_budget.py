@@ -1,4 +1,4 @@
-"""LayerBudget: levels by parameter that send fewest bytes at the error of one common level."""
+"""Choose levels by parameter that send fewest bytes at the error of one common level."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LayerBudget(Controller):
 
     For sparsifiers the optimum is one common threshold, which ``HardThreshold`` has without any of
     this; ranks and bits gain more. Fewer bytes at equal squared error are not fewer at equal loss:
-    compare with a common level of as many bytes.
+    compare with a common level that sends equally many bytes.
 
     Args:
         reference: the common level, one of ``levels``; that of all parameters until the end of the
@@ -35,7 +35,7 @@ class LayerBudget(Controller):
         interval: epochs between plans.
 
     Raises:
-        ValueError: settings out of range, a reference that is no level.
+        ValueError: settings out of range, a reference that is not among the levels.
 
     Example:
         >>> from lightning_gc.controllers import Curve, LayerBudget, Observation, Point

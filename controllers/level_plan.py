@@ -1,4 +1,4 @@
-"""Level plan: what a level per parameter costs by error curves, and a plan's replacement."""
+"""Compute a level plan's error and bytes from error curves, and decide on its replacement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .curves import Curve, Point
 
 
 class Totals(NamedTuple):
-    """What a plan costs by the curves.
+    """A plan's error and bytes, by the curves.
 
     Attributes:
         error: ``Σ ‖x − C(x)‖²`` over parameters, or of relative errors.
@@ -23,7 +23,7 @@ class Totals(NamedTuple):
 
 
 def finite(curves: Mapping[str, Curve], levels: Sequence[float]) -> dict[str, Curve]:
-    """Return the curves at these levels, of which every square is finite; others' levels stay.
+    """Return the curves with finite squares, at these levels; other parameters keep their levels.
 
     Curves have more points where another controller needs them too.
     """

@@ -1,4 +1,4 @@
-"""Needs: what a controller must be told beyond what is free."""
+"""Declare the costly observations that a controller needs (Needs)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Needs:
-    """What a controller must be told, each at a price per step.
+    """Observations that a controller needs, each with a cost per step.
 
     Attributes:
         gradients: ``Observation.gradient_norms`` of the sum over the epoch, or of the epoch's first
@@ -19,14 +19,14 @@ class Needs:
         errors: ``total_error`` and ``total_error_update``. Costs one pass over the error.
         scale: ``gradient_scale`` and ``rates_ahead``. Costs one pass over the gradient, and one
             over the run's schedule.
-        curves: levels whose errors are wanted: ``error_curves``, at the end of an epoch. Costs one
+        curves: levels of ``error_curves``, computed at the end of an epoch. Costs one
             float32 per parameter, a pass over the gradient, and at the end of an epoch one
             compression per level of every parameter, on worker 0.
         seconds: ``step_seconds`` and ``phase_seconds``. Costs a look at the clock per step.
-        link: ``exchanges`` and what is fitted to them. Costs two looks at the clock per request.
+        link: ``exchanges`` and the link fitted to them. Costs two looks at the clock per request.
         trace: path of a file to which worker 0 appends each observation, state and decision; empty
             for none. ``replay`` reads it.
-        rounds: every H that it may set, in ``Decision.every``: it works with local steps only.
+        rounds: all values of H that it may set in ``Decision.every``; it needs local steps.
             Costs nothing.
     """
 
@@ -43,17 +43,17 @@ class Needs:
     def __post_init__(self) -> None:
         if self.curves and self.gradients == "first batch":
             raise ValueError(
-                "error curves are of the gradients' epoch sum, and the first batch's are needed "
-                "too; only one of these is kept."
+                "error curves need the gradients' epoch sum, and the first batch's gradients are "
+                "needed too; only one of these is kept."
             )
 
     @property
     def sums(self) -> Literal["none", "epoch sum", "first batch"]:
-        """Which gradients must be kept: those that are told, or those that curves are drawn of."""
+        """The gradients to keep: for ``gradient_norms``, or for ``error_curves``."""
         return "epoch sum" if self.curves else self.gradients
 
     def __or__(self, other: Needs) -> Needs:
-        """Return what serves both.
+        """Return the needs of both controllers.
 
         Raises:
             ValueError: one needs gradients of the epoch, the other of its first batch.

@@ -1,4 +1,4 @@
-"""Plan: levels by the names of parameters, for the whole run."""
+"""Set levels by the names of parameters, for the complete run (Plan)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Plan(Controller):
                 near = difflib.get_close_matches(pattern, names, 3, 0.0)
                 raise ValueError(
                     f"Plan: {pattern!r} fits none of the compressed parameters; did you mean one "
-                    f"of {', '.join(near)}? Small and 1-D tensors are sent whole as they are."
+                    f"of {', '.join(near)}? Small and 1-D tensors are sent uncompressed anyway."
                 )
         chosen = {name: self.of(name) for name in names}
         levels = {name: level for name, level in chosen.items() if level != self.default}

@@ -1,4 +1,4 @@
-"""RoundSchedule: with local steps, a fixed sequence of H, beside a controller of levels."""
+"""Set H of local steps by a fixed sequence, with another controller for levels."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class RoundSchedule(Controller):
         for steps in self.every:
             if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
                 raise ValueError(
-                    f"RoundSchedule(every={self.every!r}): {steps!r} is no number of optimizer "
-                    f"steps; give whole numbers of 1 or more."
+                    f"RoundSchedule(every={self.every!r}): {steps!r} is not a number of optimizer "
+                    f"steps; give integers of 1 or more."
                 )
         if self.by not in ("epoch", "progress"):
             raise ValueError(f"RoundSchedule(by={self.by!r}): use 'epoch' or 'progress'.")

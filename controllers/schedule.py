@@ -1,4 +1,4 @@
-"""Schedule: a fixed sequence of levels, one per epoch or per equal part of the run."""
+"""Set levels by a fixed sequence, one per epoch or per equal part of the run (Schedule)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Schedule(Controller):
 
 
 def turn_of(owner: Controller, observation: Observation, values: int, by: str) -> int:
-    """Return which of so many values, one per epoch or per part of the run, has its turn."""
+    """Return the index of the current value, one per epoch or per part of the run."""
     index = observation.epoch + 1
     if by == "progress":
         if not observation.max_epochs:

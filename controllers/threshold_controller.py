@@ -1,4 +1,4 @@
-"""ThresholdController: base class of controllers that choose the threshold of HardThreshold."""
+"""Define the base class of controllers that choose HardThreshold's threshold."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def sent_whole(observation: Observation) -> float:
 
 
 def nothing_sent(observation: Observation) -> bool:
-    """Return whether no element has reached the threshold in a whole stretch of the run."""
+    """Return whether no element has reached the threshold since the last decision."""
     whole = observation.steps * (observation.num_elements - observation.num_compressed)
     return observation.steps > 0 and observation.sent_elements - whole < 0.5

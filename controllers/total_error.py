@@ -1,4 +1,4 @@
-"""TotalError: set the hard threshold by the total-error paper's rule for a given Top-k."""
+"""Set the hard threshold by the total-error paper's rule for a given Top-k (TotalError)."""
 
 from __future__ import annotations
 

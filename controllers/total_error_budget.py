@@ -1,4 +1,4 @@
-"""TotalErrorBudget: move the hard threshold so that a run sends a given share of all elements."""
+"""Adjust the hard threshold so that a run sends a given share of all elements."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DECISIONS = 80  # per run; fewer find the threshold too late in short runs
 class TotalErrorBudget(ThresholdController):
     """Move λ of ``HardThreshold`` so that the density, averaged over the run, is ``budget``.
 
-    The density is the paper's average density: of *all* elements of the model, those of tensors
-    that are sent whole included. In all tests it is exceeded by less than 2 %; once it is spent,
+    The density is the paper's average density: of *all* elements of the model, also those of
+    uncompressed tensors. In all tests it is exceeded by less than 2 %; once it is spent,
     nothing but these is sent any more.
 
     The paper proves that one constant λ has the least total error for a budget, of errors that are
@@ -38,7 +38,7 @@ class TotalErrorBudget(ThresholdController):
 
     Raises:
         ValueError: settings out of range; a compressor without a threshold; at the first step, a
-            run without an end, or a budget below the share of elements that are sent whole.
+            run without an end, or a budget below the share of uncompressed elements.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, HardThreshold, PerParameter
@@ -106,7 +106,7 @@ class TotalErrorBudget(ThresholdController):
     def _check_reach(self, whole: float) -> None:
         if whole >= self.budget:
             raise ValueError(
-                f"{self!r}: {whole:.2%} of the elements are in tensors that are sent whole, by "
+                f"{self!r}: {whole:.2%} of the elements are in uncompressed tensors, by "
                 f"default 1-D ones and small ones, so no threshold keeps to this budget; compress "
                 f"every tensor with PerParameter(HardThreshold()), or raise the budget."
             )

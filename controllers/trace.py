@@ -1,4 +1,4 @@
-"""Trace of a controller: its observations, states and decisions in a file, and their replay."""
+"""Write a controller's observations, states and decisions to a file, and replay them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def replay(
     are read back exactly.
 
     Args:
-        controller: that of the run, or another to be tried on its course.
+        controller: the run's controller, or another one to try on the run's observations.
         path: of the file.
         another: it is another one, or has other settings: it begins with its own state and goes on
             with that, not with the states in the file.

@@ -28,8 +28,8 @@ from torchmetrics import MeanMetric
 from lightning_gc.methods import yaml_config
 from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.tuning import report, tune
+from lightning_gc.tuning.comparison import Progress
 from lightning_gc.tuning.experiment import load_experiment
-from lightning_gc.tuning.terminal_progress import Progress
 
 read_once = functools.cache(load)
 

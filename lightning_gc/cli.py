@@ -1,7 +1,5 @@
 """Run the command ``lightning-gc``: tune, report, fit, schema, bench, advise, list."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -33,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
-        print("Stopped. What is done is kept; the same command goes on.", file=sys.stderr)  # noqa: T201
+        print("Stopped. Finished work is kept; repeat the command to resume.", file=sys.stderr)  # noqa: T201
         return INTERRUPTED
     except (ValueError, ImportError, RuntimeError) as error:
         ours = type(error).__module__.startswith("lightning_gc")
@@ -103,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     measured = "YAML as for lightning-gc fit; of its section tune only the methods are read"
     add = command(
         _bench,
-        "seconds per step on your machines and model, beside plain DDP and torch's hooks",
+        "seconds per step on your machines and model, compared with plain DDP and torch's hooks",
         "Train for some steps in turn without synchronisation, with plain DDP, with torch's fp16 "
         "and PowerSGD hooks and with ours, and compare seconds, bytes and loss. Start it on all "
         "workers, by torchrun.",
@@ -120,9 +118,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command(
         _advise,
-        "would compression help this model on these machines, and which",
+        "whether compression would speed up this model on these machines, and which method",
         "Probe the link between the workers, time the model and what methods compute, predict a "
-        "step of each, measure the best beside plain DDP and 16 bits, and give one verdict, which "
+        "step of each, measure the best, plain DDP and 16 bits, and give one verdict, which "
         "may be to do nothing. Start it on all workers, by torchrun.",
     )
     add("config", type=Path, help=measured)
@@ -155,10 +153,10 @@ def _parser() -> argparse.ArgumentParser:
 def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning import Method, tune
+    from lightning_gc.tuning.comparison import Progress
     from lightning_gc.tuning.experiment import load_experiment
     from lightning_gc.tuning.journal import without_password
     from lightning_gc.tuning.studies import best_trial
-    from lightning_gc.tuning.terminal_progress import Progress
 
     quiet_libraries()
     experiment, known = load_experiment(
@@ -203,12 +201,11 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _fit(options: argparse.Namespace) -> int:
-    from lightning_gc.methods.yaml_config import read_any
-    from lightning_gc.tuning.lightning_cli import run
+    from lightning_gc.methods.yaml_config import fit, read_any
 
     read_any(options.config)
     try:
-        run(["fit", "--config", str(options.config), *options.rest])
+        fit(["fit", "--config", str(options.config), *options.rest])
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with code 1
             return INTERRUPTED
@@ -220,14 +217,14 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    from lightning_gc.tuning.lightning_cli import editor_schema
+    from lightning_gc.methods.yaml_config import editor_schema
 
     sys.stdout.write(f"{json.dumps(editor_schema(options.modules), indent=1)}\n")
     return OK
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from lightning_gc.bench.comparison import bench
+    from lightning_gc.bench.benchmark import bench
 
     bench(options)
     return OK
@@ -241,7 +238,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from lightning_gc.methods.rows import FAMILIES, markdown, plain
+    from lightning_gc.methods.catalogue import FAMILIES, markdown, plain
 
     for family in options.families:
         if family not in FAMILIES:

@@ -1,4 +1,4 @@
-"""Advice: would compression help a model on these machines? Link, module and methods, timed."""
+"""Advise whether compression would speed up a model: time the link, the module and methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Advice", "advise"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import them when they are asked for: parts of this package need no Lightning."""
+    """Import a public name when it is first used; parts of this package need no Lightning."""
     if name in __all__:
         from lightning_gc.advice import advising
 

@@ -1,6 +1,4 @@
-"""advise: whether compression would help a model on these machines, and which method."""
-
-from __future__ import annotations
+"""Advise whether compression would speed up a model on these machines, and which method."""
 
 import argparse
 import contextlib
@@ -17,27 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_gc.advice import report
 from lightning_gc.advice.alpha_beta import LinkByKind
-from lightning_gc.advice.prediction import Row, Situation, predict, shortlist
-from lightning_gc.advice.report import (
-    COLUMNS,
-    Verdict,
-    cells,
-    judge,
-    link_line,
-    plot,
-    strategy_section,
-    write_json,
-    write_yaml,
-)
+from lightning_gc.advice.prediction import Prediction, Situation, predict, shortlist
 from lightning_gc.advice.session import SHARE, SHARE_ALONE, SIXTEEN, Session, Target
+from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import PLAIN, select_methods
-from lightning_gc.bench.preparation import explained, prepare, print_line, process_group
-from lightning_gc.bench.worker_device import SigtermCallback, WorkerRank
 from lightning_gc.core.text_table import markdown, plain
+from lightning_gc.methods.catalogue import bound
 from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.methods.method import Method
-from lightning_gc.methods.rows import bound
 from lightning_gc.methods.yaml_config import methods_in, read
 
 METHODS = (
@@ -49,7 +36,7 @@ METHODS = (
     "topk:value_dtype=bfloat16,scheme=two_shot",
     "powersgd:rank=2",
 )
-"""Candidates, where none are named."""
+"""Candidates if the caller names none."""
 LOCAL_SHOWN = 2
 """Rows of local steps in the table."""
 STOPPED = 130
@@ -58,23 +45,23 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([gm])bit", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Advice:
-    """What was found.
+    """The result of ``advise``.
 
     Attributes:
         rows: predicted, shortest step first.
         measured: name -> ``seconds``, ``low``, ``high``, ``bytes``; empty if nothing was measured.
         verdict: None if nothing was measured.
-        situation: what the prediction rests on.
+        situation: the measured inputs of the prediction.
         methods: candidates by name.
         missing: method -> why it was not predicted.
-        sections: of the user's file.
-        trainer: settings of the Trainer for the file that is written.
-        ddp: further settings of DDP for it.
+        sections: sections of the user's file.
+        trainer: settings of the Trainer in the written file.
+        ddp: further DDP settings in the written file.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[Prediction, ...]
     measured: Mapping[str, Mapping[str, Any]]
-    verdict: Verdict | None
+    verdict: report.Verdict | None
     situation: Situation
     methods: Mapping[str, Method]
     missing: Mapping[str, str]
@@ -82,8 +69,8 @@ class Advice:
     trainer: Mapping[str, Any] = field(repr=False)
     ddp: Mapping[str, Any] = field(repr=False)
 
-    def suggestion(self) -> Row | None:
-        """Return the suggested row; None: do nothing, or no verdict."""
+    def suggestion(self) -> Prediction | None:
+        """Return the suggested row, or None for "do nothing" and for no verdict."""
         choice = None if self.verdict is None else self.verdict.choice
         return next((row for row in self.rows if row.name == choice), None)
 
@@ -99,8 +86,8 @@ class Advice:
                 f"There is nothing to write: {self.verdict or 'nothing was measured'}."
             )
         assert row.method is not None
-        section = strategy_section(row, self.methods[row.method], self.ddp)
-        write_yaml(Path(path), self.sections, section, self.trainer)
+        section = report.strategy_section(row, self.methods[row.method], self.ddp)
+        report.write_yaml(Path(path), self.sections, section, self.trainer)
 
     def plot(self, path: str | Path) -> None:
         """Draw a step with plain DDP above one with the best row, as predicted."""
@@ -108,10 +95,10 @@ class Advice:
         steps = {row.name: row.drawn for row in self.rows if row.name == PLAIN and row.drawn}
         if best is not None and best.drawn is not None and best.method in self.methods:
             steps[best.name] = best.drawn
-        plot(Path(path), steps)
+        report.plot(Path(path), steps)
 
     def table(self) -> list[list[str]]:
-        """Return the texts of what was measured, and of the best row of every other method."""
+        """Return the cells of all measured rows, and of the best row of every other method."""
         bounds = {
             name: " ".join(bound(method.make_compressor({}), 1 << 18).split())
             for name, method in self.methods.items()
@@ -124,7 +111,7 @@ class Advice:
             others.sort(key=lambda row: row.seconds)
         by_method = {row.method: row for row in reversed(self.rows) if row.every > 1}
         local = sorted(by_method.values(), key=lambda row: row.seconds)[:LOCAL_SHOWN]
-        text = cells([*first, *others, *local], self.measured, bounds)
+        text = report.cells([*first, *others, *local], self.measured, bounds)
         names = {row.name for row in first}
         for name, seen in self.measured.items():
             if name not in names:  # torch's hook
@@ -145,7 +132,7 @@ def advise(
     find_unused_parameters: bool = False,
     say: Any = None,
 ) -> Advice:
-    """Return whether compression would help a model on these machines, and which.
+    """Return whether compression would speed up a model on these machines, and which method.
 
     Called by every worker, started by torchrun. The verdict rests on measured seconds; prediction
     chooses what to measure and answers what-ifs.
@@ -154,12 +141,11 @@ def advise(
         config: path of a YAML file with LightningCLI's model, data and trainer, or its sections.
         methods: candidates, as for ``lightning-gc bench``; by default 16 bits, 4 bits, top-k by
             several schemes, low rank.
-        budget_seconds: for all; three tenths of it are for what methods compute, seven where
-            nothing is measured by turns. Where that is too little for a large model, candidates are
-            left out.
-        workers: ask about so many instead; nothing is measured by turns then.
-        link: ask about links of this nominal rate, as ``"1gbit"`` or ``"100mbit"``; likewise.
-        predict_only: measure no method by turns, and give no verdict.
+        budget_seconds: seconds for everything. Three tenths time the methods' computation; seven
+            tenths if no method is measured. If that is too little, candidates are left out.
+        workers: predict for this number of workers; no method is measured.
+        link: predict for links of this nominal rate, such as ``"1gbit"``; no method is measured.
+        predict_only: measure no method, and give no verdict.
         timeout: of every collective, in seconds.
         find_unused_parameters: as for DDP.
         say: called with lines of progress.
@@ -177,7 +163,7 @@ def advise(
     if budget_seconds < 10:
         raise ValueError(f"advise(budget_seconds={budget_seconds:g}): give 10 or more.")
     began = time.monotonic()
-    worker = WorkerRank.from_environment("advise")
+    worker = preparation.WorkerRank.from_environment("advise")
     quiet_libraries()
     tell = (say or (lambda text: None)) if worker.rank == 0 else (lambda text: None)
     sections = config if isinstance(config, Mapping) else read(config, needed=("model",))
@@ -186,7 +172,7 @@ def advise(
     same = {name: repr(value) for name, value in asked.items()} | {"predict": str(predict_only)}
     with contextlib.ExitStack() as within:
         within.enter_context(stopping_at_once(worker.rank))
-        setup, device = prepare(
+        setup, device = preparation.prepare(
             sections,
             worker,
             6,
@@ -194,15 +180,15 @@ def advise(
             find_unused_parameters=find_unused_parameters,
             say=tell,
         )
-        within.enter_context(process_group(setup, device, same))
-        within.enter_context(explained())
-        SigtermCallback(worker.rank, "the link and the module")
+        within.enter_context(preparation.process_group(setup, device, same))
+        within.enter_context(preparation.explained())
+        preparation.SigtermCallback(worker.rank, "the link and the module")
         turns = not (predict_only or workers or link)
         share = SHARE if turns else SHARE_ALONE
         deadline = began + budget_seconds
         session = Session(setup, chosen, device, tell, deadline, share * budget_seconds)
         found = session.find_link()
-        tell(f"link: {link_line(found)}")
+        tell(f"link: {report.link_line(found)}")
         situation = session.situation(target, found)
         rows = predict(situation, session.knobs(situation.costs))
         measured: dict[str, dict[str, Any]] = {}
@@ -213,7 +199,7 @@ def advise(
         ours = {name: row for name, row in measured.items() if name != session.hook}
         ranked = shortlist(rows, len(rows))
         sixteen = next((row.name for row in ranked if row.method == SIXTEEN), SIXTEEN)
-        verdict = judge(ours, PLAIN, sixteen, situation.module.step)
+        verdict = report.judge(ours, PLAIN, sixteen, situation.module.step)
     nodes = worker.world_size // worker.local_world_size
     return Advice(
         tuple(rows),
@@ -238,7 +224,7 @@ def rate(text: str) -> float:
 
 @contextlib.contextmanager
 def stopping_at_once(rank: int) -> Iterator[None]:
-    """On Ctrl-C leave without waiting for other workers, of whom worker 0 says so."""
+    """Exit immediately on Ctrl-C, without waiting for other workers; worker 0 prints a message."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -267,7 +253,7 @@ def run(options: argparse.Namespace) -> None:
         predict_only=options.predict_only,
         timeout=options.timeout,
         find_unused_parameters=options.find_unused_parameters,
-        say=print_line,
+        say=preparation.print_line,
     )
     if int(os.environ["RANK"]) == 0:
         show(advice, options.config, options.out)
@@ -276,7 +262,7 @@ def run(options: argparse.Namespace) -> None:
 def show(advice: Advice, config: Path, out: Path) -> None:
     """Print the table and the verdict, and write the files."""
     table, width = advice.table(), shutil.get_terminal_size(fallback=(120, 24)).columns
-    print_line(plain(COLUMNS, table, width))
+    preparation.print_line(plain(report.COLUMNS, table, width))
     lines = [limits(advice.situation)]
     lines += [f"Not predicted: {name}: {why}." for name, why in advice.missing.items()]
     if advice.verdict is None:
@@ -286,10 +272,10 @@ def show(advice: Advice, config: Path, out: Path) -> None:
             f"{best.seconds:.4f} s."
         )
     else:
-        lines.append(f"{advice.verdict} Accuracy is not judged: tune the learning rate anew.")
-    print_line("\n".join(lines))
-    # Names of their own, and not with_suffix, which would cut "lm-1.5".
-    report, figures, drawing, suggested = (
+        lines.append(f"{advice.verdict} Accuracy is not judged: tune the learning rate again.")
+    preparation.print_line("\n".join(lines))
+    # Not with_suffix, which would cut "lm-1.5".
+    page, figures, drawing, suggested = (
         out / f"{config.stem}.advised.{kind}" for kind in ("md", "json", "svg", "yaml")
     )
     facts = {
@@ -300,28 +286,28 @@ def show(advice: Advice, config: Path, out: Path) -> None:
         "contention": advice.situation.contention,
         "overhead": advice.situation.overhead,
         "workers": advice.situation.workers,
-        "link": link_line(advice.situation.link),
+        "link": report.link_line(advice.situation.link),
     }
-    write_json(figures, facts)
-    page = f"# {config.stem}\n\n{markdown(COLUMNS, table)}\n" + "\n\n".join(lines) + "\n"
-    report.write_text(page, encoding="utf-8")
+    report.write_json(figures, facts)
+    text = f"# {config.stem}\n\n{markdown(report.COLUMNS, table)}\n" + "\n\n".join(lines) + "\n"
+    page.write_text(text, encoding="utf-8")
     advice.plot(drawing)
-    written = [report, figures, drawing]
+    written = [page, figures, drawing]
     if advice.suggestion() is not None:
         advice.yaml(suggested)
         written.append(suggested)
-    print_line("\n".join(map(str, written)))
+    preparation.print_line("\n".join(map(str, written)))
     if advice.suggestion() is not None:
-        print_line(f"Next: lightning-gc fit {suggested}")
+        preparation.print_line(f"Next: lightning-gc fit {suggested}")
 
 
 def limits(situation: Situation) -> str:
-    """Return what limits a step, in a sentence."""
+    """Describe in one sentence what limits a step."""
     dense = situation.step(situation.plain(None))
     module, link = situation.module, situation.link
     assert isinstance(link, LinkByKind)
     return (
-        f"Of a step of plain DDP, predicted at {dense.seconds:.4f} s, forward, backward and "
-        f"optimizer take {module.step:.4f} s, waiting for the link {dense.waited:.4f} s, and DDP "
-        f"itself {situation.overhead:.4f} s; no method can be faster than {module.step:.4f} s."
+        f"A step of plain DDP takes {dense.seconds:.4f} s (predicted): forward, backward and "
+        f"optimizer {module.step:.4f} s, waiting for the link {dense.waited:.4f} s, DDP itself "
+        f"{situation.overhead:.4f} s. No method can be faster than {module.step:.4f} s."
     )

@@ -1,10 +1,8 @@
-"""Costs: what each method computes and sends for each segment of the gradients, on this device.
+"""Measure each method's computation and messages for each segment of the gradients.
 
-A segment is timed by itself, with the module's own gradients and at its own size: selection is not
-linear in it. Buckets are put together of segments.
+A segment is timed alone, with the module's gradients and at its true size, because the time of a
+selection is not linear in the size. Buckets consist of segments.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import json
@@ -17,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.advice.alpha_beta import HasSeconds, request_seconds
-from lightning_gc.advice.bucket_layout import Layout, pieces_of
-from lightning_gc.advice.timeline import BucketWork
+from lightning_gc.advice.timeline import BucketWork, Layout, pieces_of
 from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern, trace
 from lightning_gc.compressors import Identity
 from lightning_gc.core.flow import is_gathered
@@ -28,14 +25,14 @@ from lightning_gc.transports.distributed import Distributed, gather_text
 
 REPEATS = 2
 FEW = 4
-"""Up to so many workers, a step is simulated with all of them; for more it is extrapolated."""
+"""Up to this number of workers all are simulated; costs for more workers are extrapolated."""
 SEEN = (3, 4, 6)
 Costs = dict[str, list[Trace]]
 """Method -> a trace for each segment."""
 
 
 def simulated(workers: int) -> tuple[int, ...]:
-    """Return the numbers of workers with which a method is timed, to know it for ``workers``."""
+    """Return the numbers of workers to simulate, from which costs for ``workers`` follow."""
     return (workers,) if workers <= FEW else SEEN
 
 
@@ -43,14 +40,14 @@ def segment_trace(method: Method | None, shapes: Shapes, own: Tensor, workers: i
     """Return a step of one segment.
 
     Args:
-        method: None sends it whole.
+        method: None sends it uncompressed.
         shapes: of the parameters.
         own: their gradient, flat.
         workers: W.
 
     Raises:
-        ValueError: for more than ``FEW`` workers, a method whose requests depend on W in a way that
-            cannot be extrapolated.
+        ValueError: W exceeds ``FEW``, and the method's requests depend on W in a way that cannot
+            be extrapolated.
     """
     if method is None:
         parts: tuple[Any, Any, Any] = (Identity(), None, AllReduce())
@@ -77,14 +74,14 @@ def measure_costs(
     """Time methods, all workers at once, until the time is up.
 
     Args:
-        methods: by name; None is the exchange of whole gradients.
+        methods: by name; None sends gradients uncompressed.
         gradients: parameter name -> gradient of this worker.
         order: names in the order of readiness.
         pieces: positions in ``order`` that make up each segment.
-        workers: W, for which the costs shall be.
+        workers: W of the returned costs.
         seconds: after which no further method is begun.
         transport: between the workers.
-        device: one that its backend can send from.
+        device: a device that the transport's backend can send from.
 
     Returns:
         The costs, of the slowest worker, and method -> why it is missing.
@@ -136,7 +133,7 @@ def _trace(saved: dict[str, Any]) -> Trace:
 
 
 def slowest(traces: Sequence[Trace]) -> Trace:
-    """Return the trace of several workers, of whom the slowest counts at every turn."""
+    """Return the element-wise maximum of several workers' traces."""
     first = traces[0]
     seconds = tuple(max(each) for each in zip(*(t.seconds for t in traces), strict=True))
     asked = tuple(
@@ -145,11 +142,11 @@ def slowest(traces: Sequence[Trace]) -> Trace:
     return Trace(first.workers, asked, seconds, max(t.sent for t in traces))
 
 
-def together(traces: Sequence[Trace]) -> Trace:
-    """Return the trace of a bucket from those of its segments.
+def bucket_trace(traces: Sequence[Trace]) -> Trace:
+    """Return the trace of a bucket from the traces of its segments.
 
-    As flows are run in lockstep: what is computed is added up, and the i-th requests of one kind
-    become one; of two workers, also a small mean beside a gather.
+    Flows of a bucket run in lockstep: computation adds up, and the i-th requests of one kind are
+    joined. With two workers, a small mean joins a gather.
     """
     if len(traces) == 1:
         return traces[0]
@@ -197,7 +194,7 @@ def work(
     traces: Sequence[Trace],
     link: HasSeconds,
 ) -> list[BucketWork]:
-    """Return what the thread does for each bucket.
+    """Return the background thread's work for each bucket.
 
     Args:
         buckets: positions of the parameters in each bucket.
@@ -208,7 +205,7 @@ def work(
     """
     found = []
     for bucket in buckets:
-        whole = together([traces[i] for i in pieces_of(bucket, pieces)])
+        whole = bucket_trace([traces[i] for i in pieces_of(bucket, pieces)])
         seconds = tuple(request_seconds(asked, whole.workers, link) for asked in whole.asked)
         found.append(BucketWork(max(ready[i] for i in bucket), whole.seconds, seconds))
     return found

@@ -1,38 +1,43 @@
-"""Prediction: seconds of a step for every method, bucket size, plan and number of local steps."""
-
-from __future__ import annotations
+"""Predict the seconds of a step for every method, bucket size, plan and number of local steps."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_gc.advice.alpha_beta import HasSeconds, dense, exchange
-from lightning_gc.advice.bucket_layout import Layout, caps, layout, segments
-from lightning_gc.advice.costs import Costs, together, work
-from lightning_gc.advice.timeline import BucketWork, Module, Timeline, timeline
+from lightning_gc.advice.costs import Costs, bucket_trace, work
+from lightning_gc.advice.timeline import (
+    BucketWork,
+    Layout,
+    Module,
+    Timeline,
+    caps,
+    layout,
+    segments,
+    timeline,
+)
 from lightning_gc.advice.traces import Asked, Trace, sent, volume
 
 CAPS: tuple[float | None, ...] = (None, 5.0, 100.0)
-"""Values of ``bucket_cap_mb`` that are tried; None is DDP's default, 25 after a first one of 1."""
+"""Candidates for ``bucket_cap_mb``; None is DDP's default: 1 MiB, then 25 MiB."""
 EVERY = (8, 32)
 """H of local steps."""
 WORTH = 0.05
-"""Least gain of a plan over compressing everything, as of a method over plain DDP; predictions are
-coarser than less."""
+"""Minimum relative gain of a plan over compressing everything; predictions are not more precise."""
 
 
 @dataclass(frozen=True)
-class Row:
+class Prediction:
     """A predicted way to exchange.
 
     Attributes:
         name: as tables show it.
-        method: of the methods; None sends gradients whole, as plain DDP does.
+        method: name of a method; None is plain DDP.
         bucket_cap_mb: as for DDP; None is its default.
-        whole: names of compressed parameters that a plan sends whole.
+        whole: parameters that a plan sends uncompressed, though the method would compress them.
         every: H of local steps; 1 exchanges in every step.
         seconds: predicted, of a step.
-        nbytes: that one worker sends in a step.
+        nbytes: bytes that one worker sends in a step.
         drawn: its timeline; None with local steps, where nothing is overlapped.
     """
 
@@ -48,20 +53,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known of module, device and link.
+    """Measurements of module, device and link.
 
     Attributes:
         module: seconds of a step without an exchange.
         names: of the parameters, in the order in which their gradients become ready.
         nbytes: of each gradient.
         ready: seconds of each.
-        pieces: segments, of which costs are known.
-        costs: of each method, by segment; those of ``whole`` send everything whole.
-        whole: name of that method.
+        pieces: the segments that ``costs`` describes.
+        costs: of each method, by segment.
+        whole: name of the method in ``costs`` that sends everything uncompressed.
         workers: W.
         link: between them.
         contention: as for ``timeline``.
-        overhead: likewise; of DDP's wrapper, which local steps do not have.
+        overhead: as for ``timeline``: of DDP's wrapper, which local steps do not use.
     """
 
     module: Module
@@ -77,7 +82,7 @@ class Situation:
     overhead: float = 0.0
 
     def plain(self, cap: float | None) -> list[BucketWork]:
-        """Return plain DDP's buckets, which are summed without any computation."""
+        """Return plain DDP's buckets, which need no computation."""
         return [
             BucketWork(
                 max(self.ready[i] for i in bucket),
@@ -88,7 +93,7 @@ class Situation:
         ]
 
     def compressed(self, traces: Sequence[Trace], cap: float | None) -> list[BucketWork]:
-        """Return the buckets of a method whose traces by segment these are."""
+        """Return the buckets of the method that these traces, one per segment, belong to."""
         buckets = layout(self.nbytes, caps(cap))
         return work(buckets, self.pieces, self.ready, traces, self.link)
 
@@ -98,16 +103,16 @@ class Situation:
 
 
 def pieces_for(nbytes: Sequence[int]) -> Layout:
-    """Return the segments of which the buckets of all ``CAPS`` are put together."""
+    """Return segments such that every bucket of every cap in ``CAPS`` consists of some of them."""
     return segments(nbytes, (layout(nbytes, caps(cap)) for cap in CAPS), sum(nbytes) / 16)
 
 
-def predict(situation: Situation, knobs: Mapping[str, frozenset[str]]) -> list[Row]:
+def predict(situation: Situation, knobs: Mapping[str, frozenset[str]]) -> list[Prediction]:
     """Return all rows, shortest step first.
 
     Args:
-        situation: what is known.
-        knobs: method -> parameters that its controller could send whole; none if it has no level.
+        situation: the measurements.
+        knobs: method -> parameters whose level a controller can set; empty without a knob.
     """
     rows = [*_plain_rows(situation)]
     for method in situation.costs:
@@ -117,29 +122,29 @@ def predict(situation: Situation, knobs: Mapping[str, frozenset[str]]) -> list[R
     return sorted(rows, key=lambda row: row.seconds)
 
 
-def _plain_rows(situation: Situation) -> Iterator[Row]:
+def _plain_rows(situation: Situation) -> Iterator[Prediction]:
     nbytes = volume(Asked("Mean", sum(situation.nbytes)), situation.workers)[1]
     for cap in CAPS:
         drawn = situation.step(situation.plain(cap))
         name = f"plain DDP{_buckets(cap)}"
-        yield Row(name, None, cap, (), 1, drawn.seconds, nbytes, drawn)
+        yield Prediction(name, None, cap, (), 1, drawn.seconds, nbytes, drawn)
 
 
-def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Iterator[Row]:
+def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Iterator[Prediction]:
     own, whole = situation.costs[method], situation.costs[situation.whole]
     sizes = [sum(situation.nbytes[i] for i in piece) for piece in situation.pieces]
 
-    def chosen(plan: Plan) -> list[Trace]:
+    def chosen(plan: Mask) -> list[Trace]:
         return [a if on else b for on, a, b in zip(plan, own, whole, strict=True)]
 
     for cap in CAPS:
         drawn = situation.step(situation.compressed(own, cap))
         name = f"{method}{_buckets(cap)}"
-        yield Row(name, method, cap, (), 1, drawn.seconds, sum(map(sent, own)), drawn)
+        yield Prediction(name, method, cap, (), 1, drawn.seconds, sum(map(sent, own)), drawn)
         if not knob:
             continue
 
-        def seconds(plan: Plan, cap: float | None = cap) -> float:
+        def seconds(plan: Mask, cap: float | None = cap) -> float:
             return situation.step(situation.compressed(chosen(plan), cap)).seconds
 
         plan = greedy(sizes, seconds)
@@ -154,25 +159,25 @@ def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Ite
         if left and any(plan) and planned.seconds < drawn.seconds * (1 - WORTH):
             name += f", {len(left)} tensor{'s' * (len(left) > 1)} whole"
             nbytes = sum(map(sent, traces))
-            yield Row(name, method, cap, left, 1, planned.seconds, nbytes, planned)
+            yield Prediction(name, method, cap, left, 1, planned.seconds, nbytes, planned)
 
 
-def _local_rows(situation: Situation) -> Iterator[Row]:
+def _local_rows(situation: Situation) -> Iterator[Prediction]:
     for method, traces in situation.costs.items():
-        whole = together(traces)
+        whole = bucket_trace(traces)
         for every in EVERY:
             seconds = situation.module.step + exchange(whole, situation.link) / every
             name = f"{method}, every {every} steps"
             shown = None if method == situation.whole else method
-            yield Row(name, shown, None, (), every, seconds, sent(whole) / every)
+            yield Prediction(name, shown, None, (), every, seconds, sent(whole) / every)
 
 
-def shortlist(rows: Sequence[Row], count: int) -> list[Row]:
-    """Return the best rows to measure: of compressed ones, the shortest of each method.
+def shortlist(rows: Sequence[Prediction], count: int) -> list[Prediction]:
+    """Return the rows to measure: the fastest one of each compressed method, at most ``count``.
 
-    Local steps train otherwise, which seconds do not show, so they are not among them.
+    Local steps are left out: they train another way, which seconds do not show.
     """
-    found: dict[str, Row] = {}
+    found: dict[str, Prediction] = {}
     for row in sorted(rows, key=lambda row: row.seconds):
         if row.method is not None and row.every == 1:
             found.setdefault(row.method, row)
@@ -183,16 +188,16 @@ def _buckets(cap: float | None) -> str:
     return "" if cap is None else f", buckets of {cap:g} MiB"
 
 
-Plan = tuple[bool, ...]
+Mask = tuple[bool, ...]
 """Whether each segment is compressed."""
 
 
-def greedy(sizes: Sequence[int], seconds: Callable[[Plan], float]) -> Plan:
+def greedy(sizes: Sequence[int], seconds: Callable[[Mask], float]) -> Mask:
     """Return a plan that no change of one or two segments makes faster.
 
-    From all compressed and from none, the largest segments first, each is changed if that shortens
-    the step, until none does; then pairs. Compressing a segment that is sent before a gap of the
-    link only widens the gap, so most changes gain nothing, and few rounds are made.
+    The search starts from all segments compressed and from none. It changes one segment at a time,
+    the largest first, while that shortens the step; then pairs. Most changes gain nothing, because
+    compressing a segment that is sent before a gap of the link only widens the gap.
 
     Args:
         sizes: of the segments; large ones are tried first.
@@ -208,12 +213,12 @@ def greedy(sizes: Sequence[int], seconds: Callable[[Plan], float]) -> Plan:
 
 
 PAIRS = 12
-"""Up to so many segments, pairs are tried too."""
+"""Maximum number of segments for which pairs are tried."""
 
 
 def _descend(
-    plan: Plan, order: Sequence[int], seconds: Callable[[Plan], float]
-) -> tuple[Plan, float]:
+    plan: Mask, order: Sequence[int], seconds: Callable[[Mask], float]
+) -> tuple[Mask, float]:
     moves: list[tuple[int, ...]] = [(i,) for i in order]
     if len(order) <= PAIRS:
         moves += list(itertools.combinations(order, 2))

@@ -1,6 +1,4 @@
-"""Report of an advice: table of predicted beside measured, plot of the timeline, files."""
-
-from __future__ import annotations
+"""Report an advice: predicted and measured seconds, the verdict, the timeline's plot, files."""
 
 import copy
 import json
@@ -12,7 +10,7 @@ from typing import Any
 import yaml
 
 from lightning_gc.advice.alpha_beta import HasSeconds
-from lightning_gc.advice.prediction import Row
+from lightning_gc.advice.prediction import Prediction
 from lightning_gc.advice.timeline import Timeline
 from lightning_gc.controllers import BySize, Plan
 from lightning_gc.core.registry import given_fields, path_of
@@ -23,14 +21,16 @@ LOCAL = "another algorithm"
 
 
 def cells(
-    rows: Sequence[Row], measured: Mapping[str, Mapping[str, Any]], declared: Mapping[str, str]
+    rows: Sequence[Prediction],
+    measured: Mapping[str, Mapping[str, Any]],
+    declared: Mapping[str, str],
 ) -> list[list[str]]:
-    """Return the texts of each row.
+    """Return the table's cells, row by row.
 
     Args:
         rows: predicted ones.
         measured: name -> ``seconds``, ``low`` and ``high``.
-        declared: method -> what it declares of its error.
+        declared: method -> its error bound in words.
     """
     found = []
     for row in rows:
@@ -56,7 +56,7 @@ def link_line(link: HasSeconds) -> str:
     return "; ".join(parts)
 
 
-def strategy_section(row: Row, method: Method, settings: Mapping[str, Any]) -> Any:
+def strategy_section(row: Prediction, method: Method, settings: Mapping[str, Any]) -> Any:
     """Return the file's ``trainer.strategy`` for a row.
 
     Args:
@@ -79,8 +79,8 @@ def strategy_section(row: Row, method: Method, settings: Mapping[str, Any]) -> A
     return {"class_path": "lightning_gc.CompressedDDPStrategy", "init_args": named | more}
 
 
-def plan_of(row: Row, method: Method) -> Plan:
-    """Return the controller that sends a row's parameters whole, and others at the level."""
+def plan_of(row: Prediction, method: Method) -> Plan:
+    """Return a controller that sends the row's ``whole`` parameters uncompressed."""
     return Plan(dict.fromkeys(row.whole), default=method.make_compressor({}).level)
 
 
@@ -100,13 +100,13 @@ def write_yaml(path: Path, sections: Mapping[str, Any], strategy: Any, trainer: 
 
 
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write everything in figures."""
+    """Write all figures as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def _as_yaml(value: Any) -> Any:
-    """Return an object as LightningCLI's files have it: its class and what was given."""
+    """Return an object in LightningCLI's format: its class and the given arguments."""
     if isinstance(value, tuple | list):
         return [_as_yaml(each) for each in value]
     if isinstance(value, dict):
@@ -129,7 +129,7 @@ _COLOURS = {
 
 
 def plot(path: Path, steps: Mapping[str, Timeline]) -> None:
-    """Draw timelines below one another, as SVG.
+    """Draw timelines as one SVG, one below the other.
 
     Args:
         path: of the file.
@@ -163,9 +163,9 @@ def plot(path: Path, steps: Mapping[str, Timeline]) -> None:
 
 
 LEAST_GAIN = 0.05
-"""Of a method over plain DDP; methods nearer than that are as fast as each other."""
+"""Minimum relative gain over plain DDP; methods that differ by less count as equally fast."""
 LEAST_GAIN_OVER_16_BITS = 0.10
-"""Of a method over 16 bits, which need no tuning."""
+"""Minimum relative gain over 16 bits, which need no tuning."""
 
 Measured = Mapping[str, Mapping[str, Any]]
 """Name -> ``seconds``, the median, the quartiles ``low`` and ``high``, and ``bytes`` of a step."""
@@ -173,12 +173,12 @@ Measured = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do.
+    """The recommendation.
 
     Attributes:
-        choice: a measured row's name; None: do nothing, or nothing can be said.
+        choice: name of a measured row; None means "do nothing", or no verdict if not ``certain``.
         reason: one sentence.
-        certain: the quartiles of what decides do not overlap.
+        certain: the quartiles of the deciding rows do not overlap.
     """
 
     choice: str | None
@@ -186,7 +186,7 @@ class Verdict:
     certain: bool
 
     def __str__(self) -> str:
-        """As the command says it."""
+        """Return the verdict as the command prints it."""
         if self.choice is not None:
             return f"Use {self.choice}: {self.reason}"
         return f"Do nothing: {self.reason}" if self.certain else f"No verdict: {self.reason}"
@@ -195,13 +195,13 @@ class Verdict:
 def judge(rows: Measured, dense: str, sixteen: str, limit: float) -> Verdict:
     """Return the verdict on measured rows.
 
-    A method is suggested if its median is shorter than plain DDP's by 5 % or more and its upper
-    quartile lies below DDP's lower one; 16 bits are preferred unless a method is shorter than these
-    by 10 % or more, and beyond their quartiles too. Of methods that are less than 5 % apart the one
-    that sends most is taken: it alters gradients least, and noise does not choose.
+    A method is suggested if its median is at least 5 % shorter than plain DDP's and its upper
+    quartile is below DDP's lower quartile. 16 bits are preferred unless a method is at least 10 %
+    shorter, and its quartiles do not overlap theirs. Among methods less than 5 % apart, the one
+    with most bytes is chosen: it changes gradients least, and noise does not decide.
 
     Args:
-        rows: those measured by turns.
+        rows: the measured rows.
         dense: name of plain DDP's row.
         sixteen: name of the row of 16 bits.
         limit: seconds of a step without exchange.
@@ -209,7 +209,7 @@ def judge(rows: Measured, dense: str, sixteen: str, limit: float) -> Verdict:
     plain = rows[dense]["seconds"]
     others = {name: row for name, row in rows.items() if name != dense}
     best = fastest = min(others, key=lambda name: float(others[name]["seconds"]))
-    over: list[tuple[str, float]] = [(dense, LEAST_GAIN)]  # what a suggestion must be faster than
+    over: list[tuple[str, float]] = [(dense, LEAST_GAIN)]  # rows that a suggestion must beat
     if sixteen in rows and _gain(rows[sixteen], rows[dense]) >= LEAST_GAIN:
         over.append((sixteen, LEAST_GAIN_OVER_16_BITS))
     worthy = [n for n in others if all(_faster(rows[n], rows[o], gain) for o, gain in over)]
@@ -224,11 +224,11 @@ def judge(rows: Measured, dense: str, sixteen: str, limit: float) -> Verdict:
     if gain < LEAST_GAIN:
         room = (
             f"without any exchange a step takes {limit:.4f} s of plain DDP's {plain:.4f} s, so "
-            f"that no method could gain more than {max(1 - limit / plain, 0):.0%}"
+            f"no method could gain more than {max(1 - limit / plain, 0):.0%}"
             if 1 - limit / plain < 2 * LEAST_GAIN
             else f"the best method, {best}, takes {took}, {_words(gain)}"
         )
-        # A difference that its noise could hide is no reason to be sure of.
+        # Noise could hide a difference of this size, so the verdict is not certain.
         hidden = rows[dense]["high"] / rows[dense]["low"] - 1 > 4 * LEAST_GAIN
         if hidden and gain > -LEAST_GAIN:
             return Verdict(None, f"{_noise(best, dense, rows)}; {room}.", False)
@@ -244,7 +244,7 @@ def _gain(row: Mapping[str, Any], dense: Mapping[str, Any]) -> float:
 
 
 def _faster(row: Mapping[str, Any], other: Mapping[str, Any], gain: float) -> bool:
-    """Whether a row is shorter by so much, and its quartiles are apart from the other's."""
+    """Return whether a row is shorter by this gain, and the quartiles do not overlap."""
     return _gain(row, other) >= gain and bool(row["high"] < other["low"])
 
 

@@ -1,10 +1,9 @@
-"""Session: measures link, module, methods and DDP in turn, predicts, and measures the best."""
-
-from __future__ import annotations
+"""Measure link, module, methods and DDP for an advice, predict, and measure the best methods."""
 
 import dataclasses
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,41 +14,191 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.advice.alpha_beta import LinkByKind
+from lightning_gc.advice.alpha_beta import LinkByKind, Probe, at_rate, fit_all, probe
 from lightning_gc.advice.costs import Costs, measure_costs
-from lightning_gc.advice.link_probe import Probe, at_rate, fit_all, probe
-from lightning_gc.advice.module_timing import Busy, ModuleTiming
-from lightning_gc.advice.prediction import Row, Situation, pieces_for, shortlist
+from lightning_gc.advice.prediction import Prediction, Situation, pieces_for, shortlist
 from lightning_gc.advice.report import plan_of
 from lightning_gc.advice.timeline import Module
 from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, baseline_strategy
-from lightning_gc.bench.comparison import Say, take_turns
-from lightning_gc.bench.method_run import BenchError, BenchSetup, Measurement, measure, train
-from lightning_gc.bench.step_timing import WARMUP_STEPS
+from lightning_gc.bench.benchmark import Say, take_turns
+from lightning_gc.bench.method_run import WARMUP_STEPS, Measurement, measure, train
+from lightning_gc.bench.preparation import BenchError, BenchSetup
+from lightning_gc.exchange.workers import plain_name
+from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
 from lightning_gc.transports.distributed import Distributed, gather_text
 from lightning_gc.transports.peer_error import PeerError
 
+Mark = float | torch.cuda.Event
+
+
+class ModuleTiming(pl.Callback):
+    """Callback that times each step: forward, gradient readiness, backward, optimizer.
+
+    The module trains without exchange. With accumulated gradients only the last backward pass
+    counts. CUDA is timed by events.
+
+    Args:
+        warmup: steps that are not counted.
+        keep: keep a copy of the last step's gradients.
+
+    Attributes:
+        gradients: parameter name -> gradient of the last step, if kept.
+    """
+
+    def __init__(self, warmup: int, keep: bool = True) -> None:
+        self.warmup, self.keep = warmup, keep
+        self.gradients: dict[str, Tensor] = {}
+        self._handles: list[Any] = []
+        self._steps: list[tuple[float, float, float, dict[str, float]]] = []
+        self._before = 0.0  # seconds of the step's batches before the last one
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Register a hook on every trained parameter."""
+        self._device = trainer.strategy.root_device
+        self._ready: dict[str, Mark] = {}
+        self._named = {plain_name(n): p for n, p in module.named_parameters() if p.requires_grad}
+        for name, param in self._named.items():
+            hook = self._noting(name)
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def _noting(self, name: str) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            self._ready[name] = self._now()
+
+        return note
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Mark the beginning of a batch."""
+        self._started = self._now()
+
+    def on_before_backward(self, *_: Any) -> None:
+        """Mark the end of the forward pass."""
+        self._ready = {}
+        self._forward = self._now()
+
+    def on_after_backward(self, *_: Any) -> None:
+        """Mark the end of the backward pass."""
+        self._backward = self._now()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Mark the end of a batch; at the end of a step, record it."""
+        ended = self._now()
+        if isinstance(ended, torch.cuda.Event):
+            torch.cuda.synchronize()
+        if trainer.global_step == self._step:
+            self._before += _between(self._started, ended)
+            return
+        ready = {name: _between(self._forward, mark) for name, mark in self._ready.items()}
+        forward = self._before + _between(self._started, self._forward)
+        parts = (_between(self._forward, self._backward), _between(self._backward, ended))
+        self._steps.append((forward, *parts, ready))
+        self._step, self._before = trainer.global_step, 0.0
+        if self.keep:
+            self.gradients = {
+                name: param.grad.detach().clone()
+                for name, param in self._named.items()
+                if param.grad is not None
+            }
+
+    def on_train_end(self, *_: Any) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def module(self) -> Module:
+        """Return the median seconds of the parts."""
+        counted = self._steps[self.warmup :]
+        forward, backward, optimizer = (
+            statistics.median(each)
+            for each in zip(*((f, b, o) for f, b, o, _ in counted), strict=True)
+        )
+        return Module(forward, backward, optimizer)
+
+    def ready(self) -> dict[str, float]:
+        """Return parameter name -> median seconds until its gradient is ready.
+
+        A parameter that has had no gradient is ready when the backward pass has ended.
+        """
+        counted, end = self._steps[self.warmup :], self.module().backward
+        found = {}
+        for name in reversed(list(self._named)):
+            seconds = [step[3][name] for step in counted if name in step[3]]
+            found[name] = min(statistics.median(seconds), end) if seconds else end
+        return dict(sorted(found.items(), key=lambda pair: pair[1]))
+
+    def sizes(self) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Return parameter name -> shape and bytes of its gradient."""
+        return {
+            name: (tuple(param.shape), param.numel() * param.element_size())
+            for name, param in self._named.items()
+        }
+
+    def _now(self) -> Mark:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(start: Mark, stop: Mark) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
+        return float(start.elapsed_time(stop)) / 1e3
+    assert isinstance(start, float)
+    assert isinstance(stop, float)
+    return stop - start
+
+
+class Busy(pl.Callback):
+    """Callback that keeps a thread busy while a module trains, as compression would.
+
+    Args:
+        work: called by the thread again and again.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work, self._stop = work, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def on_train_start(self, *_: Any) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread, also after an error."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while not self._stop.is_set():
+                self._work()
+
+
 STEPS = 6
-"""Measured steps of the module and of DDP without an exchange, before anything is predicted."""
+"""Measured steps of the module, and of DDP without an exchange, for the prediction."""
 BEST = 3
-"""Compressed rows that are measured."""
+"""Number of compressed rows to measure."""
 ROUNDS, FEWEST, MOST = 3, 4, 20
-"""Turns of each row, and steps of a turn."""
+"""Turns of each row; minimum and maximum steps of a turn."""
 SHARE, SHARE_ALONE = 0.3, 0.7
-"""Of the budget, for timing what methods compute; where nothing is measured by turns."""
+"""Shares of the budget for the methods' computation: if methods are measured, and if not."""
 WHOLE = "Identity()"
 SIXTEEN = "cast"
-"""Our method of 16 bits, which is always measured."""
+"""The method of 16 bits, which is always measured."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The cluster that is asked about.
+    """The cluster that the prediction is for.
 
     Attributes:
-        workers: W; None is that of this run.
-        gbps: nominal rate of its links; None is the link found here.
+        workers: W; None is this run's W.
+        gbps: nominal rate of its links; None is the measured link.
     """
 
     workers: int | None = None
@@ -57,18 +206,18 @@ class Target:
 
 
 class Session:
-    """Measures and predicts on this worker, together with the others.
+    """Measures and predicts, in the same calls on all workers.
 
     Args:
-        setup: of the turns.
+        setup: settings of the measurements.
         methods: candidates.
         device: this worker's.
         say: called with a line of progress.
-        deadline: of the whole, ``time.monotonic()``.
-        timing: seconds for what methods compute.
+        deadline: ``time.monotonic()`` at which everything must be done.
+        timing: seconds for timing the methods' computation.
 
     Communication pattern:
-        That of the probe, of the turns' training, and small messages of text in between.
+        The probe, the training of each turn, and small text messages between them.
     """
 
     def __init__(
@@ -97,7 +246,7 @@ class Session:
         return fit_all(self.probes)
 
     def situation(self, target: Target, link: LinkByKind) -> Situation:
-        """Time module, methods and DDP's wrapper; return what is known of the target."""
+        """Time module, methods and DDP's wrapper; return the situation of the target."""
         workers = target.workers or self.setup.worker.world_size
         timing, module = self._module_turn()
         order = self._order(timing)
@@ -124,8 +273,8 @@ class Session:
         )
         if WHOLE in self.missing:
             raise ValueError(
-                f"What sending everything computes was not measured, and all predictions rest on "
-                f"it: {self.missing[WHOLE]}. Free the device's memory, or take a smaller model."
+                f"The uncompressed exchange could not be timed: {self.missing[WHOLE]}. All "
+                f"predictions need it. Free the device's memory, or use a smaller model."
             )
         self.shapes = {name: timing.sizes()[name][0] for name in names}
         here = Situation(
@@ -145,7 +294,7 @@ class Session:
         return replace(here, workers=workers, link=asked, overhead=overhead)
 
     def knobs(self, costs: Costs) -> dict[str, frozenset[str]]:
-        """Return method -> parameters whose levels its controller can set."""
+        """Return for each method the parameters with a level that a controller can set."""
         from lightning_gc.engine.compatibility import by_default
 
         found = {}
@@ -157,8 +306,8 @@ class Session:
             found[name] = frozenset(taken)
         return found
 
-    def measure(self, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-        """Measure plain DDP, torch's hook, 16 bits and the best rows by turns, while time lasts."""
+    def measure(self, rows: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
+        """Measure plain DDP, torch's hook, 16 bits and the best rows in turn, while time lasts."""
         best = shortlist(rows, BEST)
         if SIXTEEN not in {row.method for row in best}:
             best += shortlist([row for row in rows if row.method == SIXTEEN], 1)
@@ -181,7 +330,7 @@ class Session:
         begun = time.monotonic()
 
         def in_time() -> bool:
-            """Whether a round as long as the last one ends before the deadline, on all workers."""
+            """Return whether another round ends before the deadline, on all workers."""
             nonlocal begun
             now = time.monotonic()
             late = 2 * now - begun > self.deadline
@@ -190,8 +339,8 @@ class Session:
 
         return take_turns(runs, counted, rounds, self.device, self.say, in_time)
 
-    def _steps(self, dense: Row, best: Sequence[Row]) -> tuple[int, int]:
-        """Return steps per turn and rounds that fit into the time left, alike on all workers."""
+    def _steps(self, dense: Prediction, best: Sequence[Prediction]) -> tuple[int, int]:
+        """Return steps per turn and rounds that fit into the time left, equal on all workers."""
         step = sum(row.seconds for row in best) + 2 * dense.seconds
         turns = (2 + len(best)) * self._turn_seconds
         left = (self.deadline - time.monotonic()) * 0.9
@@ -212,7 +361,7 @@ class Session:
         return timing, max(found, key=lambda each: each.step)
 
     def _alone(self, *callbacks: Any) -> None:
-        """Train without exchange, as the limit is measured."""
+        """Train without an exchange."""
         self.setup.worker.restore_environment()
         name = "the module by itself"
         try:
@@ -222,8 +371,8 @@ class Session:
             _, module = train(self.setup, strategy, WARMUP_STEPS + STEPS, name, callbacks)
             if not module.automatic_optimization:
                 raise ValueError(
-                    "The model optimizes manually: a step may have several exchanges, and their "
-                    "timeline is not known; use lightning-gc bench."
+                    "The model optimizes manually, so a step may have several exchanges, whose "
+                    "timeline advise cannot predict. Use lightning-gc bench."
                 )
             dist.barrier()
         except ValueError:
@@ -232,12 +381,12 @@ class Session:
             raise BenchError(self.setup.worker.rank, name, error) from error
 
     def _order(self, timing: ModuleTiming) -> dict[str, float]:
-        """Return worker 0's order of readiness, with the latest seconds over workers."""
+        """Return worker 0's order of readiness, with the maximum seconds over workers."""
         found = self._gather(timing.ready())
         return {name: max(each[name] for each in found) for name in found[0]}
 
     def _contention(self, module: Module, gradients: Mapping[str, Tensor]) -> float:
-        """Return what the backward pass loses while a thread computes beside it."""
+        """Return the share by which a computing thread slows the backward pass down."""
         largest = max(gradients.values(), key=Tensor.numel).reshape(-1)
         sample = largest[: 1 << 20].clone()
         busy = Busy(lambda: sample.abs().topk(max(sample.numel() // 100, 1)))
@@ -247,14 +396,14 @@ class Session:
         finally:
             busy.stop()
         slowed = [each["backward"] for each in self._gather(dataclasses.asdict(timing.module()))]
-        self.say("timed it beside a busy thread")
+        self.say("timed it with a busy thread")
         return float(min(max(max(slowed) / module.backward - 1, 0.0), 1.0))
 
     def _wrapped_turn(self) -> float:
-        """Return the seconds of a step in DDP that sends nothing; note what a turn takes besides.
+        """Return the seconds of a step in DDP without an exchange; record a turn's fixed seconds.
 
-        What DDP adds is not read off a step of plain DDP: there it is as large as what the probe
-        of a slow link is off by, which grows with the bytes.
+        A step of plain DDP would not show DDP's overhead: on a slow link the probe's error, which
+        grows with the bytes, is as large.
         """
         began = time.monotonic()
         measured = measure(replace(self.setup, steps=STEPS), NO_EXCHANGE, None)

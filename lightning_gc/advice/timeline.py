@@ -1,20 +1,73 @@
-"""Timeline of a training step: forward and backward pass, exchange of buckets beside it, optimizer.
+"""Timeline of a training step: DDP's buckets, forward and backward pass, exchange, optimizer.
 
 Pure arithmetic. One thread exchanges the buckets in order, each as soon as its last gradient is
-ready. Where that thread shares processor time with the backward pass, its computation slows the
-pass down.
+ready. If that thread and the backward pass share cores, its computation slows the pass down.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+Layout = tuple[range, ...]
+"""Positions of parameters in each bucket, in the order of readiness."""
+
+MIB = 1 << 20
+DEFAULT_CAPS = (MIB, 25 * MIB)
+"""DDP's defaults: the first bucket is small, so that the exchange begins early."""
+
+
+def caps(bucket_cap_mb: float | None) -> tuple[int, ...]:
+    """Return DDP's limits in bytes for its argument; None is the default."""
+    return DEFAULT_CAPS if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),)
+
+
+def layout(nbytes: Sequence[int], limits: Sequence[int]) -> Layout:
+    """Return the buckets that DDP makes after its first step.
+
+    Gradients are added to a bucket until it reaches its limit, so the last one may exceed it.
+
+    Args:
+        nbytes: of each gradient, in order of readiness.
+        limits: of the first bucket, the second and so on; the last one holds for all others.
+    """
+    buckets: list[range] = []
+    start = size = 0
+    for position, more in enumerate(nbytes):
+        size += more
+        if size >= limits[min(len(buckets), len(limits) - 1)]:
+            buckets.append(range(start, position + 1))
+            start, size = position + 1, 0
+    if start < len(nbytes):
+        buckets.append(range(start, len(nbytes)))
+    return tuple(buckets)
+
+
+def segments(nbytes: Sequence[int], layouts: Iterable[Layout], alone: float) -> Layout:
+    """Return consecutive segments such that every bucket of every layout consists of some of them.
+
+    Args:
+        nbytes: as for ``layout``.
+        layouts: one for each cap.
+        alone: a gradient of at least this number of bytes is a segment by itself.
+    """
+    cuts = {0, len(nbytes)}
+    for bucket in itertools.chain.from_iterable(layouts):
+        cuts |= {bucket.start, bucket.stop}
+    for position, size in enumerate(nbytes):
+        if size >= alone:
+            cuts |= {position, position + 1}
+    return tuple(range(a, b) for a, b in itertools.pairwise(sorted(cuts)))
+
+
+def pieces_of(bucket: range, found: Layout) -> range:
+    """Return which segments make up a bucket."""
+    inside = [i for i, piece in enumerate(found) if bucket.start <= piece.start < bucket.stop]
+    return range(inside[0], inside[-1] + 1)
 
 
 @dataclass(frozen=True)
 class BucketWork:
-    """What the thread does for one bucket: computation and requests by turns.
+    """The background thread's work for one bucket: computation and requests alternate.
 
     Attributes:
         ready: seconds from the beginning of the backward pass until the bucket's last gradient is
@@ -108,8 +161,8 @@ def timeline(
     Args:
         module: seconds without an exchange.
         buckets: in the order in which they are exchanged.
-        contention: seconds that the backward pass loses for each second that the thread computes
-            beside it, in [0, 1]: 0 with spare cores, 1 where both share one.
+        contention: seconds that the backward pass loses for each second of the thread's
+            computation, in [0, 1]: 0 with spare cores, 1 if both share one core.
         overhead: seconds that DDP itself adds to a step.
     """
     taken: list[tuple[float, float]] = []  # when the thread computed
@@ -142,7 +195,7 @@ def timeline(
 
 
 def _reached(progress: float, taken: Sequence[tuple[float, float]], contention: float) -> float:
-    """Return the first time at which the backward pass has come so far.
+    """Return the time at which the backward pass has made this progress.
 
     Args:
         progress: seconds of the pass by itself.

@@ -1,11 +1,9 @@
-"""Trace: the requests and computation of one worker's step, from real flows, and for other W.
+"""Trace one worker's step: its requests and computation, from real flows, for any W.
 
-The flows of W workers run in one thread, as in a simulation. From each request its size is taken,
-and from worker 0 the seconds before, between and after its requests. Both follow a pattern in W,
-which is found from small W and held against the largest one.
+The flows of W workers run in one thread, as in a simulation. A trace has the size of each request,
+and worker 0's seconds before, between and after its requests. Both depend on W by a pattern,
+which is fitted to small W and checked against the largest one.
 """
-
-from __future__ import annotations
 
 import math
 import statistics
@@ -37,10 +35,11 @@ class Asked:
 
     Attributes:
         kind: ``"Mean"``, ``"Gather"`` or ``"Exchange"``.
-        nbytes: of the message: what is averaged, what one worker has for all, what it has for one
-            other. Of the busiest worker, for all wait for it.
+        nbytes: bytes of the message: for a mean, of the averaged tensors; for a gather, of one
+            worker's payload; for an exchange, of the payload for one other worker. The busiest
+            worker counts, because all wait for it.
         collectives: all-reduces, one per dtype; 1 for other kinds.
-        lengths: bytes of the lengths that each other worker is told, of ragged payloads.
+        lengths: bytes that announce the lengths of a ragged payload to one other worker.
     """
 
     kind: str
@@ -69,9 +68,9 @@ class Trace:
 def volume(asked: Asked, workers: int) -> tuple[float, float]:
     """Return the messages and the bytes that one worker sends for a request.
 
-    A ring all-reduce takes 2·(W − 1) messages of 1/W each; a ring all-gather W − 1, and as many
-    payloads; an all-to-all W − 1. Lengths go ahead of a ragged all-gather in one of their own, and
-    in front of each message of an all-to-all.
+    A ring all-reduce takes 2·(W − 1) messages of 1/W each, a ring all-gather W − 1 payloads, an
+    all-to-all W − 1 messages. A ragged all-gather sends its lengths in an all-gather before it; an
+    all-to-all sends them in front of each message.
     """
     others, messages = workers - 1, messages_sent(asked.kind, workers)
     if asked.kind == "Mean":
@@ -86,14 +85,14 @@ def sent(trace: Trace) -> float:
 
 
 class Listening(Simulated):
-    """Simulated workers whose requests are noted."""
+    """Simulated workers; records their requests."""
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
         self.asked: list[Asked] = []
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
-        """Note one round, and answer it."""
+        """Record one round, and answer it."""
         self.asked.append(_describe(requests))
         return super().fulfil(requests)
 
@@ -129,11 +128,11 @@ def engines(
 
 
 def _nothing() -> None:
-    """Do nothing: the host's clock needs no waiting."""
+    """Do nothing; on the host nothing runs asynchronously."""
 
 
 def gradient(shapes: Shapes, worker: int) -> Tensor:
-    """Return a worker's gradient: what is common to all, and noise of the same size."""
+    """Return a worker's gradient: a part that all share, plus noise of the same size."""
     numel = sum(torch.Size(shape).numel() for shape in shapes.values())
     common, own = (
         torch.randn(
@@ -154,7 +153,7 @@ def trace(
     memory: Memory | None = None,
     own: Tensor | None = None,
 ) -> Trace:
-    """Run some steps of W simulated workers; the first one, which makes the errors, is left out.
+    """Run steps of W simulated workers; the first one, which creates the errors, does not count.
 
     Args:
         compressor: as for a strategy; so are ``scheme`` and ``memory``.
@@ -163,7 +162,7 @@ def trace(
         workers: W.
         repeat: measured steps.
         memory: None for the default.
-        own: every worker's gradient, ``(numel,)``, on the device to be timed; None: drawn ones.
+        own: every worker's gradient, ``(numel,)``, on the device to be timed; None draws them.
 
     Returns:
         The median seconds of worker 0, and the requests of the last step.
@@ -205,17 +204,17 @@ def trace(
 
 @dataclass(frozen=True)
 class Pattern:
-    """How the steps of W workers look for any W.
+    """Extrapolates a trace to any W.
 
-    A message has ``a + b/W + c·W`` bytes: whole payloads, shards, a number per worker. So have the
-    seconds of computation: the own gradient, a shard, something for each payload that arrives.
+    A message has ``a + b/W + c·W`` bytes: full payloads, shards, numbers per worker. The seconds of
+    computation have the same form: the own gradient, a shard, each arriving payload.
 
     Attributes:
-        like: a trace; kinds of requests and lengths are those of all.
+        like: one of the traces, which agree in the kinds of requests and in lengths.
         sizes: (a, b, c) of every request.
-        seconds: (a, b, c) of the time before, between and after the requests.
-        volume_error: of what is sent at the largest W, as found from the others, relatively.
-        seconds_error: of all seconds together, at the W where that is worst.
+        seconds: (a, b, c) of the computation before, between and after the requests.
+        volume_error: relative error of the sent bytes at the largest W, predicted from the others.
+        seconds_error: largest relative error, over W, of the total seconds.
     """
 
     like: Trace
@@ -225,7 +224,7 @@ class Pattern:
     seconds_error: float = 0.0
 
     def at(self, workers: int) -> Trace:
-        """Return the step of one of so many workers."""
+        """Return the trace for this number of workers."""
         terms = _terms(workers)
         asked = tuple(
             Asked(old.kind, float(terms @ size), old.collectives, old.lengths)
@@ -238,7 +237,7 @@ def pattern(traces: Sequence[Trace]) -> Pattern:
     """Find the pattern of traces in ascending order of W.
 
     Raises:
-        ValueError: flows that ask for other things when there are more workers.
+        ValueError: the kinds of requests depend on W.
     """
     *_, largest = traces
     kinds = {tuple((a.kind, a.collectives, a.lengths) for a in each.asked) for each in traces}
@@ -264,7 +263,7 @@ def _fit(traces: Sequence[Trace], rows: Sequence[Sequence[float]]) -> tuple[tupl
 
 
 def _solve(terms: Any, column: Sequence[float]) -> tuple[float, ...]:
-    """Return the least squares' solution of the relative errors, without negative terms."""
+    """Return the non-negative least-squares solution for the relative errors."""
     values = np.array(column)
     weights = 1 / np.maximum(values, values.max() * 1e-9 + 1e-12)
     kept = list(range(terms.shape[1]))

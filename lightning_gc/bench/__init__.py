@@ -1,1 +1,1 @@
-"""``lightning-gc bench``: seconds per training step, beside plain DDP and torch's hooks."""
+"""Benchmark methods (``lightning-gc bench``): seconds per step, plain DDP and torch's hooks too."""

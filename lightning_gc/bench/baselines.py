@@ -1,6 +1,4 @@
-"""Baselines: no synchronisation (the limit), plain DDP, torch's hooks; and the bytes they send."""
-
-from __future__ import annotations
+"""Define the baselines: no synchronisation (the limit), plain DDP, torch's hooks; their bytes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +22,7 @@ BASELINES = (NONE, PLAIN, FP16, POWER_SGD)
 
 
 def keep_local(state, bucket):  # type: ignore[no-untyped-def]
-    """Leave every worker its own gradients: a hook that sends nothing; DDP inspects annotations."""
+    """Hook that sends nothing. It has no annotations, because DDP would check them."""
     grad = bucket.buffer()
     devices = [grad.device] if grad.device.type == "cuda" else []
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
@@ -40,7 +38,7 @@ _HOOKS: dict[str, Any] = {
 
 
 class HookStrategy(pl.strategies.DDPStrategy):
-    """DDP with a communication hook of torch; Lightning registers none on CPU."""
+    """DDP with one of torch's communication hooks, on CPU too, where Lightning registers none."""
 
     def __init__(self, hook: tuple[Any, Any], **settings: Any) -> None:
         super().__init__(**settings)
@@ -51,7 +49,7 @@ class HookStrategy(pl.strategies.DDPStrategy):
 
 
 class UnsynchronisedStrategy(pl.strategies.DDPStrategy):
-    """Each worker trains by itself on its own share of the data."""
+    """Trains each worker alone on its share of the data."""
 
     def configure_ddp(self) -> None:
         """Do not wrap the module in DDP."""
@@ -84,11 +82,11 @@ def baseline_strategy(method: str, process_group_backend: str, **settings: Any) 
 
 
 def computed_bytes(method: str, parameters: Iterable[Tensor], workers: int) -> int:
-    """Return the bytes of gradients that one worker sends in a step, by a ring all-reduce.
+    """Return the gradient bytes that one worker sends in a step, for a ring all-reduce.
 
     Args:
         method: one of ``BASELINES``, ``BF16`` or ``NO_EXCHANGE``.
-        parameters: those with gradients, which have their dtype.
+        parameters: parameters with gradients, which have the same dtype.
         workers: W.
     """
     sizes = {
@@ -129,8 +127,8 @@ def select_methods(words: Sequence[str], known: Mapping[str, Method]) -> dict[st
     for word, method in methods.items():
         if method.rounds is not None or method.rounds_space:
             raise ValueError(
-                f"{word} has local steps (rounds): most of its steps exchange nothing, so that "
-                f"single ones tell little. Leave it out here; lightning-gc tune compares it."
+                f"{word} has local steps (rounds): most of its steps exchange nothing, so seconds "
+                f"per step do not compare. Leave it out here; lightning-gc tune compares it."
             )
         make_strategy(method)
     return methods
@@ -150,7 +148,7 @@ def parse_method(word: str) -> Method:
 
 
 def make_strategy(method: Method, **settings: Any) -> Any:
-    """Return a new strategy of a method; fields that are not fixed have their defaults."""
+    """Return a new strategy for a method; fields that are not fixed keep their defaults."""
     return lightning_gc.CompressedDDPStrategy(
         method.make_compressor({}),
         memory=method.memory,

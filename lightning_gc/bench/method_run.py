@@ -1,30 +1,96 @@
-"""Measure one method: train for some steps, from the same weights as all others."""
-
-from __future__ import annotations
+"""Measure one method: train for some steps, from the same weights as every other method."""
 
 import gc
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_gc.bench.baselines import NONE, baseline_strategy, computed_bytes, make_strategy
-from lightning_gc.bench.step_timing import WARMUP_STEPS, StepTimer
-from lightning_gc.bench.worker_device import SigtermCallback, WorkerRank
+from lightning_gc.bench.preparation import BenchError, BenchSetup, SigtermCallback
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
-from lightning_gc.methods.yaml_config import YAMLBuild
-from lightning_gc.transports.peer_error import PeerError, is_from_backend
 
-TRAINER_ARGUMENTS = (
-    *("precision", "plugins", "gradient_clip_val", "gradient_clip_algorithm", "deterministic"),
-    *("accumulate_grad_batches", "use_distributed_sampler", "sync_batchnorm", "benchmark"),
-    *("max_epochs", "max_steps", "limit_train_batches"),
-)
-"""Arguments of the file's Trainer that affect a step; the length of a run is for learning rate
-schedules, and does not bound the number of steps."""
+WARMUP_STEPS = 4
+"""Unmeasured steps: DDP rebuilds its buckets, and PowerSGD's hook sends dense gradients."""
+
+
+class StepTimer(pl.Callback):
+    """Records seconds, loss and bytes of every step of the optimizer.
+
+    With accumulated gradients a step has several batches. The time between batches, when data are
+    fetched, is left out.
+
+    Args:
+        sent_bytes: ``(trainer) -> bytes sent so far``; called when a step begins.
+        steps: stop after this number of steps, ignoring the Trainer's limits; None obeys them.
+
+    Attributes:
+        seconds: of each step.
+        losses: of each step, this worker's; empty if the module neither returns nor logs one.
+        sent: bytes sent before each step.
+    """
+
+    def __init__(self, sent_bytes: Callable[[Any], int], steps: int | None = None) -> None:
+        self.sent_bytes, self.steps = sent_bytes, steps
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.sent: list[int] = []
+        self._spent: list[float] = []  # seconds of the batches of this step
+        self._losses: list[float] = []
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        """Remove what could end the run before its last step."""
+        if self.steps is not None:
+            # Schedulers exist already, and have read the length of the run.
+            trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
+            # These would need a validation, and none is run.
+            schedulers = trainer.strategy.lr_scheduler_configs
+            schedulers[:] = [each for each in schedulers if not each.reduce_on_plateau]
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        """Start the clock."""
+        if not self._spent:
+            self.sent.append(self.sent_bytes(trainer))
+        _wait(trainer)
+        self.started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, _: Any, outputs: Any, *rest: Any) -> None:
+        """Stop the clock; at the end of a step, record it."""
+        _wait(trainer)
+        self._spent.append(time.perf_counter() - self.started)
+        loss = _loss(trainer, outputs)
+        self._losses += [] if loss is None else [float(loss)]
+        if trainer.global_step == self._step:
+            return
+        self.seconds.append(sum(self._spent))
+        # Lightning divides losses by the number of accumulated batches.
+        self.losses += [sum(self._losses)] if self._losses else []
+        self._step, self._spent, self._losses = trainer.global_step, [], []
+        if len(self.seconds) == self.steps:
+            trainer.should_stop = True
+
+    def bytes_per_step(self, warmup: int = WARMUP_STEPS) -> float:
+        """Return the mean bytes of a step, without the first ``warmup`` steps."""
+        return (self.sent[-1] - self.sent[warmup]) / (len(self.sent) - warmup - 1)
+
+
+def _loss(trainer: Any, outputs: Any) -> Any:
+    """Return the loss that the module returned, or logged, as in manual optimisation."""
+    if isinstance(outputs, dict) and "loss" in outputs:
+        return outputs["loss"]
+    logged = trainer.callback_metrics
+    return next((value for name, value in logged.items() if name.endswith("loss")), None)
+
+
+def _wait(trainer: Any) -> None:
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()
+
 
 _QUIET: dict[str, Any] = {
     "logger": False,
@@ -34,46 +100,6 @@ _QUIET: dict[str, Any] = {
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }
-
-
-class BenchError(RuntimeError):
-    """A method has failed; the error is its cause.
-
-    Attributes:
-        other_worker: another worker has failed.
-    """
-
-    def __init__(self, rank: int, method: str, cause: Exception) -> None:
-        text = f"{type(cause).__name__}: {cause}"
-        self.other_worker = isinstance(cause, PeerError) or is_from_backend(cause)
-        if self.other_worker and not isinstance(cause, PeerError):
-            text = f"Another one has died or hangs; its own output says more. {text}"
-        super().__init__(f"Worker {rank} cannot go on with {method}. {text}")
-
-
-@dataclass(frozen=True)
-class BenchSetup:
-    """Settings of a comparison, the same for all methods.
-
-    Attributes:
-        build: makes model, data and the Trainer's arguments.
-        worker: ranks of this worker.
-        accelerator: ``"cpu"`` or ``"cuda"``.
-        backend: ``"gloo"`` or ``"nccl"``.
-        steps: measured ones per round.
-        timeout: of every collective.
-        ddp: further settings of DDP.
-        seed: of weights and data.
-    """
-
-    build: YAMLBuild
-    worker: WorkerRank
-    accelerator: str
-    backend: str
-    steps: int
-    timeout: timedelta
-    ddp: Mapping[str, Any]
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +118,7 @@ class Measurement:
 
 
 def measure(setup: BenchSetup, name: str, method: Method | None) -> Measurement:
-    """Train with a method of ours, or if None with the baseline of that name.
+    """Train with a method, or with the baseline called ``name`` if ``method`` is None.
 
     Raises:
         BenchError: the training has failed.
@@ -125,17 +151,17 @@ def train(
     name: str,
     callbacks: Sequence[Any] = (),
 ) -> tuple[StepTimer, Any]:
-    """Train for so many steps; return what the timer has recorded, and the module.
+    """Train for this number of steps; return the timer and the module.
 
     Args:
         setup: the same for all methods.
         strategy: a new one.
-        steps: of the optimizer.
+        steps: optimizer steps.
         name: of the method, for messages.
         callbacks: further ones.
 
     Raises:
-        ValueError: the training ended before.
+        ValueError: the training ended earlier.
     """
     pl.seed_everything(setup.seed, verbose=False)
     module, data, arguments = setup.build.make({})
@@ -152,7 +178,9 @@ def train(
     )
     trainer.fit(module, data)
     if len(timer.seconds) < steps:
-        raise ValueError(f"The training ended by itself after {len(timer.seconds)} of {steps}.")
+        raise ValueError(
+            f"The training ended after {len(timer.seconds)} of {steps} steps; give it more data."
+        )
     # A Trainer and its model refer to each other; the next method needs the memory.
     trainer.strategy.optimizers = []
     gc.collect()

@@ -5,8 +5,6 @@ last plane. So 20-bit indices take two byte planes and one plane of half bytes. 
 ``[i*r, (i+1)*r)`` of the remainder plane's little-endian bit string.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

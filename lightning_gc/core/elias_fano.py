@@ -9,8 +9,6 @@ Reference:
     Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", JACM 1974.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@ A flow never communicates itself, so it runs unchanged over NCCL or Gloo and bet
 workers in one thread. Rule for authors: a context manager must not span a ``yield``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 

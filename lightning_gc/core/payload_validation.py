@@ -6,8 +6,6 @@ so all workers skip the optimizer step. NaN and infinity among values are not er
 occur in normal training.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Describe search spaces of hyper-parameters by ``Range`` and ``Choice``."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ class Range:
         high: greatest value.
         scale: how numbers are drawn: uniformly (``"linear"``) or with a uniform logarithm
             (``"log"``).
-        integer: whether only whole numbers are drawn.
+        integer: whether only integers are drawn.
 
     Raises:
         ValueError: the range is empty or infinite, or is logarithmic and starts at or below 0.
@@ -46,7 +44,7 @@ class Range:
         if self.scale == "log" and self.low <= 0:
             raise ValueError(f"{self.field} from {self.low}: a logarithmic range starts above 0.")
         if self.integer and (self.low != int(self.low) or self.high != int(self.high)):
-            raise ValueError(f"{self.field} from {self.low} to {self.high}: use whole numbers.")
+            raise ValueError(f"{self.field} from {self.low} to {self.high}: use integers.")
 
 
 @dataclass(frozen=True)

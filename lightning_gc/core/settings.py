@@ -1,6 +1,4 @@
-"""Settings: base of frozen configurations, which checks the types of numeric fields."""
-
-from __future__ import annotations
+"""Check the types of numeric fields of frozen configurations (Settings)."""
 
 import dataclasses
 import functools

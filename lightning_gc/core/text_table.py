@@ -1,7 +1,5 @@
 """Format tables of text cells as Markdown, or as plain text that fits a terminal."""
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from collections.abc import Collection, Sequence
@@ -23,7 +21,7 @@ def markdown(
 
 
 def plain(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return a table whose lines have at most ``width`` characters.
+    """Return a table with lines of at most ``width`` characters.
 
     Args:
         columns: the headings. Headings and cells may have several lines.

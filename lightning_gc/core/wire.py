@@ -1,7 +1,5 @@
 """Declare wire formats: the name, dtype and length of each tensor of a compressor's payload."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

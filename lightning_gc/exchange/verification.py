@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_gc.core.digest import ReplicaError, check_same, digest
 from lightning_gc.core.flow import Flow, Gather
-from lightning_gc.transports.base import Transport
-from lightning_gc.transports.checksummed import Checksummed
+from lightning_gc.transports.base import Checksummed, Transport
 
 Verify = int | Literal["payload"]
 _SEE = (

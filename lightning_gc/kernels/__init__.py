@@ -1,6 +1,7 @@
-"""Kernels: fused passes over a gradient, one function per file.
+"""Fuse passes over a gradient: accumulate, select, quantise, dequantise.
 
-Each has two implementations with the same results: the reference in torch, in the same file, and a
-Triton kernel in ``triton_kernels``, used where ``dispatch.fused`` returns True. Kernels equal the
-reference bit for bit in Triton's interpreter and on an NVIDIA H100.
+Each function has a reference in torch, a Triton kernel (``triton_kernels``), used if
+``dispatch.fused`` returns True, and maybe a numba kernel (``numba_kernels``), used if
+``dispatch.compiled`` does. Triton's kernels equal the reference bit for bit in its interpreter and
+on an NVIDIA H100.
 """

@@ -1,6 +1,4 @@
-"""accumulate: add a sparse payload to a dense tensor."""
-
-from __future__ import annotations
+"""Add a sparse payload to a dense tensor (scatter-add)."""
 
 from torch import Tensor
 
@@ -15,9 +13,9 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
     Args:
         out: ``(numel,)``, changed in place.
         positions: ``(k,)`` int64, distinct and below ``numel``, as returned by
-            ``payload_validation.positions``. Of equal positions, whose values it has made NaN, one
-            is added.
-        values: ``(k,)``, of a floating dtype no wider than that of ``out``.
+            ``payload_validation.positions``, which makes the values of equal positions NaN; one of
+            them is added.
+        values: ``(k,)``, of a floating dtype that is not wider than ``out``'s.
         scale: 1/W for a mean over W workers.
 
     On CUDA each thread reads, adds and writes one element; no atomics.
@@ -30,9 +28,9 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
         tensor([ 0.5000,  0.0000, -1.0000])
     """
     if fused(out) and positions.is_contiguous() and values.is_contiguous():
-        from lightning_gc.kernels.triton_kernels.accumulate import accumulate as program
+        from lightning_gc.kernels import triton_kernels
 
-        program(out, positions, values, scale)
+        triton_kernels.accumulate(out, positions, values, scale)
     else:
         reference(out, positions, values, scale)
 

@@ -1,6 +1,4 @@
-"""Dispatch: choose between a compiled kernel and its torch reference, for all kernels."""
-
-from __future__ import annotations
+"""Choose between a compiled kernel and its torch reference, for all kernels."""
 
 import functools
 import os
@@ -16,10 +14,10 @@ MAX_NUMEL = 1 << 30  # kernels count in int32
 def fused(tensor: Tensor) -> bool:
     """Return whether the Triton kernels are used for ``tensor``, ``(numel,)``.
 
-    They are for float32 on CUDA, if triton can be imported (torch's CUDA wheels for Linux bring it)
-    and all kernels give the right results in a first trial; if one fails, a warning is given and
-    torch is used. On CPU they run in Triton's interpreter only, for tests: set
-    ``TRITON_INTERPRET=1`` before triton is imported.
+    They are used for float32 on CUDA if triton can be imported (torch's CUDA wheels for Linux have
+    it) and all kernels pass a self-test. If one fails, torch is used and a warning is given. On CPU
+    they run in Triton's interpreter only, for tests: set ``TRITON_INTERPRET=1`` before triton is
+    imported.
     """
     suitable = tensor.dtype == torch.float32 and tensor.is_contiguous()
     if not suitable or not 0 < tensor.numel() < MAX_NUMEL:
@@ -33,9 +31,9 @@ def fused(tensor: Tensor) -> bool:
 def compiled(tensor: Tensor) -> bool:
     """Return whether numba's kernels are used for ``tensor``, ``(numel,)``.
 
-    They are for float32 on the host, if numba can be imported (the extra ``fast`` installs it) and
-    all kernels give torch's results, bit for bit, in a first trial; else a warning is given and
-    torch is used.
+    They are used for float32 on the host if numba can be imported (the extra ``fast`` installs it)
+    and all kernels give torch's bits in a self-test. If one fails, torch is used and a warning is
+    given.
     """
     suitable = tensor.dtype == torch.float32 and tensor.is_contiguous()
     return suitable and tensor.device.type == "cpu" and tensor.numel() > 0 and _numba_works()
@@ -47,7 +45,7 @@ def may_compile(device: torch.device) -> bool:
 
 
 def in_words(device: torch.device) -> str:
-    """Return which implementation float32 tensors of ``device`` get; tries the kernels on CUDA."""
+    """Name the implementation for float32 tensors of ``device``; tests the kernels on CUDA."""
     if not fused(_one(device)):
         return "torch"
     import triton
@@ -61,13 +59,13 @@ def _one(device: torch.device) -> Tensor:
 
 @functools.cache
 def _numba_works() -> bool:
-    """Try all kernels, once."""
+    """Test all kernels, once."""
     if find_spec("numba") is None:
         return False
     try:
-        from lightning_gc.kernels.numba_kernels import trial
+        from lightning_gc.kernels import numba_kernels
 
-        trial.run()
+        numba_kernels.self_test()
     except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
         warnings.warn(
             f"numba's kernels do not run here ({type(error).__name__}: {error}); torch's "
@@ -85,13 +83,13 @@ def _found() -> bool:
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Try all kernels, once per device: there may be no C compiler, or too old a GPU."""
+    """Test all kernels, once per device: a C compiler may be missing, or the GPU too old."""
     if not _found():
         return False
     try:
-        from lightning_gc.kernels import trial
+        from lightning_gc.kernels import triton_kernels
 
-        trial.run(device)
+        triton_kernels.self_test(device)
     except Exception as error:  # any exception of a compiler or driver
         warnings.warn(
             f"Triton's kernels do not run on {device} ({type(error).__name__}: {error}); torch's "
@@ -103,11 +101,11 @@ def _works(device: torch.device) -> bool:
 
 
 def used_here(tensor: Tensor) -> None:
-    """Keep the memory of ``tensor`` until the current stream has done what is queued by now.
+    """Keep the memory of ``tensor`` until the current stream has done its queued work.
 
-    What a checkpoint restores is allocated by the training thread and replaced by the background
-    thread, while that thread's stream has yet to read it. Without this the allocator would give the
-    memory to the training thread's next tensor at once. Nothing is done on the host.
+    The training thread allocates restored tensors, and the background thread replaces them while
+    its stream still has to read them. Without this call the allocator would give the memory to the
+    training thread's next tensor at once. Nothing is done on the host.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,17 +1,16 @@
-"""quantise: rounding to fractions of a block's norm and bit packing (QSGD's encoder)."""
+"""Quantise and dequantise: QSGD's encoder and decoder with packed bits; bfloat16 rounding."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.core.bit_packing import pack
+from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.kernels.dispatch import compiled, fused
 
 _PIECE = 1 << 16  # elements, about
+Check = Callable[[Tensor, int, Tensor], Tensor]
 Noise = Tensor | torch.Generator | np.random.SFC64 | None
 
 
@@ -26,7 +25,7 @@ def quantise(
 
     ``level_i = sign(x_i) · min(s, floor(s·|x_i| / norm + u_i))``, ``code_i = level_i + s`` and
     ``x_i −= norm · level_i / s``, with ``s = 2^(bits−1) − 1`` and u_i uniform in [0, 1), so that
-    the expectation of what is subtracted is x. NaN has code 0 and stays NaN in ``buffer``.
+    the expectation of the subtracted values is x. NaN has code 0 and stays NaN in ``buffer``.
 
     Args:
         buffer: x, ``(numel,)`` float32, changed in place.
@@ -54,16 +53,18 @@ def quantise(
     """
     others = [norms, noise] if isinstance(noise, Tensor) else [norms]
     if fused(buffer) and all(other.is_contiguous() for other in others):
-        from lightning_gc.kernels.triton_kernels.quantise import quantise as program
+        from lightning_gc.kernels import triton_kernels
 
-        return program(buffer, norms, block_size, bits, noise)
+        return triton_kernels.quantise(buffer, norms, block_size, bits, noise)
     if in_one_pass(buffer, norms, block_size, bits) and not isinstance(noise, Tensor):
-        from lightning_gc.kernels.numba_kernels.quantise import quantise as host_program
+        from lightning_gc.kernels import numba_kernels
 
-        return host_program(buffer, norms, block_size, bits, noise)
+        return numba_kernels.quantise(buffer, norms, block_size, bits, noise)
     drawn = _stream(noise)
     packed = [
-        reference(buffer[piece], norms[blocks], block_size, bits, _part(drawn, blocks, block_size))
+        quantise_reference(
+            buffer[piece], norms[blocks], block_size, bits, _part(drawn, blocks, block_size)
+        )
         for piece, blocks in pieces(buffer, block_size, bits)
     ]
     return packed[0] if len(packed) == 1 else torch.cat(packed)
@@ -72,10 +73,10 @@ def quantise(
 def largest(buffer: Tensor, block_size: int) -> Tensor:
     """Return the largest magnitude of each block, ``(ceil(numel / block_size),)``."""
     if compiled(buffer):
-        from lightning_gc.kernels.numba_kernels.quantise import largest as program
+        from lightning_gc.kernels import numba_kernels
 
-        return program(buffer, block_size)
-    # Norms can be cut whatever the codes' width: 1 stands for "narrower than a byte".
+        return numba_kernels.largest(buffer, block_size)
+    # Norms can be cut for any width of codes; 1 means "narrower than a byte".
     parts = pieces(buffer, block_size, 1)
     return torch.cat([_rows_largest(in_blocks(buffer[i], block_size)) for i, _ in parts])
 
@@ -90,7 +91,7 @@ def _rows_largest(blocks: Tensor) -> Tensor:
 
 
 def in_one_pass(flat: Tensor, norms: Tensor, block_size: int, bits: int) -> bool:
-    """Return whether numba's kernels take these, which check no index themselves."""
+    """Return whether numba's kernels can take these tensors; they do not check indices."""
     whole = norms.shape == (-(-flat.numel() // block_size),)
     return whole and bits <= 8 and compiled(flat) and compiled(norms)
 
@@ -98,8 +99,9 @@ def in_one_pass(flat: Tensor, norms: Tensor, block_size: int, bits: int) -> bool
 def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, slice]]:
     """Yield slices of ``(numel,)`` and of its blocks that can be coded independently.
 
-    On the host they are so short that intermediate tensors stay in the cache. Each has whole blocks
-    and whole bytes; codes of 8 bits and more lie in byte planes and are not cut.
+    On the host pieces are short, so that intermediate tensors stay in the cache. Each piece
+    consists of complete blocks and complete bytes. Codes of 8 bits and more lie in byte planes and
+    are not cut.
     """
     numel, together = tensor.numel(), 8 * block_size
     size = -(-_PIECE // together) * together
@@ -137,7 +139,9 @@ def _uniform(noise: Noise, like: Tensor) -> Tensor:
     return drawn.view(like.shape)
 
 
-def reference(buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Noise) -> Tensor:
+def quantise_reference(
+    buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Noise
+) -> Tensor:
     """Compute the same with torch operations."""
     numel, column, s = buffer.numel(), norms.view(-1, 1), 2 ** (bits - 1) - 1
     blocks = in_blocks(buffer, block_size)  # (b, block_size), a copy if padded
@@ -157,3 +161,114 @@ def in_blocks(flat: Tensor, size: int) -> Tensor:
     short = -flat.numel() % size
     padded = torch.nn.functional.pad(flat, (0, short)) if short else flat
     return padded.view(-1, size)
+
+
+def dequantise(
+    packed: Tensor,
+    norms: Tensor,
+    block_size: int,
+    bits: int,
+    out: Tensor,
+    scale: float,
+    check: Check,
+) -> None:
+    """Add ``scale · norm · (code − s) / s`` to ``out``, with ``s = 2^(bits−1) − 1``.
+
+    Args:
+        packed: ``(packed_bytes(numel, bits),)`` uint8.
+        norms: ``(ceil(numel / block_size),)`` float32.
+        block_size: elements that share a norm.
+        bits: bits per code, 2..16.
+        out: ``(numel,)``, changed in place.
+        scale: 1/W for a mean over W workers.
+        check: called with the codes, 2s and the norms; raises or returns the norms to use where a
+            code is above 2s, which no encoder makes (``payload_validation.codes``). The Triton
+            kernel does not call it: such an element becomes NaN.
+
+    On CUDA one kernel reads ``4 + bits/8`` bytes and writes 4 per element. Triton 3.2's interpreter
+    rounds the product before the sum; torch and the kernel do not.
+
+    Raises:
+        ValueError: ``packed`` has a wrong length; ``check`` may raise its own errors.
+
+    Example:
+        >>> from lightning_gc.core import payload_validation
+        >>> out, codes = torch.zeros(2), torch.tensor([6], dtype=torch.uint8)
+        >>> dequantise(codes, torch.tensor([3.0]), 2, 2, out, 1.0, payload_validation.codes)
+        >>> out
+        tensor([3., 0.])
+    """
+    contiguous = packed.is_contiguous() and norms.is_contiguous()
+    if fused(out) and contiguous and norms.dtype == torch.float32:
+        from lightning_gc.kernels import triton_kernels
+
+        triton_kernels.dequantise(packed, norms, block_size, bits, out, scale)
+        return
+    expected = packed_bytes(out.numel(), bits)
+    if packed.shape != (expected,):
+        raise ValueError(
+            f"The codes take {expected} bytes, but a tensor of {tuple(packed.shape)} arrived."
+        )
+    if in_one_pass(out, norms, block_size, bits) and packed.is_contiguous():
+        from lightning_gc.kernels import numba_kernels
+
+        if numba_kernels.dequantise(packed, norms, block_size, bits, out, scale) <= 2**bits - 2:
+            return  # else nothing has been added
+    for piece, blocks in pieces(out, block_size, bits):
+        whole = piece.start is None
+        coded = packed if whole else packed[piece.start * bits // 8 : piece.stop * bits // 8]
+        dequantise_reference(coded, norms[blocks], block_size, bits, out[piece], scale, check)
+
+
+def dequantise_reference(
+    data: Tensor, norms: Tensor, block_size: int, bits: int, out: Tensor, scale: float, check: Check
+) -> None:
+    """Compute the same with torch operations."""
+    numel, s = out.numel(), 2 ** (bits - 1) - 1
+    codes = unpack(data, bits, numel, torch.uint8 if bits <= 8 else torch.int32)
+    norms = check(codes, 2 * s, norms)
+    steps = torch.full((), s, dtype=norms.dtype, device=norms.device)
+    levels = in_blocks(codes.to(norms.dtype) - s, block_size)
+    rounded = (levels / steps * norms.view(-1, 1)).view(-1)[:numel]
+    out.add_(rounded, alpha=scale)
+
+
+def round_to_bfloat16(buffer: Tensor) -> Tensor:
+    """Return ``buffer`` rounded to bfloat16, and leave the rounding error in ``buffer``.
+
+    Args:
+        buffer: ``(numel,)``, changed in place.
+
+    On the host numba needs one pass that moves 10 bytes per element. Torch needs two passes, and
+    the second converts slowly.
+
+    Example:
+        >>> error = torch.tensor([1.0, 1.001])
+        >>> round_to_bfloat16(error), error
+        (tensor([1., 1.], dtype=torch.bfloat16), tensor([0.0000, 0.0010]))
+    """
+    if compiled(buffer):
+        from lightning_gc.kernels import numba_kernels
+
+        return numba_kernels.round_to_bfloat16(buffer)
+    rounded = buffer.to(torch.bfloat16)
+    buffer.sub_(rounded)
+    return rounded
+
+
+def add_bfloat16(out: Tensor, values: Tensor, scale: float) -> None:
+    """Add ``scale · values`` to ``out``, both ``(numel,)``, the values in bfloat16.
+
+    Example:
+        >>> out = torch.ones(2)
+        >>> add_bfloat16(out, torch.tensor([1.0, 2.0], dtype=torch.bfloat16), 0.5)
+        >>> out
+        tensor([1.5000, 2.0000])
+    """
+    same = values.dtype == torch.bfloat16 and values.shape == out.shape
+    if same and compiled(out) and values.is_contiguous():
+        from lightning_gc.kernels import numba_kernels
+
+        numba_kernels.add_bfloat16(out, values, scale)
+    else:
+        out.add_(values, alpha=scale)

@@ -1,6 +1,4 @@
-"""select: move elements at or above a threshold out of a buffer."""
-
-from __future__ import annotations
+"""Select: move elements at or above a threshold out of a buffer."""
 
 from torch import Tensor
 
@@ -10,7 +8,7 @@ from lightning_gc.kernels.dispatch import fused
 def select(buffer: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
     """Move elements ``|x_i| ≥ λ`` out of ``buffer``, where they become 0. The host waits.
 
-    NaN is moved whatever the threshold: it must be sent, or it would stay in the error unseen.
+    NaN is always moved, so that it is sent; otherwise it would stay in the error unseen.
 
     Args:
         buffer: x, ``(numel,)`` float32, changed in place.
@@ -31,9 +29,9 @@ def select(buffer: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
         tensor([0.0000, 0.2500, 0.0000])
     """
     if fused(buffer):
-        from lightning_gc.kernels.triton_kernels.select import select as program
+        from lightning_gc.kernels import triton_kernels
 
-        return program(buffer, threshold)
+        return triton_kernels.select(buffer, threshold)
     return reference(buffer, threshold)
 
 
@@ -44,9 +42,9 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     bytes per element; torch operations allocate an absolute value, two masks and a count.
     """
     if fused(buffer):
-        from lightning_gc.kernels.triton_kernels.select import reaching as program
+        from lightning_gc.kernels import triton_kernels
 
-        return program(buffer, threshold)
+        return triton_kernels.reaching(buffer, threshold)
     return reaching_reference(buffer, threshold)
 
 

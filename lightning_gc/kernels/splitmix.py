@@ -1,6 +1,4 @@
-"""splitmix: random words by hashing a counter, the same on every device."""
-
-from __future__ import annotations
+"""Draw random words with splitmix64, a hash of a counter: equal on every device."""
 
 import torch
 from torch import Tensor
@@ -12,12 +10,12 @@ _LOW = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
 def words(count: int, seed: int | Tensor, device: torch.device) -> Tensor:
     """Return the first numbers of splitmix64, ``(count,)`` int64, which are all different.
 
-    In whole numbers, so that nothing depends on the device; and the host does not wait.
+    Only integer operations, so that results do not depend on the device. The host does not wait.
 
     Args:
         count: how many.
-        seed: what the first one follows from; a tensor of one int64 if the device has it.
-        device: where they are made.
+        seed: determines the first word; a number, or a tensor of one int64 on the device.
+        device: of the result.
 
     Reference:
         Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.

@@ -29,7 +29,7 @@ def quiet_libraries() -> None:
         r".* is experimental \(supported from v",
         ".*not have many workers",
         ".*than the logging interval",
-        "One worker: nothing is sent",  # the report has both
+        "One worker: nothing is sent",  # the report shows this and the next one
         "This sends .* times what plain",
     ):
         warnings.filterwarnings("ignore", message=unread)

@@ -19,12 +19,14 @@ from lightning_gc.exchange.validation import check_controller
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.memories import MEMORIES, Memory
-from lightning_gc.methods.declared_space import check_entry, declared, field_names
 from lightning_gc.methods.parameter_space import (
     MEMORY_PREFIX,
     PREFIX,
     ROUNDS_PREFIX,
+    check_entry,
+    declared,
     endpoints,
+    field_names,
     suggest,
 )
 from lightning_gc.schemes import SCHEMES, Scheme

@@ -1,4 +1,4 @@
-"""Parse search spaces from YAML, and let Optuna suggest values from them."""
+"""Read declared search spaces, parse them from YAML, and let Optuna suggest values from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from lightning_gc.core.search_space import Choice, Range, Space
 
 if TYPE_CHECKING:
     import optuna
+from lightning_gc.compressors.base import Compressor
+from lightning_gc.compressors.traits import LEVEL, Traits
+from lightning_gc.core.registry import required_fields
+from lightning_gc.core.search_space import check_field
 
 PREFIX, MEMORY_PREFIX, ROUNDS_PREFIX = "compressor.", "memory.", "rounds."
 PREFIXES = (PREFIX, MEMORY_PREFIX, ROUNDS_PREFIX)
@@ -20,7 +24,7 @@ def parse(name: str, given: Any) -> Range | Choice:
     """Return the range or choice that a configuration file gives for one field.
 
     Write ``{low: 1, high: 50}``, optionally with ``scale: log`` or ``integer: true``, or a list of
-    values. Without ``integer`` a range has real numbers, even between whole ones.
+    values. Without ``integer`` a range has real numbers, even if its ends are integers.
 
     Raises:
         ValueError: it is not a range or a list.
@@ -86,3 +90,96 @@ def as_json(space: Space) -> dict[str, Any]:
         else [entry.low, entry.high, entry.scale] + ["integer"] * entry.integer
         for entry in space
     }
+
+
+def traits_of(compressor: type[Compressor]) -> Traits:
+    """Return the traits of a class's default instance, else of its first example."""
+    found: object = compressor.traits  # a property, if it depends on fields
+    if isinstance(found, Traits):
+        return found
+    return (compressor.examples()[0] if required_fields(compressor) else compressor()).traits
+
+
+def knob_name(compressor: type[Compressor]) -> str | None:
+    """Return the knob's name in a study: its field, or ``level`` if a wrapped compressor has it.
+
+    A class that overrides ``Compressor.level`` wraps the compressor that has the knob.
+
+    Raises:
+        ValueError: the class has a field ``level`` that is not the knob.
+    """
+    knob = traits_of(compressor).knob
+    if knob is None or knob.field == LEVEL or compressor.level is Compressor.level:
+        return None if knob is None else knob.field
+    if LEVEL in field_names(compressor):
+        raise ValueError(
+            f"{compressor.__name__} has a field {LEVEL}, but its knob is {knob.field}. Rename the "
+            f"field, or make it the knob."
+        )
+    return LEVEL
+
+
+def field_names(compressor: type[Compressor]) -> set[str]:
+    """Return the names of a compressor's fields."""
+    return {field.name for field in dataclasses.fields(compressor)}  # type: ignore[arg-type]
+
+
+def declared(compressor: type[Compressor]) -> Space:
+    """Return the search space of a compressor class: its ``traits.space`` and always its knob.
+
+    Raises:
+        ValueError: an entry names an unknown field, or leaves the knob's range.
+
+    Example:
+        >>> from lightning_gc import TopK
+        >>> declared(TopK)
+        (Range(field='density', low=0.0001, high=0.1, scale='log', integer=False),)
+    """
+    traits, name = traits_of(compressor), knob_name(compressor)
+    space, knob = traits.space, traits.knob
+    if knob is not None and name is not None:
+        # A space that is inherited from the compressor inside may use the knob's other name.
+        other = {LEVEL, knob.field} - field_names(compressor)
+        space = tuple(_renamed(entry, name) if entry.field in other else entry for entry in space)
+        if name not in {entry.field for entry in space}:
+            space += (_renamed(knob.range, name),)
+    for entry in space:
+        check_entry(compressor, entry)
+    return space
+
+
+def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
+    """Raise ValueError if an entry is not a field or ``level``, or contradicts the knob."""
+    name, knob = compressor.__name__, traits_of(compressor).knob
+    known_as = knob_name(compressor)
+    inside = {LEVEL} if known_as == LEVEL else set()
+    if entry.field not in field_names(compressor) | inside:
+        if inside and knob is not None and entry.field == knob.field:
+            raise ValueError(
+                f"{name}: {knob.field} is a field of the compressor inside; call it {LEVEL}."
+            )
+        check_field(compressor, entry)
+    if knob is None or entry.field != known_as:
+        return
+    if isinstance(entry, Choice):
+        for value in entry.values:
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ValueError(f"{name}.{entry.field} is a number, but could become {value!r}.")
+            if knob.integer and not float(value).is_integer():
+                raise ValueError(f"{name}.{entry.field} takes integers only, not {value!r}.")
+        low, high = min(map(float, entry.values)), max(map(float, entry.values))  # type: ignore[arg-type]
+    else:
+        low, high = entry.low, entry.high
+        if knob.integer and not entry.integer:
+            raise ValueError(
+                f"{name}.{entry.field} takes integers only; add integer: true to its range."
+            )
+    if low < knob.low or high > knob.high:
+        raise ValueError(
+            f"{name}.{entry.field} from {low:g} to {high:g} leaves the range of its knob, "
+            f"{knob.low:g} to {knob.high:g}; choose within it."
+        )
+
+
+def _renamed(entry: Range | Choice, field: str) -> Range | Choice:
+    return dataclasses.replace(entry, field=field)

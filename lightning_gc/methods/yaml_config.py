@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+import lightning_gc
 from lightning_gc.controllers import Controller
 from lightning_gc.core.search_space import Space
 from lightning_gc.memories import Memory
@@ -22,7 +26,6 @@ from lightning_gc.schemes import Scheme
 if TYPE_CHECKING:
     import optuna
     from jsonargparse import ArgumentParser, Namespace
-
 SECTIONS = ("model", "data", "trainer", "seed_everything", "tune")
 
 
@@ -192,3 +195,50 @@ def _set(sections: dict[str, Any], path: str, value: Any) -> None:
 def _init_args(node: dict[str, Any]) -> dict[str, Any]:
     inner: dict[str, Any] = node.setdefault("init_args", {}) if "class_path" in node else node
     return inner
+
+
+def fit(words: Sequence[str]) -> None:
+    """Run LightningCLI with these arguments; the file's section ``tune`` is ignored."""
+    cli: Any = importlib.import_module(f"{pl.__name__}.cli")
+
+    class FitCLI(cli.LightningCLI):  # type: ignore[misc]
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_argument("--tune", type=Any, help="what lightning-gc tune reads")
+
+    # It warns because these are not the arguments of the process.
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+    FitCLI(args=list(words), save_config_kwargs={"overwrite": True})
+
+
+def editor_schema(modules: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a JSON schema of ``trainer.strategy``, without constraints on the rest of a file.
+
+    Args:
+        modules: modules with the user's classes, which are imported.
+    """
+    for module in modules:
+        importlib.import_module(module)
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser()
+    strategies = (
+        lightning_gc.CompressedDDPStrategy,
+        lightning_gc.CompressedFSDPStrategy,
+        lightning_gc.CompressedHSDPStrategy,
+        lightning_gc.LocalStepsStrategy,
+        lightning_gc.SimulatedDDPStrategy,
+        lightning_gc.SimulatedLocalStepsStrategy,
+    )
+    for strategy in strategies:
+        parser.add_subclass_arguments(strategy, strategy.__name__)
+    try:
+        found = json.loads(parser.get_completion_script("jsonschema"))
+    except (AttributeError, ValueError) as error:
+        raise ImportError(
+            "lightning-gc schema needs jsonargparse 4.53 or later, which writes JSON schemas; "
+            "pip install --upgrade 'jsonargparse[signatures]'."
+        ) from error
+    named = [found["properties"][strategy.__name__] for strategy in strategies]
+    either = {"anyOf": [{"type": "string"}, *named]}
+    trainer = {"type": "object", "properties": {"strategy": either}}
+    return {"type": "object", "properties": {"trainer": trainer}, "$defs": found["$defs"]}

@@ -1,7 +1,7 @@
 """Test your own compressors, memories and schemes: simulated workers and contract tests."""
 
-from lightning_gc.testing.local_lockstep import LocalLockstep as LocalLockstep
-from lightning_gc.testing.local_lockstep import LocalRound as LocalRound
+from lightning_gc.testing.lockstep import LocalLockstep as LocalLockstep
+from lightning_gc.testing.lockstep import LocalRound as LocalRound
 from lightning_gc.testing.lockstep import Lockstep as Lockstep
 from lightning_gc.testing.lockstep import Round as Round
 

@@ -1,9 +1,9 @@
-"""Transports: fulfil the requests of flows, over a process group or between simulated workers."""
+"""Fulfil the requests of flows: over a process group, or between simulated workers."""
 
 from lightning_gc.core.registry import export as _export
 from lightning_gc.transports.accounting import Recording as Recording
+from lightning_gc.transports.base import Checksummed as Checksummed
 from lightning_gc.transports.base import Transport as Transport
-from lightning_gc.transports.checksummed import Checksummed as Checksummed
 from lightning_gc.transports.distributed import Distributed as Distributed
 from lightning_gc.transports.peer_error import MessageError as MessageError
 from lightning_gc.transports.peer_error import PeerError as PeerError

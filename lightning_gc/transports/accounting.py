@@ -1,6 +1,4 @@
-"""Account: wire bytes and seconds by phase of one worker; Recording measures, Stopwatch times."""
-
-from __future__ import annotations
+"""Account for one worker's wire bytes, and its seconds by phase."""
 
 import threading
 import time
@@ -17,7 +15,7 @@ from lightning_gc.transports.base import Transport
 from lightning_gc.transports.network_model import messages_sent
 
 KEPT = 64
-"""Requests whose bytes and seconds are kept."""
+"""Number of latest requests with kept bytes and seconds."""
 COMPUTE, COMPRESS, COMMUNICATE, DECODE = "compute", "compress", "communicate", "decode"
 
 
@@ -27,11 +25,10 @@ class Account:
 
     Attributes:
         wire_bytes: bytes sent.
-        message_bytes: bytes of its messages, each counted once whatever the number of receivers;
-            in simulations only.
-        node_bytes: bytes sent within its node, by a scheme that knows of nodes; not in
-            ``wire_bytes``.
-        seconds: phase -> seconds; empty where nothing was timed.
+        message_bytes: bytes of its messages, each counted once for any number of receivers; in
+            simulations only.
+        node_bytes: bytes sent within its node, by a scheme with nodes; not in ``wire_bytes``.
+        seconds: phase -> seconds; empty if nothing was timed.
     """
 
     wire_bytes: int = 0
@@ -48,7 +45,7 @@ class Recorder(Protocol):
         workers: W.
         timing: CUDA streams are timed.
         exchanges: its latest requests; None, the default, keeps none.
-        modelled: seconds of requests are computed, so that a wall clock says nothing of a step.
+        modelled: seconds of requests are computed, so a wall clock does not show a step's seconds.
     """
 
     worker: int
@@ -81,7 +78,7 @@ class Recording:
 
     Attributes:
         timing: whether CUDA streams are timed, by events.
-        exchanges: the latest requests on the host, for a controller that asks for them; or None.
+        exchanges: the latest requests on the host, if a controller needs them; else None.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -138,8 +135,8 @@ class Stopwatch:
     """Adds up the seconds of consecutive phases.
 
     Attributes:
-        timing: whether CUDA streams are timed, by events; off at first. As many events are kept as
-            the device is behind, whether or not anybody takes the seconds.
+        timing: whether CUDA streams are timed, by events; off at first. Only events that the device
+            has not reached are kept, even if nobody takes the seconds.
     """
 
     def __init__(self) -> None:
@@ -179,7 +176,7 @@ class Stopwatch:
         return seconds
 
     def totals(self) -> dict[str, float]:
-        """Return the seconds by phase since the beginning; of CUDA those that are known by now."""
+        """Return the seconds by phase since the beginning; on CUDA without unfinished phases."""
         with self._adding:
             return _added(self._taken, self._seconds)
 

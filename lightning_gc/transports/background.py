@@ -1,6 +1,4 @@
-"""Background: one thread that runs flows in bucket order, in parallel to the backward pass."""
-
-from __future__ import annotations
+"""Run flows in bucket order on one thread, in parallel to the backward pass."""
 
 import logging
 import queue
@@ -25,8 +23,8 @@ class Background:
     several buckets and two requests each; a single thread cannot.
 
     After a flow has failed, its exception is logged at once, ``check`` raises it and later flows
-    are not run: the group's workers no longer agree on the next collective. Whatever fails, every
-    future ends, since DDP waits for it where no interrupt reaches.
+    are not run: the group's workers no longer agree on the next collective. Every future ends, also
+    after an error, because DDP waits for it and cannot be interrupted.
 
     Args:
         transport: used by the thread only, from the first ``submit`` on.
@@ -54,16 +52,15 @@ class Background:
         """Queue a flow; return a future that is completed with ``result`` when the flow ends.
 
         It is completed even if the flow fails: DDP's reducer finishes, and ``check`` raises the
-        original exception. Where a failed device allows no result it is completed with an
-        exception.
+        original exception. If a failed device allows no result, it is completed with an exception.
 
         Raises:
             RuntimeError: after ``close``.
         """
         if self._closed:
             raise RuntimeError(
-                "A gradient was to be exchanged after the exchange had been closed; close it after "
-                "the last backward pass, and attach anew for further ones."
+                "A gradient arrived after the exchange was closed: close it after the last "
+                "backward pass, and attach again for further ones."
             )
         promised = self.promise() if future is None else future
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream else None
@@ -108,7 +105,7 @@ class Background:
         promised: torch.futures.Future[Tensor],
         result: Tensor,
     ) -> None:
-        """Run a flow unless one has failed; end its future, whatever raises."""
+        """Run a flow unless one has failed; end its future, also after an error."""
         try:
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)

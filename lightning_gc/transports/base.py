@@ -1,6 +1,4 @@
-"""Transport: base class, byte counts of ring collectives, and the layout of a message."""
-
-from __future__ import annotations
+"""Define transports, ring collectives' byte counts, message layout, and messages with checksums."""
 
 import abc
 import zlib
@@ -8,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lightning_gc.core.flow import Limits, Payload, Reply, Request
+from lightning_gc.core.digest import digest
+from lightning_gc.core.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.transports.peer_error import MessageError
 
 
@@ -23,7 +23,7 @@ class Transport(abc.ABC):
             all-reduce and all-gather. Not counted: network frame headers and the backend's
             handshakes (Gloo: 0.4 to 1.7 KB per request and other worker).
         node_bytes: bytes of all-to-alls sent to workers of the same node, which are not counted
-            in ``sent_bytes``; 0 where no scheme knows of nodes.
+            in ``sent_bytes``; 0 for schemes without nodes.
     """
 
     worker: int
@@ -37,12 +37,12 @@ class Transport(abc.ABC):
 
 
 def by_leg(sizes: Sequence[int], sender: int, per_node: int) -> tuple[int, int]:
-    """Return the bytes that go to other nodes, and those that stay in the sender's own.
+    """Return the bytes that go to other nodes, and the bytes that stay in the sender's node.
 
     Args:
         sizes: bytes for each worker.
-        sender: its index, to which nothing is sent.
-        per_node: workers with consecutive indices that are a node; 1: all are apart.
+        sender: the sending worker's index; nothing is sent to itself.
+        per_node: number of workers, with consecutive indices, in a node.
     """
     away = within = 0
     for receiver, nbytes in enumerate(sizes):
@@ -77,8 +77,8 @@ class Message:
     """Byte layout of one payload as one contiguous message.
 
     Tensors are sorted by descending element size, so each is aligned without padding; the end is
-    padded to 8 bytes, so that messages can be concatenated. One whose lengths are announced ends in
-    a seal of 8 bytes, which follows from them: where it is missing they were false.
+    padded to 8 bytes, so that messages can be concatenated. A message with announced lengths ends
+    in a seal: 8 bytes computed from the lengths. A missing seal shows that the lengths were false.
     """
 
     def __init__(self, like: Payload, lengths: Sequence[int] | None = None) -> None:
@@ -144,7 +144,7 @@ def lengths_of(payload: Payload) -> list[int]:
 
 
 def laid_out(payload: Payload, limits: Limits | None) -> Message:
-    """Return the layout of an own payload."""
+    """Return the layout of this worker's payload."""
     return Message(payload, None if limits is None else lengths_of(payload))
 
 
@@ -167,3 +167,85 @@ def check_lengths(lengths: Sequence[int], own: Payload, limits: Limits, sender: 
                 f"Worker {sender} announces {length} elements where at most {limit} are possible; "
                 f"the message is damaged or its model is another one."
             )
+
+
+class Checksummed(Transport):
+    """Transport that adds an 8-byte digest to every message, which the receiver compares.
+
+    It finds damage after packing; it does not find a wrong result that a worker computes and sends.
+    Reading a digest makes the host wait for an accelerator.
+
+    Args:
+        inner: the transport that communicates.
+
+    Communication pattern:
+        ``Gather`` and ``Exchange`` as ``inner`` does them. An all-reduce happens within the
+        backend, where nothing can be compared, so ``Mean`` is an all-to-all of shards, which are
+        averaged in float32 or wider, and an all-gather of the means: the bytes of a ring
+        all-reduce, and the same bits on all workers.
+
+    Raises:
+        MessageError: a message differs from what its sender packed; the error names the sender.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.worker = inner.worker
+        self.workers = inner.workers
+
+    @property
+    def sent_bytes(self) -> int:  # type: ignore[override]
+        return self.inner.sent_bytes
+
+    @property
+    def node_bytes(self) -> int:  # type: ignore[override]
+        return self.inner.node_bytes
+
+    def fulfil(self, request: Request) -> Reply:
+        if isinstance(request, Mean):
+            return self._mean(request)
+        if isinstance(request, Gather):
+            return self._compared(Gather(_summed(request.tensors), _with_sum(request.limits)))
+        payloads = tuple(_summed(payload) for payload in request.payloads)
+        return self._compared(Exchange(payloads, _with_sum(request.limits)))
+
+    def _compared(self, request: Gather | Exchange) -> Reply:
+        """Return the reply without checksums."""
+        reply = self.inner.fulfil(request)
+        for sender, (*tensors, announced) in enumerate(reply):
+            if sender != self.worker and int(digest(*tensors)) != int(announced):
+                raise MessageError(
+                    f"The message of worker {sender} does not match its checksum: it was damaged "
+                    f"on the way to worker {self.worker}, or in the memory of one of them. Check "
+                    f"their network and memory, and resume from a checkpoint."
+                )
+        return [payload[:-1] for payload in reply]
+
+    def _mean(self, request: Mean) -> Reply:
+        means: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(t.dtype for t in request.tensors):
+            members = [i for i, t in enumerate(request.tensors) if t.dtype == dtype]
+            given = [request.tensors[i] for i in members]
+            flat = self._mean_of(torch.cat([t.reshape(-1) for t in given]))
+            pieces = flat.split([t.numel() for t in given])
+            for i, t, piece in zip(members, given, pieces, strict=True):
+                means[i] = piece.view(t.shape)
+        return [means[i] for i in range(len(means))]
+
+    def _mean_of(self, flat: Tensor) -> Tensor:
+        size = -(-flat.numel() // self.workers)
+        shards = pad(flat, (0, size * self.workers - flat.numel())).split(size or 1)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        mean = torch.zeros(size, dtype=wide, device=flat.device)
+        for (shard,) in self.fulfil(Exchange(tuple((shard,) for shard in shards))):
+            mean.add_(shard.to(wide), alpha=1 / self.workers)
+        gathered = self.fulfil(Gather((mean.to(flat.dtype),)))
+        return torch.cat([shard for (shard,) in gathered])[: flat.numel()]
+
+
+def _summed(payload: Payload) -> Payload:
+    return (*payload, digest(*payload))
+
+
+def _with_sum(limits: Limits | None) -> Limits | None:
+    return None if limits is None else (*limits, None)

@@ -1,6 +1,4 @@
-"""Distributed: fulfil requests by collectives of torch.distributed, over NCCL or Gloo."""
-
-from __future__ import annotations
+"""Fulfil requests by collectives of torch.distributed, over NCCL or Gloo."""
 
 import atexit
 import time
@@ -34,7 +32,7 @@ from lightning_gc.transports.peer_error import (
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 EXCHANGE = "an exchange of gradients"
-"""What a transport is for, if nothing else is said."""
+"""Default purpose of a transport, for error messages."""
 _NAMES = {Mean: "all-reduce", Gather: "all-gather", Exchange: "all-to-all"}
 
 
@@ -45,23 +43,23 @@ class Distributed(Transport):
     Only one thread may use the group.
 
     A dead or late peer raises over Gloo. NCCL's calls return once they are enqueued: its watchdog
-    finds the timeout in a thread of its own and ends the process (SIGABRT), and no exception
-    reaches Python. With the environment variable ``TORCH_NCCL_BLOCKING_WAIT=1`` there is no
-    watchdog; our calls wait on the host until they are done or have timed out, and raise. What
-    others read on the host, as Lightning 2.6 does before each batch, can then wait for ever.
+    detects the timeout in another thread and ends the process (SIGABRT), so Python sees no
+    exception. The environment variable ``TORCH_NCCL_BLOCKING_WAIT=1`` turns the watchdog off: our
+    calls then wait on the host until they are done or time out, and raise. Reads on the host by
+    other code, such as Lightning 2.6's before each batch, can then wait for ever.
 
     Args:
         group: the process group; None is the default group.
         purpose: what is communicated, for error messages.
-        per_node: workers with consecutive indices that are a node, as a scheme knows them; what an
-            ``Exchange`` sends within one is counted apart.
+        per_node: number of workers, with consecutive indices, in a node of the scheme. Bytes that
+            an ``Exchange`` sends within a node are counted separately.
 
     Communication pattern:
         ``Mean`` is one all-reduce per dtype; ``Gather`` one all-gather; ``Exchange`` one
         all-to-all. On the host an ``Exchange``, and a large ``Gather`` of two workers, is sent
         point to point in pieces. Ragged payloads send their lengths, 8 bytes per tensor: first, in
         an all-gather or all-to-all, or, in an ``Exchange`` on the host, in front of each message.
-        They end in 8 bytes, by which the host sees whether the lengths were true.
+        They end in a seal of 8 bytes, by which the host checks the lengths.
     """
 
     def __init__(
@@ -82,8 +80,8 @@ class Distributed(Transport):
         """Carry out one request.
 
         Raises:
-            PeerError: a peer has died, hangs or makes other requests (with NCCL only as the class
-                says), or has sent something else than it announced.
+            PeerError: a peer has died, hangs, makes other requests, or has sent another message
+                than it announced. With NCCL see the class.
         """
         started = time.monotonic()
         try:
@@ -119,7 +117,7 @@ class Distributed(Transport):
         own, limits = request.tensors, request.limits
         layouts = [Message(own)] * self.workers
         if limits is not None:
-            # All gather them: whatever a worker says it says to all, so that sizes agree.
+            # All workers get the same lengths, so that sizes agree.
             ours = _as_tensor(lengths_of(own), own)
             table = ours.new_empty(self.workers * len(own))
             _all_gather(table, ours, group=self.group)
@@ -191,7 +189,7 @@ class Distributed(Transport):
         return _unpacked(in_order, [row[head:] for row in rows])
 
     def _announced(self, table: Tensor, own: Payload, limits: Limits) -> list[Message]:
-        """Return the layouts of the messages whose lengths are the rows of ``table``."""
+        """Return the layouts of messages with the lengths in the rows of ``table``."""
         announced: list[list[int]] = table.tolist()
         for sender, arriving in enumerate(announced):
             check_lengths(arriving, own, limits, sender)

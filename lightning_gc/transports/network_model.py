@@ -1,6 +1,4 @@
-"""NetworkModel: estimated seconds of communication, from counted bytes, bandwidth and latency."""
-
-from __future__ import annotations
+"""Estimate the seconds of communication from counted bytes, bandwidth and latency."""
 
 import math
 from collections.abc import Mapping
@@ -43,15 +41,16 @@ class NetworkModel(Settings):
         bandwidth_gbps: of a worker's link in each direction, in 10⁹ bits per second.
         latency_us: of one message, in microseconds.
         topology: which of the formulas.
-        latencies_us: kind of request -> latency of its messages, where it is another one:
-            ``{"Gather": 80.0}``; kinds are ``"Mean"``, ``"Gather"`` and ``"Exchange"``.
-        knee_bytes: so many bytes of a request pass at once; only those beyond take time.
+        latencies_us: kind of request -> latency of its messages, if it differs from
+            ``latency_us``: ``{"Gather": 80.0}``. Kinds are ``"Mean"``, ``"Gather"``,
+                ``"Exchange"``.
+        knee_bytes: bytes of a request that pass at once; only further bytes take time.
         schedule: pairs of a step and the bandwidth from it on, in ascending order of steps, for
             controllers that follow a link; before the first, ``bandwidth_gbps``.
 
-    ``latencies_us``, ``knee_bytes`` and ``schedule`` are of ``request``, single requests as they
-    are sent: a ring for means and all-gathers, whatever the topology. ``seconds``, and so what the
-    monitor estimates, goes by ``bandwidth_gbps`` throughout.
+    ``latencies_us``, ``knee_bytes`` and ``schedule`` affect ``request`` only: single requests as
+    they are sent, a ring for means and all-gathers with any topology. ``seconds``, which the
+    monitor uses, always takes ``bandwidth_gbps``.
 
     Raises:
         ValueError: a bandwidth that is not above 0, a negative latency or knee, an unknown topology

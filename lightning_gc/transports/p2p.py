@@ -1,14 +1,12 @@
-"""Point-to-point all-to-all for Gloo: isend and irecv in pieces, all in flight at once.
+"""All-to-all over Gloo, point to point: isend and irecv in pieces, all in flight at once.
 
 Gloo's all-to-all, and its all-gather of two workers, send a message in one write, during which
 little is received. With 4 MB between two workers they took 1.5 to 1.9 times as long as the link
 needs; in pieces it is 1.05 to 1.1 (`benchmarks/links.py`).
 
-When more arrives than there is room for, Gloo throws in a thread of its own, and the process
-aborts. What is shorter than expected is accepted.
+If more bytes arrive than the buffer holds, Gloo throws in another thread, and the process aborts.
+Gloo accepts messages that are shorter than expected.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
@@ -56,13 +54,13 @@ def swap_of_unknown_lengths(
 ) -> list[Tensor]:
     """Send ``outgoing[i]`` to worker i; return what all sent here, padded with zeros.
 
-    A message begins with its length. Whatever that is, no buffer is smaller than a piece, so that
-    no worker that sends pieces can send too much.
+    A message begins with its length. Every buffer has at least the size of a piece, so a worker
+    that sends pieces cannot send too much.
 
     Args:
         outgoing: one message per worker, ``(nbytes,)`` uint8, not empty; the own one is returned.
-        measure: given sender and first piece, returns a message's bytes. What it raises is raised
-            after the other messages, so that no peer waits for this worker instead of the sender.
+        measure: given sender and first piece, returns a message's bytes. Its error is raised after
+            the other messages, so that peers do not wait for this worker instead of the sender.
         group: the process group; None is the default group.
     """
     workers, me = len(outgoing), dist.get_rank(group)

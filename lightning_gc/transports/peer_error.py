@@ -1,6 +1,4 @@
-"""PeerError: a collective failed because of another worker; it names peers and what to look at."""
-
-from __future__ import annotations
+"""Raise PeerError if a collective fails because of another worker; name peers and likely causes."""
 
 import contextlib
 import time
@@ -14,16 +12,16 @@ _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL
 class PeerError(RuntimeError):
     """A collective failed because of another worker.
 
-    NCCL raises none for a peer that is dead or late: its watchdog ends the process.
+    With NCCL it is not raised for a dead or late peer: NCCL's watchdog ends the process.
     """
 
 
 class MessageError(PeerError, ValueError):
-    """What another worker sent is damaged, or not as long as it announced."""
+    """Another worker's message is damaged, or has another length than announced."""
 
 
 class WaitError(RuntimeError):
-    """One message has not come or gone.
+    """One message was not received or sent.
 
     Attributes:
         peer: the other worker.
@@ -35,7 +33,7 @@ class WaitError(RuntimeError):
 
 
 def is_from_backend(error: BaseException) -> bool:
-    """Return whether an error comes from torch.distributed; Gloo's have no class of their own."""
+    """Return whether an error comes from torch.distributed; Gloo has no exception class."""
     if isinstance(error, dist.DistError | WaitError):
         return True
     return type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS)
@@ -44,12 +42,12 @@ def is_from_backend(error: BaseException) -> bool:
 def explained(
     error: RuntimeError, operation: str, during: str, worker: int, workers: int, since: float
 ) -> PeerError:
-    """Return what to raise for a collective's error: it names whom this worker waited for.
+    """Return the exception for a failed collective; it names the workers that this one waited for.
 
     Args:
         error: as the backend raised it.
         operation: the collective's name.
-        during: what it was for.
+        during: its purpose.
         worker: this worker's index.
         workers: W.
         since: when it began, by ``time.monotonic``.
@@ -61,7 +59,7 @@ def explained(
 
 
 def peers_in_words(operation: str, worker: int, workers: int, when: str = "") -> str:
-    """Return a sentence on whom a failed collective can have waited for, and what to look at."""
+    """Describe which workers a failed collective may have waited for, and likely causes."""
     peers = ", ".join(str(i) for i in range(workers) if i != worker)
     return (
         f"Worker {worker}: {operation} with worker{'s'[: workers > 2]} {peers} failed{when}. "
@@ -76,7 +74,7 @@ def naming_peers(operation: str, during: str, worker: int, workers: int) -> Iter
 
     Args:
         operation: the collective's name.
-        during: what it is for.
+        during: its purpose.
         worker: this worker's index.
         workers: W.
     """

@@ -1,4 +1,4 @@
-"""Hyper-parameter tuning with Optuna: one study per method, all with the same number of trials."""
+"""Tune hyper-parameters with Optuna: one study per method, with equal numbers of trials."""
 
 import importlib.util as _util
 

@@ -1,6 +1,4 @@
-"""``tune``: one study per method, one after the other, then the final runs."""
-
-from __future__ import annotations
+"""Tune each method in its own study, one after the other, then do the final runs."""
 
 import contextlib
 import signal
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import optuna
+import rich.progress
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
@@ -32,9 +31,9 @@ class Event:
     """Progress of a comparison.
 
     Attributes:
-        method: whose study.
-        kind: a trial or a final run has ended; or trials were lost: those of dead processes, or one
-            of this process, which another one took for dead.
+        method: name of the study's method.
+        kind: ``"trial"`` or ``"final"``: a run has ended. ``"lost"``: processes died during their
+            trials, or another process took this one for dead.
         done: trials that count so far; final runs so far.
         text: the result.
     """
@@ -53,7 +52,7 @@ def tune(
     finals: bool = True,
     show: Callable[[Event], None] = lambda event: None,
 ) -> dict[str, optuna.Study]:
-    """Tune every method in a study of its own, all with as many trials, and run the winners.
+    """Tune every method in its own study, with equal numbers of trials, and run the winners.
 
     Call it again with the same arguments to resume; call it on several machines with one storage to
     share the work. Finished trials are never repeated.
@@ -69,13 +68,13 @@ def tune(
         ``{name of the method: its study}``.
 
     Warns:
-        UserWarning: a study of an earlier version, which did not write all its rules down.
+        UserWarning: an earlier version made a study and did not store all its rules.
 
     Raises:
         ValueError: methods that cannot be compared, or a study under other rules.
         StorageError: the storage cannot be used.
         TrialError: a trial has failed before any has completed.
-        KeyboardInterrupt: Ctrl-C; the current run is given up, finished ones are kept.
+        KeyboardInterrupt: Ctrl-C; the current run is lost, finished runs are kept.
     """
     wanted = _unique(methods)
     storage = open_storage(storage)
@@ -94,7 +93,7 @@ def tune(
             run(_run_study(experiment, method, studies[method.name], detector))
         for method in wanted:
             study = studies[method.name]
-            # If other processes die at the last trials, these are made up for here.
+            # If other processes die during the last trials, this one repeats them.
             while failure_detector.running(study):
                 time.sleep(_PAUSE)
                 run(_run_study(experiment, method, study, detector))
@@ -112,7 +111,7 @@ def _unique(methods: Iterable[Method | str]) -> list[Method]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"Two methods are called {name!r}, and their trials would be mixed up; give one "
+                f"Two methods are called {name!r}, so their trials would be mixed. Give one "
                 f"another name, such as Method({name + '_2'!r}, {name!r}, ...)."
             )
     if DENSE not in names:
@@ -192,3 +191,28 @@ def interrupt_check() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Progress(rich.progress.Progress):
+    """Shows events of ``tune``: a bar per study and a line per run; without a terminal, lines only.
+
+    Args:
+        experiment: has the number of trials per study.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(transient=True)
+        self._trials = experiment.trials
+        self._bars: dict[str, rich.progress.TaskID] = {}
+
+    def show(self, event: Event) -> None:
+        """Show one event."""
+        if event.kind == "trial":
+            if event.method not in self._bars:
+                self._bars[event.method] = self.add_task(event.method, total=self._trials)
+            self.update(self._bars[event.method], completed=event.done)
+        self.say(f"{event.method:14}  {event.text}")
+
+    def say(self, text: str) -> None:
+        """Write one line above the bars."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,6 +1,4 @@
-"""Early stopping of a trial after a validation: divergence, byte budget, pruner, patience."""
-
-from __future__ import annotations
+"""Stop a trial early, after a validation: divergence, byte budget, pruner, patience."""
 
 import math
 from collections.abc import Mapping
@@ -21,10 +19,10 @@ class MissingMetric(ValueError):
 
 
 def look_up(metric: str, logged: Mapping[str, Any], kind: str, hook: str) -> float:
-    """Return the value of a metric that the module's ``hook`` is to log.
+    """Return the value of a metric that the module must log in ``hook``.
 
     Raises:
-        MissingMetric: it has not.
+        MissingMetric: the metric was not logged.
     """
     if metric in logged:
         return float(logged[metric])
@@ -38,10 +36,10 @@ def look_up(metric: str, logged: Mapping[str, Any], kind: str, hook: str) -> flo
 class BestTracker:
     """Tracks the best value of the metric and the epochs since then.
 
-    Epochs without a validation are not counted here, nor below.
+    Epochs without a validation do not count.
 
     Args:
-        experiment: its metric, and which of two values is better.
+        experiment: has the metric and its direction.
 
     Attributes:
         best: the best value so far; None before the first.
@@ -65,19 +63,19 @@ class BestTracker:
 
 
 class EarlyStopping:
-    """Decides after each validation whether a run goes on, and records its results.
+    """Decides after each validation whether a run continues, and records its results.
 
     Args:
         experiment: the rules.
-        method: whose run it is.
-        trial: gets values and decides on pruning; None for a final run, which stops early for
-            divergence and patience only.
+        method: the method of the run.
+        trial: receives values and decides on pruning. None for a final run, which only
+            divergence and patience stop early.
 
     Attributes:
         outcome: how the run has ended.
-        reason: of an early end, in a sentence; else empty.
+        reason: why the run ended early, in a sentence; else empty.
         curve: the metric of every validation.
-        seconds: of training, of every epoch in ``curve``; so are ``cpu_seconds``, of a worker.
+        seconds: of training, for every epoch in ``curve``; ``cpu_seconds`` are those of a worker.
     """
 
     def __init__(
@@ -94,13 +92,13 @@ class EarlyStopping:
         self._logged: dict[str, float] = {}
 
     def update(self, logged: Mapping[str, float]) -> bool:
-        """Return whether the run goes on, given all that has been logged so far.
+        """Return whether the run continues, given the values logged so far.
 
-        Without an epoch's ``seconds`` these are the totals of a run that has ended after epochs
-        without a validation: only the budget is checked.
+        Without an epoch's ``seconds``, ``logged`` holds the totals of a finished run whose last
+        epochs had no validation. Then only the budget is checked.
 
         Raises:
-            MissingMetric: the metric is not among them.
+            MissingMetric: the metric was not logged.
         """
         if "seconds" not in logged:
             self._logged |= logged

@@ -1,6 +1,4 @@
-"""Experiment: task, metric, budget, sampler and pruner, the same for all compared methods."""
-
-from __future__ import annotations
+"""Define an experiment: task, metric, budget, sampler and pruner, equal for all methods."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +17,8 @@ from lightning_gc.transports.network_model import NetworkModel
 Build = Callable[[optuna.trial.BaseTrial], Sequence[Any]]
 """``(trial) -> (model, datamodule)``, or ``(model, datamodule, {Trainer argument: value})``.
 
-An object with attributes ``space`` and ``sections`` declares by them what it draws and what else it
-goes by, as the one of a YAML file does; then a study that was made with others is refused.
+An object with attributes ``space`` and ``sections`` declares its search space and its settings, as
+``YAMLBuild`` does. A study that was made with other ones is then refused.
 """
 
 RESERVED = ("strategy", "devices", "num_nodes", "enable_checkpointing")
@@ -34,9 +32,9 @@ class Experiment(Settings):
         name: prefix of its studies, which are called ``name/method``.
         build: asks the trial for hyper-parameters (``trial.suggest_float("learning_rate", 1, 50)``)
             and returns a new model and datamodule. It must be importable if ``devices`` > 1. Its
-            code is not compared: after a change of it give the experiment another name.
+            code is not compared; after a change give the experiment another name.
         metric: logged in validation; trials are selected on it.
-        mode: whether less or more of it is better.
+        mode: ``"min"`` if lower values of the metric are better, else ``"max"``.
         test_metric: logged by ``trainer.test``; computed for the winner only. None: no test.
         trials: per study, pruned and diverged ones included.
         sampler: ``"tpe"`` learns from earlier trials, ``"random"`` does not.
@@ -53,8 +51,8 @@ class Experiment(Settings):
         seeds: of the final runs, with the best hyper-parameters. More may be added later.
         workers: simulated workers of a trial that runs on one device, in this process.
         network: estimates their seconds of communication.
-        devices: above 1, every trial runs in as many real processes.
-        timeout: seconds without a validation after which these are killed.
+        devices: above 1, every trial runs in this number of processes.
+        timeout: seconds without a validation after which these processes are killed.
         trainer: arguments of the Trainer, besides strategy and devices: ``max_epochs``, ...
 
     Raises:
@@ -83,7 +81,7 @@ class Experiment(Settings):
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(f"An experiment called {self.name!r}: use letters and digits.")
+            raise ValueError(f"Experiment(name={self.name!r}): use letters and digits.")
         choices = {"mode": ("min", "max"), "sampler": ("tpe", "random")}
         choices |= {"objective": ("metric", "pareto"), "pruner": ("median", "none")}
         for setting, allowed in choices.items():
@@ -104,8 +102,8 @@ class Experiment(Settings):
         check_budget(self.budget)
         if self.budget is not None and self.objective == "pareto":
             raise ValueError(
-                f"budget={self.budget:g}: the front of objective='pareto' shows what every budget "
-                f"buys; leave the budget out, or use objective='metric'."
+                f"budget={self.budget:g} with objective='pareto', whose front covers all budgets: "
+                f"leave the budget out, or use objective='metric'."
             )
         if self.workers > 1 and self.devices > 1:
             both = f"workers={self.workers} simulated and devices={self.devices} real"
@@ -117,19 +115,19 @@ class Experiment(Settings):
         for name in RESERVED:
             if trainer.get(name) is not None:
                 raise ValueError(
-                    f"trainer.{name}={trainer[name]!r}: tuning sets it by the experiment's workers "
-                    f"and devices. Remove it."
+                    f"trainer.{name}={trainer[name]!r}: tuning sets it from the experiment's "
+                    f"workers and devices. Remove it."
                 )
         given = trainer.get("accumulate_grad_batches") or 1
         if self.workers > 1 and given != 1 and given % self.workers:
             raise ValueError(
-                f"accumulate_grad_batches={given} with workers={self.workers}: each worker needs "
-                f"as many micro-batches in a step. Use 1, or a multiple of {self.workers}; "
+                f"accumulate_grad_batches={given} with workers={self.workers}: all workers need "
+                f"equally many micro-batches in a step. Use 1, or a multiple of {self.workers}; "
                 f"{self.workers * given} accumulates {given} for each."
             )
 
     def budget_of(self, method: Method) -> float | None:
-        """Return how many bytes a worker may send in a run; None is no limit."""
+        """Return the bytes that a worker may send in a run, or None without a limit."""
         if method.budget is not None:
             return method.budget
         return None if method.name == DENSE else self.budget
@@ -161,7 +159,7 @@ def load_experiment(
         changes: settings in place of those in its section ``tune``, such as ``trials=10``; or None.
 
     Raises:
-        ValueError: the file is missing, is no YAML, or holds invalid settings.
+        ValueError: the file is missing, is not YAML, or holds invalid settings.
     """
     sections = given if isinstance(given, Mapping) else yaml_config.read(given)
     settings = _settings(sections, changes)

@@ -1,10 +1,8 @@
-"""Heartbeats, and a failure detector: which processes that share a study are dead.
+"""Detect dead processes among those that share a study, by heartbeats.
 
-A process writes its ``owner()`` beside its trial or final run, and changes the beat in it every
-``HEARTBEAT`` seconds. Others only look whether it changes: clocks of two hosts are never compared.
+A process stores its ``owner()`` with its trial or final run, and updates the beat in it every
+``HEARTBEAT`` seconds. Others only check whether it changes; clocks of two hosts are never compared.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -26,10 +24,10 @@ LEASE = 300.0  # seconds without a change after which a process on another host 
 
 
 class FailureDetector:
-    """Decides which processes are dead, by this process's own clock.
+    """Decides which processes are dead, by this process's clock.
 
-    Of those on this host the system knows it at once. Of others it is only known whether their beat
-    changes while this process looks.
+    The system knows the processes of this host. A process of another host is dead if its beat does
+    not change while this process watches it.
 
     Args:
         clock: seconds.
@@ -44,8 +42,8 @@ class FailureDetector:
         """Return whether a process is dead, or has been silent for too long.
 
         Args:
-            work: what it does, such as a trial: the same in every call.
-            worker: its ``owner()`` with the last beat; empty if it has not written any.
+            work: identifies the process's trial or final run, equal in every call.
+            worker: its ``owner()`` with the last beat; empty if it has not stored one.
         """
         if worker.get("host") == host() and {"pid", "born"} <= worker.keys():
             ended = _has_ended(worker["pid"], worker["born"])
@@ -54,11 +52,11 @@ class FailureDetector:
         return self._silence(work, worker.get("beat")) > LEASE
 
     def _silence(self, work: Hashable, beat: Any) -> float:
-        """Return for how many seconds the beat has stood still."""
+        """Return the seconds for which the beat has not changed."""
         now = self._clock()
         last, looked, silence = self._seen.get(work, (beat, now, 0.0))
-        # However long ago the last look was, it counts as one beat missed: since then this process,
-        # or a storage that both need, may have stood still as well.
+        # A long pause between two looks counts as one missed beat: this process, or the storage
+        # that both need, may have hung as well.
         silence = silence + min(now - looked, HEARTBEAT) if beat == last else 0.0
         self._seen[work] = beat, now, silence
         return silence
@@ -74,8 +72,8 @@ def heartbeat(write: Callable[[float], None]) -> Iterator[None]:
             try:
                 write(time.time())
             except optuna.exceptions.UpdateFinishedTrialError:
-                return  # others took this process for dead; the trial's next report says so
-            except Exception:  # each driver has errors of its own
+                return  # others took this process for dead; the trial's next report raises this
+            except Exception:  # each driver has its own errors
                 continue  # a beat may be missed; a storage that stays away ends the run itself
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -88,17 +86,17 @@ def heartbeat(write: Callable[[float], None]) -> Iterator[None]:
 
 
 def owner() -> dict[str, Any]:
-    """Return what identifies this process, and its first heartbeat."""
+    """Return this process's identity and its first heartbeat."""
     pid = os.getpid()
     return {"host": host(), "pid": pid, "born": _born(pid), "beat": time.time()}
 
 
 @functools.cache
 def host() -> str:
-    """Return what is equal in two processes only if they see each other by process number.
+    """Return a name that two processes share only if they see each other's process numbers.
 
-    Containers may share a host's name, kernel and clocks, but number their processes by themselves.
-    Where the system does not tell them apart, no two processes are equal.
+    Containers may share a host's name, kernel and clocks, but number their processes separately.
+    Where the system cannot distinguish them, every process gets another name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -113,7 +111,7 @@ def host() -> str:
 
 
 def _has_ended(pid: int, born: str) -> bool | None:
-    """Return whether a process of this host has ended, or None if the system does not tell."""
+    """Return whether a process of this host has ended, or None if the system does not know."""
     if os.name != "posix":
         return None  # there, os.kill with signal 0 would press Ctrl-C
     try:
@@ -124,12 +122,12 @@ def _has_ended(pid: int, born: str) -> bool | None:
         pass  # another user's: it lives
     known = _born(pid)
     if not known or not born or (known == born and pid == os.getpid()):
-        return None  # of earlier work of this very process only silence tells that it is over
+        return None  # earlier work of this same process: only silence shows that it is over
     return known != born
 
 
 def _born(pid: int) -> str:
-    """Return when a process began, where the system tells; process numbers are reused."""
+    """Return the start time of a process, or "" if unknown; process numbers are reused."""
     try:
         # After the name, which is in brackets and may hold anything, field 22 is the start time.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -145,14 +143,14 @@ def counts(trial: FrozenTrial) -> bool:
 
 
 def has_room(study: optuna.Study, wanted: int) -> bool:
-    """Return whether another trial is to be begun."""
+    """Return whether the study needs another trial."""
     return sum(counts(trial) for trial in study.get_trials(deepcopy=False)) < wanted
 
 
 def begin_trial(study: optuna.Study, wanted: int) -> optuna.Trial | None:
     """Begin a trial and return it, or None if there are enough.
 
-    The storage numbers trials in turn: who finds enough with lower numbers gives its own back.
+    The storage numbers trials. A process that finds enough lower numbers gives its trial back.
     """
     if not has_room(study, wanted):
         return None
@@ -165,14 +163,14 @@ def begin_trial(study: optuna.Study, wanted: int) -> optuna.Trial | None:
     try:
         for name, value in owner().items():
             trial.set_user_attr(name, value)
-    except BaseException:  # Ctrl-C: without an owner it would count as running for a whole LEASE
+    except BaseException:  # Ctrl-C: without an owner it would count as running for LEASE seconds
         study.tell(trial, state=TrialState.FAIL)
         raise
     return trial
 
 
 def fail_lost_trials(study: optuna.Study, detector: FailureDetector) -> list[int]:
-    """Mark trials whose process is dead as failed, and return their numbers."""
+    """Mark trials of dead processes as failed, and return their numbers."""
     lost = []
     for trial in running(study):
         if detector.is_dead((study.study_name, trial.number), trial.user_attrs):

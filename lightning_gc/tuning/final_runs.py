@@ -1,11 +1,8 @@
-"""Final runs: the best trial of each study over several seeds, with the test metric.
+"""Run the best trial of each study over several seeds, and compute the test metric.
 
-Each method is also run with the fields of its compressor and memory as tuned, which the baseline
-does not have, but the shared hyper-parameters of the dense baseline's best trial: what a user gets
-who does not tune learning rate and dropout again.
+A second set of runs shows what a user gets who tunes only the compressor. It takes the tuned fields
+of compressor and memory, and the other hyper-parameters of the dense baseline's best trial.
 """
-
-from __future__ import annotations
 
 import contextlib
 import math
@@ -32,11 +29,11 @@ def run_finals(
     dense: optuna.Study,
     detector: FailureDetector,
 ) -> Iterator[dict[str, Any]]:
-    """Do the final runs that no process has done, and yield each one's record.
+    """Do the missing final runs, and yield the record of each.
 
-    Records are kept under the number of the best trial: a new best trial has runs of its own. Two
-    processes that begin the same run at the same instant both do it, with the same result; so do a
-    process that was taken for dead and the one that has taken over.
+    Records are stored under the number of the best trial, so a new best trial gets new runs. Two
+    processes may do the same run, with the same result: if they begin at the same instant, or if
+    one was taken for dead.
     """
     for key, source, params, seed in _planned(experiment, method, study, dense):
         known, run = study.user_attrs.get(key), (study.study_name, key)
@@ -52,7 +49,7 @@ def run_finals(
 def finals_running(
     experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study
 ) -> bool:
-    """Return whether another process is at a final run."""
+    """Return whether another process is doing a final run."""
     known = study.user_attrs
     keys = [key for key, *_ in _planned(experiment, method, study, dense)]
     return any(known.get(key) and "validation" not in known[key] for key in keys)
@@ -89,14 +86,14 @@ def _planned(
 
 
 def _prefix(source: str, *studies: optuna.Study) -> str:
-    """Return what the keys of runs with the current best trials of these studies begin with."""
+    """Return the prefix of the keys of runs with these studies' current best trials."""
     numbers = ["none" if best is None else str(best.number) for best in map(best_trial, studies)]
     return f"final/{source}/{'-'.join(numbers)}/"
 
 
 @contextlib.contextmanager
 def _claimed(study: optuna.Study, key: str) -> Iterator[None]:
-    """Keep a run from other processes; give it back if it fails, unless another has it by now."""
+    """Reserve a run for this process; release it on failure, unless another one has taken it."""
     worker = owner()
     study.set_user_attr(key, worker)
 

@@ -1,9 +1,7 @@
-"""Optuna's journal file, in which a kill, a full disk or a flipped bit costs no other line.
+"""Store Optuna's journal so that a kill, a full disk or a flipped bit damages one line only.
 
 One operation is one line of JSON, as Optuna writes it, so that its own tools read the file too.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -25,7 +23,7 @@ from optuna.storages.journal import (
 )
 
 BEGINNING = b'{"op_code":'
-"""What every line that Optuna or we have written begins with."""
+"""The beginning of every line, by Optuna or by us."""
 
 _SUMMED = re.compile(rb'(.*),"crc32":"([0-9a-f]{8})"}\n', re.DOTALL)
 
@@ -35,17 +33,17 @@ class StorageError(RuntimeError):
 
 
 class Journal(BaseJournalBackend):
-    """A journal in one file, to which processes append whole lines in turn.
+    """A journal in one file, to which processes append complete lines in turn.
 
-    A last line without its end is what a killed process or a full disk has left. Readers leave it
-    out, as another process may just be writing it. Who writes next cuts it off before appending,
-    under the lock that all writers take. Any other damage is refused, and the file left as it is.
+    A killed process or a full disk leaves a last line without its end. Readers skip it, because
+    another process may still be writing it. The next writer cuts it off, under the writers' lock.
+    Any other damage is refused, and the file is not changed.
 
     Args:
         path: the file; created if missing.
 
     Attributes:
-        line: number of the line that was read last, from 1.
+        line: number of the last line that was read, from 1.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +73,7 @@ class Journal(BaseJournalBackend):
             yield log
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Append operations, as whole lines or not at all.
+        """Append operations: all lines completely, or none.
 
         Raises:
             StorageError: the disk is full, or the file cannot be written for another reason.
@@ -91,21 +89,21 @@ class Journal(BaseJournalBackend):
                     raise
         except OSError as error:
             raise StorageError(
-                f"{self.path} cannot be written: {error.strerror}. What is finished is kept: once "
-                f"it can be written again, the same command goes on."
+                f"{self.path} cannot be written: {error.strerror}. Finished trials are kept. "
+                f"Make the file writable, then repeat the command."
             ) from error
 
     def damaged(self, line: int, why: str = "") -> StorageError:
-        """Return the error that a line is no operation, which says what to do."""
+        """Return the error for a line that is not an operation; it says what to do."""
         if line == 1:
             return StorageError(
-                f"{self.path} cannot be used: its first line is no line of Optuna's journals{why}. "
+                f"{self.path} cannot be used: its first line is not of an Optuna journal{why}. "
                 f"Name a journal, or a file that does not exist yet."
             )
         return StorageError(
-            f"{self.path}, line {line}, is damaged{why}. The file was left as it is. Restore a "
-            f"copy of it, or keep only the {line - 1} lines before, which are whole: what is in "
-            f"later ones is then done again."
+            f"{self.path}, line {line}, is damaged{why}. The file was not changed. Restore a "
+            f"copy, or keep only the {line - 1} undamaged lines before it; later work is then "
+            f"repeated."
         )
 
     def _read(self, start: int) -> tuple[list[dict[str, Any]], bool]:
@@ -132,7 +130,7 @@ class Journal(BaseJournalBackend):
         if file.seek(0, os.SEEK_END) < known:
             raise StorageError(
                 f"{self.path} has become shorter: another program has changed it, or removed it. "
-                f"Put it back as it was, and start the same command again."
+                f"Restore it, and repeat the command."
             )
         file.seek(known)
         read = file.read()
@@ -252,6 +250,6 @@ def database_errors() -> Iterator[None]:
     except StorageInternalError as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise StorageError(
-            f"The storage has failed: {reason}. What is finished is kept: once it can be used "
-            f"again, the same command goes on."
+            f"The storage has failed: {reason}. Finished trials are kept. Repeat the command once "
+            f"the storage works."
         ) from error

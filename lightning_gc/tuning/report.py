@@ -1,32 +1,35 @@
-"""Report of an experiment: Markdown with plots beside it, and one self-contained HTML page."""
-
-from __future__ import annotations
+"""Report an experiment: Markdown with SVG plots, CSV tables, and one self-contained HTML page."""
 
 import base64
+import functools
 import hashlib
 import html
+import io
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import optuna
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from optuna.storages import BaseStorage
 
 from lightning_gc.core import text_table
 from lightning_gc.tuning.journal import open_storage
-from lightning_gc.tuning.plots import plots
-from lightning_gc.tuning.tables import TOP, Studies, Table, rules_of, sizes_of, tables
+from lightning_gc.tuning.tables import TOP, Row, Studies, Table, is_log, rules_of, sizes_of, tables
 
 _TEXTS = {
-    "results": "Each method with hyper-parameters of its own, and the same method with those of "
+    "results": "Each method with its own hyper-parameters, and the same method with those of "
     "the dense winner: mean and standard deviation of the test metric over seeds. The winner was "
     "chosen on the validation metric alone. Bytes are those of one worker in a run; trials are "
     "complete + pruned + failed.",
-    "transfer": "What tuning each method by itself gains.",
-    "winners": "The hyper-parameters of each winner, beside those of the dense winner.",
-    "metric_against_ratio": "Every complete trial. Right and towards the better metric is "
-    "better; the line joins the trials that no other beats in both.",
+    "transfer": "The gain from tuning each method by itself.",
+    "winners": "The hyper-parameters of each winner and of the dense winner.",
+    "metric_against_ratio": "Every complete trial. Trials further right and with a better metric "
+    "are better; the line is the Pareto front.",
     "tuned": f"The best trials of each study: up to {TOP}, or a third of the complete ones. "
     "The star is the winner.",
     "seconds_per_step": "Of one worker, in the best trial, by the wall clock.",
@@ -34,13 +37,13 @@ _TEXTS = {
     "workers, as the thesis measures it: the mean over a trial's epochs, in the best trials.",
     "convergence": "The validation metric of the best trial, epoch by epoch.",
     "epochs_to_converge": "The epoch of the best validation, in the same trials.",
-    "importance": "How much of what makes a trial good each parameter explains. Studies of fewer "
-    "than 4 complete trials are left out.",
+    "importance": "Share of the metric's variation that each parameter explains. Studies with "
+    "fewer than 4 complete trials are left out.",
 }
 _ALONE = (
-    " With one worker nothing is sent. Encoded bytes are what it would have to say in a run: its "
-    "gradients' payloads, and what goes whole, without lengths and further rounds; the encoding "
-    "ratio is the gradients' bytes over these."
+    " With one worker nothing is sent. Encoded bytes are those that it would send in a run: the "
+    "gradients' payloads and uncompressed tensors, without lengths and further rounds. The "
+    "encoding ratio is the gradients' bytes over the encoded bytes."
 )
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
@@ -75,14 +78,14 @@ def report(
         The files.
 
     Raises:
-        ValueError: there is no such journal; the storage holds no such experiment, or several and
-            none was named.
+        ValueError: the journal does not exist, or the storage does not hold the experiment, or it
+            holds several and none was named.
         StorageError: the storage cannot be used.
     """
     is_path = not isinstance(storage, BaseStorage) and "://" not in str(storage)
     # open_storage would create a missing journal: here the path is mistyped.
     if is_path and not Path(str(storage)).is_file():
-        raise ValueError(f"There is no journal {storage}; lightning-gc tune makes one.")
+        raise ValueError(f"The journal {storage} does not exist; lightning-gc tune makes one.")
     storage = open_storage(storage)
     names = optuna.get_all_study_names(storage=storage)
     held = sorted({name.partition("/")[0] for name in names if "/" in name})
@@ -115,8 +118,8 @@ def report(
 def file_name(name: str) -> str:
     """Return the name of a plot's file, without its ending; no two plots have the same.
 
-    Most names stay as they are. In others, which may come from somebody else's study, all that a
-    path or a system may read in its own way is replaced, and a part of a hash is added.
+    Most names do not change. In other names, which may come from somebody else's study, special
+    characters are replaced, and a part of a hash is added.
 
     Example:
         >>> file_name("tuned_compressor.density"), file_name("tuned_../../X")
@@ -222,3 +225,134 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return str(value)
+
+
+# Makes plots reproducible to the byte.
+_SVG: Any = {"svg.hashsalt": "lightning_gc", "svg.fonttype": "path"}
+
+
+def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
+    """Return ``{name: SVG}``; a plot that would be empty is left out."""
+    metric = rules_of(studies)["metric"]
+    found: dict[str, bytes] = {}
+
+    def draw(name: str, table: str, how: Callable[[Axes, tuple[Row, ...]], None]) -> None:
+        if tables[table].rows:
+            found[name] = _svg(how, tables[table].rows)
+
+    scatter = functools.partial(_scatter, metric=metric, ratio=sizes_of(studies)[0])
+    draw("metric_against_ratio", "metric_against_ratio", scatter)
+    draw("transfer", "results", _transfer)
+    tuned = tables["tuned_parameters"].rows
+    for parameter in sorted({row["parameter"] for row in tuned}):
+        chosen = [row for row in tuned if row["parameter"] == parameter]
+        if all(isinstance(row["value"], int | float) for row in chosen):
+            log = is_log(studies, parameter)
+            boxes = functools.partial(_boxes, column="value", label=parameter, log=log)
+            found[f"tuned_{parameter}"] = _svg(boxes, chosen)
+    draw("seconds_per_step", "seconds_per_step", _stacks)
+    times = functools.partial(_boxes, column="cpu_seconds", label="CPU seconds per epoch")
+    draw("cpu_seconds", "cpu_seconds", times)
+    draw("convergence", "convergence", lambda axes, rows: _curves(axes, rows, metric))
+    epochs = functools.partial(_boxes, column="best_epoch", label="best epoch")
+    draw("epochs_to_converge", "epochs_to_converge", epochs)
+    draw("importance", "importance", _bars)
+    return found
+
+
+def _svg(how: Callable[..., None], rows: Iterable[Row]) -> bytes:
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.3)
+    how(axes, rows)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize="small")
+    file = io.BytesIO()
+    with mpl.rc_context(_SVG):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def _by_method(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["method"], []).append(row)
+    return found
+
+
+def _scatter(axes: Axes, rows: tuple[Row, ...], metric: str, ratio: str) -> None:
+    for method, points in _by_method(rows).items():
+        x, y = [p[ratio] or 1.0 for p in points], [p["metric"] for p in points]
+        axes.scatter(x, y, s=22, alpha=0.7, label=method)
+    front = sorted((p[ratio] or 1.0, p["metric"]) for p in rows if p["on_front"])
+    axes.plot(*zip(*front, strict=True), color="black", linewidth=1, label="Pareto front")
+    of = {"ratio": "compression ratio", "encoding_ratio": "encoding ratio (nothing is sent)"}
+    axes.set(xscale="log", xlabel=of[ratio], ylabel=metric)
+    _log_if_wide(axes, [p["metric"] for p in rows])
+
+
+def _transfer(axes: Axes, rows: tuple[Row, ...]) -> None:
+    """Draw each method twice: tuned, and with dense's hyper-parameters."""
+    key = "test_with_dense_hyper_parameters"
+    for offset, column, label in ((-0.18, "test", "tuned"), (0.18, key, "dense's")):
+        known = [(i, r) for i, r in enumerate(rows) if isinstance(r[column], int | float)]
+        axes.errorbar(
+            [i + offset for i, _ in known],
+            [r[column] for _, r in known],
+            [r[f"{column}_spread"] or 0.0 for _, r in known],
+            fmt="o",
+            capsize=4,
+            label=f"{label} hyper-parameters",
+        )
+    axes.set_xticks(range(len(rows)), [row["method"] for row in rows])
+    axes.set_ylabel("test metric, mean and deviation over seeds")
+
+
+def _boxes(axes: Axes, rows: Iterable[Row], column: str, label: str, log: bool = False) -> None:
+    groups = _by_method(rows)
+    values = [[row[column] for row in group] for group in groups.values()]
+    axes.boxplot(values, showfliers=False)
+    for place, points in enumerate(values, start=1):
+        axes.scatter([place] * len(points), points, s=14, alpha=0.5, color="tab:blue", zorder=3)
+        # A study's rows come best first.
+        axes.scatter(place, points[0], s=110, marker="*", color="tab:red", zorder=4)
+    axes.set_xticks(range(1, len(groups) + 1), list(groups))
+    axes.set_ylabel(f"{label}, best trials")
+    if log:
+        axes.set_yscale("log")
+
+
+def _stacks(axes: Axes, rows: tuple[Row, ...]) -> None:
+    names, bottom = [row["method"] for row in rows], [0.0] * len(rows)
+    estimated = any(row["estimated"] for row in rows)
+    for part in ("computation", "compression", "communication"):
+        heights = [1000 * row[part] for row in rows]
+        label = f"{part}, estimated" if part == "communication" and estimated else part
+        axes.bar(names, heights, bottom=bottom, label=label)
+        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+    axes.set_ylabel("milliseconds per step and worker")
+
+
+def _curves(axes: Axes, rows: tuple[Row, ...], metric: str) -> None:
+    for method, points in _by_method(rows).items():
+        axes.plot([p["epoch"] for p in points], [p["metric"] for p in points], label=method)
+    axes.set(xlabel="epoch", ylabel=f"{metric}, best trial")
+    _log_if_wide(axes, [p["metric"] for p in rows])
+
+
+def _bars(axes: Axes, rows: tuple[Row, ...]) -> None:
+    methods = list(_by_method(rows))
+    parameters = sorted({row["parameter"] for row in rows})
+    known = {(row["method"], row["parameter"]): row["importance"] for row in rows}
+    width = 0.8 / len(parameters)
+    for i, parameter in enumerate(parameters):
+        heights = [known.get((method, parameter), 0.0) for method in methods]
+        places = [place + (i - (len(parameters) - 1) / 2) * width for place in range(len(methods))]
+        axes.bar(places, heights, width, label=parameter)
+    axes.set_xticks(range(len(methods)), methods)
+    axes.set_ylabel("importance (PED-ANOVA)")
+
+
+def _log_if_wide(axes: Axes, values: list[Any]) -> None:
+    if min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_yscale("log")

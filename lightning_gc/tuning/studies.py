@@ -1,6 +1,4 @@
-"""Optuna studies: rules of a study, sampler and pruner, and the best trial."""
-
-from __future__ import annotations
+"""Open Optuna studies: their rules, sampler and pruner; find the best trial."""
 
 import hashlib
 import json
@@ -24,13 +22,13 @@ RULES = "rules"
 
 
 def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> optuna.Study:
-    """Return the study of a method; a missing one is created.
+    """Return the study of a method; create it if it is missing.
 
     Raises:
-        ValueError: it exists under other rules.
+        ValueError: the study exists with other rules.
 
     Warns:
-        UserWarning: it is of a version that did not write all rules down.
+        UserWarning: an earlier version made the study and did not store all rules.
     """
     name, pareto = experiment.study_name(method), experiment.objective == "pareto"
     minimize, maximize = StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE
@@ -102,18 +100,18 @@ def best_trial(study: optuna.Study) -> FrozenTrial | None:
     return best(done, key=lambda trial: trial.values[0])
 
 
-# What the first versions wrote down; without these it is no study of ours.
+# Stored by the first versions already; a study without these is not ours.
 _FIRST = ("metric", "mode", "objective", "compressor", "fixed", "space", "budget", "workers")
-# Arguments of the Trainer that say what is shown, and where.
+# Arguments of the Trainer that only affect output.
 _SHOWN = ("logger", "default_root_dir", "enable_progress_bar", "enable_model_summary")
 
 
 def rules_of(experiment: Experiment, method: Method) -> dict[str, Any]:
-    """Return the rules under which a method's trials are made.
+    """Return the rules of a method's trials: the fixed settings, as plain values to compare.
 
-    How many trials there are, and the timeout, are none: what is done stays as it is. The shared
-    space, and model, data and Trainer's arguments, are known if ``build`` declares them, as that of
-    a YAML file does; what a function does is not looked at.
+    The number of trials and the timeout are not rules, because finished trials stay valid. Shared
+    space, model, data and Trainer arguments are known if ``build`` declares them, as ``YAMLBuild``
+    does; a function's code is not compared.
     """
     memory, scheme = method.memory_and_scheme()
     budget, pareto = experiment.budget_of(method), experiment.objective == "pareto"
@@ -148,21 +146,21 @@ def rules_of(experiment: Experiment, method: Method) -> dict[str, Any]:
 
 
 def agreed(study: str, known: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rules under which an existing study goes on: those asked for.
+    """Return the rules of an existing study, which must equal the requested ones.
 
-    Seeds of final runs may be added. What an early version has not written down is taken to have
-    been as it is asked for now.
+    Seeds of final runs may be added. Rules missing in studies of older versions are assumed
+    unchanged.
 
     Args:
         study: its name.
-        known: what it has stored.
-        asked: what ``rules_of`` returns.
+        known: its stored rules.
+        asked: the requested rules, as ``rules_of`` returns them.
 
     Raises:
-        ValueError: it was made under other rules.
+        ValueError: the study has other rules.
 
     Warns:
-        UserWarning: some of its rules were not written down.
+        UserWarning: some of its rules were not stored.
     """
     known = dict(known) if isinstance(known, dict) else {}
     if "compressor" in known:  # rules of old studies name the compressor's file as well
@@ -178,24 +176,24 @@ def agreed(study: str, known: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     other = [path for path in old | new if old.get(path) != new.get(path)]
     if other:
         raise ValueError(
-            f"The study {study!r} exists with {_said(other, old)}, and is now asked for "
-            f"{_said(other, new)}; the trials would not compare, so change that back, or give the "
-            f"experiment another name or storage."
+            f"The study {study!r} exists with {_said(other, old)}, but is requested with "
+            f"{_said(other, new)}, so trials would not compare. Change the settings back, or give "
+            f"the experiment another name or storage."
         )
     if unknown:
         warnings.warn(
-            f"The study {study!r} is of an earlier version, which did not write down "
-            f"{', '.join(unknown)}. They are taken to have been as they are now; if one was not, "
-            f"give the experiment another name or storage.",
+            f"The study {study!r} was made by an earlier version, which did not store "
+            f"{', '.join(unknown)}. They are assumed unchanged; if one has changed, give the "
+            f"experiment another name or storage.",
             stacklevel=2,
         )
     return dict(asked)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; of an object its class and the fields not at their default.
+    """Return a value as JSON stores it: for an object its class and its non-default fields.
 
-    Of an object that is no dataclass only the class is known.
+    An object that is not a dataclass is reduced to its class.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -209,7 +207,7 @@ def _plain(value: Any) -> Any:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(dotted path, value)`` of all that is given; None is not."""
+    """Yield ``(dotted path, value)`` of all values that are not None."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, f"{path}.{name}" if path else name)

@@ -1,6 +1,4 @@
-"""Tables of the report, read from the studies alone."""
-
-from __future__ import annotations
+"""Compute the report's tables from the studies alone."""
 
 import csv
 import functools
@@ -22,7 +20,7 @@ from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
 from lightning_gc.tuning.studies import RULES, best_trial
 
 TOP = 8
-"""Greatest number of best trials of a study in box plots; at most a third of its trials."""
+"""Maximum number of best trials per study in box plots; at most a third of its trials."""
 
 _RESULTS = """method validation test test_spread seeds test_with_dense_hyper_parameters
 test_with_dense_hyper_parameters_spread ratio wire_bytes encoding_ratio encoded_bytes epochs
@@ -31,7 +29,7 @@ _SCATTER = "method trial metric ratio wire_bytes encoding_ratio encoded_bytes on
 _SIZES = ("ratio", "wire_bytes", "encoding_ratio", "encoded_bytes")
 
 _FORMULA = re.compile(r"(?![+-]?[\d.]+(e[+-]?\d+)?\Z)[=+\-@\t\r\n]", re.IGNORECASE)
-"""Texts that a spreadsheet may compute; a text that is just a number is none."""
+"""Texts that a spreadsheet may evaluate as a formula; plain numbers do not match."""
 
 Row = dict[str, Any]
 Cells = Iterator[tuple[Any, ...]]
@@ -52,7 +50,7 @@ class Table:
     rows: tuple[Row, ...]
 
     def to_csv(self) -> str:
-        """Return the table as CSV, in which no text is a formula for a spreadsheet."""
+        """Return the table as CSV, without texts that a spreadsheet would evaluate."""
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")
         writer.writeheader()
@@ -62,7 +60,7 @@ class Table:
 
 
 def _no_formula(value: Any) -> Any:
-    """Return a text that a spreadsheet would compute with an apostrophe before it."""
+    """Prefix a text with an apostrophe if a spreadsheet would evaluate it."""
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
@@ -90,24 +88,24 @@ def tables(studies: Studies) -> dict[str, Table]:
 
 
 def rules_of(studies: Studies) -> dict[str, Any]:
-    """Return the rules that all studies share, with defaults where they are not known."""
+    """Return the rules that all studies share, with defaults for unknown ones."""
     known = next(iter(studies.values())).user_attrs.get(RULES, {})
     return {"metric": "metric", "mode": "min", "workers": 1, **known}
 
 
 def sizes_of(studies: Studies) -> tuple[str, str]:
-    """Return the columns of ratio and bytes: of what is sent, or of what one worker encodes."""
+    """Return the columns of ratio and bytes: sent bytes, or encoded bytes with one worker."""
     return _SIZES[2:] if rules_of(studies)["workers"] == 1 else _SIZES[:2]
 
 
-def log_scaled(studies: Studies, parameter: str) -> bool:
+def is_log(studies: Studies, parameter: str) -> bool:
     """Return whether a parameter was drawn on a logarithmic scale."""
     trials = (trial for study in studies.values() for trial in study.get_trials(deepcopy=False))
     return any(getattr(t.distributions.get(parameter), "log", False) for t in trials)
 
 
 def _loss(study: optuna.Study, trial: FrozenTrial) -> float:
-    """Return the metric with the sign by which less is better."""
+    """Return the metric, negated if higher values are better."""
     value: float = trial.values[0]
     return value if study.directions[0] == StudyDirection.MINIMIZE else -value
 

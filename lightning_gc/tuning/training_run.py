@@ -1,4 +1,4 @@
-"""Train one model with a trial's hyper-parameters; test it if the run is a final one."""
+"""Train one model with a trial's hyper-parameters; test it in a final run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fit(
         experiment: the rules.
         method: how gradients are exchanged.
         trial: source of the hyper-parameters.
-        ask: decides after each validation whether training goes on.
+        ask: decides after each validation whether training continues.
         seed: of weights, order of data, and the compressor's random numbers.
         final: restore the best epoch's weights, and test them.
 
@@ -91,7 +91,7 @@ def fit(
 
 
 def _train(trainer: pl.Trainer, callback: TrialCallback, model: Any, data: Any) -> None:
-    # Lightning answers Ctrl-C by ignoring further ones for ever and leaving the process.
+    # After Ctrl-C Lightning ignores further ones for ever and exits the process.
     handler = signal.getsignal(signal.SIGINT)
     try:
         trainer.fit(model, data)
@@ -104,27 +104,27 @@ def _train(trainer: pl.Trainer, callback: TrialCallback, model: Any, data: Any) 
 
 
 class _NoLogger(pl.loggers.logger.DummyLogger):
-    """Writes nothing: results go into the study."""
+    """Logs nothing: results go into the study."""
 
 
 Ask = Callable[[Mapping[str, float]], bool]
-"""``(logged metrics) -> whether training goes on``."""
+"""``(logged metrics) -> whether training continues``."""
 
 
 class TrialCallback(pl.Callback):
-    """Asks after each training epoch with a validation whether training goes on.
+    """Callback that asks after each epoch with a validation whether training continues.
 
-    Worker 0 asks and all obey. Must follow the monitor, whose metrics it passes on. After a last
-    epoch without a validation it passes on the monitor's totals once more.
+    Worker 0 asks and all obey. It must come after the monitor in the list of callbacks, because it
+    passes on the monitor's metrics. If the last epoch has no validation, it passes on the totals.
 
     Args:
-        ask: is given all logged metrics, the epoch's ``seconds`` of training, and its
-            ``cpu_seconds``: CPU time of the process over its workers. At the end of training it is
-            given the totals alone, and its answer is ignored.
-        best_of: restore the weights of the best epoch at the end; None keeps the last ones.
+        ask: receives all logged metrics, the epoch's ``seconds`` of training, and its
+            ``cpu_seconds``: CPU time of the process over its workers. At the end of training it
+            receives the totals alone, and its answer is ignored.
+        best_of: restore the weights of the best epoch at the end; None keeps the last weights.
 
     Attributes:
-        interrupted: the user pressed Ctrl-C, which Lightning turns into an exit.
+        interrupted: the user pressed Ctrl-C; Lightning turns it into an exit.
     """
 
     def __init__(self, ask: Ask, best_of: Experiment | None = None) -> None:
@@ -145,7 +145,7 @@ class TrialCallback(pl.Callback):
         self._spent = wall - wall_start, cpu - cpu_start
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that there are new metrics."""
+        """Record that there are new metrics."""
         self._validated = not trainer.sanity_checking
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -178,7 +178,7 @@ class TrialCallback(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Tell Ctrl-C from a failure."""
+        """Record whether the exception is Ctrl-C."""
         self.interrupted = isinstance(exception, KeyboardInterrupt)
 
 

@@ -1,6 +1,4 @@
-"""Run one trial and tell the study its result."""
-
-from __future__ import annotations
+"""Run one trial, in this process or in subprocesses, and tell the study its result."""
 
 import contextlib
 import errno
@@ -44,8 +42,8 @@ def run_trial(
     this study has completed or been pruned.
 
     Returns:
-        Whether the study has taken the result. It has not if another process took this one for
-        dead: the trial has failed then, and is made up for.
+        Whether the study has accepted the result. If another process took this one for dead, the
+        trial has failed and is repeated.
 
     Raises:
         TrialError: an error in the first trials of a study.
@@ -67,7 +65,7 @@ def _run(experiment: Experiment, method: Method, study: optuna.Study, trial: opt
             train(stopping, trial, experiment.seed)
         if not stopping.curve:
             raise MissingMetric(
-                f"No validation was run, so there is no {experiment.metric!r}. Give the model a "
+                f"No validation was run, so {experiment.metric!r} is missing. Give the model a "
                 f"validation_step and the data a val_dataloader."
             )
     except (MissingMetric, KeyboardInterrupt, SystemExit, StorageError, StorageInternalError):
@@ -77,8 +75,8 @@ def _run(experiment: Experiment, method: Method, study: optuna.Study, trial: opt
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             _give_up(study, trial)
             raise StorageError(
-                f"Trial {trial.number} of {study.study_name} found a disk full: {error}. What is "
-                f"finished is kept: once there is space, the same command goes on."
+                f"Trial {trial.number} of {study.study_name} found a disk full: {error}. Finished "
+                f"trials are kept. Free some space, then repeat the command."
             ) from error
         text = f"{type(error).__name__}: {error}"
         trial.set_user_attr("error", text)
@@ -86,7 +84,7 @@ def _run(experiment: Experiment, method: Method, study: optuna.Study, trial: opt
         through = (TrialState.COMPLETE, TrialState.PRUNED)
         if not study.get_trials(deepcopy=False, states=through):
             raise TrialError(
-                f"Trial {trial.number} of {study.study_name} failed before any has got through. "
+                f"Trial {trial.number} of {study.study_name} failed before any has succeeded. "
                 f"{text} Its parameters were {trial.params}."
             ) from error
         return
@@ -94,7 +92,7 @@ def _run(experiment: Experiment, method: Method, study: optuna.Study, trial: opt
 
 
 def train(stopping: EarlyStopping, trial: optuna.trial.BaseTrial, seed: int) -> float | None:
-    """Train here, or in processes of its own; return the test metric of a final run."""
+    """Train here, or in subprocesses; return the test metric of a final run."""
     experiment, method, final = stopping.experiment, stopping.method, stopping.trial is None
     if experiment.devices == 1:
         return fit(experiment, method, trial, stopping.update, seed, final)
@@ -138,7 +136,7 @@ def _finish(
 
 
 def _give_up(study: optuna.Study, trial: optuna.Trial) -> None:
-    """Mark a trial as failed, so that it is made up for, as it is if this is not possible."""
+    """Mark a trial as failed, so that it is repeated; if that fails, it is repeated anyway."""
     unable = (StorageError, StorageInternalError, UpdateFinishedTrialError)
     with contextlib.suppress(*unable):
         study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
@@ -148,7 +146,7 @@ _PAUSE = 0.02  # seconds between two looks for a file
 
 
 class SubprocessError(RuntimeError):
-    """A run in processes of its own has failed."""
+    """A run in subprocesses has failed."""
 
 
 def fit_in_subprocess(
@@ -204,7 +202,7 @@ class _AskByFile:
 
 
 def _run_child(run: Callable[[], float | None], folder: Path) -> None:
-    """Run in the child, as leader of a process group, which can be killed as a whole."""
+    """Run in the child, as leader of a process group that can be killed at once."""
     os.setsid()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     message: dict[str, Any]

@@ -6,7 +6,7 @@ import torch
 from lightning_gc.compressors import Compressor
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.damaged_payloads import with_liar
+from lightning_gc.testing.contracts.decoder import with_liar
 from tests.gpu.on_device import OnDevice
 from tests.support.instances import ALL, schemes_for
 

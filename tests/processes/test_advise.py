@@ -20,7 +20,7 @@ from lightning_gc import cli
 from lightning_gc.advice import session
 from lightning_gc.advice.advising import Advice, rate, show
 from lightning_gc.advice.alpha_beta import Link, LinkByKind
-from lightning_gc.advice.prediction import Row, Situation, pieces_for, predict
+from lightning_gc.advice.prediction import Prediction, Situation, pieces_for, predict
 from lightning_gc.advice.report import Verdict, strategy_section
 from lightning_gc.advice.session import WHOLE, Session
 from lightning_gc.advice.timeline import Module
@@ -53,7 +53,7 @@ def run(worker: int, where: str, words: tuple[str, ...], favours: str = "") -> t
     session.ROUNDS, session.MOST, session.STEPS = 1, 4, 2  # seconds are of no interest here
     measured = Session.measure
 
-    def measure(self: Session, rows: list[Row]) -> Mapping[str, Mapping[str, Any]]:
+    def measure(self: Session, rows: list[Prediction]) -> Mapping[str, Mapping[str, Any]]:
         found = measured(self, rows)
         for name, row in found.items():
             factor = 0.1 if favours and name.startswith(favours) else 1.0
@@ -128,7 +128,7 @@ def test_a_worker_that_dies_ends_it_with_a_sentence() -> None:
     words = ("line.yaml", *QUICK, "--timeout", "20")
     ((code, said),) = run_in_processes(run, 2, os.getcwd(), words, wait_for=1)
     assert code == cli.FAILED
-    assert "lightning-gc: Worker 0 cannot go on with the module by itself." in said
+    assert "lightning-gc: Worker 0 cannot continue with the module by itself." in said
     assert "has died" in said
     assert "Traceback" not in said
 
@@ -285,7 +285,7 @@ def test_local_steps_are_never_suggested(
     ],
 )
 def test_a_method_keeps_its_controller(controller: Any, written: Any) -> None:
-    row = Row("x", "x", None, (), 1, 1.0, 1.0)
+    row = Prediction("x", "x", None, (), 1, 1.0, 1.0)
     section = strategy_section(row, Method("x", "topk", controller=controller), {})
     assert section["init_args"]["controller"] == written
 

@@ -27,7 +27,7 @@ from lightning_gc.bench.baselines import (
     keep_local,
     low_rank_numel,
 )
-from lightning_gc.bench.table import COLUMNS, cells
+from lightning_gc.bench.benchmark import COLUMNS, cells
 from lightning_gc.core.text_table import markdown
 from tests.support.fitting import unwarned
 from tests.support.processes import run_in_processes
@@ -109,7 +109,7 @@ def test_two_workers(folder: Path) -> None:
     (code, said), (other, silence) = run_in_processes(bench, 2, str(folder), words, {})
     assert code == other == cli.OK, said
     assert silence == ""
-    assert "Left aside of the file's trainer: num_sanity_val_steps." in said
+    assert "Ignored settings of the file's trainer: num_sanity_val_steps." in said
     assert "round 2 of 2  my_qsgd" in said
     found = json.loads(Path("runs", "bench", "line.json").read_text())
     rows = found["rows"]
@@ -154,7 +154,7 @@ def test_a_worker_that_dies_ends_the_command(folder: Path, where: str) -> None:
     ((code, said),) = run_in_processes(bench, 2, str(folder), words, {}, wait_for=1)
     method = PLAIN if where == "DDPStrategy" else "topk"
     assert code == cli.FAILED
-    assert f"lightning-gc: Worker 0 cannot go on with {method}." in said
+    assert f"lightning-gc: Worker 0 cannot continue with {method}." in said
     assert "has died" in said
     assert "Traceback" not in said
 
@@ -164,7 +164,7 @@ def test_a_mistake_in_the_model_is_shown_whole(folder: Path) -> None:
     words = ("line.yaml", "--rounds", "1", "--steps", "3")
     ((code, said),) = run_in_processes(bench, 2, str(folder), words, {}, wait_for=1)
     assert code == cli.FAILED
-    assert "cannot go on with torch fp16 hook. ZeroDivisionError: a mistake" in said
+    assert "cannot continue with torch fp16 hook. ZeroDivisionError: a mistake" in said
     assert "in training_step" in said
 
 
@@ -191,7 +191,7 @@ def disagree(worker: int, folder: str) -> tuple[int, str]:
         (["line.yaml", "--compressor", "topk:scheme=star"], {}, "'star' is not a scheme"),
         (["line.yaml", "--compressor", "local"], {"model:": f"{LOCAL}model:"}, "has local steps"),
         (["line.yaml"], {"MASTER_ADDR": None}, "torchrun --nproc-per-node 2 -m lightning_gc bench"),
-        (["line.yaml"], {"WORLD_SIZE": "1"}, "One worker has nobody to send to"),
+        (["line.yaml"], {"WORLD_SIZE": "1"}, "One worker sends nothing"),
         (["line.yaml"], {"WORLD_SIZE": "3"}, "3 workers, of which 2 on this machine"),
         (["line.yaml"], {"accelerator: cpu": "accelerator: tpu"}, "trainer.accelerator='tpu'"),
         (["line.yaml"], {"accelerator: cpu": "accelerator: gpu"}, "start one worker per GPU"),

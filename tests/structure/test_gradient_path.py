@@ -84,8 +84,6 @@ CATALOGUE = ("compressors", "memories", "schemes", "controllers")
 BOUNDARIES = {
     *("lightning.for_lightning", "lightning.for_pytorch_lightning", "lightning.for_ray"),
     *("lightning.fabric_for_lightning", "lightning.fabric_for_pytorch_lightning"),
-    *("kernels.bfloat16", "kernels.numba_kernels.trial"),
-    *("tuning.lightning_cli", "tuning.terminal_progress"),
 }
 """Modules that alone import an optional package, or one of the two Lightning packages."""
 

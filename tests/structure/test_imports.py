@@ -45,7 +45,7 @@ machinery.PathFinder.find_spec = lambda name, *rest, **more: (
     None if name.partition(".")[0] in ("optuna", "jsonargparse") else found(name, *rest, **more)
 )
 from lightning_gc import *
-import lightning_gc, lightning_gc.bench.comparison
+import lightning_gc, lightning_gc.bench.benchmark
 assert dict(inspect.getmembers(lightning_gc))["TopK"] is TopK
 assert advise.__module__ == "lightning_gc.advice.advising"
 from lightning_gc.methods.yaml_config import methods_in

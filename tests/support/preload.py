@@ -9,7 +9,7 @@ import torch.distributed
 from tensorboard.backend.event_processing import event_accumulator
 
 import lightning_gc
-import lightning_gc.bench.comparison
+import lightning_gc.bench.benchmark
 import lightning_gc.testing.contracts
 import tests.support.resuming
 import tests.support.simulation

@@ -37,14 +37,14 @@ from lightning_gc import (
 )
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.core.wire import Field, Wire
-from lightning_gc.methods import rows
-from lightning_gc.methods.rows import (
+from lightning_gc.methods import catalogue
+from lightning_gc.methods.catalogue import (
     FAMILIES,
     bound,
     cited,
-    compressor_row,
+    compressor_entry,
     wire_bits,
-    wire_row,
+    wire_entry,
     written,
 )
 
@@ -93,12 +93,12 @@ def test_every_class_has_a_row() -> None:
     assert {"accordion", "total_error"} <= {row.name for row in FAMILIES["controllers"]()}
 
 
-def test_a_plug_in_gets_rows() -> None:
-    assert dict(wire_row("mine", Mine).cells) == {
+def test_a_plug_in_gets_entries() -> None:
+    assert dict(wire_entry("mine", Mine).cells) == {
         "tensors for 1,000,000 elements": "first: 125,000 float32 (in order)",
         "bytes": "500,000",
     }
-    assert dict(compressor_row("mine", Mine).cells) == {
+    assert dict(compressor_entry("mine", Mine).cells) == {
         "kind": "sparsifier,\nlinear, no mean",
         "bits": "4",
         "error bound": "contraction\nδ = 0",
@@ -185,7 +185,7 @@ def test_configurations_are_written_without_defaults() -> None:
 def test_the_tables_of_the_documentation_are_current(path: Path) -> None:
     command = f"python -m lightning_gc list {path.stem} --markdown > docs/tables/{path.name}"
     stale = f"docs/tables/{path.name} is stale. Run `make docs-tables`, or: {command}"
-    assert path.read_text() == rows.markdown(path.stem), stale
+    assert path.read_text() == catalogue.markdown(path.stem), stale
     pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
     assert any(f'"docs/tables/{path.name}"' in page for page in pages)
 
@@ -198,8 +198,8 @@ def test_there_are_tables() -> None:
 
 
 def test_bars_do_not_break_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "own", lambda: [compressor_row("mine", Mine)])
-    *_, line = rows.markdown("own").splitlines()
+    monkeypatch.setitem(FAMILIES, "own", lambda: [compressor_entry("mine", Mine)])
+    *_, line = catalogue.markdown("own").splitlines()
     assert line.startswith(
         "| [`Mine`][tests.tuning.test_catalogue.Mine]<br>`mine` | Send all, or &#124;nothing&#124;."
     )
@@ -221,7 +221,7 @@ def test_a_terminal_shows_all_of_it(
 
 def test_families_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "memories", "--markdown"]) == cli.OK
-    assert capsys.readouterr().out == rows.markdown("memories")
+    assert capsys.readouterr().out == catalogue.markdown("memories")
     assert cli.main(["list", "recollections"]) == cli.USAGE
     assert "'recollections' is not a family; choose from compressors" in capsys.readouterr().err
 

@@ -147,7 +147,7 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["tune", "none.yaml"], "none.yaml cannot be read"),
         (["tune", "toy.yaml", "--trials", "0"], "trials=0: must be at least 1"),
         (["tune", "toy.yaml", "--storage", "x://y"], "x://y is not the URL of a database"),
-        (["report", "--storage", "fresh"], "There is no journal fresh"),
+        (["report", "--storage", "fresh"], "The journal fresh does not exist"),
         (["report"], "--storage"),
         (["tune", "toy.yaml", "--metric", "x"], "unrecognized arguments: --metric x"),
         ([], "COMMAND"),

@@ -62,7 +62,7 @@ def check_sentence(end: tuple[int, str], journal: str) -> None:
     assert code == cli.FAILED
     assert said.count("\n") == 1
     assert said.startswith(f"lightning-gc: {journal} cannot be written: ")
-    assert said.endswith("the same command goes on.\n")
+    assert said.endswith("then repeat the command.\n")
 
 
 def check_complete(journal: Path, before: dict[tuple[str, int], FrozenTrial]) -> None:

@@ -191,7 +191,7 @@ def test_an_operation_that_cannot_be_is_named_too(path: Path, operation: dict[st
 )
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / "letter.txt").write_text(text)
-    with pytest.raises(StorageError, match=r"letter\.txt cannot be used: its first line is no"):
+    with pytest.raises(StorageError, match=r"letter\.txt cannot be used: its first line is not"):
         open_storage(tmp_path / "letter.txt")
     assert (tmp_path / "letter.txt").read_text() == text
 

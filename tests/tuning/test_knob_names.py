@@ -23,7 +23,7 @@ from lightning_gc import (
 )
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.compressors.wrappers.wrapper import Preset
-from lightning_gc.methods.declared_space import declared, traits_of
+from lightning_gc.methods.parameter_space import declared, traits_of
 from lightning_gc.tuning import Method
 
 
@@ -154,8 +154,8 @@ def test_a_field_called_level_that_is_not_the_knob_is_refused() -> None:
 @pytest.mark.parametrize(("cls", "name"), [(QSGD, "bits"), (Rotated, "level")])
 def test_a_fraction_is_no_whole_number(cls: type[Compressor], name: str) -> None:
     for wrong in (2.5, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"{name} takes whole numbers only, not {wrong}"):
+        with pytest.raises(ValueError, match=f"{name} takes integers only, not {wrong}"):
             Method("mine", cls, fixed={name: wrong})
-    with pytest.raises(ValueError, match=f"{name} takes whole numbers only, not 2.5"):
+    with pytest.raises(ValueError, match=f"{name} takes integers only, not 2.5"):
         Method("mine", cls, space=(Choice(name, (2, 2.5)),))
     assert Method("mine", cls, fixed={name: 3.0}).make_compressor({}).level == 3

@@ -85,7 +85,7 @@ def test_an_old_study_that_counted_no_bytes_at_all_goes_on_without_a_budget_only
     }
     study.set_user_attr(RULES, rules)
     if counted:
-        with pytest.raises(ValueError, match=r"exists with bytes_counted='wire_bytes', and"):
+        with pytest.raises(ValueError, match=r"exists with bytes_counted='wire_bytes', but"):
             compare(journal, wide(**changes), trials=1, **ALONE)
     else:
         compare(journal, wide(**changes), trials=1, **ALONE)

@@ -28,8 +28,7 @@ from lightning_gc import (
     cli,
 )
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.methods.declared_space import declared, traits_of
-from lightning_gc.methods.parameter_space import as_json, parse, parse_all
+from lightning_gc.methods.parameter_space import as_json, declared, parse, parse_all, traits_of
 from lightning_gc.tuning import Method, Rounds
 from tests.support.processes import run_in_processes
 
@@ -169,7 +168,7 @@ def test_spaces_are_written_down_as_plain_values() -> None:
         (lambda: Range("a", 2, 1), "2 to 1", "is not a range"),
         (lambda: Range("a", 0, 1, scale="log"), "from 0", "above 0"),
         (lambda: Range("a", 0, 1, scale="cubic"), "'cubic'", "'linear'"),  # type: ignore[arg-type]
-        (lambda: Range("a", 0.5, 1, integer=True), "0.5", "whole numbers"),
+        (lambda: Range("a", 0.5, 1, integer=True), "0.5", "integers"),
         (lambda: Choice("a", ()), "a: ", "has no values"),
         (lambda: Choice("a", ([],)), "[]", "use numbers"),  # type: ignore[arg-type]
         (lambda: parse("a", 3), "3 is not a range", "{low: 1, high: 50}"),

@@ -237,7 +237,7 @@ def test_one_name_is_one_set_of_rules(journal: Path) -> None:
     narrow = Method("topk", space=(Range("density", 0.1, 0.2),))
     with pytest.raises(ValueError, match=r"'toy/topk' exists with space\.density=.*give the exp"):
         compare(journal, narrow, trials=1)
-    with pytest.raises(ValueError, match=r"exists with workers=2, and is now asked for workers=4"):
+    with pytest.raises(ValueError, match=r"exists with workers=2, but is requested with workers=4"):
         compare(journal, trials=1, workers=4)
     with pytest.raises(ValueError, match="Two methods are called 'topk'"):
         compare(journal, "topk", narrow)

@@ -107,13 +107,13 @@ def test_another_method_of_the_same_name_is_refused(
 def refused(storage: BaseStorage, rules: Any, method: Method, old: str, new: str) -> None:
     with pytest.raises(ValueError, match="exists with") as caught:
         open_study(rules, method, storage)
-    exists, _, asked = str(caught.value).partition(", and is now asked for ")
+    exists, _, asked = str(caught.value).partition(", but is requested with ")
     assert exists.startswith(f"The study 'toy/{method.name}' exists with ")
     assert old in exists
     assert new in asked
     assert asked.endswith(
-        "; the trials would not compare, so change that back, or give the experiment another name "
-        "or storage."
+        ", so trials would not compare. Change the settings back, or give the experiment another "
+        "name or storage."
     )
 
 
@@ -185,7 +185,7 @@ def test_a_study_of_a_version_that_wrote_less_down_goes_on_and_says_so(
     rules = study.user_attrs[RULES]
     first = "metric mode objective compressor fixed space budget workers".split()  # noqa: SIM905
     study.set_user_attr(RULES, {name: rules[name] for name in first})
-    with pytest.warns(UserWarning, match=r"'toy/topk' is of an earlier .* every_tensor, memory,"):
+    with pytest.warns(UserWarning, match=r"'toy/topk' was made by an earlier .* every_tensor,"):
         open_study(experiment(), topk(), storage)
     open_study(experiment(), topk(), storage)  # they are written down by now
     refused(storage, experiment(), topk(every_tensor=True), "every_tensor=False", "every_tensor")

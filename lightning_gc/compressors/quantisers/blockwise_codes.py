@@ -15,8 +15,7 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.search_space import Choice
 from lightning_gc.core.wire import Field, Wire
-from lightning_gc.kernels.dequantise import dequantise
-from lightning_gc.kernels.quantise import in_blocks, largest, pieces, quantise
+from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise
 
 BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))
 """Block sizes worth trying, of any quantiser."""

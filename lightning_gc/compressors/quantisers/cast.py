@@ -15,7 +15,7 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.search_space import Choice
 from lightning_gc.core.wire import Field, Wire
-from lightning_gc.kernels import bfloat16
+from lightning_gc.kernels.quantise import add_bfloat16, round_to_bfloat16
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,14 +58,14 @@ class Cast(Codec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if self.dtype == "bfloat16":
-            return (bfloat16.round_off(buffer),)
+            return (round_to_bfloat16(buffer),)
         largest = torch.finfo(torch.float16).max
         values = buffer.clamp(-largest, largest).to(torch.float16)
         buffer.sub_(values)
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        bfloat16.add(out, payload[0], scale)
+        add_bfloat16(out, payload[0], scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1 − 2⁻¹⁶ for bfloat16; 0 for float16, which may round all to zero."""

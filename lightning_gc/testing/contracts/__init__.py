@@ -1,4 +1,4 @@
-"""Contract tests of the laws: subclass one, list your instances, run pytest."""
+"""Test your own classes against the laws: subclass a contract, list your instances, run pytest."""
 
 try:
     import hypothesis as _hypothesis  # noqa: F401

@@ -1,6 +1,4 @@
-"""Test cases of the contracts: shapes, gradients, conservation gap, knobs, parametrisation."""
-
-from __future__ import annotations
+"""Define the contracts' test cases: shapes, gradients, conservation gap, parametrisation."""
 
 import contextlib
 import itertools
@@ -259,5 +257,5 @@ MATRICES = {221: (17, 13), 4096: (64, 64)}
 
 
 def shape_of(numel: int) -> tuple[int, ...]:
-    """Return the shape of the parameter with so many elements."""
+    """Return the shape of the parameter with this number of elements."""
     return MATRICES.get(numel, (numel,))

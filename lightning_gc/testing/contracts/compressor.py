@@ -1,6 +1,4 @@
-"""CompressorContract: the laws of compressors, one test each."""
-
-from __future__ import annotations
+"""Test the laws of compressors, one test each (CompressorContract)."""
 
 import pickle
 from collections.abc import Sequence
@@ -11,9 +9,7 @@ from torch import Tensor
 
 from lightning_gc.compressors import Codec, Collective, Compressor, SparseCodec
 from lightning_gc.compressors.sparsifiers import sparse_codec
-from lightning_gc.core import wire
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
+from lightning_gc.core import Bucket, Payload, wire
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.engine import compressor_state
 from lightning_gc.memories import NoMemory, Residual
@@ -26,8 +22,7 @@ from lightning_gc.testing.contracts.cases import (
     telling,
     unequal,
 )
-from lightning_gc.testing.contracts.damaged_payloads import with_liar
-from lightning_gc.testing.contracts.decoder import DecoderContract, codecs
+from lightning_gc.testing.contracts.decoder import DecoderContract, codecs, with_liar
 from lightning_gc.testing.contracts.recovery import RecoveryContract
 from lightning_gc.testing.lockstep import Lockstep
 
@@ -254,7 +249,7 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         cases.turns(codec, size)
 
     def test_5_payloads_are_as_declared(self, codec: Codec, numel: int) -> None:
-        """Number, dtypes and lengths of tensors are those of ``wire``, whatever the values."""
+        """Number, dtypes and lengths of tensors are as ``wire`` declares, for all values."""
         declared = codec.wire(numel)
         for kind, x in cases.tensors(numel).items():
             on = named(kind, numel)

@@ -1,7 +1,6 @@
-"""DecoderContract: decoders do not trust bytes from the network."""
+"""Test that decoders do not trust bytes from the network (DecoderContract), by damaged payloads."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,13 +10,143 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc.compressors import Codec, Compressor, Preset
-from lightning_gc.core import payload_validation, wire
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
+from lightning_gc.core import Bucket, payload_validation, wire
+from lightning_gc.core.digest import ReplicaError
+from lightning_gc.core.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import broken, named
-from lightning_gc.testing.contracts.damaged_payloads import damaged, not_refused
+from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.base import as_bytes
+from lightning_gc.transports.simulated import Simulated
+
+
+def damaged(data: st.DataObject, payload: Payload, limits: Limits | None) -> Payload:
+    """Return a copy of a payload with one to three damages.
+
+    Bytes are overwritten, bits flipped, numbers made extreme or not finite; tensors with a limit
+    get any length up to it. Dtypes and other lengths stay, as the transport ensures them.
+    """
+    changed = [tensor.clone() for tensor in payload]
+    longest = limits or (None,) * len(payload)
+    for _ in range(data.draw(st.integers(1, 3), label="damages")):
+        which = data.draw(st.integers(0, len(changed) - 1), label="tensor")
+        limit = longest[which]
+        if limit is not None and data.draw(st.booleans(), label="resize"):
+            length = data.draw(st.integers(0, limit), label="length")
+            changed[which] = _resized(changed[which], length)
+        elif changed[which].numel():
+            _overwrite(data, changed[which])
+    return tuple(changed)
+
+
+class Lying(Simulated):
+    """Simulated workers; ``liar`` sends damaged payloads, a different one to each if it can."""
+
+    def __init__(self, workers: int, liar: int, data: st.DataObject) -> None:
+        super().__init__(workers)
+        self.liar = liar
+        self.data = data
+
+    def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
+        lies = list(requests)
+        lies[self.liar] = self._damaged(lies[self.liar])
+        return super().fulfil(lies)
+
+    def _damaged(self, request: Request) -> Request:
+        if isinstance(request, Mean):
+            return Mean(damaged(self.data, request.tensors, None))
+        if isinstance(request, Gather):
+            return Gather(damaged(self.data, request.tensors, request.limits), request.limits)
+        lies = tuple(damaged(self.data, payload, request.limits) for payload in request.payloads)
+        return Exchange(lies, request.limits)
+
+
+def with_liar(who: object, made: Callable[[], Lockstep], conversations: int) -> None:
+    """Assert that a worker that sends damaged payloads is named, or that all get the same bits.
+
+    Or that all raise a ReplicaError. State stays finite, and so does the result of the next round.
+    """
+
+    @settings(max_examples=conversations, derandomize=True, database=None, deadline=None)
+    @given(st.data())
+    def hold(data: st.DataObject) -> None:
+        lockstep = made()
+        liar = data.draw(st.integers(0, 2), label="liar")
+        honest, lying = lockstep.transport, Lying(3, liar, data)
+        law, on = "law 7", f"damaged payloads of worker {liar} of 3"
+        unclean = broken(who, law, "an error or another kept tensor is no longer finite", on)
+        try:
+            for step in range(2):
+                lockstep.transport = honest if step else lying
+                given_ = [{n: g[n] for n in ("bias", "matrix")} for g in cases.gradients(3, step)]
+                result = lockstep.step(given_)
+                assert cases.finite_state(lockstep), unclean
+        except ReplicaError:
+            pass  # all have seen it, and nobody has applied anything
+        except ValueError as error:
+            what = f"the refusal does not name worker {liar}: {str(error)!r}"
+            assert f"orker {liar} " in str(error), broken(who, law, what, on)  # noqa: PT017
+            assert cases.finite_state(lockstep), unclean
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise AssertionError(broken(who, law, not_refused(error), on)) from error
+        else:
+            what = "the result of the next, honest round is not finite"
+            finite = all(mean.isfinite().all() for mean in result.mean.values())
+            assert finite, broken(who, law, what, on)
+
+    hold()
+
+
+def not_refused(error: Exception) -> str:
+    """Describe an exception other than ValueError, and where it was raised."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code if last is not None else None
+    where = f" in {code.co_name}" if code is not None else ""
+    return (
+        f"{type(error).__name__}{where}: {error}; check what arrives and raise ValueError with a "
+        f"sentence, see lightning_gc.core.payload_validation"
+    )
+
+
+def _resized(tensor: Tensor, length: int) -> Tensor:
+    """Return the tensor truncated or repeated to a length."""
+    if not tensor.numel():
+        return tensor.new_zeros(length)
+    return tensor.repeat(-(-length // tensor.numel()))[:length]
+
+
+def _overwrite(data: st.DataObject, tensor: Tensor) -> None:
+    """Fill a slice with an extreme number or random bytes, or flip one bit."""
+    content = as_bytes(tensor)
+    how = data.draw(st.sampled_from(("numbers", "bytes", "bit")), label="damage")
+    if how == "bit":
+        at = data.draw(st.integers(0, content.numel() - 1), label="byte")
+        content[at] ^= 1 << data.draw(st.integers(0, 7), label="bit")
+        return
+    if how == "numbers":
+        number = data.draw(st.sampled_from(_extremes(tensor.dtype)), label="number")
+        tile = as_bytes(torch.tensor([number], dtype=tensor.dtype))
+    else:
+        drawn = data.draw(st.binary(min_size=1, max_size=16), label="bytes")
+        tile = torch.tensor(list(drawn), dtype=torch.uint8)
+    size = tensor.element_size()
+    start = data.draw(st.integers(0, tensor.numel() - 1), label="start") * size
+    stop = data.draw(st.integers(start // size + 1, tensor.numel()), label="stop") * size
+    content[start:stop] = _resized(tile, stop - start)
+
+
+def _extremes(dtype: torch.dtype) -> list[float]:
+    if dtype.is_floating_point:
+        kind = torch.finfo(dtype)
+        return [float("nan"), float("inf"), -float("inf"), kind.max, kind.min, kind.tiny, -0.0]
+    if dtype == torch.bool:
+        return [False, True]
+    return [torch.iinfo(dtype).min, torch.iinfo(dtype).max, 0]
+
 
 FENCE = 64
 """Elements on either side of the output that must not change."""

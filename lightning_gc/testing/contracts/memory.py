@@ -1,6 +1,4 @@
-"""MemoryContract: the laws of memories, one test each."""
-
-from __future__ import annotations
+"""Test the laws of memories, one test each (MemoryContract)."""
 
 from collections.abc import Generator
 from typing import Any
@@ -9,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import QSGD, Compressor, HardThreshold, RandomK, TopK
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Reply, Request
+from lightning_gc.core import Bucket, Reply, Request
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import Memory
 from lightning_gc.memories.storage import Storage

@@ -1,6 +1,4 @@
-"""RecoveryContract: extreme numbers, in gradients or messages, are over after a few rounds."""
-
-from __future__ import annotations
+"""Test that training recovers from extreme numbers in a few rounds (RecoveryContract)."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,7 +22,7 @@ SPIKES: dict[str, Callable[[Tensor], Tensor]] = {
     "one denormal": lambda x: _with_one(torch.zeros_like(x), 1e-45),
     "denormals": lambda x: x * 1e-40,
 }
-"""What becomes of an ordinary gradient. All of it is finite in float32."""
+"""Transformations of an ordinary gradient; all results are finite in float32."""
 
 
 SETTLED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -82,7 +80,7 @@ class RecoveryContract:
 
 
 class Flooding(Simulated):
-    """Simulated workers, of whom one fills a single message with one number.
+    """Simulated workers; one of them fills a single message with one number.
 
     Args:
         workers: W.

@@ -1,6 +1,4 @@
-"""SchemeContract: the laws of schemes, one test each."""
-
-from __future__ import annotations
+"""Test the laws of schemes, one test each (SchemeContract)."""
 
 from typing import Any
 
@@ -12,7 +10,7 @@ from lightning_gc.memories import Residual
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import apart, broken
-from lightning_gc.testing.contracts.damaged_payloads import with_liar
+from lightning_gc.testing.contracts.decoder import with_liar
 from lightning_gc.testing.lockstep import Lockstep
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_gc.advice.alpha_beta import Link
-from lightning_gc.advice.costs import segment_trace, slowest, together, work
+from lightning_gc.advice.costs import bucket_trace, segment_trace, slowest, work
 from lightning_gc.advice.traces import Asked, Trace, sent, trace
 from lightning_gc.methods.method import Method
 
@@ -40,7 +40,7 @@ def test_requests_and_bytes_of_the_whole(method: Method | None, workers: int) ->
         segment_trace(method, {n: SHAPES[n] for n in names}, flat(names), workers)
         for names in pieces
     ]
-    found = together(parts)
+    found = bucket_trace(parts)
     whole = segment_trace(method, SHAPES, flat(list(SHAPES)), workers)
     kinds = [asked.kind for asked in whole.asked]
     assert [asked.kind for asked in found.asked] == kinds
@@ -64,7 +64,7 @@ def made(kinds: str, seconds: tuple[float, ...], nbytes: float = 100.0, workers:
 
 def test_requests_of_one_kind_become_one() -> None:
     each = {"MG": (1.0, 2.0, 3.0), "GG": (10.0, 20.0, 30.0), "M": (5.0, 6.0)}
-    found = together([made(kinds, seconds, workers=3) for kinds, seconds in each.items()])
+    found = bucket_trace([made(kinds, seconds, workers=3) for kinds, seconds in each.items()])
     assert [(a.kind, a.nbytes) for a in found.asked] == [
         ("Mean", 200.0),
         ("Gather", 200.0),
@@ -75,10 +75,10 @@ def test_requests_of_one_kind_become_one() -> None:
 
 
 def test_of_two_workers_a_small_mean_is_gathered() -> None:
-    found = together([made("M", (1.0, 2.0)), made("GG", (10.0, 20.0, 30.0))])
+    found = bucket_trace([made("M", (1.0, 2.0)), made("GG", (10.0, 20.0, 30.0))])
     assert [(a.kind, a.nbytes) for a in found.asked] == [("Gather", 200.0), ("Gather", 100.0)]
     assert found.seconds == (11.0, 22.0, 30.0)
-    later = together([made("M", (1.0, 2.0)), made("EG", (10.0, 20.0, 30.0))])
+    later = bucket_trace([made("M", (1.0, 2.0)), made("EG", (10.0, 20.0, 30.0))])
     assert [a.kind for a in later.asked] == ["Exchange", "Gather", "Mean"], "of another turn"
 
 

@@ -4,8 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.advice.alpha_beta import Link, LinkByKind
-from lightning_gc.advice.link_probe import NOMINAL, SIZES, Probe, at_rate, fit, off_by
+from lightning_gc.advice.alpha_beta import (
+    NOMINAL,
+    SIZES,
+    Link,
+    LinkByKind,
+    Probe,
+    at_rate,
+    fit,
+    off_by,
+)
 from tests.support.replay import patient
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lightning_gc.advice.prediction import Plan, greedy
+from lightning_gc.advice.prediction import Mask, greedy
 from lightning_gc.advice.timeline import BucketWork, Module, timeline
 
 
@@ -34,7 +34,7 @@ def test_within_one_percent_of_exhaustive_search(cases: range) -> None:
         sizes, module, work = case(draw)
         contention = draw.choice([0.0, 0.5, 1.0])
 
-        def seconds(plan: Plan, work=work, module=module, contention=contention) -> float:
+        def seconds(plan: Mask, work=work, module=module, contention=contention) -> float:
             chosen = [pair[on] for on, pair in zip(plan, work, strict=True)]
             return timeline(module, chosen, contention).seconds
 

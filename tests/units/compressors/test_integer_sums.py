@@ -28,7 +28,7 @@ from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.core.flow import Exchange, Gather, Reply, Request
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.damaged_payloads import Lying
+from lightning_gc.testing.contracts.decoder import Lying
 from lightning_gc.transports.simulated import Simulated
 from tests.support.codecs import KINDS, each_kind
 

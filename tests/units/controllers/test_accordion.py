@@ -219,7 +219,7 @@ def test_levels_the_wrong_way_round() -> None:
         Accordion(low=HIGH, high=LOW).check(TopK().knob)
     with pytest.raises(ValueError, match=r"threshold means more compression.*swap"):
         accordion(1).check(HardThreshold().knob)
-    with pytest.raises(ValueError, match=r"has none; use one with a level, such as TopK"):
+    with pytest.raises(ValueError, match=r"has no level; use one with a level, such as TopK"):
         accordion(1).check(None)
     accordion(1).check(TopK().knob)
     Accordion(low=HIGH, high=LOW).check(HardThreshold().knob)

@@ -57,8 +57,8 @@ def test_a_pattern_that_fits_nothing_is_refused() -> None:
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (BySize, {"levels": {}}, "at least one level is needed"),
-    (BySize, {"levels": {0: 0.1}}, "a number of elements is a whole one, at least 1"),
-    (BySize, {"levels": {"65536": 0.1}}, "'65536': 0.1}.*: a number of elements is a whole one"),
+    (BySize, {"levels": {0: 0.1}}, "a number of elements is an integer of at least 1"),
+    (BySize, {"levels": {"65536": 0.1}}, "'65536': 0.1}.*: a number of elements is an integer"),
     (BySize, {"levels": {10: "1%"}}, "a level is a finite number"),
     (BySize, {"levels": {10: 0.1}, "default": -1}, "a level is a finite number"),
     (Plan, {"levels": {}}, "at least one is needed"),

@@ -57,7 +57,7 @@ def test_what_is_needed_is_that_of_both() -> None:
     ("settings", "sentence"),
     [
         ({"every": ()}, "at least one number"),
-        ({"every": (4, 0)}, "0 is no number of optimizer steps"),
+        ({"every": (4, 0)}, "0 is not a number of optimizer steps"),
         ({"every": (4, 2.5)}, "2.5 is no number"),
         ({"every": (True,)}, "True is no number"),
         ({"every": (4,), "by": "step"}, "'epoch' or 'progress'"),

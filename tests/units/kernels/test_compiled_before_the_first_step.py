@@ -18,11 +18,11 @@ from tests.support.kernel_device import DEVICE, here, marks, some
 
 pytestmark = marks
 ALIGNED = {
-    ("select", "mark"): {"buffer", "numel"},
-    ("select", "compact"): set[str](),
-    ("accumulate", "scatter_add"): set[str](),
-    ("quantise", "round_and_pack"): {"buffer", "numel"},
-    ("dequantise", "unpack_and_add"): {"out", "numel"},
+    "mark": {"buffer", "numel"},
+    "compact": set[str](),
+    "scatter_add": set[str](),
+    "round_and_pack": {"buffer", "numel"},
+    "unpack_and_add": {"out", "numel"},
 }
 """Kernels, and of which arguments it matters to Triton whether they are aligned."""
 
@@ -62,8 +62,8 @@ class Recorded:
 )
 def test_all_are_known(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[Any] = set()
-    for (module, name), aligned in ALIGNED.items():
-        path = f"lightning_gc.kernels.triton_kernels.{module}"
+    path = "lightning_gc.kernels.triton_kernels"
+    for name, aligned in ALIGNED.items():
         kernel = getattr(importlib.import_module(path), name)
         monkeypatch.setattr(f"{path}.{name}", Recorded(kernel, aligned, seen))
     lockstep = Lockstep(2, compressor)

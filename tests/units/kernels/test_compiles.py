@@ -43,7 +43,7 @@ TARGETS = [
     *(("cuda", 70, 32), ("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32)),
     ("hip", "gfx942", 64),
 ]
-each_kernel = pytest.mark.parametrize(("module", "name", "constants"), KERNELS)
+each_kernel = pytest.mark.parametrize(("operation", "name", "constants"), KERNELS)
 
 
 @pytest.fixture(autouse=True)
@@ -51,19 +51,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def found(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"lightning_gc.kernels.triton_kernels.{module}"), name)
+def found(name: str) -> Any:
+    return getattr(importlib.import_module("lightning_gc.kernels.triton_kernels"), name)
 
 
-def compiled(
-    module: str, name: str, constants: dict[str, Any], target: tuple[Any, ...]
-) -> dict[str, Any]:
+def compiled(name: str, constants: dict[str, Any], target: tuple[Any, ...]) -> dict[str, Any]:
     """Return the kernel's code by stage; fails where the compiler does."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = found(module, name)
+    kernel = found(name)
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
     source = ASTSource(kernel, signature, constants)
@@ -73,10 +71,10 @@ def compiled(
 
 
 @each_kernel
-def test_compiles(module: str, name: str, constants: dict[str, Any]) -> None:
-    code = compiled(module, name, constants, ("cuda", 80, 32))["ptx"]
+def test_compiles(operation: str, name: str, constants: dict[str, Any]) -> None:
+    code = compiled(name, constants, ("cuda", 80, 32))["ptx"]
     fused = re.findall(r"\bfma\.rn\.f32", code)
-    assert bool(fused) == (module == "dequantise"), "a product is rounded before it is added"
+    assert bool(fused) == (operation == "dequantise"), "a product is rounded before it is added"
     assert "div.full" not in code
     assert "approx" not in code
     assert "atom" not in code
@@ -96,29 +94,26 @@ everywhere = [
 ]
 
 
-@pytest.mark.parametrize(("module", "name", "constants", "target", "ones"), everywhere)
+@pytest.mark.parametrize(("operation", "name", "constants", "target", "ones"), everywhere)
 def test_compiles_for_all_gpus(
-    module: str, name: str, constants: dict[str, Any], target: tuple[Any, ...], ones: bool
+    operation: str, name: str, constants: dict[str, Any], target: tuple[Any, ...], ones: bool
 ) -> None:
     """Also where all whole numbers are 1, of which Triton makes constants if it is let."""
-    given = dict.fromkeys(NUMBERS & set(found(module, name).arg_names), 1) if ones else {}
-    assert compiled(module, name, constants | given, target)
+    given = dict.fromkeys(NUMBERS & set(found(name).arg_names), 1) if ones else {}
+    assert compiled(name, constants | given, target)
 
 
-@pytest.mark.parametrize(("module", "name"), sorted({case[:2] for case in KERNELS}))
-def test_there_are_few_variants(module: str, name: str) -> None:
+@pytest.mark.parametrize("name", sorted({case[1] for case in KERNELS}))
+def test_there_are_few_variants(name: str) -> None:
     """At most for one tensor and its number of elements Triton asks whether they are aligned."""
-    kinds = [each for each in found(module, name).params if not each.is_constexpr]
+    kinds = [each for each in found(name).params if not each.is_constexpr]
     asked = {each.name for each in kinds if not each.do_not_specialize_on_alignment}
     assert asked == {each.name for each in kinds if not each.do_not_specialize}
     assert asked in (set(), {"buffer", "numel"}, {"out", "numel"})
 
 
 def test_these_are_all_kernels() -> None:
-    folder = Path(importlib.import_module("lightning_gc.kernels.triton_kernels").__path__[0])
-    declared = {
-        (file.stem, name)
-        for file in folder.glob("*.py")
-        for name in re.findall(r"^@kernel\(.*\)\ndef (\w+)", file.read_text(), re.M)
-    }
-    assert declared == {case[:2] for case in KERNELS}
+    file = importlib.import_module("lightning_gc.kernels.triton_kernels").__file__
+    text = Path(str(file)).read_text()
+    declared = set(re.findall(r"^@kernel\(.*\)\ndef (\w+)", text, re.MULTILINE))
+    assert declared == {name for _, name, _ in KERNELS}

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_gc import QSGD, Cast
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import packed_bytes
-from lightning_gc.kernels import bfloat16, dequantise, dispatch, quantise
+from lightning_gc.kernels import dispatch, quantise
 from tests.support.kernel_device import INTERPRETED, same, tensors
 
 pytestmark = [
@@ -39,8 +39,8 @@ def test_bfloat16(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 if not numba:
                     without_numba(patched)
                 left, out = x.clone(), x.flip(0)
-                values = bfloat16.round_off(left)
-                bfloat16.add(out, values, 1 / 3)
+                values = quantise.round_to_bfloat16(left)
+                quantise.add_bfloat16(out, values, 1 / 3)
                 results.append((values.float(), left, out))
         assert all(same(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
@@ -59,7 +59,7 @@ def test_quantise_and_back(numel: int, bits: int, monkeypatch: pytest.MonkeyPatc
                 norms = quantise.largest(x, size)
                 noise = None if i % 3 == 0 else torch.Generator().manual_seed(i)
                 packed = quantise.quantise(left, norms, size, bits, noise)
-                dequantise.dequantise(packed, norms, size, bits, out, 1 / 3, unchecked)
+                quantise.dequantise(packed, norms, size, bits, out, 1 / 3, unchecked)
                 results.append((norms, left, packed, out))
         for ours, theirs in zip(*results, strict=True):
             assert same(ours, theirs), (name, size)
@@ -76,7 +76,7 @@ def test_a_code_that_no_encoder_makes_is_refused(bits: int) -> None:
     packed[-bits:] = 255  # the last eight codes, none of which exists
     norms = torch.ones(-(-numel // 64))
     with pytest.raises(ValueError, match="code"):
-        dequantise.dequantise(
+        quantise.dequantise(
             packed, norms, 64, bits, torch.zeros(numel), 1.0, payload_validation.codes
         )
 
@@ -102,15 +102,15 @@ def test_what_a_codec_sends_does_not_depend_on_numba(
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_gc.kernels.numba_kernels import bfloat16 as kernels
+    from lightning_gc.kernels import numba_kernels
 
     def less(out: Tensor, values: Tensor, scale: float) -> None:
         out.add_(values.float(), alpha=scale * 0.999)
 
-    monkeypatch.setattr(kernels, "add", less)
+    monkeypatch.setattr(numba_kernels, "add_bfloat16", less)
     dispatch._numba_works.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="bfloat16 is not that of torch"):
+        with pytest.warns(UserWarning, match="bfloat16 differs from torch's"):
             assert not dispatch.compiled(torch.ones(1))
         with warnings.catch_warnings():  # said once
             warnings.simplefilter("error")
@@ -124,6 +124,6 @@ def test_lengths_that_do_not_fit_are_left_to_torch() -> None:
     """The kernels check no index."""
     packed, norms = torch.zeros(2500, dtype=torch.uint8), torch.ones(3)
     with pytest.raises(RuntimeError):
-        dequantise.dequantise(packed, norms, 64, 4, torch.zeros(5000), 1.0, unchecked)
+        quantise.dequantise(packed, norms, 64, 4, torch.zeros(5000), 1.0, unchecked)
     with pytest.raises(RuntimeError):
-        bfloat16.add(torch.zeros(5000), torch.zeros(10, dtype=torch.bfloat16), 1.0)
+        quantise.add_bfloat16(torch.zeros(5000), torch.zeros(10, dtype=torch.bfloat16), 1.0)

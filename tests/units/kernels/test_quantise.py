@@ -11,7 +11,7 @@ import torch
 from lightning_gc import QSGD
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import packed_bytes, unpack
-from lightning_gc.kernels import dequantise, quantise
+from lightning_gc.kernels import quantise
 from lightning_gc.kernels.dispatch import MAX_NUMEL, fused
 from tests.support.kernel_device import DEVICE, INTERPRETED, here, marks, same, some, tensors
 
@@ -52,31 +52,31 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
         ours, theirs = here(x), x.clone()
         assert fused(ours)
         packed = quantise.quantise(ours, here(norms), size, bits, here(noise))
-        wanted = quantise.reference(theirs, norms, size, bits, noise)
+        wanted = quantise.quantise_reference(theirs, norms, size, bits, noise)
         assert same(packed, wanted)
         assert same(ours, theirs)
 
         # The interpreter of older versions rounds a product before it is added: one without loss.
         scale = 1.0 if name in ("tiny", "huge") else 0.25
         ours, theirs = here(x.roll(1)), x.roll(1)
-        dequantise.dequantise(
-            packed, here(norms), size, bits, ours, scale, payload_validation.codes
+        quantise.dequantise(packed, here(norms), size, bits, ours, scale, payload_validation.codes)
+        quantise.dequantise_reference(
+            wanted, norms, size, bits, theirs, scale, payload_validation.codes
         )
-        dequantise.reference(wanted, norms, size, bits, theirs, scale, payload_validation.codes)
         assert same(ours, theirs)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 7])
 def test_the_first_tile_of_the_largest_tensor(bits: int) -> None:
     """Which need not be there: a tile that is told of as many elements as there may be."""
-    from lightning_gc.kernels.triton_kernels import EXACT
-    from lightning_gc.kernels.triton_kernels.dequantise import unpack_and_add
-    from lightning_gc.kernels.triton_kernels.quantise import GROUPS, round_and_pack
+    from lightning_gc.kernels.triton_kernels import EXACT, GROUPS, round_and_pack, unpack_and_add
 
     x, s, numel = tensors(TILE)["normal"], 2 ** (bits - 1) - 1, MAX_NUMEL - 1
     norms, left, out = here(norms_of(x, TILE)), x.clone(), torch.zeros(TILE)
-    wanted = quantise.reference(left, norms.cpu(), TILE, bits, torch.full((TILE,), 0.5))
-    dequantise.reference(wanted, norms.cpu(), TILE, bits, out, 1.0, payload_validation.codes)
+    wanted = quantise.quantise_reference(left, norms.cpu(), TILE, bits, torch.full((TILE,), 0.5))
+    quantise.dequantise_reference(
+        wanted, norms.cpu(), TILE, bits, out, 1.0, payload_validation.codes
+    )
     ours, packed, sums = here(x), here(torch.zeros_like(wanted)), here(torch.zeros(TILE))
     sizes: dict[str, Any] = {"BITS": bits, "GROUPS": GROUPS, **EXACT}
     # One norm for all: the block is as large as the tensor.
@@ -95,7 +95,7 @@ def test_without_numbers_it_rounds_to_the_nearest(bits: int) -> None:
     for x in tensors(TILE + 13).values():
         norms, ours, theirs = norms_of(x, 100), here(x), x.clone()
         packed = quantise.quantise(ours, here(norms), 100, bits, None)
-        assert same(packed, quantise.reference(theirs, norms, 100, bits, None))
+        assert same(packed, quantise.quantise_reference(theirs, norms, 100, bits, None))
         assert same(ours, theirs)
 
 
@@ -109,7 +109,7 @@ def test_its_own_numbers_are_philox(numel: int, bits: int) -> None:
     packed = quantise.quantise(ours, here(norms), 64, bits, generator)
     noise = torch.zeros(norms.numel() * 64)
     noise[:numel] = philox(SEED, numel)
-    assert same(packed, quantise.reference(theirs, norms, 64, bits, noise))
+    assert same(packed, quantise.quantise_reference(theirs, norms, 64, bits, noise))
     assert same(ours, theirs)
 
 
@@ -119,7 +119,7 @@ def test_codes_fall_as_often_as_they_should() -> None:
     values = torch.tensor([0.05, -0.31, 0.5, -0.77, 0.99])
     x = values.repeat(numel // 5)
     norms = torch.ones(-(-numel // 500))
-    for run in (quantise.quantise, quantise.reference):
+    for run in (quantise.quantise, quantise.quantise_reference):
         device = DEVICE if run is quantise.quantise else "cpu"
         generator = torch.Generator(device).manual_seed(SEED)
         left = x.clone().to(device)
@@ -140,7 +140,7 @@ def test_codes_fall_as_often_as_they_should() -> None:
         up = levels.abs() > (values.abs() * s).floor()
         assert torch.corrcoef(up.T.double()).fill_diagonal_(0).abs().max() < 0.05
         sums = torch.zeros(numel, device=device).add_(left)
-        dequantise.dequantise(
+        quantise.dequantise(
             packed, norms.to(device), 500, bits, sums, 1.0, payload_validation.codes
         )
         assert torch.allclose(sums.cpu(), x, atol=1e-6)
@@ -162,11 +162,11 @@ def test_any_weight(scale: float) -> None:
     x = tensors(3000)["normal"]
     norms, size = norms_of(x, 64), 64
     noise = torch.rand(norms.numel() * size, generator=torch.Generator().manual_seed(0))
-    packed = quantise.reference(x.clone(), norms, size, 4, noise)
+    packed = quantise.quantise_reference(x.clone(), norms, size, 4, noise)
     ours, theirs = here(x), here(x)
     arrived = (here(packed), here(norms))
-    dequantise.dequantise(*arrived, size, 4, ours, scale, payload_validation.codes)
-    dequantise.reference(*arrived, size, 4, theirs, scale, payload_validation.codes)
+    quantise.dequantise(*arrived, size, 4, ours, scale, payload_validation.codes)
+    quantise.dequantise_reference(*arrived, size, 4, theirs, scale, payload_validation.codes)
     if INTERPRETED and not rounds_once():
         assert torch.allclose(ours, theirs, rtol=2.0**-22, atol=2.0**-22)
     else:
@@ -183,7 +183,7 @@ def rounds_once() -> bool:
 def test_a_code_that_no_encoder_makes_becomes_nan(bits: int) -> None:
     packed = torch.full((packed_bytes(100, bits),), 255, dtype=torch.uint8, device=DEVICE)
     out = torch.zeros(100, device=DEVICE)
-    dequantise.dequantise(
+    quantise.dequantise(
         packed, torch.ones(1, device=DEVICE), 100, bits, out, 1.0, payload_validation.codes
     )
     assert out.isnan().all()

@@ -1,7 +1,5 @@
 """List the catalogue: compressors, memories, schemes, controllers, waits and wire formats."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -17,13 +15,11 @@ from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor,
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Knob, Waits
 from lightning_gc.controllers import Controller
-from lightning_gc.core import text_table
+from lightning_gc.core import Choice, Field, Range, text_table
 from lightning_gc.core.registry import path_of, required_fields, subclasses
-from lightning_gc.core.search_space import Choice, Range
-from lightning_gc.core.wire import Field
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES, Memory
-from lightning_gc.methods.declared_space import declared
+from lightning_gc.methods.parameter_space import declared
 from lightning_gc.schemes import SCHEMES, Scheme
 from lightning_gc.testing import Lockstep
 
@@ -38,8 +34,8 @@ SPREAD = 0.004
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """Describe one class in a row of the catalogue.
+class Entry:
+    """Describe one class in the catalogue.
 
     Attributes:
         name: the registered name.
@@ -57,8 +53,8 @@ class Row:
         return (inspect.getdoc(self.cls) or "").partition("\n")[0]
 
 
-def compressor_row(name: str, cls: type[Compressor]) -> Row:
-    """Return the row of a compressor: declarations and bits per element of its default instance."""
+def compressor_entry(name: str, cls: type[Compressor]) -> Entry:
+    """Return a compressor's entry: declarations and bits per element of its default instance."""
     compressor = cls()
     _, memory, scheme = combine(compressor)
     kind = filter(None, [compressor.traits.kind, ", ".join(properties(compressor))])
@@ -72,7 +68,7 @@ def compressor_row(name: str, cls: type[Compressor]) -> Row:
         "scheme": "its own rounds" if scheme is None else written(scheme),
         "reference": cited(inspect.getdoc(cls) or ""),
     }
-    return Row(name, cls, cells)
+    return Entry(name, cls, cells)
 
 
 def properties(compressor: Compressor) -> list[str]:
@@ -127,7 +123,7 @@ def bound(compressor: Compressor, numel: int) -> str:
 
 
 def written(instance: Any) -> str:
-    """Return the call that makes a frozen configuration; leave out fields at their defaults."""
+    """Return the call that makes a frozen configuration; omit fields at their defaults."""
     cls, needed = type(instance), required_fields(type(instance))
     given = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
     plain = cls(**{name: given[name] for name in needed})
@@ -135,8 +131,8 @@ def written(instance: Any) -> str:
     return f"{cls.__name__}({', '.join(f'{name}={given[name]!r}' for name in shown)})"
 
 
-def memory_row(name: str, cls: type[Memory]) -> Row:
-    """Return the row of a memory: the laws that it keeps, and its bytes per parameter."""
+def memory_entry(name: str, cls: type[Memory]) -> Entry:
+    """Return the entry of a memory: the laws that it keeps, and its bytes per parameter."""
     memory = cls()
     each = 4 if memory.stored is None else memory.stored.bytes_per_element
     cells = {
@@ -145,18 +141,18 @@ def memory_row(name: str, cls: type[Memory]) -> Row:
         "bytes per parameter": f"{each * len(memory.buffers):.3g}",
         "fields": _fields(cls),
     }
-    return Row(name, cls, cells)
+    return Entry(name, cls, cells)
 
 
-def scheme_row(name: str, cls: type[Scheme]) -> Row:
-    """Return the row of a scheme: the compressors that it accepts."""
+def scheme_entry(name: str, cls: type[Scheme]) -> Entry:
+    """Return the entry of a scheme: the compressors that it accepts."""
     codecs = {name: c() for name, c in COMPRESSORS.items() if isinstance(c().method, Codec)}
     taken = sorted(name for name, codec in codecs.items() if _takes(cls(), codec))
     others = sorted(codecs.keys() - taken)
     takes = ", ".join(taken)
     if len(others) < len(taken):
         takes = f"all codecs but {', '.join(others)}" if others else "all codecs"
-    return Row(name, cls, {"takes": takes, "fields": _fields(cls)})
+    return Entry(name, cls, {"takes": takes, "fields": _fields(cls)})
 
 
 def _takes(scheme: Scheme, compressor: Compressor) -> bool:
@@ -167,7 +163,7 @@ def _takes(scheme: Scheme, compressor: Compressor) -> bool:
     return True
 
 
-def wire_row(name: str, cls: type[Compressor]) -> Row:
+def wire_entry(name: str, cls: type[Compressor]) -> Entry:
     """Return the wire format of the default instance for a tensor of ``NUMEL`` elements."""
     wire = cls().wire(NUMEL)
     varies = any(field.varies != "no" for field in wire)
@@ -175,7 +171,7 @@ def wire_row(name: str, cls: type[Compressor]) -> Row:
         f"tensors for {NUMEL:,} elements": ";\n".join(map(_tensor, wire)),
         "bytes": f"{'≤ ' * varies}{sum(field.nbytes for field in wire):,}",
     }
-    return Row(name, cls, cells)
+    return Entry(name, cls, cells)
 
 
 def _tensor(field: Field) -> str:
@@ -184,8 +180,8 @@ def _tensor(field: Field) -> str:
     return f"{text} ({field.note})" if field.note else text
 
 
-def waits_row(name: str, cls: type[Compressor]) -> Row:
-    """Return the row of waits: how often the default instance makes the host wait for a GPU."""
+def waits_entry(name: str, cls: type[Compressor]) -> Entry:
+    """Return the entry of waits: how often the default instance makes the host wait for a GPU."""
     compressor = cls()
     scheme = combine(compressor)[2]
     ragged = any(field.varies == "worker" for field in compressor.wire(NUMEL))
@@ -195,7 +191,7 @@ def waits_row(name: str, cls: type[Compressor]) -> Row:
         "default scheme": "its own rounds" if scheme is None else written(scheme),
         f"a tensor in a step of {WORKERS} workers": str(waits_of_step(compressor, scheme, WORKERS)),
     }
-    return Row(name, cls, cells)
+    return Entry(name, cls, cells)
 
 
 def waits_of_step(compressor: Compressor, scheme: Scheme | None, workers: int) -> Waits:
@@ -224,26 +220,26 @@ def _fields(cls: type[Any]) -> str:
     )
 
 
-def _rows(row: Callable[[str, Any], Row], classes: Mapping[str, type]) -> list[Row]:
-    return [row(*item) for item in sorted(classes.items())]
+def _entries(entry: Callable[[str, Any], Entry], classes: Mapping[str, type]) -> list[Entry]:
+    return [entry(*item) for item in sorted(classes.items())]
 
 
-def _kind(row: Row) -> str:
-    return row.cells["kind"].partition(",")[0]
+def _kind(entry: Entry) -> str:
+    return entry.cells["kind"].partition(",")[0]
 
 
-FAMILIES: dict[str, Callable[[], list[Row]]] = {
-    "compressors": lambda: sorted(_rows(compressor_row, COMPRESSORS), key=_kind),
-    "memories": lambda: _rows(memory_row, MEMORIES),
-    "schemes": lambda: _rows(scheme_row, SCHEMES),
-    "controllers": lambda: _rows(
-        lambda name, cls: Row(name, cls, {"fields": _fields(cls)}),
+FAMILIES: dict[str, Callable[[], list[Entry]]] = {
+    "compressors": lambda: sorted(_entries(compressor_entry, COMPRESSORS), key=_kind),
+    "memories": lambda: _entries(memory_entry, MEMORIES),
+    "schemes": lambda: _entries(scheme_entry, SCHEMES),
+    "controllers": lambda: _entries(
+        lambda name, cls: Entry(name, cls, {"fields": _fields(cls)}),
         subclasses(vars(controllers), Controller),
     ),
-    "waits": lambda: _rows(waits_row, COMPRESSORS),
-    "wire": lambda: _rows(wire_row, COMPRESSORS),
+    "waits": lambda: _entries(waits_entry, COMPRESSORS),
+    "wire": lambda: _entries(wire_entry, COMPRESSORS),
 }
-"""``{family: function that returns its rows}``; some compressors are measured, in seconds."""
+"""``{family: function that returns its entries}``; some compressors are measured, in seconds."""
 
 
 _SECTION = re.compile(r"^References?:\s*\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
@@ -298,37 +294,37 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
         all_columns: give everything its own column. Otherwise memory and scheme share a column,
             class and name share one, and ranges to tune are left out.
     """
-    rows, table = FAMILIES[family](), []
-    for row in rows:
-        cells = dict(row.cells)
+    entries, table = FAMILIES[family](), []
+    for entry in entries:
+        cells = dict(entry.cells)
         if all_columns:
-            cells = {"class": row.cls.__name__, "name": row.name, **cells, "what": row.what}
+            cells = {"class": entry.cls.__name__, "name": entry.name, **cells, "what": entry.what}
         else:
-            cells = {"class\nname": f"{row.cls.__name__}\n{row.name}", **cells}
+            cells = {"class\nname": f"{entry.cls.__name__}\n{entry.name}", **cells}
             cells.pop("tuned", None)
             if "scheme" in cells:
                 cells["memory\nscheme"] = f"{cells.pop('memory')}\n{cells.pop('scheme')}"
             elif family not in _FIGURES:
-                cells["what"] = row.what
+                cells["what"] = entry.what
         table.append({heading: text.replace("``", "") for heading, text in cells.items()})
     lines = text_table.plain(list(table[0]), [list(cells.values()) for cells in table], width)
     return f"{family.capitalize()}\n\n{lines}\n"
 
 
 def markdown(family: str) -> str:
-    """Return one family as a Markdown table, whose links mkdocs-autorefs resolves on any page.
+    """Return one family as a Markdown table, with links that mkdocs-autorefs resolves.
 
     Related values share a cell, so that all columns fit on the screen.
     """
     table = []
-    for row in FAMILIES[family]():
-        cells = {heading: _on_page(text) for heading, text in row.cells.items()}
+    for entry in FAMILIES[family]():
+        cells = {heading: _on_page(text) for heading, text in entry.cells.items()}
         cells.pop("tuned", None)
-        what = " ".join(filter(None, [_on_page(row.what), _cited(cells.pop("reference", ""))]))
+        what = " ".join(filter(None, [_on_page(entry.what), _cited(cells.pop("reference", ""))]))
         if "scheme" in cells:
             cells["memory, scheme"] = f"{cells.pop('memory')},<br>{cells.pop('scheme')}"
         shown = {} if family in _FIGURES else {"what": what}
-        link = f"[`{row.cls.__name__}`][{path_of(row.cls)}]<br>`{row.name}`"
+        link = f"[`{entry.cls.__name__}`][{path_of(entry.cls)}]<br>`{entry.name}`"
         table.append({"class, name": link, **shown, **cells})
     columns = list(table[0])
     left = set(columns) - {"bits", "bytes"}

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gc.kernels import trial
 from tests.support.kernel_device import DEVICE, marks
 
 pytestmark = marks
@@ -19,8 +18,8 @@ KERNELS = [
 ]
 
 
-def module_of(name: str) -> Any:
-    return importlib.import_module(f"lightning_gc.kernels.triton_kernels.{name}")
+def kernels() -> Any:
+    return importlib.import_module("lightning_gc.kernels.triton_kernels")
 
 
 class DoesNothing:
@@ -36,17 +35,17 @@ class DoesNotCompile:
 
 
 def test_all_are_right() -> None:
-    trial.run(torch.device(DEVICE))
+    kernels().self_test(torch.device(DEVICE))
 
 
-@pytest.mark.parametrize(("module", "kernel"), KERNELS)
+@pytest.mark.parametrize(("operation", "kernel"), KERNELS)
 @pytest.mark.parametrize("fails", [DoesNotCompile, DoesNothing])
 def test_one_that_fails_is_found(
-    module: str, kernel: str, fails: type, monkeypatch: pytest.MonkeyPatch
+    operation: str, kernel: str, fails: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is left in memory was another tensor before; hence zeros, which are no result."""
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    monkeypatch.setattr(module_of(module), kernel, fails())
-    with pytest.raises(RuntimeError, match=f"^{module}: ") as found:
-        trial.run(torch.device(DEVICE))
+    monkeypatch.setattr(kernels(), kernel, fails())
+    with pytest.raises(RuntimeError, match=f"^{operation}: ") as found:
+        kernels().self_test(torch.device(DEVICE))
     assert ("unsupported" in str(found.value)) == (fails is DoesNotCompile)
