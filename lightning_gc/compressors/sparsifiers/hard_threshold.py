@@ -57,9 +57,6 @@ class HardThreshold(SparseCodec):
         space=(Range("threshold", 1e-5, 0.1, scale="log"),),
     )
     waits = Waits(1)
-    own_payload = (
-        False  # on a GPU elements are chosen and taken by one kernel; the payload is equal
-    )
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.threshold) and self.threshold >= 0):

@@ -93,11 +93,11 @@ class ModelTopK(DensitySparsifier, SparseCodec):
 
     def _threshold(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         """Return λ_t, 0-dim; where nothing is known of a step before, the tensor's own."""
-        if bucket.state and _CACHED not in bucket.positions:
+        if bucket.state and _CACHED not in bucket.cache:
             # A tensor that has been sent whole since tells nothing of the step before.
             last = [s for s in bucket.before.values() if s.get("step") == bucket.step - 1]
-            bucket.positions[_CACHED] = common_threshold(last, buffer)
-        common = bucket.positions[_CACHED] if bucket.state else buffer.new_zeros(())
+            bucket.cache[_CACHED] = common_threshold(last, buffer)
+        common = bucket.cache[_CACHED] if bucket.state else buffer.new_zeros(())
         if common > 0:
             return common
         return topk_selection.kth_largest(buffer.abs(), self.count(buffer.numel()))

@@ -33,9 +33,9 @@ class RandomSparsifier(DensitySparsifier, Codec):
     def drawn_once(self, numel: int, bucket: Bucket) -> Tensor:
         """Return the same; a round draws them once, to encode, and keeps them to decode."""
         key = (self, numel, bucket.names)
-        if key not in bucket.positions:
-            bucket.positions[key] = self.drawn(numel, bucket)
-        return bucket.positions[key]
+        if key not in bucket.cache:
+            bucket.cache[key] = self.drawn(numel, bucket)
+        return bucket.cache[key]
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         chosen = self.drawn_once(buffer.numel(), bucket)
