@@ -11,8 +11,7 @@ from typing import Any, Literal, Protocol, Self
 
 from torch import Tensor
 
-from lightning_gc.compressors.bounds import Bound
-from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.compressors.traits import Bound, Knob, Traits, Waits
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Limits, Mean, Payload

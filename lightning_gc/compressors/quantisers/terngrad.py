@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.compressors.base import Codec, Collective, Compressor
-from lightning_gc.compressors.bounds import Multiple, Variance
 from lightning_gc.compressors.quantisers import integer_sums
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Multiple, Traits, Variance
 from lightning_gc.compressors.wrappers.wrapper import Preset
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bucket import Bucket

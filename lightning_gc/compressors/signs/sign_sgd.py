@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, CodecScheme
-from lightning_gc.compressors.bounds import Unbounded
 from lightning_gc.compressors.signs import sign_payload
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Traits, Unbounded
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.bounds import AbsoluteError
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.compressors.traits import AbsoluteError, Knob, Traits, Waits
 from lightning_gc.core import elias_fano
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Contraction, Variance
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Contraction, Traits, Variance
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.elias_fano import check_count

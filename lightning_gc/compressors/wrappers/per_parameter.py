@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import BatchedCollective, CodecScheme, Compressor, Joint
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Contraction, Traits
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Mean, Payload, together
