@@ -4,11 +4,6 @@ from lightning_gc.compressors.base import BatchedCollective as BatchedCollective
 from lightning_gc.compressors.base import Codec as Codec
 from lightning_gc.compressors.base import Collective as Collective
 from lightning_gc.compressors.base import Compressor as Compressor
-from lightning_gc.compressors.bounds import AbsoluteError as AbsoluteError
-from lightning_gc.compressors.bounds import Contraction as Contraction
-from lightning_gc.compressors.bounds import Multiple as Multiple
-from lightning_gc.compressors.bounds import Unbounded as Unbounded
-from lightning_gc.compressors.bounds import Variance as Variance
 from lightning_gc.compressors.identity import Identity as Identity
 from lightning_gc.compressors.low_rank.atomo_svd import AtomoSVD as AtomoSVD
 from lightning_gc.compressors.low_rank.factorisation import LowRank as LowRank
@@ -28,9 +23,6 @@ from lightning_gc.compressors.quantisers.dynamic_tree import DynamicTree as Dyna
 from lightning_gc.compressors.quantisers.ecqsgd import ECQSGD as ECQSGD
 from lightning_gc.compressors.quantisers.float4 import Float4 as Float4
 from lightning_gc.compressors.quantisers.float8 import Float8 as Float8
-from lightning_gc.compressors.quantisers.independent_terngrad import (
-    IndependentTernGrad as IndependentTernGrad,
-)
 from lightning_gc.compressors.quantisers.int8 import Int8 as Int8
 from lightning_gc.compressors.quantisers.integer_qsgd import IntegerQSGD as IntegerQSGD
 from lightning_gc.compressors.quantisers.natural_compression import (
@@ -38,6 +30,7 @@ from lightning_gc.compressors.quantisers.natural_compression import (
 )
 from lightning_gc.compressors.quantisers.qsgd import QSGD as QSGD
 from lightning_gc.compressors.quantisers.rotated import Rotated as Rotated
+from lightning_gc.compressors.quantisers.terngrad import IndependentTernGrad as IndependentTernGrad
 from lightning_gc.compressors.quantisers.terngrad import TernGrad as TernGrad
 from lightning_gc.compressors.quantisers.uniform import Uniform as Uniform
 from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD as EFSignSGD
@@ -52,19 +45,18 @@ from lightning_gc.compressors.sparsifiers.fixed_proportion import FixedProportio
 from lightning_gc.compressors.sparsifiers.gaussian_k import GaussianK as GaussianK
 from lightning_gc.compressors.sparsifiers.gtopk import GTopK as GTopK
 from lightning_gc.compressors.sparsifiers.hard_threshold import HardThreshold as HardThreshold
-from lightning_gc.compressors.sparsifiers.independent_random_mask import (
-    IndependentRandomMask as IndependentRandomMask,
-)
-from lightning_gc.compressors.sparsifiers.independent_randomk import (
-    IndependentRandomK as IndependentRandomK,
-)
-from lightning_gc.compressors.sparsifiers.independent_unbiased_randomk import (
-    IndependentUnbiasedRandomK as IndependentUnbiasedRandomK,
-)
 from lightning_gc.compressors.sparsifiers.model_topk import ModelTopK as ModelTopK
 from lightning_gc.compressors.sparsifiers.nonzero_blocks import NonzeroBlocks as NonzeroBlocks
+from lightning_gc.compressors.sparsifiers.random_mask import (
+    IndependentRandomMask as IndependentRandomMask,
+)
 from lightning_gc.compressors.sparsifiers.random_mask import RandomMask as RandomMask
+from lightning_gc.compressors.sparsifiers.randomk import IndependentRandomK as IndependentRandomK
+from lightning_gc.compressors.sparsifiers.randomk import (
+    IndependentUnbiasedRandomK as IndependentUnbiasedRandomK,
+)
 from lightning_gc.compressors.sparsifiers.randomk import RandomK as RandomK
+from lightning_gc.compressors.sparsifiers.randomk import UnbiasedRandomK as UnbiasedRandomK
 from lightning_gc.compressors.sparsifiers.redsync import RedSync as RedSync
 from lightning_gc.compressors.sparsifiers.reused_threshold import ReusedThreshold as ReusedThreshold
 from lightning_gc.compressors.sparsifiers.sidco import SIDCo as SIDCo
@@ -76,15 +68,19 @@ from lightning_gc.compressors.sparsifiers.topk import TopK as TopK
 from lightning_gc.compressors.sparsifiers.topk_selection import (
     ThresholdEstimator as ThresholdEstimator,
 )
-from lightning_gc.compressors.sparsifiers.unbiased_randomk import UnbiasedRandomK as UnbiasedRandomK
 from lightning_gc.compressors.sparsifiers.variance_criterion import (
     VarianceCriterion as VarianceCriterion,
 )
 from lightning_gc.compressors.sparsifiers.variance_sparsifier import (
     VarianceSparsifier as VarianceSparsifier,
 )
+from lightning_gc.compressors.traits import AbsoluteError as AbsoluteError
+from lightning_gc.compressors.traits import Contraction as Contraction
 from lightning_gc.compressors.traits import Knob as Knob
+from lightning_gc.compressors.traits import Multiple as Multiple
 from lightning_gc.compressors.traits import Traits as Traits
+from lightning_gc.compressors.traits import Unbounded as Unbounded
+from lightning_gc.compressors.traits import Variance as Variance
 from lightning_gc.compressors.traits import Waits as Waits
 from lightning_gc.compressors.wrappers.induced import Induced as Induced
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter as PerParameter

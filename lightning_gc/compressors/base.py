@@ -7,12 +7,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from torch import Tensor
 
-from lightning_gc.compressors.bounds import Bound
-from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.compressors.traits import Bound, Knob, Traits, Waits
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Limits, Mean, Payload
@@ -111,17 +110,6 @@ class Compressor(Settings, abc.ABC):
         """
         return self
 
-    def joined(self, parts: tuple[Part, ...]) -> Codec | None:
-        """Return a codec that encodes all ``parts`` of a bucket in one payload, or None.
-
-        Args:
-            parts: ascending; the codec must not touch other elements of the bucket.
-
-        Returns:
-            None if each part needs a separate payload.
-        """
-        return None
-
     @property
     def knob(self) -> Knob | None:
         """The field that a controller sets, or None."""
@@ -165,15 +153,6 @@ class Compressor(Settings, abc.ABC):
     def examples(cls) -> tuple[Self, ...]:
         """Return instances for the contract tests."""
         return (cls(),)
-
-
-class Part(NamedTuple):
-    """A parameter of a bucket and its compressor."""
-
-    codec: Compressor
-    name: str
-    start: int  # in the bucket's flat gradient
-    stop: int
 
 
 class Codec(Compressor):
@@ -224,17 +203,13 @@ class Codec(Compressor):
         """Return how many of ``numel`` elements the payload carries."""
         return numel
 
-    def taken(self, numel: int) -> int:
-        """Return how many of ``numel`` elements are compressed, not sent uncompressed."""
-        return numel
-
     def send(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Encode and add the payload to the tally. For schemes."""
         payload = self.encode(buffer, bucket)
         if bucket.phase == 0:
             # A shard's buffer may be padded beyond its bucket.
             sent = min(self.sent(payload, buffer.numel()), bucket.numel)
-            bucket.tally.count(self.taken(bucket.numel), sent, payload)
+            bucket.tally.count(bucket.numel, sent, payload)
         return payload
 
     def receive(
@@ -249,14 +224,9 @@ class Codec(Compressor):
             payload_validation.fields(payload, wire_of(self, out.numel()))
             self.decode(payload, out, scale, bucket)
 
-    def finish(self, out: Tensor, bucket: Bucket) -> None:
-        """Turn the mean of the sent parts into the result, in place. By default they are equal."""
-
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         assert scheme is not None
         yield from scheme.flow(self, bucket, buffer, out)
-        if bucket.wanted:
-            self.finish(out, bucket)
 
 
 class Collective(Compressor):

@@ -74,8 +74,7 @@ class Bucket:
         tally: counts of elements and bytes, to which codecs add.
         wanted: False if this worker need not decode the mean: simulated workers except worker 0.
         weights: parameter name -> value, for memories that read it; otherwise empty.
-        positions: cache of the round, shared by parts and shards. It keeps random numbers common to
-            all workers, and results computed once for all parts.
+        cache: tensors computed once per round, shared by parts and shards.
         before: parameter name -> the compressor's state for it at the start of the round, for the
             full model; read-only. For methods that treat the model as one tensor.
     """
@@ -91,7 +90,7 @@ class Bucket:
     tally: Tally = field(default_factory=Tally)
     wanted: bool = True
     weights: Mapping[str, Tensor] = field(default_factory=dict)
-    positions: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
+    cache: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
     before: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
     @property

@@ -31,11 +31,15 @@ def subclasses(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]
     """Return ``{name: class}`` of the concrete subclasses of ``base`` in a namespace.
 
     A class is named after its file: ``HardThreshold`` in ``hard_threshold.py`` is
-    ``"hard_threshold"``.
+    ``"hard_threshold"``. A preset in the file of its family has its name in ``registry_name``.
     """
     classes = [v for v in namespace.values() if inspect.isclass(v) and issubclass(v, base)]
     classes = sorted(classes, key=lambda cls: cls.__name__)
-    return {c.__module__.rpartition(".")[2]: c for c in classes if not inspect.isabstract(c)}
+    return {_registry_name(cls): cls for cls in classes if not inspect.isabstract(cls)}
+
+
+def _registry_name(cls: type) -> str:
+    return str(vars(cls).get("registry_name", cls.__module__.rpartition(".")[2]))
 
 
 def concrete(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:

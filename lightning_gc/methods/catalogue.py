@@ -11,9 +11,17 @@ from typing import Any
 import torch
 
 from lightning_gc import controllers
-from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor, bounds
+from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Knob, Waits
+from lightning_gc.compressors.traits import (
+    AbsoluteError,
+    Contraction,
+    Knob,
+    Multiple,
+    Unbounded,
+    Variance,
+    Waits,
+)
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Field, Range, text_table
 from lightning_gc.core.registry import path_of, required_fields, subclasses
@@ -104,21 +112,21 @@ def wire_bits(compressor: Compressor) -> float:
 def bound(compressor: Compressor, numel: int) -> str:
     """Return the bound on the compression error in a few words."""
     found = compressor.bound(numel)
-    if compressor.traits.exact or found == bounds.Contraction(1.0):
+    if compressor.traits.exact or found == Contraction(1.0):
         return "no error"
-    if isinstance(found, bounds.Contraction):
+    if isinstance(found, Contraction):
         text = f"{found.delta:.3g}" if found.delta <= 0.99 else f"1 − {1 - found.delta:.3g}"
         return f"contraction\nδ = {text}"
-    if isinstance(found, bounds.Variance):
+    if isinstance(found, Variance):
         return f"variance\nω = {found.omega:.3g}"
-    if isinstance(found, bounds.Multiple):
+    if isinstance(found, Multiple):
         return f"‖error‖² ≤\n{found.omega:.3g}·‖x‖²"
-    if isinstance(found, bounds.AbsoluteError):
+    if isinstance(found, AbsoluteError):
         other = compressor.bound(4 * numel)
-        if isinstance(other, bounds.AbsoluteError) and abs(other.v - 2 * found.v) <= 1e-6 * found.v:
+        if isinstance(other, AbsoluteError) and abs(other.v - 2 * found.v) <= 1e-6 * found.v:
             return f"‖error‖ ≤\n{found.v / numel**0.5:.3g}·√d"
         return f"‖error‖ ≤\n{found.v:.3g}"
-    assert isinstance(found, bounds.Unbounded), found
+    assert isinstance(found, Unbounded), found
     return "none"
 
 

@@ -112,6 +112,12 @@ class Draws(Largest):
         return at, value
 
 
+class JoinsOtherValues(TopK):
+    def take(self, buffer: Tensor, positions: Tensor) -> Payload:
+        values, coded = super().take(buffer, positions)
+        return 2 * values, coded
+
+
 class Trusts(Largest):
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         at, value = payload
@@ -187,6 +193,9 @@ BROKEN: dict[Callable[[], None], str] = {
     ),
     lambda: law.test_3_keeps_its_bound(WrongInMatrices(), 221): (
         "law 3 for 'normal' of 221 elements, 17 x 13: the squared error"
+    ),
+    lambda: law.test_3_sends_what_it_chooses(JoinsOtherValues(0.1), 19): (
+        "law 3 for 'normal' of 19 elements: joins is True, but encode sends other values: element"
     ),
     lambda: law.test_4_knob_moves_bytes_in_its_direction(TurnsBackwards()): (
         r"law 4: Knob\('spare', more='compression'\) .* of 12, .*, 68 bytes: the other direction"

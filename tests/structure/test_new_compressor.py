@@ -24,8 +24,7 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.core.wire import Field, Wire
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Contraction, Traits
 from lightning_gc.core.flow import Payload
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import BatchedCollective, dense
-from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.compressors.traits import Contraction, Knob, Traits
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Mean, together

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.compressors.base import Collective, dense
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank
-from lightning_gc.compressors.traits import Knob, Waits
+from lightning_gc.compressors.traits import Contraction, Knob, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Mean
 from lightning_gc.core.search_space import Choice, Range

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.bounds import AbsoluteError
 from lightning_gc.compressors.low_rank.factorisation import sides
 from lightning_gc.compressors.low_rank.singular_triplets import SingularTriplets
-from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.compressors.traits import AbsoluteError, Knob, Traits, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.search_space import Range
 

@@ -9,9 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import AbsoluteError
 from lightning_gc.compressors.quantisers import coded_multiples
-from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.compressors.traits import AbsoluteError, Knob, Traits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.search_space import Range

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, check_block_size
 from lightning_gc.compressors.quantisers.qsgd import BITS
-from lightning_gc.compressors.traits import Knob
+from lightning_gc.compressors.traits import Knob, Variance
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.core.bucket import Bucket

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.sparsifiers import sparse_codec, sparse_sign_payload, topk_selection
+from lightning_gc.compressors.signs import sign_payload
+from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.traits import Waits
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
@@ -49,7 +50,7 @@ def take(buffer: Tensor, unit: float, bucket: Bucket) -> Payload:
         *whole,
         torch.cat(encode(gaps, gap_low)),
         *encode(levels.abs() - 1, low),
-        *sparse_sign_payload.pack_signs(levels < 0),
+        *sign_payload.pack_signs(levels < 0),
     )
 
 
@@ -77,13 +78,13 @@ def fields(numel: int) -> Wire:
         Field("gaps", byte, gap_bytes, "worker", "between levels that are not 0, Golomb-Rice"),
         Field("low parts", byte, _LOW * groups, "worker", "of levels: their last bits"),
         Field("high parts", byte, (_HIGH + 1) * groups, "worker", "of levels, unary"),
-        *sparse_sign_payload.sign_fields(numel),
+        *sign_payload.sign_fields(numel),
     )
 
 
 def count(payload: Payload) -> int:
     """Return how many elements a payload carries."""
-    return payload[0].numel() + sparse_sign_payload.count(payload)
+    return payload[0].numel() + sign_payload.count(payload)
 
 
 def _low_bits(buffer: Tensor, unit: float) -> int:
@@ -123,7 +124,7 @@ def _draw(buffer: Tensor, unit: float, random: torch.Generator) -> tuple[Tensor,
 def _places(payload: Payload, unit: float | Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Return ascending positions, and the multiples of ``unit`` to add there."""
     gaps, low_parts, high_parts, *signs = payload
-    count, numel = sparse_sign_payload.count(payload), out.numel()
+    count, numel = sign_payload.count(payload), out.numel()
     check_count(count, numel)
     if not count:
         payload_validation.lengths((gaps, high_parts), 0, 0)
@@ -134,7 +135,7 @@ def _places(payload: Payload, unit: float | Tensor, out: Tensor) -> tuple[Tensor
     levels = decode(low_parts, high_parts, count, low, highest + 1, look)
     multiples = (levels + 1).to(out.dtype).mul_(unit)
     multiples = payload_validation.codes(levels, highest, multiples)
-    negative = sparse_sign_payload.unpack_signs(tuple(signs))
+    negative = sign_payload.unpack_signs(tuple(signs))
     multiples = torch.where(negative, -multiples, multiples)
 
     gap_low = _gap_low(count, numel)

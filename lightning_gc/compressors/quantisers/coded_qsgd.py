@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.quantisers import coded_multiples
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.compressors.traits import Knob, Traits, Variance, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.search_space import Range

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, Blockwise8Bit
 from lightning_gc.compressors.quantisers.minifloat import LookupTable
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Contraction, Traits
 
 _DECADES = 7
 _ROUNDING = 1.0001

@@ -7,10 +7,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.quantisers import minifloat
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, Blockwise8Bit
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Contraction, Traits
 from lightning_gc.core.search_space import Choice
 
 # Bits of the mantissa, and the code of the largest number.

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Variance
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Traits, Variance
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload

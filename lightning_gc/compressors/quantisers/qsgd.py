@@ -8,9 +8,8 @@ from typing import Literal
 
 import torch
 
-from lightning_gc.compressors.bounds import Variance
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, BlockwiseLevels
-from lightning_gc.compressors.traits import Knob, Traits
+from lightning_gc.compressors.traits import Knob, Traits, Variance
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.search_space import Range
 

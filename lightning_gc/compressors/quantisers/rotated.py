@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Bound
 from lightning_gc.compressors.quantisers.qsgd import QSGD
-from lightning_gc.compressors.traits import Traits, Waits
+from lightning_gc.compressors.traits import Bound, Traits, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.search_space import Choice

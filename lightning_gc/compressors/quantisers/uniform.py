@@ -8,10 +8,9 @@ from typing import Literal
 
 import torch
 
-from lightning_gc.compressors.bounds import Contraction, Variance
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseLevels
 from lightning_gc.compressors.quantisers.qsgd import QSGD
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Contraction, Traits, Variance
 from lightning_gc.core.bucket import Bucket
 
 _ROUNDING = 2.0**-20  # of float32, times the norm of x: see bound

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.signs import sign_payload
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Contraction, Traits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.wire import Field, Wire

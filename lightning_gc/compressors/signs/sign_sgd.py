@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Unbounded
+from lightning_gc.compressors.base import Codec, CodecScheme
 from lightning_gc.compressors.signs import sign_payload
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.traits import Traits, Unbounded
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
+from lightning_gc.core.flow import Flow, Payload
 from lightning_gc.core.wire import Field, Wire
 
 
@@ -69,9 +68,11 @@ class SignSGD(Codec):
         bits, votes = payload
         sign_payload.add(bits, torch.cat([-votes, votes]), out, scale)
 
-    def finish(self, out: Tensor, bucket: Bucket) -> None:
-        # The mean of W votes is at least 1/W in magnitude, or zero up to rounding.
-        out.masked_fill_(out.abs() < 0.5 / bucket.workers, 0).sign_()
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
+        yield from super().flow(bucket, buffer, out, scheme)
+        if bucket.wanted:
+            # The mean of W votes is at least 1/W in magnitude, or zero up to rounding.
+            out.masked_fill_(out.abs() < 0.5 / bucket.workers, 0).sign_()
 
     def bound(self, numel: int) -> Unbounded:
         """Return no bound: a sign has length 1 whatever the gradient's."""

@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Multiple
 from lightning_gc.compressors.signs import sign_payload
-from lightning_gc.compressors.sparsifiers import sparse_sign_payload
-from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.compressors.traits import Knob, Multiple, Traits, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.search_space import Range
@@ -80,11 +78,11 @@ class AdaComp(Codec):
         # Negated, so that NaN is chosen: it must not stay in the error unnoticed.
         below = (score.abs_() < greatest.view(-1, 1)).view(-1)[: buffer.numel()]
         chosen = below.logical_not_().logical_and_(buffer != 0).nonzero().view(-1)
-        levels = sparse_sign_payload.both(scale)
-        return scale.view(1), *sparse_sign_payload.take(buffer, chosen, levels)
+        levels = sign_payload.both(scale)
+        return scale.view(1), *sign_payload.take_chosen(buffer, chosen, levels)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        sparse_sign_payload.add(payload[1:], sparse_sign_payload.both(payload[0][0]), out, scale)
+        sign_payload.add_chosen(payload[1:], sign_payload.both(payload[0][0]), out, scale)
 
     def bound(self, numel: int) -> Multiple:
         """Return ω = 1 + d/b for b bins: no contraction, as small elements may be sent as s.
@@ -96,10 +94,10 @@ class AdaComp(Codec):
         return Multiple(1 + numel / max(1, bins))
 
     def wire(self, numel: int) -> Wire:
-        return (Field("scale", torch.float32, 1), *sparse_sign_payload.fields(numel, numel))
+        return (Field("scale", torch.float32, 1), *sign_payload.chosen_fields(numel, numel))
 
     def sent(self, payload: Payload, numel: int) -> int:
-        return sparse_sign_payload.count(payload)
+        return sign_payload.count(payload)
 
     @classmethod
     def examples(cls) -> tuple[AdaComp, ...]:

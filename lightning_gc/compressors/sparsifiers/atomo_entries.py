@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightning_gc.compressors.bounds import Variance
-from lightning_gc.compressors.sparsifiers.magnitude_sampling import MagnitudeSampling, Sums
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.sparsifiers.variance_sparsifier import VarianceSparsifier
+from lightning_gc.compressors.sparsifiers.variance_sparsifier import (
+    MagnitudeSampling,
+    MagnitudeSums,
+    VarianceSparsifier,
+)
+from lightning_gc.compressors.traits import Variance
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class AtomoEntries(DensitySparsifier, MagnitudeSampling):
     traits = replace(DensitySparsifier.traits, unbiased=True)
     waits = VarianceSparsifier.waits
 
-    def least(self, every: Sums, reaching: Sums) -> Tensor:
+    def least(self, every: MagnitudeSums, reaching: MagnitudeSums) -> Tensor:
         assert isinstance(every.number, int)
         budget = every.magnitudes.new_full((), self.count(every.number)) - reaching.number
         rest = every.magnitudes - reaching.magnitudes

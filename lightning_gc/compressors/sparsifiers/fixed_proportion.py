@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.signs import sign_payload
-from lightning_gc.compressors.sparsifiers import sparse_sign_payload, topk_selection
+from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Waits
+from lightning_gc.compressors.traits import Contraction, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.wire import Field, Wire
@@ -58,14 +57,14 @@ class FixedProportion(DensitySparsifier, Codec):
         below, above = map(self._greatest, sides, numbers)
         means = torch.stack([sign_payload.mean(buffer[i], i.numel()) for i in (below, above)])
         chosen = torch.cat([below, above]).sort().values
-        return means, *sparse_sign_payload.take(buffer, chosen, means)
+        return means, *sign_payload.take_chosen(buffer, chosen, means)
 
     def _greatest(self, side: Tensor, number: int) -> Tensor:
         """Return the ascending positions of the share to send of ``number`` that are not zero."""
         return topk_selection.largest(side, self.count(number))
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        sparse_sign_payload.add(payload[1:], payload[0], out, scale)
+        sign_payload.add_chosen(payload[1:], payload[0], out, scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = min(1/k, ⅔·density), for k = density·numel.
@@ -81,7 +80,7 @@ class FixedProportion(DensitySparsifier, Codec):
         # Two sides may round up where the whole would not.
         most = min(numel, self.count(numel) + 1)
         means = Field("means", torch.float32, 2, note="of negative, of positive elements sent")
-        return (means, *sparse_sign_payload.fields(most, numel))
+        return (means, *sign_payload.chosen_fields(most, numel))
 
     def sent(self, payload: Payload, numel: int) -> int:
-        return sparse_sign_payload.count(payload)
+        return sign_payload.count(payload)

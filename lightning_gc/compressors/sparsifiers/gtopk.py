@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Collective
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Waits
+from lightning_gc.compressors.traits import Contraction, Waits
 from lightning_gc.core import elias_fano, payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.digest import check_same, digest

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.bounds import AbsoluteError
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.compressors.traits import AbsoluteError, Knob, Traits, Waits
 from lightning_gc.core import elias_fano
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
@@ -57,9 +56,6 @@ class HardThreshold(SparseCodec):
         space=(Range("threshold", 1e-5, 0.1, scale="log"),),
     )
     waits = Waits(1)
-    own_payload = (
-        False  # on a GPU elements are chosen and taken by one kernel; the payload is equal
-    )
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.threshold) and self.threshold >= 0):

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Waits
+from lightning_gc.compressors.traits import Contraction, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.state_structure import WHOLE, Numbers, Record, Structure
 from lightning_gc.kernels.dispatch import used_here
@@ -94,11 +93,11 @@ class ModelTopK(DensitySparsifier, SparseCodec):
 
     def _threshold(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         """Return λ_t, 0-dim; where nothing is known of a step before, the tensor's own."""
-        if bucket.state and _CACHED not in bucket.positions:
+        if bucket.state and _CACHED not in bucket.cache:
             # A tensor that has been sent whole since tells nothing of the step before.
             last = [s for s in bucket.before.values() if s.get("step") == bucket.step - 1]
-            bucket.positions[_CACHED] = common_threshold(last, buffer)
-        common = bucket.positions[_CACHED] if bucket.state else buffer.new_zeros(())
+            bucket.cache[_CACHED] = common_threshold(last, buffer)
+        common = bucket.cache[_CACHED] if bucket.state else buffer.new_zeros(())
         if common > 0:
             return common
         return topk_selection.kth_largest(buffer.abs(), self.count(buffer.numel()))

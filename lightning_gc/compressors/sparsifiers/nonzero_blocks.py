@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.quantisers.blockwise_codes import check_block_size
 from lightning_gc.compressors.sparsifiers import sparse_codec
-from lightning_gc.compressors.traits import Traits, Waits
+from lightning_gc.compressors.traits import Contraction, Traits, Waits
 from lightning_gc.core import elias_fano, payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload

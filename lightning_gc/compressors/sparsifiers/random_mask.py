@@ -1,30 +1,66 @@
-"""RandomMask: send the elements under a random mask, the same one on every worker."""
+"""RandomMask: send the elements under a random mask; and its preset under its old name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
-from torch import Tensor
 
-from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers.position_draws import positions
 from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
+from lightning_gc.compressors.traits import Contraction
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core.wire import Field
 
 
-@dataclass(frozen=True)
-class RandomMask(RandomSparsifier):
+class _Mask(RandomSparsifier):
     """Send each element with probability ``density``, independently of the others.
 
-    ``C(x)_i = x_i`` with probability ``density``, else 0. All workers draw the same mask from
-    (seed, parameter name, step), so no positions are sent and values can be all-reduced: 32 bits a
-    sent element. Their number is binomial, and of a small tensor often zero: ``RandomK`` sends
-    equally many at every step, at least one.
+    All masks with c elements are equally likely, so it is enough to draw c, then c positions.
+    """
+
+    unbiased = False
+
+    def how_many(self, numel: int, bucket: Bucket) -> int:
+        """Return a binomial number, drawn on the host.
+
+        A shared number depends on seed, step and size only, so that the payloads of a two-shot
+        scheme's shards have equal lengths.
+        """
+        if self.shared:
+            bucket = replace(bucket, shapes={f"{numel} elements": (numel,)})
+        host = torch.Generator().manual_seed(bucket.generator_seed(shared=self.shared))
+        trials = torch.tensor(numel, dtype=torch.float64, device="cpu")
+        return int(torch.binomial(trials, torch.full_like(trials, self.density), generator=host))
+
+    def values_field(self, numel: int) -> Field:
+        varies = "step" if self.shared else "worker"
+        return Field("values", torch.float32, numel, varies, "binomial number")
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = density, in expectation over the draw."""
+        return Contraction(self.density)
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        return (cls(0.3), cls(1.0))
+
+
+@dataclass(frozen=True, repr=False)
+class RandomMask(_Mask):
+    """Send each element with probability ``density``, independently of the others.
+
+    ``C(x)_i = x_i`` with probability ``density``, else 0. With ``shared``, all workers draw the
+    same mask from (seed, parameter name, step). Then no positions are sent, values are all-reduced,
+    and a sent element takes 32 bits. Otherwise each worker draws its own mask and also sends its
+    seed, 8 bytes. Lengths then differ between workers and are sent first.
+
+    The number of elements is binomial, and often zero for a small tensor. ``RandomK`` sends the
+    same number in every step, at least one.
 
     Args:
         density: probability of each element, in (0, 1]. Lower means more compression, more error.
+        shared: whether all workers draw the same mask.
 
     Raises:
         ValueError: ``density`` outside (0, 1].
@@ -36,38 +72,31 @@ class RandomMask(RandomSparsifier):
 
     Reference:
         Konečný, McMahan, Yu, Richtárik, Suresh and Bacon, "Federated Learning: Strategies for
-        Improving Communication Efficiency", 2016. There every client has a mask of its own and
-        sends the seed, and there is no error feedback: ``memory=NoMemory()``.
+        Improving Communication Efficiency", 2016. There each client draws its own mask, and there
+        is no error feedback: ``shared=False`` and ``memory=NoMemory()``.
     """
 
-    def drawn(self, numel: int, bucket: Bucket) -> Tensor:
-        """Return the positions under this step's mask, ``(c,)`` int64.
-
-        All masks with c elements are equally likely, so it is enough to draw c, then c positions.
-        Tensors of equal size have masks of their own with the same c.
-        """
-        c = how_many(self.density, numel, bucket)
-        return positions(numel, c, bucket.generator_seed(shared=True), bucket.grad.device)
-
-    def bound(self, numel: int) -> Contraction:
-        """Return δ = density, in expectation over the draw."""
-        return Contraction(self.density)
-
-    def wire(self, numel: int) -> Wire:
-        return (Field("values", torch.float32, numel, "step", "binomial number"),)
-
-    @classmethod
-    def examples(cls) -> tuple[RandomMask, ...]:
-        return (cls(0.3), cls(1.0))
+    shared: bool = True
 
 
-def how_many(density: float, numel: int, bucket: Bucket) -> int:
-    """Return how many of ``numel`` elements the mask keeps: binomial, drawn on the host.
+@dataclass(frozen=True)
+class IndependentRandomMask(_Mask):
+    """Preset of ``RandomMask(density, shared=False)``: each worker draws its own mask.
 
-    It depends on seed, step and size alone, so payloads of a two-shot scheme's shards are equally
-    long.
+    Args:
+        density: probability of each element, in (0, 1]. Lower means more compression, more error.
+
+    Raises:
+        ValueError: ``density`` outside (0, 1].
+
+    Example:
+        >>> from lightning_gc import CompressedDDPStrategy, IndependentRandomMask, NoMemory
+        >>> paper = CompressedDDPStrategy(IndependentRandomMask(0.25), memory=NoMemory())
+
+    Reference:
+        Konečný, McMahan, Yu, Richtárik, Suresh and Bacon, "Federated Learning: Strategies for
+        Improving Communication Efficiency", 2016, without error feedback: ``memory=NoMemory()``.
     """
-    alike = replace(bucket, shapes={f"{numel} elements": (numel,)})
-    host = torch.Generator().manual_seed(alike.generator_seed(shared=True))
-    trials = torch.tensor(numel, dtype=torch.float64, device="cpu")
-    return int(torch.binomial(trials, torch.full_like(trials, density), generator=host))
+
+    registry_name = "independent_random_mask"
+    shared = False

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Waits
+from lightning_gc.compressors.traits import Contraction, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.state_structure import COUNT, WHOLE, Number, Numbers, Record, Structure
 

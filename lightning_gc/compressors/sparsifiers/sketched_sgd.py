@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Collective, dense
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
+from lightning_gc.compressors.traits import Contraction
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Mean
 from lightning_gc.core.wire import Field, Wire

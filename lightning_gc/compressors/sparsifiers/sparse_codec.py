@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Part
-from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.base import Codec
 from lightning_gc.core import elias_fano, payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
@@ -19,15 +16,20 @@ from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.accumulate import accumulate
 
 Varies = Literal["no", "step", "worker"]
-_OF_PAYLOADS = ("encode", "decode", "take", "wire", "send", "receive", "finish")
 
 
 class SparseCodec(Codec):
-    """Sends the elements that ``choose`` names, as values and Elias-Fano coded positions.
+    """Send the elements that ``choose`` names, as values and Elias-Fano coded positions.
 
     Positions take at most ``2 + log2(numel/k)`` bits each, and a byte or two in all. Schemes may
     split the chosen elements: see ``SparseReduce``.
+
+    Attributes:
+        joins: whether ``PerParameter`` may send the chosen elements of several parameters as one
+            payload. A subclass with another payload or another ``flow`` sets it to False.
     """
+
+    joins = True
 
     @property
     def ragged(self) -> bool:
@@ -69,72 +71,6 @@ class SparseCodec(Codec):
 
     def sent(self, payload: Payload, numel: int) -> int:
         return payload[0].numel()
-
-    @property
-    def own_payload(self) -> bool:
-        """Whether a subclass encodes or decodes otherwise, so that payloads cannot be joined."""
-        ours, own = SparseCodec, type(self)
-        return any(getattr(own, name) is not getattr(ours, name) for name in _OF_PAYLOADS)
-
-    def joined(self, parts: tuple[Part, ...]) -> Codec | None:
-        codecs = [part.codec for part in parts if isinstance(part.codec, SparseCodec)]
-        alike = len(codecs) == len(parts) and len({codec.sent_dtype for codec in codecs}) == 1
-        if not alike or any(codec.own_payload for codec in codecs):
-            return None
-        return _JointSelection(parts)
-
-
-@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
-class _JointSelection(SparseCodec):
-    """Chooses in each part of a bucket by the part's own codec, and sends one payload for all.
-
-    What is chosen, and the mean, are those of the codecs on their parts; coding, checking and
-    adding cost once a bucket, not once a parameter. Made by ``PerParameter``; no registered method.
-
-    Args:
-        parts: ascending; other elements of the bucket are left alone.
-    """
-
-    parts: tuple[Part, ...]
-
-    @property
-    def traits(self) -> Traits:
-        return self._codecs[0].traits
-
-    @property
-    def _codecs(self) -> list[SparseCodec]:
-        return [part.codec for part in self.parts if isinstance(part.codec, SparseCodec)]
-
-    @property
-    def ragged(self) -> bool:
-        return any(codec.ragged for codec in self._codecs)
-
-    @property
-    def sent_dtype(self) -> torch.dtype:
-        return self._codecs[0].sent_dtype
-
-    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
-        found = []
-        for codec, (_, name, start, stop) in zip(self._codecs, self.parts, strict=True):
-            part = bucket.part(name, start, stop)
-            found.append(codec.choose(buffer[start:stop], part).add_(start))
-        return torch.cat(found)
-
-    def most(self, numel: int) -> int:
-        return sum(
-            codec.most(part.stop - part.start)
-            for codec, part in zip(self._codecs, self.parts, strict=True)
-        )
-
-    def taken(self, numel: int) -> int:
-        return min(numel, sum(part.stop - part.start for part in self.parts))
-
-    def bound(self, numel: int) -> Contraction:
-        """Return δ = 0; each part keeps its codec's bound."""
-        return Contraction(0.0)
-
-    def __repr__(self) -> str:
-        return f"PerParameter({self.parts[0].codec!r})"
 
 
 def wire(most: int, numel: int, varies: Varies, dtype: torch.dtype = torch.float32) -> Wire:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import Contraction
-from lightning_gc.compressors.sparsifiers import sparse_sign_payload, topk_selection
-from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.compressors.signs import sign_payload
+from lightning_gc.compressors.sparsifiers import topk_selection
+from lightning_gc.compressors.traits import Contraction, Knob, Traits, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.search_space import Range
@@ -64,23 +64,23 @@ class StromThreshold(Codec):
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take ±τ out of elements that reach it. On CUDA the host waits for their number."""
         found = topk_selection.reaching(buffer, self.threshold)
-        return sparse_sign_payload.take(buffer, found, self._levels(buffer))
+        return sign_payload.take_chosen(buffer, found, self._levels(buffer))
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        sparse_sign_payload.add(payload, self._levels(out), out, scale)
+        sign_payload.add_chosen(payload, self._levels(out), out, scale)
 
     def _levels(self, like: Tensor) -> Tensor:
-        return sparse_sign_payload.both(like.new_full((), self.threshold, dtype=torch.float32))
+        return sign_payload.both(like.new_full((), self.threshold, dtype=torch.float32))
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 0: no error grows, but nothing at all is sent of a tensor below τ."""
         return Contraction(0.0)
 
     def wire(self, numel: int) -> Wire:
-        return sparse_sign_payload.fields(numel, numel)
+        return sign_payload.chosen_fields(numel, numel)
 
     def sent(self, payload: Payload, numel: int) -> int:
-        return sparse_sign_payload.count(payload)
+        return sign_payload.count(payload)
 
     @classmethod
     def examples(cls) -> tuple[StromThreshold, ...]:

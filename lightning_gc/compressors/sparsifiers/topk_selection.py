@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Compressor
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.compressors.traits import Contraction, Knob, Traits, Waits
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.search_space import Range

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.compressors.bounds import Contraction
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Knob, Traits, Waits
+from lightning_gc.compressors.traits import Contraction, Knob, Traits, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.search_space import Range
 from lightning_gc.core.state_structure import Numbers, Record, Structure

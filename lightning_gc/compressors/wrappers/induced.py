@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import AbsoluteError, Bound, Contraction, Unbounded, Variance
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.sparsifiers.topk import TopK
-from lightning_gc.compressors.traits import Traits, Waits
+from lightning_gc.compressors.traits import (
+    AbsoluteError,
+    Bound,
+    Contraction,
+    Traits,
+    Unbounded,
+    Variance,
+    Waits,
+)
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.state_structure import Structure

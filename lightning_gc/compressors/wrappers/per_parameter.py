@@ -12,17 +12,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import (
-    BatchedCollective,
-    Codec,
-    CodecScheme,
-    Compressor,
-    Joint,
-    Part,
-)
+from lightning_gc.compressors.base import BatchedCollective, CodecScheme, Compressor, Joint
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.traits import Contraction, Traits
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Mean, together
+from lightning_gc.core.flow import Flow, Mean, Payload, together
 
 
 @dataclass(frozen=True)
@@ -87,12 +82,21 @@ class PerParameter(Wrapper):
         return dataclasses.replace(self, levels=tuple(levels.items()), others_dense=dense)
 
 
+class ParameterSlice(NamedTuple):
+    """A parameter of a bucket and its compressor."""
+
+    codec: Compressor
+    name: str
+    start: int  # in the bucket's flat gradient
+    stop: int
+
+
 class _Plan(NamedTuple):
     """How the parameters of a bucket are exchanged."""
 
-    equals: list[tuple[BatchedCollective, list[Part]]]  # groups of the same shape
-    alone: list[Part]  # one payload each
-    joint: Codec | None  # encodes all other compressed parameters in one payload
+    equals: list[tuple[BatchedCollective, list[ParameterSlice]]]  # groups of the same shape
+    alone: list[ParameterSlice]  # one payload each
+    joint: _JointSelection | None  # encodes all other compressed parameters in one payload
     dense: dict[str, slice]  # uncompressed
     rows: Rows | None  # layout for ``joint`` if it encodes shards
 
@@ -107,8 +111,8 @@ def _plan(
 ) -> _Plan:
     levels = dict(compressor.levels)
     others = None if compressor.others_dense else compressor.inner
-    parts, dense, stop = list[Part](), dict[str, slice](), 0
-    equals: dict[tuple[BatchedCollective, tuple[int, ...]], list[Part]] = {}
+    parts, dense, stop = list[ParameterSlice](), dict[str, slice](), 0
+    equals: dict[tuple[BatchedCollective, tuple[int, ...]], list[ParameterSlice]] = {}
     for name, shape in shapes:
         start, stop = stop, stop + math.prod(shape)
         inner = _at(compressor.inner, levels[name]) if name in levels else others
@@ -116,15 +120,78 @@ def _plan(
         if inner is None:
             dense[name] = slice(start, stop)
         elif start < stop and isinstance(inner, BatchedCollective):
-            equals.setdefault((inner, shape), []).append(Part(inner, name, start, stop))
+            alike = equals.setdefault((inner, shape), [])
+            alike.append(ParameterSlice(inner, name, start, stop))
         elif start < stop:
-            parts.append(Part(inner, name, start, stop))
+            parts.append(ParameterSlice(inner, name, start, stop))
     groups = [(codec, some) for (codec, _), some in equals.items()]
     if joint == "no" or len(parts) < 2:
         return _Plan(groups, parts, None, dense, None)
     rows = Rows(tuple(parts), workers) if joint == "shards" else None
-    codec = parts[0].codec.joined(tuple(parts) if rows is None else rows.in_row)
+    codec = _joined(tuple(parts) if rows is None else rows.in_row)
     return _Plan(groups, [] if codec is not None else parts, codec, dense, rows)
+
+
+def _joined(parts: tuple[ParameterSlice, ...]) -> _JointSelection | None:
+    """Return a codec that encodes all ``parts`` in one payload; None if their payloads differ."""
+    codecs = [part.codec for part in parts if isinstance(part.codec, SparseCodec)]
+    joins = len(codecs) == len(parts) and all(codec.joins for codec in codecs)
+    same = len({codec.sent_dtype for codec in codecs}) == 1
+    return _JointSelection(parts, tuple(codecs)) if joins and same else None
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
+class _JointSelection(SparseCodec):
+    """Choose elements in each part by the part's codec, and send one payload for all parts.
+
+    The elements and their mean equal those of separate payloads. Coding, checking and adding cost
+    once per bucket, not once per parameter.
+
+    Args:
+        parts: ascending; other elements of the bucket are not changed.
+        codecs: the parts' codecs.
+    """
+
+    parts: tuple[ParameterSlice, ...]
+    codecs: tuple[SparseCodec, ...]
+
+    @property
+    def traits(self) -> Traits:
+        return self.codecs[0].traits
+
+    @property
+    def ragged(self) -> bool:
+        return any(codec.ragged for codec in self.codecs)
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        return self.codecs[0].sent_dtype
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        found = []
+        for codec, (_, name, start, stop) in zip(self.codecs, self.parts, strict=True):
+            part = bucket.part(name, start, stop)
+            found.append(codec.choose(buffer[start:stop], part).add_(start))
+        return torch.cat(found)
+
+    def most(self, numel: int) -> int:
+        pairs = zip(self.codecs, self.parts, strict=True)
+        return sum(codec.most(part.stop - part.start) for codec, part in pairs)
+
+    def send(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        """Encode and add the payload to the tally, without elements outside the parts."""
+        payload = self.encode(buffer, bucket)
+        if bucket.phase == 0:
+            elements = min(bucket.numel, sum(part.stop - part.start for part in self.parts))
+            bucket.tally.count(elements, min(payload[0].numel(), bucket.numel), payload)
+        return payload
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 0; each part keeps its codec's bound."""
+        return Contraction(0.0)
+
+    def __repr__(self) -> str:
+        return f"PerParameter({self.codecs[0]!r})"
 
 
 def _at(compressor: Compressor, level: float | None) -> Compressor | None:
@@ -155,13 +222,13 @@ class Rows:
         workers: W, the number of rows.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterSlice, ...]
     workers: int
 
     @functools.cached_property
-    def in_row(self) -> tuple[Part, ...]:
+    def in_row(self) -> tuple[ParameterSlice, ...]:
         """The parts with ``start`` and ``stop`` of their shards in a row."""
-        found, stop = list[Part](), 0
+        found, stop = list[ParameterSlice](), 0
         for part in self.parts:
             start, stop = stop, stop - (part.start - part.stop) // self.workers
             found.append(part._replace(start=start, stop=stop))
@@ -205,7 +272,7 @@ class Rows:
 
 
 def flow_in_rows(
-    codec: Codec, rows: Rows, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme
+    codec: SparseCodec, rows: Rows, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme
 ) -> Flow:
     """Exchange the parts of ``buffer`` in rows; ``codec`` encodes one row.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.bounds import AbsoluteError, Bound, Contraction, Multiple, Unbounded
 from lightning_gc.compressors.quantisers.natural_compression import NaturalCompression
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD
@@ -20,7 +19,15 @@ from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.compressors.sparsifiers.hard_threshold import HardThreshold
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk import TopK
-from lightning_gc.compressors.traits import Traits, Waits
+from lightning_gc.compressors.traits import (
+    AbsoluteError,
+    Bound,
+    Contraction,
+    Multiple,
+    Traits,
+    Unbounded,
+    Waits,
+)
 from lightning_gc.core import elias_fano, payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload

@@ -11,8 +11,7 @@ from typing import Self
 from torch import Tensor
 
 from lightning_gc.compressors.base import CodecScheme, Compressor
-from lightning_gc.compressors.bounds import Bound
-from lightning_gc.compressors.traits import Traits, Waits
+from lightning_gc.compressors.traits import Bound, Traits, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow
 from lightning_gc.core.state_structure import Structure

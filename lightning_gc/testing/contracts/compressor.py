@@ -226,6 +226,10 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
             assert (chosen[1:] > chosen[:-1]).all(), broken(sparse, law, what, on)
             whole = x.clone()
             sent = decoded(sparse, sparse.encode(whole, bucket), x)
+            if sparse.joins:
+                joint = decoded(sparse, SparseCodec.take(sparse, x.clone(), chosen), x)
+                what = f"joins is True, but encode sends other values: {unequal(joint, sent)}"
+                assert torch.equal(joint, sent), broken(sparse, law, what, on)
             parts, out = x.clone(), torch.zeros_like(x)
             for start, stop in ((0, numel // 3), (numel // 3, numel)):
                 mine = chosen[(chosen >= start) & (chosen < stop)] - start

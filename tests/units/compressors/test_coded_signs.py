@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gc import AdaComp, FixedProportion, StromThreshold
-from lightning_gc.compressors.sparsifiers import sparse_sign_payload
+from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.core.elias_fano import coded_bytes
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -29,13 +29,13 @@ def test_lengths_tell_the_number(chosen: int) -> None:
     x = torch.randn(100, generator=draw)
     places = torch.randperm(100, generator=draw)[:chosen].sort().values
     buffer, levels = x.clone(), torch.tensor([-2.0, 3.0])
-    payload = sparse_sign_payload.take(buffer, places, levels)
+    payload = sign_payload.take_chosen(buffer, places, levels)
     assert [t.numel() for t in payload] == sizes(chosen, 100)
-    assert sparse_sign_payload.count(payload) == chosen
+    assert sign_payload.count(payload) == chosen
     wanted = np.zeros(100, np.float32)
     wanted[places] = np.where(x.numpy()[places] < 0, -2.0, 3.0)
     out = torch.zeros(100)
-    sparse_sign_payload.add(payload, levels, out, 1.0)
+    sign_payload.add_chosen(payload, levels, out, 1.0)
     np.testing.assert_array_equal(out.numpy(), wanted)
     np.testing.assert_array_equal(buffer.numpy(), x.numpy() - wanted)
 

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_gc import AllGather, AllReduce, RandomK, RandomMask, TwoShot, UnbiasedRandomK
-from lightning_gc.compressors.sparsifiers.position_draws import by_hash, positions
-from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
+from lightning_gc.compressors.sparsifiers.random_sparsifier import (
+    RandomSparsifier,
+    by_hash,
+    positions,
+)
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep

@@ -11,7 +11,7 @@ from lightning_gc import (
     IndependentUnbiasedRandomK,
     UnbiasedRandomK,
 )
-from lightning_gc.compressors.sparsifiers.position_draws import by_hash
+from lightning_gc.compressors.sparsifiers.random_sparsifier import by_hash
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.support.codecs import KINDS, apply, each_kind

@@ -18,9 +18,10 @@ from lightning_gc import (
     TwoShot,
 )
 from lightning_gc.compressors import SIDCo, VarianceCriterion
+from lightning_gc.compressors.base import CodecScheme
 from lightning_gc.core import elias_fano
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Exchange, Gather, Mean, Payload, resume
+from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Payload, resume
 from lightning_gc.engine import Engine
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -176,6 +177,8 @@ def test_what_is_sent_dense_stays_so_whatever_positions_arrive() -> None:
 class Halved(TopK):
     """Adds half of what is sent: a plug-in with a decoder of its own."""
 
+    joins = False
+
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         super().decode(payload, out, scale / 2, bucket)
 
@@ -200,13 +203,18 @@ def test_what_cannot_be_joined_is_not(inner: Compressor, scheme: Scheme) -> None
 class OnlySigns(TopK):
     """Changes what has been decoded, which a joint payload would not."""
 
-    def finish(self, out: Tensor, bucket: Bucket) -> None:
+    joins = False
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
+        yield from super().flow(bucket, buffer, out, scheme)
         out.sign_()
 
 
 @dataclass(frozen=True)
 class OnlyOnes(TopK):
     """Takes other values."""
+
+    joins = False
 
     def take(self, buffer: Tensor, positions: Tensor) -> Payload:
         values, coded = super().take(buffer, positions)

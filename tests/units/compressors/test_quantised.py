@@ -35,8 +35,8 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.compressors.bounds import Bound
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.traits import Bound
 from lightning_gc.compressors.wrappers.quantised import _coded_bytes, _count
 from lightning_gc.core import wire
 from lightning_gc.testing import Lockstep

@@ -1,11 +1,11 @@
-"""IndependentTernGrad matches its formula in NumPy; five trits share a byte."""
+"""TernGrad with independent scales matches its formula in NumPy; five trits share a byte."""
 
 import numpy as np
 import pytest
 import torch
 
 from lightning_gc import IndependentTernGrad
-from lightning_gc.compressors.quantisers import independent_terngrad
+from lightning_gc.compressors.quantisers import terngrad
 from tests.support.codecs import KINDS, apply, each_kind
 
 
@@ -36,14 +36,14 @@ def test_probabilities() -> None:
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 243])
 def test_trits_are_digits(count: int) -> None:
     given = np.random.default_rng(count).integers(0, 3, count)
-    packed = independent_terngrad.pack(torch.tensor(given, dtype=torch.uint8))
+    packed = terngrad.pack(torch.tensor(given, dtype=torch.uint8))
     for number, byte in enumerate(packed.tolist()):
         digits = given[5 * number : 5 * number + 5]
         assert byte == sum(int(d) * 3**i for i, d in enumerate(digits))
-    found, _ = independent_terngrad.unpack(packed, count, torch.ones(1))
+    found, _ = terngrad.unpack(packed, count, torch.ones(1))
     assert found.tolist() == given.tolist()
 
 
 def test_a_byte_that_no_sender_makes() -> None:
     with pytest.raises(ValueError, match="code 243"):
-        independent_terngrad.unpack(torch.tensor([243], dtype=torch.uint8), 5, torch.ones(1))
+        terngrad.unpack(torch.tensor([243], dtype=torch.uint8), 5, torch.ones(1))
