@@ -171,6 +171,9 @@ class Attached:
         setup: what the way in was given.
         peers: the other workers, for a controller's decisions.
         synchronizer: exchanges gradients in the background, where something does.
+
+    Attributes:
+        control: the control loop, if there is a controller.
     """
 
     _open: ClassVar[weakref.WeakSet[Attached]] = weakref.WeakSet()
@@ -185,8 +188,7 @@ class Attached:
     ) -> None:
         self._module, self._setup, self._peers = module, setup, peers
         self._workers, self._synchronizer = setup.workers, synchronizer
-        self._device, self._everybody = setup.device, peers.group
-        self._control = setup.control
+        self.control = setup.control
         self._watching: list[Any] = []
         self._open.add(self)
         try:
@@ -198,10 +200,10 @@ class Attached:
     def _start(self) -> None:
         """Start the control loop and warn of one worker; the engines exist."""
         setup = self._setup
-        if setup.controller is not None and self._control is None:
-            self._control = ControlLoop(setup.controller, self._workers)
-        if self._control is not None:
-            self._control.attach()
+        if setup.controller is not None and self.control is None:
+            self.control = ControlLoop(setup.controller, self._workers)
+        if self.control is not None:
+            self.control.attach()
         if self._workers.first.workers == 1 and self._peers.decides:
             self._warn_alone()
 
@@ -257,11 +259,6 @@ class Attached:
     def parts(self) -> Parts:
         """Sums over the parts of a worker, where several processes have them."""
         return self._peers.parts
-
-    @property
-    def control(self) -> ControlLoop | None:
-        """The controller's, if there is one."""
-        return self._control
 
     @property
     def levels(self) -> dict[str, float | None]:
@@ -346,7 +343,7 @@ class Attached:
 
         Call it on all workers before every training batch, instead of ``begin_epoch``.
         """
-        if self._control is None or not self._setup.optimizers():
+        if self.control is None or not self._setup.optimizers():
             raise ValueError(
                 "There is no controller, or no optimizer whose learning rate it could see; give "
                 "attach(..., controller=Accordion(...), optimizers=optimizer)."
@@ -360,8 +357,8 @@ class Attached:
             epoch: the batch's epoch.
             moment: returns metrics and progress; called only if a decision is due.
         """
-        if self._control is not None:
-            self._control.decide(epoch, self._setup.optimizers(), moment, self._peers)
+        if self.control is not None:
+            self.control.decide(epoch, self._setup.optimizers(), moment, self._peers)
 
     def account(self) -> Account:
         """Return and reset the bytes and seconds of this worker.
@@ -390,10 +387,10 @@ class Attached:
         if mode not in ("full", "mean"):
             raise ValueError(f"state_dict(mode={mode!r}): use 'full' or 'mean'.")
         mean = None if mode == "full" else self._mean_on_host
-        return memory_store.state_dict(self._workers, self._control, mean)
+        return memory_store.state_dict(self._workers, self.control, mean)
 
     def _mean_on_host(self, tensor: Tensor) -> Tensor:
-        return self._peers.mean(tensor.to(self._device)).cpu()
+        return self._peers.mean(tensor.to(self._setup.device)).cpu()
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resume from ``state_dict()`` of the same worker, bit for bit; or of all workers.
@@ -412,9 +409,12 @@ class Attached:
                 its knob declare, or is that of another worker, configuration, model, step or run.
         """
         agreed = partial(
-            on_all_ranks, device=self._device, group=self._everybody, purpose="loading states"
+            on_all_ranks,
+            device=self._setup.device,
+            group=self._peers.group,
+            purpose="loading states",
         )
-        memory_store.load(state, self._workers, self._control, self._device, agreed)
+        memory_store.load(state, self._workers, self.control, self._setup.device, agreed)
 
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow.

@@ -167,7 +167,7 @@ def interrupted(worker: int) -> list[Any]:
 
 def epochs(loop: Loop, start: int, stop: int) -> None:
     for begin in range(start, stop, 5):
-        if loop.handle._control is not None:
+        if loop.handle.control is not None:
             loop.handle.begin_epoch(begin // 5, {"loss": 1.0}, max_epochs=4)
         loop.run(begin, begin + 5)
 
