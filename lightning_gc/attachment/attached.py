@@ -89,7 +89,7 @@ class Setup:
         optimizers: returns the optimizers of the module's parameters.
         device: of the gradients.
         scaler: of fp16 training, or None.
-        timeout: of every collective; None: that of the process group.
+        timeout: of every collective; None: the process group's.
         verify: what workers compare, as for ``CompressedDDPStrategy``.
         weights: returns the weights that ``verify`` compares; None: all trained parameters.
         control: the control loop of an earlier fit, which continues.
@@ -177,7 +177,7 @@ class Attached:
     """
 
     _open: ClassVar[weakref.WeakSet[Attached]] = weakref.WeakSet()
-    """Of this process: one optimizer may have the parameters of several modules."""
+    """Open handles of this process: one optimizer may have the parameters of several modules."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class Attached:
     def reset(self) -> None:
         """Set errors and the compressor's state to zero, as for weights from elsewhere.
 
-        The count of steps goes on.
+        The count of steps continues.
         """
         self._workers.first.reset(self._workers.first.step)
 
@@ -321,8 +321,8 @@ class Attached:
     ) -> None:
         """Let the controller decide on the levels of the next epoch.
 
-        Call it on all workers before the first step of each epoch, after validation, when the
-        learning rate is that of the next step.
+        Call it on all workers before the first step of each epoch: after validation, and after the
+        scheduler has set the learning rate.
 
         Args:
             epoch: the epoch's number, from 0.
@@ -331,7 +331,7 @@ class Attached:
                 as known; a controller with a budget needs ``total_steps`` and ``progress``.
 
         Raises:
-            ValueError: there is no controller, or no optimizer.
+            ValueError: ``attach`` was given no controller, or no optimizer.
             RuntimeError: on all workers, if the controller fails.
         """
         self.begin_batch(epoch, metrics, **run)
@@ -345,7 +345,7 @@ class Attached:
         """
         if self.control is None or not self._setup.optimizers():
             raise ValueError(
-                "There is no controller, or no optimizer whose learning rate it could see; give "
+                "A decision needs a controller, and an optimizer for the learning rate; give "
                 "attach(..., controller=Accordion(...), optimizers=optimizer)."
             )
         self.decide(epoch, partial(Moment, metrics or {}, **run))
@@ -431,7 +431,7 @@ class Attached:
         """Do what ``close`` does, and raise no error of the last step; again does nothing.
 
         Args:
-            failed: whether this worker stops by an error of its own; then it waits for nobody.
+            failed: whether this worker stops by its own error; then it does not wait for others.
         """
         if self in self._open:
             self._open.discard(self)

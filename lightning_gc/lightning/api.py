@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     class StrategyAPI:
-        """The members of a strategy that mixins call; those of Fabric's strategy are marked."""
+        """Members of a strategy that mixins call; members of Fabric's strategy are marked."""
 
         accelerator: Any
         checkpoint_io: Any

@@ -1,4 +1,4 @@
-"""CompressedStrategy: Lightning hooks shared by the strategies for real and simulated DDP."""
+"""CompressedStrategy and RealWorker: forward Lightning's hooks to an ``Attached``."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
