@@ -91,9 +91,9 @@ class Setup:
         scaler: of fp16 training, or None.
         timeout: of every collective; None: the process group's.
         verify: what workers compare, as for ``CompressedDDPStrategy``.
+        more_workers: advice in the warning of one worker.
         weights: returns the weights that ``verify`` compares; None: all trained parameters.
         control: the control loop of an earlier fit, which continues.
-        more_workers: advice in the warning of one worker.
     """
 
     owner: str
@@ -101,12 +101,12 @@ class Setup:
     controller: Controller | None
     optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
     device: torch.device
-    scaler: Any = None
-    timeout: timedelta | None = None
-    verify: Verify = 0
+    scaler: Any
+    timeout: timedelta | None
+    verify: Verify
+    more_workers: str
     weights: Callable[[], Iterable[Tensor]] | None = None
     control: ControlLoop | None = None
-    more_workers: str = "use more workers, or DDP as it is"
 
     @property
     def agreed(self) -> dict[str, str]:
@@ -130,6 +130,7 @@ class Setup:
         scaler: Any = None,
         timeout: timedelta | None = None,
         verify: Verify = 0,
+        more_workers: str = "use more workers, or DDP as it is",
     ) -> Self:
         """Return the setup of a training loop that calls none of our hooks.
 
@@ -160,6 +161,7 @@ class Setup:
             scaler if scaler is not None and scaler.is_enabled() else None,
             timeout,
             verify,
+            more_workers,
         )
 
 

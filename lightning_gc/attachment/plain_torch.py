@@ -127,6 +127,7 @@ def attach(
         *("attach", configuration, controller, its, model, ShardedWorkers),
         timeout=timeout,
         verify=verify,
+        more_workers="give fully_shard a mesh with more replicas, or leave attach out",
     )
     return AttachedShards(model, setup, mesh, bucket_cap_mb, units).watch()
 
