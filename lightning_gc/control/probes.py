@@ -1,4 +1,4 @@
-"""WorkerStatistics: a worker's bytes, elements and gradient sums since the last decision."""
+"""Probes: observe traffic, gradients, error curves, clock, link and rates for a controller."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Needs, Point
+from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Point
 from lightning_gc.controllers.exchange_record import fit_link
 from lightning_gc.core.bucket import Bucket, Tally
 from lightning_gc.core.state_structure import FINITE, Record
 from lightning_gc.engine import Engine
 from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.exchange.peers import Peers
+from lightning_gc.exchange.workers import Workers
 from lightning_gc.transports.accounting import (
     COMMUNICATE,
     COMPRESS,
@@ -277,38 +278,136 @@ class StepClock:
             self._last = time.perf_counter(), *self._last[1:]
 
 
-def clock_figures(
-    needs: Needs,
-    statistics: Sequence[WorkerStatistics],
-    clock: StepClock,
-    mean: Callable[[list[list[float]]], list[float]],
-) -> dict[str, Any]:
-    """Return the fields of an observation that come from clocks, as far as they are declared.
+PARTS = 100
+"""Parts of the rest of a run for which a controller gets learning rates."""
+RatesToCome = Callable[[], Sequence[float]]
+"""Returns the learning rate of every step from the next to the last."""
+
+
+class Forecast:
+    """Keeps the learning rates to come, for as long as the run keeps to them."""
+
+    def __init__(self) -> None:
+        self._rates: Sequence[float] = ()
+        self._first = 0  # step of the first
+
+    def ahead(self, step: int, rate: float, rates_to_come: RatesToCome) -> tuple[float, ...]:
+        """Return the mean rate of each of up to ``PARTS`` equal parts of the rest of the run.
+
+        Args:
+            step: the next one.
+            rate: its learning rate.
+            rates_to_come: called if the rates are not known, or have changed.
+        """
+        left = self._rates[step - self._first :]
+        if not left or not math.isclose(left[0], rate, rel_tol=1e-6):
+            self._rates, self._first = rates_to_come(), step
+            left = self._rates
+        size = max(-(-len(left) // PARTS), 1)
+        parts = [left[i : i + size] for i in range(0, len(left), size)]
+        return tuple(sum(part) / len(part) for part in parts)
+
+
+class Probes:
+    """Observes a run for a controller, as far as its ``needs`` declare.
+
+    Each probe returns fields of an ``Observation``, of the steps since the last decision.
 
     Args:
-        needs: the controller's.
-        statistics: of each worker of this process.
-        clock: of steps.
-        mean: rows, one per worker of this process -> their mean over all workers.
+        controller: the policy.
+        workers: of this process.
 
-    Communication pattern:
-        One all-reduce of a few numbers if seconds are declared.
+    Attributes:
+        statistics: counts and sums of each worker.
+        clock: of steps.
     """
-    found: dict[str, Any] = {}
-    if needs.seconds:
-        spent, timed = clock.take()
-        phases = [each.phases() for each in statistics]
+
+    def __init__(self, controller: Controller, workers: Workers) -> None:
+        self._needs, self._workers = controller.needs, workers
+        self.statistics = [WorkerStatistics(engine, controller) for engine in workers.engines]
+        self.clock = StepClock()
+        self._forecast = Forecast()
+
+    def traffic(self, steps: int, peers: Peers) -> dict[str, Any]:
+        """Return bytes, elements, errors, gradient scale and levels: one all-reduce of numbers."""
+        workers, figures = self._workers, [each.figures() for each in self.statistics]
+        wire, dense, sent, error, update, squares = peers.whole_of(figures)
+        numel = sum(param.numel() for param in workers.names)
+        sizes = {name: param.numel() for param, name in workers.compressed().items()}
+        scale = math.sqrt(squares / max(steps * numel, 1))
+        return {
+            "total_error": error,
+            "total_error_update": update,
+            "wire_bytes": wire,
+            "dense_bytes": dense,
+            "steps": steps,
+            "num_elements": numel,
+            "gradient_scale": float(f"{scale:.9g}"),  # more digits depend on the buckets' order
+            "sizes": sizes,
+            "num_compressed": sum(sizes.values()),
+            "sent_elements": sent,
+            "levels": workers.levels() if steps else {},
+        }
+
+    def rates(self, step: int, rate: float, to_come: RatesToCome | None) -> dict[str, Any]:
+        """Return the learning rates of the rest of the run."""
+        if not self._needs.scale or to_come is None:
+            return {}
+        return {"rates_ahead": self._forecast.ahead(step, rate, to_come)}
+
+    def seconds(self, peers: Peers) -> dict[str, Any]:
+        """Return the seconds of a step and its phases: one all-reduce of numbers, if declared."""
+        if not self._needs.seconds:
+            return {}
+        spent, timed = self.clock.take()
+        phases = [each.phases() for each in self.statistics]
         rows = [[spent, timed, *(p.get(name, 0.0) for name in PHASES)] for p in phases]
-        seconds, stepped, *means = mean(rows)
-        steps = max(statistics[0].timed_steps, 1)
+        seconds, stepped, *means = peers.mean_of(rows)
+        steps = max(self.statistics[0].timed_steps, 1)
         per_step = {n: s / steps for n, s in zip(PHASES, means, strict=True) if s}
         step = seconds / stepped if stepped else 0.0
-        if statistics[0].modelled:  # simulated workers take turns
+        if self.statistics[0].modelled:  # simulated workers run in turn
             step = sum(per_step.values())
-        found |= {"step_seconds": step, "phase_seconds": per_step}
-    if needs.link:
-        exchanges = statistics[0].exchanges()
+        return {"step_seconds": step, "phase_seconds": per_step}
+
+    def link(self) -> dict[str, Any]:
+        """Return worker 0's requests, and latency and bandwidth fitted to them, if declared."""
+        if not self._needs.link:
+            return {}
+        exchanges = self.statistics[0].exchanges()
         latency, bandwidth, r2 = fit_link(exchanges)
-        found |= {"exchanges": exchanges, "latency_us": latency}
-        found |= {"bandwidth_gbps": bandwidth, "link_r2": r2}
-    return found
+        found = {"exchanges": exchanges, "latency_us": latency}
+        return found | {"bandwidth_gbps": bandwidth, "link_r2": r2}
+
+    def first_batch(self, peers: Peers) -> dict[str, Any]:
+        """Return the gradient norms of the epoch's first batch, if declared."""
+        wanted = self._needs.gradients == "first batch"
+        norms = self.statistics[0].epoch.norms() if wanted else {}
+        return {"gradient_norms": self._compressed(norms, peers)}
+
+    def epoch(self, steps: int, peers: Peers) -> dict[str, Any]:
+        """Return gradients, moments, errors and curves of an epoch, and begin the next one."""
+        needs, first = self._needs, self._workers.first
+        epochs = [each.epoch for each in self.statistics]
+        found = gradient_moments(epochs, steps, first.workers, peers)
+        norms = epochs[0].norms() if needs.gradients != "none" and steps else {}
+        if needs.curves and steps and peers.decides:
+            found["error_curves"] = error_curves(first, epochs[0].summed(), needs.curves)
+        for epoch in epochs:
+            epoch.end_epoch()
+        found["gradient_norms"] = self._compressed(norms, peers)
+        errors = {n: torch.linalg.vector_norm(error) for n, error in first.errors().items()}
+        values = torch.stack(list(errors.values())).tolist() if errors else []
+        norms = dict(zip(errors, values, strict=True))
+        return found | {"error_norms": self._compressed(norms, peers)}
+
+    def begin(self) -> None:
+        """Count from here: a decision has been made."""
+        for each in self.statistics:
+            each.begin()
+
+    def _compressed(self, norms: dict[str, float], peers: Peers) -> dict[str, float]:
+        """Return the norms of full parameters, of those that are compressed."""
+        compressed = set(self._workers.compressed().values())
+        whole = peers.parts.norms_of(norms, self._workers.names.values())
+        return {name: norm for name, norm in whole.items() if name in compressed}
