@@ -42,11 +42,10 @@ class Moment:
     Attributes:
         metrics: the latest value of each logged metric.
         max_epochs: epochs of the whole run; None if unknown or without end.
-        total_steps: steps of the whole run; likewise.
-        progress: finished share of the run; likewise.
-        step_metrics: names of metrics that are of the last batch only.
-        rates_to_come: returns the learning rate of every step from the next to the last; None if it
-            is not known.
+        total_steps: steps of the whole run; None if unknown or without end.
+        progress: finished share of the run; None if unknown or without end.
+        step_metrics: names of metrics of the last batch only.
+        rates_to_come: None if learning rates are not known in advance.
     """
 
     metrics: Mapping[str, float]
@@ -60,8 +59,8 @@ class Moment:
 class ControlLoop:
     """Runs a controller before the first step of every epoch, and within epochs if it asks for it.
 
-    At the beginning of an epoch validation is over and the learning rate is that of the next step,
-    so the observation is complete. All workers take part in one all-reduce of plain numbers; worker
+    At the beginning of an epoch validation is over and the next step's learning rate is set, so the
+    observation is complete. All workers take part in one all-reduce of plain numbers; worker
     0 decides; one broadcast carries its decision, its new state and the number of steps until the
     next decision (workers may differ about an epoch's length), or the error on which all stop.
 
@@ -94,7 +93,7 @@ class ControlLoop:
         self._set_every(self._every)
 
     def begin_anew(self) -> None:
-        """Forget all decisions, and observe from the step on to which the engines have been set."""
+        """Forget all decisions, and observe from the engines' current step on."""
         self._begin()
         self._workers.forget_levels()
         self._set_every(None)
@@ -113,11 +112,11 @@ class ControlLoop:
         self._metrics: dict[str, float] = {}  # from a checkpoint
         self._to_come: set[str] = set()  # those of them that were to change before the epoch's end
         self._resumed = False  # within the epoch, or at its end
-        # Of the last decision; the epoch's first; that of the controller that now decides.
+        # Steps of the last decision, of the epoch's first, and of this controller's first.
         self._seen_step = self._epoch_step = self._first_step = self._step
 
     def pause(self) -> None:
-        """Note that validation begins, which is no part of a step."""
+        """Note that validation begins, which does not count as part of a step."""
         self._probes.clock.pause(self._step)
 
     def decide(
@@ -131,7 +130,7 @@ class ControlLoop:
 
         Args:
             epoch: the batch's epoch.
-            optimizers: the controller sees their largest learning rate, that of the next step.
+            optimizers: the controller sees their largest learning rate, for the next step.
             moment: returns metrics and progress; called only if a decision is due.
             peers: the other workers.
         """
@@ -198,7 +197,7 @@ class ControlLoop:
             if state["levels"] is not None:
                 self._workers.set_levels(*state["levels"])
             self._set_every(state["every"])
-        elif self.decision is not None:  # all that a state of before tells
+        elif self.decision is not None:  # a checkpoint of 0.1 has no levels
             self._carry_out(self.decision)
 
     def _call_policy(self, observation: Observation, epoch: int, steps: int | None) -> str:
@@ -318,8 +317,8 @@ CONTROL_STATE = Record(
         "epoch_steps": INTEGER,
         "metrics": Each(NUMBER),
     },
-    {  # not in states of before
-        "levels": Optional(Pair(LEVEL, Each(LEVEL))),  # in force; a decision may keep what was
+    {  # not in checkpoints of 0.1
+        "levels": Optional(Pair(LEVEL, Each(LEVEL))),  # in force; a decision may keep earlier ones
         "every": Optional(COUNT),
         "due": Listed(TEXT),
         "first_steps": INTEGER,

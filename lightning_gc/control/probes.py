@@ -93,7 +93,7 @@ class WorkerStatistics:
 
     @property
     def timed_steps(self) -> int:
-        """Steps that ``phases`` has the seconds of: those before a resume are not known."""
+        """Steps since ``phases`` counts; seconds before a resume are not known."""
         return self.engine.step - self._timed_from
 
     @property
@@ -153,8 +153,8 @@ def error_curves(
 ) -> dict[str, Curve]:
     """Return the curve of each parameter that some level compresses and whose gradient is finite.
 
-    Each is compressed by itself, by one simulated worker, from fresh state. Nothing of the engine
-    is changed, and no random numbers of training are used up: generators are seeded anew.
+    One simulated worker compresses each gradient separately, from fresh state. The engine and the
+    random numbers of training do not change.
 
     Args:
         engine: with compressor, scheme and step.
@@ -243,9 +243,8 @@ PHASES = (COMPUTE, COMPRESS, COMMUNICATE, DECODE)
 class StepClock:
     """Adds up the time from one batch to the next of the same epoch.
 
-    So what is done between epochs is left out, and so is the last step of an epoch if no validation
-    follows. Validation is left out wherever it is. On CUDA a host that runs ahead of its device is
-    told by the clock on average only.
+    Validation and work between epochs are left out, and so is the last step of an epoch without
+    validation. On CUDA the host runs ahead of its device, so only the average is meaningful.
     """
 
     def __init__(self) -> None:
@@ -273,7 +272,7 @@ class StepClock:
         self._last = None
 
     def resume(self) -> None:
-        """Go on after a decision, which is made between two batches and is no part of a step."""
+        """Continue after a decision, which is not part of a step."""
         if self._last is not None:
             self._last = time.perf_counter(), *self._last[1:]
 

@@ -109,7 +109,7 @@ def _steps_per_epoch(trainer: Any) -> int | None:
 
 
 class Scheduled(NamedTuple):
-    """A scheduler, and how many optimizer steps there are between two of its own."""
+    """A scheduler, and the optimizer steps between two of its steps."""
 
     scheduler: LRScheduler
     every: int

@@ -42,11 +42,11 @@ ENGINE_STATE: dict[str, Structure] = {
     "learning_rates": Each(Number(low=0)),
     "step": WHOLE,
 }
-"""What ``Engine.state_dict`` returns, of any compressor."""
+"""Structure of ``Engine.state_dict()`` for any compressor."""
 
 
 def compressor_state(compressor: Compressor, shapes: Mapping[str, tuple[int, ...]]) -> Structure:
-    """Return what an engine keeps under ``"compressor"`` of parameters of these shapes."""
+    """Return the structure of an engine's ``"compressor"`` for parameters of these shapes."""
     return Record(maybe={name: compressor.keeps(shape) for name, shape in shapes.items()})
 
 

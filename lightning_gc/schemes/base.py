@@ -31,7 +31,7 @@ class Scheme(Settings, abc.ABC):
         joint: ``"parts"`` if the result is the same where parts of a tensor are encoded together;
             ``"shards"`` if a tensor is cut into W equal shards, and the result is the same where
             shards of several tensors are encoded together.
-        cuts: tensors may be cut into shards, each with a payload of its own.
+        cuts: tensors may be cut into shards, each with its own payload.
         scatters: each worker gets its own shard of each parameter's mean, as with FSDP, and what is
             sent dense goes through ``dense`` too.
         waits: how often the scheme itself makes the host wait for an accelerator, for each tensor;
@@ -69,19 +69,19 @@ class Scheme(Settings, abc.ABC):
         """Raise ValueError if the compressor cannot be used with this scheme."""
         if isinstance(compressor.method, Collective):
             raise ValueError(
-                f"{compressor!r} has communication rounds of its own, so it takes no scheme, but "
-                f"was given {self!r}; leave scheme out."
+                f"{compressor!r} has its own communication rounds, so it takes no scheme, but was "
+                f"given {self!r}; leave scheme out."
             )
         if self.averages and not compressor.traits.linear:
             raise ValueError(
-                f"{self!r} averages payloads, but those of {compressor!r} are not linear: their "
+                f"{self!r} averages payloads, but payloads of {compressor!r} are not linear: their "
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
             )
 
         if self.cuts and compressor.traits.needs_sums:
             raise ValueError(
                 f"{self!r} cuts tensors into shards, which have no state, but {compressor!r} needs "
-                f"that of the whole tensor. Use AllGather()."
+                f"state of the full tensor. Use AllGather()."
             )
 
 

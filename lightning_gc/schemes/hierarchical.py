@@ -49,9 +49,8 @@ class Hierarchical(Scheme):
         monitor shows the former as ``node_bytes``.
 
     Raises:
-        ValueError: ``workers_per_node`` below 1; a compressor whose workers vote, of whom each node
-            would have one vote; one with rounds of its own, such as ``PowerSGD``, as with every
-            scheme.
+        ValueError: ``workers_per_node`` below 1; a compressor whose workers vote, as a node would
+            have one vote; a compressor with its own rounds, such as ``PowerSGD``.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, Hierarchical, TopK
@@ -78,7 +77,7 @@ class Hierarchical(Scheme):
         if not compressor.traits.conserves:
             raise ValueError(
                 f"{self!r} averages in nodes first, but the workers of {compressor!r} vote, and "
-                f"each node would have one vote only. Use TwoShot()."
+                f"each node would have only one vote. Use TwoShot()."
             )
 
     def neighbours(self, workers: int) -> int:
