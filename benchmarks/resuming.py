@@ -24,7 +24,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import CompressedDDPStrategy, PerParameter, SizeSwitch, TopK
-from lightning_gc.checkpoint.saving import Saving
+from lightning_gc.checkpoint.worker_state import worker_state
 from lightning_gc.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -117,11 +117,8 @@ def sizes() -> list[tuple[str, float, float, float]]:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "side.pt")
                 started = time.perf_counter()
-                workers = SimpleNamespace(engines=[engine], kept={})
-                host: Any = SimpleNamespace(local_workers=workers)
-                keeper = Saving(host, "full", dtype)
-                own = keeper.own()
-                own["averaged"]["memory"] = keeper.small(own["averaged"]["memory"])
+                workers: Any = SimpleNamespace(engines=[engine], kept={}, own={})
+                own = worker_state(workers, None, {}).in_file(dtype)
                 copied = time.perf_counter()
                 TorchCheckpointIO().save_checkpoint(own, path)
                 writing.append(time.perf_counter() - copied)

@@ -5,41 +5,22 @@ Plain torch, Fabric, Lightning's strategies and the simulator hold one, and forw
 
 from __future__ import annotations
 
-import copy
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop, Moment
-from lightning_gc.control.probes import WorkerStatistics
+from lightning_gc.checkpoint import memory_store
+from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import check_checksum, checksum, with_checksum
-from lightning_gc.core.pytree import Tree, each_tensor
-from lightning_gc.core.state_structure import (
-    COUNT,
-    LEVEL,
-    TEXT,
-    WHOLE,
-    Each,
-    Listed,
-    Optional,
-    Pair,
-    Record,
-    Structure,
-)
-from lightning_gc.engine.engine import ENGINE_STATE
-from lightning_gc.engine.levels import RequestedLevels
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks, take_over
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
@@ -219,7 +200,6 @@ class Attached:
         setup = self._setup
         if setup.controller is not None and self._control is None:
             self._control = ControlLoop(setup.controller, self._workers)
-            self._workers.kept["turn"] = self._control.statistics
         if self._control is not None:
             self._control.attach()
         if self._workers.first.workers == 1 and self._peers.decides:
@@ -392,10 +372,14 @@ class Attached:
         self._workers.accounts[0].timing = True
         return account
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, mode: Literal["full", "mean"] = "full") -> dict[str, Any]:
         """Return this worker's state, between steps; every worker must save its own.
 
         Tensors, numbers and strings only, so ``torch.load(..., weights_only=True)`` reads it.
+
+        Args:
+            mode: ``"mean"`` returns the mean of all workers' states, from which any number of
+                workers can resume. Call it on all workers; one of them saves it.
 
         Raises:
             RuntimeError: called within a step.
@@ -403,52 +387,34 @@ class Attached:
         self.check()
         if self._workers.first.torn:
             raise RuntimeError("A step is under way, so its errors are not final; save after it.")
-        control, kept = self._control, None
-        if control is not None:
-            kept = {
-                "controller": repr(control.controller),
-                "loop": control.state_dict({}),
-                "worker": control.statistics[0].own_state(),
-            }
-        return attached_state(self._workers, kept)
+        if mode not in ("full", "mean"):
+            raise ValueError(f"state_dict(mode={mode!r}): use 'full' or 'mean'.")
+        mean = None if mode == "full" else self._mean_on_host
+        return memory_store.state_dict(self._workers, self._control, mean)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state_dict()`` of the same worker, bit for bit.
+    def _mean_on_host(self, tensor: Tensor) -> Tensor:
+        return self._peers.mean(tensor.to(self._device)).cpu()
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Resume from ``state_dict()`` of the same worker, bit for bit; or of all workers.
 
         Call it on all workers. All states are checked before any is loaded. Another controller than
         the state's is reset, with a warning.
 
+        Args:
+            state: the worker's state. If the number of workers has changed: on all workers the same
+                list of all saved states, in the order of the workers, or ``state_dict("mean")``.
+                Each worker then begins with the mean of the errors, so the mean error stays the
+                same and no gradient is lost.
+
         Raises:
             ValueError: on all workers, if one's state is damaged, is not such as the compressor and
-                its knob declare, or is that of another worker, number of workers, configuration,
-                model, step or run.
+                its knob declare, or is that of another worker, configuration, model, step or run.
         """
-        check = partial(check_attached_state, state, self._workers)
-        saves = on_all_ranks(check, self._device, self._everybody, "loading states")
-        refuse_other_saves(saves)
-        there = each_tensor(dict(state), lambda tensor: tensor.to(self._device))
-        self._workers.first.load_state_dict(copy.deepcopy(there["engine"]))
-        if self._control is not None:
-            self._control.begin_anew()
-        self._workers.forget_levels()
-        if state["levels"] is not None:
-            self._workers.set_levels(*state["levels"])
-        self._workers.regroup(state["layout"])
-        if self._control is not None:
-            self._load_control(self._control, there["control"])
-
-    def _load_control(self, control: ControlLoop, state: Mapping[str, Any] | None) -> None:
-        now = repr(control.controller)
-        before = now if state is None else state.get("controller", now)
-        if before != now:
-            if self._workers.first.worker == 0:
-                warnings.warn(
-                    f"Resumed with changes. Controller {before} is now {now}: its state is reset.",
-                    stacklevel=3,
-                )
-        elif state is not None:
-            control.load_state_dict(state["loop"])
-            control.statistics[0].load_own_state(state["worker"])
+        agreed = partial(
+            on_all_ranks, device=self._device, group=self._everybody, purpose="loading states"
+        )
+        memory_store.load(state, self._workers, self._control, self._device, agreed)
 
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow.
@@ -585,7 +551,7 @@ class AttachedRounds(Attached):
         )
         workers = setup.workers
         parts = (module, workers.names, workers.first, synchronizer, plan, outer)
-        self._begin = lambda: keep([LocalRounds(*parts)])
+        self._begin: Callable[[], None] = lambda: keep([LocalRounds(*parts)])
         super().__init__(module, setup, peers_of(setup.device, None, None), synchronizer)
 
     def _start(self) -> None:
@@ -595,125 +561,3 @@ class AttachedRounds(Attached):
 
     def after_pass(self) -> None:
         """Do nothing: a worker's own steps exchange no gradients."""
-
-
-FORMAT = 2
-"""Format 1 has nothing of what is in ``_SINCE_2``."""
-
-_STATE: dict[str, Structure] = {
-    "format": COUNT,
-    "worker": WHOLE,
-    "workers": COUNT,
-    "configuration": Each(TEXT),
-    "layout": Listed(Listed(TEXT)),
-    "engine": Record(ENGINE_STATE),
-    "levels": Optional(Pair(LEVEL, Each(LEVEL))),
-    "control": Optional(
-        Record(
-            {"loop": CONTROL_STATE, "worker": WorkerStatistics.structure},
-            {"controller": TEXT},  # not in states of before
-        )
-    ),
-}
-_OF_SHARDS: dict[str, Structure] = {"shard": WHOLE, "shards": COUNT}
-_SINCE_2: dict[str, Structure] = {"run": TEXT, CHECKSUM: TEXT}
-
-
-def attached_state(workers: Workers, control: Tree | None) -> Tree:
-    """Return the state of this process's worker, with a checksum."""
-    state = {
-        "format": FORMAT,
-        "run": workers.run,
-        "layout": [list(names) for names in workers.layout],
-        "engine": workers.first.state_dict(),
-        "levels": workers.first.levels.requested(),
-        "control": control,
-    }
-    return with_checksum(state | _identity(workers))
-
-
-def check_attached_state(state: Any, workers: Workers) -> str:
-    """Return the step and the run in which a state was saved, and a checksum of what all share.
-
-    Raises:
-        ValueError: it is damaged, or that of another worker, configuration or model.
-    """
-    known = state.get("format") if isinstance(state, Mapping) else None
-    if known not in range(1, FORMAT + 1):
-        raise ValueError(
-            f"has a state of format={known!r}, but this version of lightning_gc knows formats up "
-            f"to {FORMAT}; give what Attached.state_dict() has returned, or upgrade."
-        )
-    try:
-        if known != 1:
-            check_checksum(state)
-        always = _STATE if known == 1 else {**_STATE, **_SINCE_2}
-        Record(always, _OF_SHARDS).check(dict(state))
-    except ValueError as error:
-        raise _unusable(error) from error
-    for what, own in _identity(workers).items():
-        if state.get(what) != own:
-            raise ValueError(
-                f"has a state with {what}={state.get(what)!r}, but here it is {own!r}; give every "
-                f"worker the state that it has saved, and attach with the same arguments, or leave "
-                f"load_state_dict out, and errors begin at zero."
-            )
-    for name, kept in state["engine"]["memory"].items():
-        for tensor in kept.values():
-            if tuple(tensor.shape) != workers.shapes.get(name):
-                raise ValueError(
-                    f"has a state with an error of {name} of shape {tuple(tensor.shape)}, but the "
-                    f"model has {workers.shapes.get(name, 'no such parameter')}."
-                )
-    try:
-        workers.check_declared(state["engine"]["compressor"], state["levels"], place="engine/")
-        loop = {} if state["control"] is None else state["control"]["loop"]
-        RequestedLevels(workers.configuration.compressor).check(
-            loop.get("levels"), "control/loop/levels"
-        )
-    except ValueError as error:
-        raise _unusable(error) from error
-    # Ranks of a model in shards may have buckets without any elements, which are not in a layout.
-    shared = {
-        "levels": state["levels"],
-        "layout": [] if workers.place() else state["layout"],
-        "loop": {name: loop.get(name) for name in ("state", "levels", "every", "pause", "epoch")},
-    }
-    saved = f"step {state['engine']['step']}" + (f" of run {state['run']}" if known != 1 else "")
-    return f"{saved}{_SHARED}{checksum(shared)}"
-
-
-def refuse_other_saves(saves: Mapping[int, str]) -> None:
-    """Raise ValueError if workers' states, by ``check_attached_state``, were not saved together."""
-    first = saves[0].partition(_SHARED)[0]
-    for worker, save in saves.items():
-        own = save.partition(_SHARED)[0]
-        if save == saves[0]:
-            continue
-        different = f"of {own}, but worker 0 of {first}"
-        if own == first:
-            different = "with other levels, buckets or decisions than worker 0"
-        raise ValueError(
-            f"Worker {worker} has a state {different}; give all workers states that were saved "
-            f"together."
-        )
-
-
-_SHARED = ", with levels, buckets and decisions of checksum "
-
-
-def _unusable(error: ValueError) -> ValueError:
-    return ValueError(
-        f"has a state that cannot be used: {error}. Load an earlier one, or none: then errors "
-        f"begin at zero."
-    )
-
-
-def _identity(workers: Workers) -> dict[str, Any]:
-    """Return the part of the state that must be equal where it is loaded."""
-    return {
-        "worker": workers.first.worker,
-        "workers": workers.first.workers,
-        "configuration": workers.configuration.in_words(),
-        **workers.place(),
-    }

@@ -1,4 +1,7 @@
-"""Name, read, write and remove side files: each worker's error state next to the checkpoint."""
+"""Name, read, write and remove side files: each worker's error state next to the checkpoint.
+
+Also the attributes of a strategy that stores use, and acts that succeed on all ranks or on none.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,72 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from fsspec.core import url_to_fs
+from torch import Tensor
+
+from lightning_gc.control.control_loop import ControlLoop
+from lightning_gc.exchange import Workers
+from lightning_gc.exchange.peers import all_or_raise, explaining
+from lightning_gc.transports.distributed import Distributed, gather_text
+
+KEY = "lightning_gc"
+"""Key of this library's part in a checkpoint."""
 
 # A folder, because Lightning takes files next to a checkpoint for checkpoints, by their names.
 FOLDER = "lightning_gc_state"
 _NAME = re.compile(r"(?P<stem>(?P<base>.+)-step(?P<step>\d+).*)-worker(\d+)of(?P<workers>\d+)\.pt")
 _OWNED = re.compile(r"(?P<base>.+)-step\d+.*")  # greedy: our "-step" is the last one
+
+
+class Ranks(Protocol):
+    """Attributes of a strategy of Lightning or Fabric that stores use on all ranks."""
+
+    root_device: torch.device
+    global_rank: int
+    world_size: int
+    checkpoint_io: Any
+
+
+class Host(Ranks, Protocol):
+    """Attributes of a Lightning strategy that saving and restoring use."""
+
+    local_workers: Workers
+    control_loop: ControlLoop | None
+    local_rank: int
+    lightning_module: Any
+    reduce: Callable[..., Tensor]
+
+
+def together(
+    host: Ranks, acts: Mapping[int, Callable[[], Any]], workers: int = 0, alone: bool = False
+) -> dict[int, Any]:
+    """Call the acts of this process's workers; return all workers' results.
+
+    Args:
+        host: the strategy.
+        acts: worker -> act, which returns a text or None.
+        workers: W, if it is not the number of ranks.
+        alone: whether other ranks may not take part, as after an exception.
+
+    Raises:
+        RuntimeError: on all workers, if an act fails on one.
+    """
+
+    def gather(text: str) -> list[str]:
+        if alone or host.world_size == 1:
+            return [text]
+        return gather_text(text, Distributed(purpose="a checkpoint"), host.root_device)
+
+    return all_or_raise(acts, workers or host.world_size, gather)
+
+
+def on_all_ranks(host: Ranks, problem: str, act: Callable[[], Any]) -> dict[int, Any]:
+    """Call ``act`` on each rank; if it fails on one, raise ``problem`` and the reason on all."""
+    return together(host, {host.global_rank: explaining(problem, act)})
 
 
 def stem_of(checkpoint: Any, step: int, save: str) -> str:
@@ -181,6 +240,14 @@ def write_atomically(
         if os.path.isfile(part):
             os.remove(part)
         tidy(target)
+
+
+def put(where: Any, write: Callable[[Any], None], checkpoint_io: Any) -> None:
+    """Write the file ``where`` by ``write``, atomically unless the CheckpointIO wraps another."""
+    if wraps(checkpoint_io):  # may write in a thread; ``make_atomic``
+        write(where)
+    else:
+        write_atomically(where, write, checkpoint_io.remove_checkpoint)
 
 
 class AtomicIO:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.attachment.attached import Attached, Setup
-from lightning_gc.checkpoint.host import Host
-from lightning_gc.checkpoint.restoring import Restoring
-from lightning_gc.checkpoint.saving import DTYPES, Saving
+from lightning_gc.checkpoint.side_file_store import DTYPES, Restoring, Saving
+from lightning_gc.checkpoint.side_files import Host
 from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.control.training_progress import moment_of

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_gc.attachment.attached import Attached, AttachedDDP, Setup
-from lightning_gc.checkpoint.of_fabric import FabricCheckpoint
+from lightning_gc.checkpoint.side_file_store import FabricCheckpoint
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import configure
@@ -43,7 +43,9 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         seed: of the compressor's private random numbers.
         state: errors in checkpoints. ``"full"``: ``fabric.save`` writes every worker's into a file
             of its own, in the folder ``lightning_gc_state`` beside the checkpoint, and
-            ``fabric.load`` restores them: runs resume bit for bit. ``"off"``: errors begin at zero.
+            ``fabric.load`` restores them: runs resume bit for bit. ``"mean"``: the checkpoint
+            itself has the mean over workers. ``"off"``: errors begin at zero. If the number of
+            workers has changed, each begins with the mean of the errors.
         verify: as for ``CompressedDDPStrategy``; errors are raised by ``fabric.backward``.
         ddp_kwargs: as for Fabric's ``DDPStrategy``.
 
@@ -51,8 +53,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         As ``CompressedDDPStrategy``: one background thread and process group for each module.
 
     Raises:
-        ValueError: as ``CompressedDDPStrategy`` and ``attach``; a checkpoint whose errors are those
-            of another number of workers.
+        ValueError: as ``CompressedDDPStrategy`` and ``attach``.
 
     Example:
         >>> from lightning_gc import CompressedFabricStrategy, TopK
@@ -73,15 +74,15 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         scheme: Scheme | str | None = None,
         controller: Controller | None = None,
         seed: int = 0,
-        state: Literal["full", "off"] = "full",
+        state: Literal["full", "mean", "off"] = "full",
         verify: Verify = 0,
         **ddp_kwargs: Any,
     ) -> None:
         owner = type(self).__name__
         refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
         refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
-        if state not in ("full", "off"):
-            raise ValueError(f"{owner}(state={state!r}): use 'full' or 'off'.")
+        if state not in ("full", "mean", "off"):
+            raise ValueError(f"{owner}(state={state!r}): use 'full', 'mean' or 'off'.")
         self.configuration = configure(owner, compressor, memory, scheme, seed)
         parts = self.configuration
         check_controller(controller, parts.compressor, parts.memory, owner, rounds=False)
@@ -179,7 +180,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Save ``state``, and the errors of each worker beside it."""
-        handles = self._handles_in(state) if self.state == "full" else {}
+        handles = self._handles_in(state) if self.state != "off" else {}
         if not handles:
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -193,7 +194,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         """Load ``state``, and this worker's errors from beside it."""
         left: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict) and state:
-            self._checkpoint(self._handles_in(state)).restore(path, left, self.state == "off")
+            self._checkpoint(self._handles_in(state)).restore(path, left)
         return left
 
     def teardown(self) -> None:
@@ -236,6 +237,4 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         return {name: self._attached[m] for name, m in modules.items() if m in self._attached}
 
     def _checkpoint(self, handles: dict[str, Attached]) -> FabricCheckpoint:
-        return FabricCheckpoint(
-            handles, self.checkpoint_io, self.root_device, self.global_rank, self.world_size
-        )
+        return FabricCheckpoint(handles, self, self.state)

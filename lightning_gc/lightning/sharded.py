@@ -13,9 +13,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_gc.attachment.attached import Attached, Setup
-from lightning_gc.checkpoint.shard_tensors import Part, part_of
-from lightning_gc.checkpoint.sharded_restoring import ShardedRestoring
-from lightning_gc.checkpoint.sharded_saving import ShardedHost, ShardedSaving
+from lightning_gc.checkpoint.shard_store import (
+    Part,
+    ShardedHost,
+    ShardedRestoring,
+    ShardedSaving,
+    part_of,
+)
 from lightning_gc.exchange import JOINING
 from lightning_gc.lightning.base import RealWorker
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, dim_of, replica_mesh

@@ -103,13 +103,13 @@ def test_files_are_plain_data(tmp_path: Path) -> None:
     """Tensors by parameter name, in every worker's file; nothing that has to be unpickled."""
     run(2, tmp_path, 1, controller=Schedule((0.1, 0.2)))
     main = torch.load(checkpoint(tmp_path, 0, 5), weights_only=True)["lightning_gc"]
-    assert (main["format"], main["mode"], main["workers"], main["step"]) == (2, "full", 2, 5)
-    assert main["turn"]["decision"]["level"] == 0.1
+    assert (main["format"], main["mode"], main["workers"], main["step"]) == (3, "full", 2, 5)
+    assert main["controller"]["decision"]["level"] == 0.1
     files = side_files(tmp_path)
     assert list(files) == [f"epoch=0-step=5.ckpt-step5-worker{worker}of2.pt" for worker in range(2)]
     for worker, file in enumerate(files.values()):
         own = torch.load(file, weights_only=True)
-        assert (own["format"], own["worker"], own["workers"]) == (2, worker, 2)
+        assert (own["format"], own["worker"], own["workers"]) == (3, worker, 2)
         assert (own["run"], own["stem"]) == (main["run"], main["stem"])
         assert own["sha256"] == main["files"][worker]
         memory = own["averaged"]["memory"]
@@ -283,7 +283,7 @@ def swap(zero: Path, one: Path) -> None:
 
 def malform(zero: Path, one: Path) -> None:
     own = torch.load(one, weights_only=True)
-    del own["averaged"]["turn"]
+    del own["averaged"]["controller"]
     torch.save(own, one)
 
 

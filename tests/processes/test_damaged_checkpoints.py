@@ -18,6 +18,7 @@ from tests.support.damage import (
     NAME,
     SLIGHT,
     as_format_1,
+    as_format_2,
     edit,
     files_of,
     flip,
@@ -196,14 +197,19 @@ def test_the_checkpoint_before_is_named(saved: Path, path: Path) -> None:
     assert " resume from " not in outcome(path)[1]
 
 
+def loop_of(main: Any) -> Any:
+    """Return the control loop's state; its name was another in formats 1 and 2."""
+    return main["controller" if "controller" in main else "turn"]
+
+
 BROKEN_MAIN: dict[str, Any] = {
     "no step": lambda main: main.pop("step"),
     "a stem elsewhere": lambda main: main.update(stem="../" + main["stem"]),
-    "no turn": lambda main: main.pop("turn"),
-    "a decision without a level": lambda main: main["turn"]["decision"].pop("level"),
-    "a negative level": lambda main: main["turn"]["decision"].update(level=-1.0),
-    "a level that no knob has": lambda main: main["turn"].update(levels=[1e300, {}]),
-    "levels of no parameter": lambda main: main["turn"].update(levels=[2, {"w": "much"}]),
+    "no controller": lambda main: main.pop("controller" if "controller" in main else "turn"),
+    "a decision without a level": lambda main: loop_of(main)["decision"].pop("level"),
+    "a negative level": lambda main: loop_of(main)["decision"].update(level=-1.0),
+    "a level that no knob has": lambda main: loop_of(main).update(levels=[1e300, {}]),
+    "levels of no parameter": lambda main: loop_of(main).update(levels=[2, {"w": "much"}]),
     "a layout of numbers": lambda main: main.update(layout=[[1, 2]]),
     "no workers": lambda main: main.update(workers=0),
     "a mode of its own": lambda main: main.update(mode="some"),
@@ -232,6 +238,17 @@ def test_a_checkpoint_of_before_checksums_is_restored(path: Path, whole: str) ->
     assert outcome(path)[0] == "restored"
 
 
+@pytest.mark.parametrize("state", ["full", "mean"])
+def test_a_checkpoint_of_format_2_is_restored(tmp_path: Path, state: str) -> None:
+    """All of it, with the controller's state under its name of then; and checked."""
+    path = save(tmp_path, state=state)
+    now = [resume(path, workers=workers) for workers in (2, 3)]
+    as_format_2(path)
+    assert [resume(path, workers=workers) for workers in (2, 3)] == now
+    main_edited(path, lambda main: main["turn"].update(levels=[1e300, {}]))
+    assert_refused(path, path, "controller/levels|levels")
+
+
 def test_the_mean_in_a_checkpoint_is_checked(tmp_path: Path) -> None:
     path = save(tmp_path, state="mean")
     whole = resume(path)
@@ -254,7 +271,7 @@ def test_off_reads_none_of_it(path: Path) -> None:
     """The way out, if there is no other file."""
     for file in files_of(path):
         file.write_bytes(b"")
-    main_edited(path, BROKEN_MAIN["no turn"], anew=False)
+    main_edited(path, BROKEN_MAIN["no controller"], anew=False)
     assert outcome(path)[0] == "refused"
     assert outcome(path, state="off")[0] == "restored"
     main_edited(path, dict.clear)

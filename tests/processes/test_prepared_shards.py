@@ -54,13 +54,13 @@ def _prepared(saved_: Path, path: Path, harm: Path, prepare: Prepare) -> None:
 
 def everything(rank: int, folder: str) -> dict[str, tuple[str, str]]:
     here, found = Path(folder), dict[str, tuple[str, str]]()
-    settings: list[tuple[str, Any, dict[str, Prepare], bool]] = [
-        ("HSDP", of_hsdp, PREPARED, False),
-        ("FSDP", of_fsdp, PREPARED, False),
-        ("HSDP of format 1", of_hsdp, OLD, True),
+    settings: list[tuple[str, Any, dict[str, Prepare], int]] = [
+        ("HSDP", of_hsdp, PREPARED, 3),
+        ("FSDP", of_fsdp, PREPARED, 3),
+        ("HSDP of format 1", of_hsdp, OLD, 1),
     ]
-    for name, make, prepared, old in settings:
-        save(rank, make, here / name, old=old)
+    for name, make, prepared, form in settings:
+        save(rank, make, here / name, form=form)
         path, a = here / "restored" / "a.ckpt", here / name / "a.ckpt"
         prepare = [partial(_prepared, a, path, here, each) for each in prepared.values()]
         for safely in (True, None):

@@ -21,6 +21,8 @@ from lightning_gc.transports import Distributed
 from lightning_gc.transports.base import as_bytes
 from lightning_gc.transports.peer_error import MessageError, PeerError
 from tests.support.fitting import ddp, digest, fit
+from tests.support.fsdp import fsdp
+from tests.support.hsdp import fit_sharded, hsdp
 from tests.support.models import Books, own_batches
 from tests.support.processes import run_in_processes
 
@@ -189,6 +191,32 @@ def test_replicas_of_shards_that_differ_stop(verify: int, step: int, what: str) 
 def test_damaged_messages_between_shards_are_named() -> None:
     errors = run_in_processes(in_shards, 2, "payload")
     assert errors[1].startswith(f"MessageError in step {HIT}: What worker 0 has sent"), errors
+    assert errors[0].startswith("PeerError"), errors
+
+
+def fitted_in_shards(rank: int, scatters: bool) -> str:
+    """Train with Lightning, a message damaged at rank 1 once; return the error."""
+    strategy: Any = hsdp(TopK(0.1), verify=1, timeout=TIMEOUT)
+    if scatters:
+        strategy = fsdp(QSGD(8), verify="payload", timeout=SHORT)
+    try:
+        at = lambda: rank == 1 and bool(strategy.engine) and strategy.engine.step >= 2  # noqa: E731
+        with damaging(at, tree=scatters):
+            fit_sharded(rank, strategy, steps=5, ranks=2)
+    except (PeerError, ReplicaError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_lightnings_replicas_of_shards_are_compared() -> None:
+    for error in run_in_processes(fitted_in_shards, 2, False):
+        assert error.startswith("ReplicaError: Workers hold different bits of the mean"), error
+        assert "no majority agrees: 0 | 1" in error
+
+
+def test_damaged_reduce_scatters_are_named() -> None:
+    errors = run_in_processes(fitted_in_shards, 2, True)
+    assert errors[1].startswith("MessageError: What worker 0 has sent"), errors
     assert errors[0].startswith("PeerError"), errors
 
 

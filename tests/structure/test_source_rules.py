@@ -169,10 +169,8 @@ READ_BY = {
     "advice/session.py": {"json.loads"},
     "bench/baselines.py": {"yaml.safe_load"},
     "bench/comparison.py": {"json.loads"},
-    "checkpoint/distributed_metadata.py": {"pickletools.genops", "torch.load"},
-    "checkpoint/recorded_files.py": {"json.loads"},
-    "checkpoint/shard_tensors.py": {"json.loads"},
-    "checkpoint/sharded_restoring.py": {"torch.load"},
+    "checkpoint/distributed_files.py": {"json.loads", "pickletools.genops", "torch.load"},
+    "checkpoint/shard_store.py": {"json.loads", "torch.load"},
     "checkpoint/side_files.py": {
         "checkpoint_io.load_checkpoint",
         "self.checkpoint_io.load_checkpoint",

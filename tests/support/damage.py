@@ -4,10 +4,9 @@ A resume either is refused, by the name of a file and with everything as it was,
 state of which every bit can be compared.
 """
 
-import functools
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gc import LocalMomentum, PerParameter, PowerSGD
+from lightning_gc.checkpoint.side_files import FOLDER
 from lightning_gc.controllers import Accordion
 from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
@@ -125,19 +125,26 @@ Edit = Callable[[Any], Any]
 """Changes the content of a side file in place, or returns another."""
 
 
+def _within(tree: Any, names: Sequence[Any]) -> Any:
+    """Return what lies at a place; ``"controller"`` has another name in formats 1 and 2."""
+    for name in names:
+        tree = tree["turn" if name == "controller" and name not in tree else name]
+    return tree
+
+
 def _set(*place: Any) -> Edit:
     """Return an edit that sets what lies at a place: names, then the new value."""
     *names, last, value = place
 
     def edit(own: Any) -> None:
-        functools.reduce(lambda tree, name: tree[name], names, own)[last] = value
+        _within(own, names)[last] = value
 
     return edit
 
 
 def _drop(*names: str) -> Edit:
     def edit(own: Any) -> None:
-        del functools.reduce(lambda tree, name: tree[name], names[:-1], own)[names[-1]]
+        del _within(own, names[:-1])[names[-1]]
 
     return edit
 
@@ -147,7 +154,7 @@ def _change(*place: Any) -> Edit:
     *names, function = place
 
     def edit(own: Any) -> None:
-        tree = functools.reduce(lambda tree, name: tree[name], names[:-1], own)
+        tree = _within(own, names[:-1])
         tree[names[-1]] = function(tree[names[-1]])
 
     return edit
@@ -169,9 +176,9 @@ Q = ("compressor", "body.0.weight", "q")
 MALFORMED: Mapping[str, Edit] = {
     **{f"no {name}": _drop(name) for name in ("format", "worker", "averaged", "compressor")},
     "no memory": _drop("averaged", "memory"),
-    "no bytes": _drop("averaged", "turn", "bytes"),
-    "no tally": _drop("averaged", "turn", "tally"),
-    "no sums": _drop("averaged", "turn", "observer", "sums"),
+    "no bytes": _drop("averaged", "controller", "bytes"),
+    "no tally": _drop("averaged", "controller", "tally"),
+    "no sums": _drop("averaged", "controller", "observer", "sums"),
     "no totals of the epoch": _drop("averaged", "monitor", "epoch"),
     "an unknown name": _set("colour", "red"),
     "an unknown total": _set("averaged", "monitor", "total", "colour", 1.0),
@@ -201,14 +208,14 @@ MALFORMED: Mapping[str, Edit] = {
     "no factor": _change(*Q[:2], lambda kept: {"other": kept["q"]}),
     "a list for the compressor": _set("compressor", []),
     "a text for a parameter's state": _set("compressor", "body.0.weight", "q"),
-    "bytes of NaN": _set("averaged", "turn", "bytes", NAN),
-    "bytes in words": _set("averaged", "turn", "bytes", "many"),
-    "a count of None": _set("averaged", "turn", "tally", "elements", None),
-    "a count of infinity": _set("averaged", "turn", "tally", "sent", INFINITY),
+    "bytes of NaN": _set("averaged", "controller", "bytes", NAN),
+    "bytes in words": _set("averaged", "controller", "bytes", "many"),
+    "a count of None": _set("averaged", "controller", "tally", "elements", None),
+    "a count of infinity": _set("averaged", "controller", "tally", "sent", INFINITY),
     "sums of integers": _change(
-        "averaged", "turn", "observer", "sums", "body.0.weight", torch.Tensor.int
+        "averaged", "controller", "observer", "sums", "body.0.weight", torch.Tensor.int
     ),
-    "squares in words": _set("averaged", "turn", "observer", "squares", "none"),
+    "squares in words": _set("averaged", "controller", "observer", "squares", "none"),
     "a total in words": _set("averaged", "monitor", "total", "steps", "three"),
     "a list for the monitor": _set("averaged", "monitor", [1, 2]),
     "nothing in it": dict.clear,
@@ -242,7 +249,7 @@ SLIGHT: Mapping[str, Edit] = {
     "errors in double precision": _change(*ERROR, torch.Tensor.double),
     "no errors at all": _set("averaged", "memory", {}),
     "another factor": _change(*Q, lambda t: -t),
-    "more bytes": _change("averaged", "turn", "bytes", lambda n: n + 1),
+    "more bytes": _change("averaged", "controller", "bytes", lambda n: n + 1),
     "more steps": _change("averaged", "monitor", "total", "steps", lambda n: n + 1),
 }
 """What is well formed, and only a checksum can tell."""
@@ -278,8 +285,30 @@ def without_record(path: Path) -> None:
     main_edited(path, lambda main: main.update(files=[None] * main["workers"]))
 
 
+def as_format_2(path: Path) -> None:
+    """Make it a checkpoint as version 0.1 wrote it, with the controller's state as its turn."""
+
+    def turned(state: Any) -> None:
+        state["format"] = 2
+        for part in (state, state.get("averaged", {})):
+            if "controller" in part:
+                part["turn"] = part.pop("controller")
+
+    sums = []
+    for file in files_of(path) if (path.parent / FOLDER).exists() else ():
+        edit(file, turned, anew=True)
+        sums.append(torch.load(file, weights_only=True)["sha256"])
+
+    def main_turned(main: Any) -> None:
+        turned(main)
+        main["files"] = sums or main["files"]
+
+    main_edited(path, main_turned)
+
+
 def as_format_1(path: Path) -> None:
     """Make it a checkpoint as versions before checksums wrote it."""
+    as_format_2(path)
     old = f"{path.name}-step{STEP}"
 
     def older(state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of models in shards as format 1 wrote them: tensors in a distributed checkpoint."""
+"""Checkpoints of models in shards as formats 1 and 2 wrote them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_gc.checkpoint.shard_tensors import taken_out
-from lightning_gc.checkpoint.sharded_saving import (
+from lightning_gc.checkpoint.shard_store import (
     SHARDED,
     ShardedSaving,
     file_of,
     folder_of,
+    taken_out,
 )
 from lightning_gc.core.checksum import with_checksum
 from lightning_gc.core.pytree import each_tensor
@@ -24,12 +24,30 @@ from lightning_gc.sharded.sharded_workers import dim_of
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 
-class OldSaving(ShardedSaving):
-    """Writes what earlier versions wrote; a record of the checkpoint's files is to be removed."""
+class Format2(ShardedSaving):
+    """Writes the controller's state under its name of then."""
+
+    number = 2
+
+    def _averaged(self) -> Any:
+        averaged = super()._averaged()
+        return {"turn" if name == "controller" else name: v for name, v in averaged.items()}
 
     def _write(self, main: Any, target: Path) -> list[str]:
+        main[SHARDED], main["turn"] = self.number, main.pop("controller")
+        return self._write_files(main, target)
+
+    def _write_files(self, main: Any, target: Path) -> list[str]:
+        return super()._write(main, target)
+
+
+class Format1(Format2):
+    """Writes tensors in a distributed checkpoint; a record of the files is to be removed."""
+
+    number = 1
+
+    def _write_files(self, main: Any, target: Path) -> list[str]:
         host: Any = self.host
-        main[SHARDED] = 1
         if host.distributed_form:
             target.mkdir(parents=True, exist_ok=True)
             host.barrier()

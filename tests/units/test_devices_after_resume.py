@@ -4,8 +4,6 @@ A checkpoint is read into the host's memory. Pretended CUDA tensors, of which to
 the values, raise where they are mixed with those of the host.
 """
 
-import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_gc import PowerSGD, StepAhead, TopK
-from lightning_gc.attachment import attached
-from lightning_gc.attachment.attached import AttachedDDP
-from lightning_gc.checkpoint.restoring import Restoring
+from lightning_gc.checkpoint import memory_store
+from lightning_gc.checkpoint.worker_state import WorkerState, apply, shared_state
 from lightning_gc.control.control_loop import ControlLoop
 from lightning_gc.control.probes import gradient_moments
 from lightning_gc.controllers import EstimatedThreshold
@@ -46,7 +43,6 @@ class Resumed:
         self.controller = EstimatedThreshold(0.01)
         self.control = ControlLoop(self.controller, self.workers)
         self.control.attach()
-        self.workers.kept["turn"] = self.control.statistics
         self.epoch = self.control.statistics[0].epoch
         statistics = self.control.statistics[0].own_state()
         statistics["observer"] |= {"sums": {"w": torch.ones(SHAPE)}, "squares": 2.0, "first": 0}
@@ -58,38 +54,19 @@ class Resumed:
             "learning_rates": {},
             "step": 3,
         }
-        self.own = {"memory": self.engine_state["memory"], "turn": statistics}
+        self.own = {"memory": self.engine_state["memory"], "controller": statistics}
 
     def by_strategy(self) -> None:
-        names = ("compressor", "memory")
-        configuration = {name: repr(getattr(self.workers.configuration, name)) for name in names}
-        host: Any = SimpleNamespace(
-            local_workers=self.workers,
-            controller=self.controller,
-            control_loop=self.control,
-            root_device=CUDA,
-            global_rank=0,
-        )
-        main = {
-            "configuration": configuration | {"controller": repr(self.controller)},
-            "learning_rates": {},
-            "step": 3,
-            "turn": None,
-            "layout": [["w"]],
-        }
-        own = {"averaged": self.own, "compressor": self.engine_state["compressor"]}
-        Restoring(host, off=False).apply(main | {"turn": self.control.state_dict({})}, [own])
+        shared = shared_state(self.workers, self.control) | {"step": 3, "layout": [["w"]]}
+        own = ({"compressor": self.engine_state["compressor"]},)
+        apply(self.workers, self.control, [WorkerState(shared, self.own, own)], CUDA)
 
     def by_attach(self) -> None:
-        handle = object.__new__(AttachedDDP)
-        handle._workers, handle._control, handle._device = self.workers, self.control, CUDA
-        handle._everybody = None
-        control = {"loop": self.control.state_dict({}), "worker": self.own["turn"]}
-        state = {"engine": self.engine_state, "levels": None, "layout": [["w"]]}
-        with pytest.MonkeyPatch.context() as patch:  # the comparison of what workers have
-            patch.setattr(attached, "on_all_ranks", lambda *_: {0: "step 3"})
-            patch.setattr(copy, "deepcopy", lambda state: state)  # reads addresses
-            handle.load_state_dict(state | {"control": control})
+        loop = self.control.state_dict({})
+        control = {"loop": loop, "worker": self.own["controller"]}
+        saved = {"engine": self.engine_state, "levels": None, "layout": [["w"]], "control": control}
+        state = memory_store.of_worker(saved, self.workers, self.control)
+        apply(self.workers, self.control, [state], CUDA)
 
 
 WAYS = pytest.mark.parametrize("way", [Resumed.by_strategy, Resumed.by_attach])

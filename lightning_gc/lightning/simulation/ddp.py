@@ -102,7 +102,7 @@ class SimulatedDDP(SimulatedWorkers):
 
     def _begin_fit(self, module: Any) -> None:
         self._gradients = Gradients(self.names, self.workers)
-        self._buffers = Buffers(module, self.workers)
+        self._buffers = WorkerBuffers(module, self.workers)
 
     def _begin_step(self) -> None:
         self._buffers.begin()
@@ -127,14 +127,14 @@ class SimulatedDDP(SimulatedWorkers):
         assert self._attached is not None
         self._attached.refuse_unsynchronised()
         self._attached.prepare_round()
-        for part in self._gradients.parts:
+        for bucket in self._gradients.buckets:
             flows = [  # the mean is the same for all, so only worker 0 decodes it
-                self.local_workers.flow(engine, flat, part.shapes, wanted=engine.worker == 0)
-                for engine, flat in zip(self.engines, part.flats, strict=True)
+                self.local_workers.flow(engine, flat, bucket.shapes, wanted=engine.worker == 0)
+                for engine, flat in zip(self.engines, bucket.flats, strict=True)
             ]
             self._ledger.step = self.engines[0].step
             self._ledger.run(flows, self.root_device)
-        self.local_workers.end_round(part.shapes for part in self._gradients.parts)
+        self.local_workers.end_round(bucket.shapes for bucket in self._gradients.buckets)
         self._gradients.end()
         self._buffers.enter(0)
 
@@ -162,7 +162,7 @@ def refuse_pass_for_statistics(trainer: Any, module: Any) -> None:
             )
 
 
-class Buffers:
+class WorkerBuffers:
     """Keeps the module's buffers of every simulated worker as DDP would.
 
     DDP copies worker 0's buffers to all workers before each step's first forward pass. So all start
@@ -220,7 +220,7 @@ def _copy(values: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Part:
+class DtypeBucket:
     """Gradients of all parameters of one dtype, exchanged as one bucket.
 
     Attributes:
@@ -245,7 +245,7 @@ class Gradients:
     """
 
     def __init__(self, names: Mapping[Tensor, str], workers: int) -> None:
-        self.parts: list[Part] = []
+        self.buckets: list[DtypeBucket] = []
         self._views: list[dict[Tensor, Tensor]] = [{} for _ in range(workers)]
         self._before: dict[Tensor, Tensor | None] = {}
         self._used: set[Tensor] = set()
@@ -257,7 +257,7 @@ class Gradients:
                 pieces = flat.split([param.numel() for param in members])
                 views |= {p: _like(p, piece) for p, piece in zip(members, pieces, strict=True)}
             shapes = {names[param]: tuple(param.shape) for param in members}
-            self.parts.append(Part(shapes, flats))
+            self.buckets.append(DtypeBucket(shapes, flats))
         self._hooks = [p.register_post_accumulate_grad_hook(self._used.add) for p in names]
 
     def begin(self) -> None:
@@ -265,8 +265,8 @@ class Gradients:
         self._used.clear()
         self._before = {param: param.grad for param in self._views[0]}
         kept = {p: grad.clone() for p, grad in self._before.items() if grad is not None}
-        for part in self.parts:
-            torch._foreach_zero_(part.flats)
+        for bucket in self.buckets:
+            torch._foreach_zero_(bucket.flats)
         for views in self._views:
             for param, grad in kept.items():
                 views[param].copy_(grad)

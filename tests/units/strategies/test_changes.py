@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gc.checkpoint.restoring import changes
+from lightning_gc.checkpoint.worker_state import WorkerState, changes
 from lightning_gc.core.pytree import average, each_tensor, reduced
 
 SAME = {"compressor": "TopK(density=0.1)", "memory": "Residual()", "controller": "None"}
 SHAPES: dict[str, tuple[int, ...]] = {"a": (2, 3), "b": (4,)}
 
 
-def own(**shapes: tuple[int, ...]) -> dict[str, Any]:
+def own(**shapes: tuple[int, ...]) -> WorkerState:
     memory = {name: {"error": torch.ones(shape)} for name, shape in shapes.items()}
-    return {"averaged": {"memory": memory}, "compressor": {"a": {"q": 1}}}
+    return WorkerState({}, {"memory": memory}, ({"compressor": {"a": {"q": 1}}},))
 
 
 def test_nothing_is_said_where_nothing_has_changed() -> None:
@@ -59,7 +59,7 @@ def test_errors_are_not_said_to_be_kept_and_dropped() -> None:
     assert changes(SAME, momentum, own(**SHAPES), SHAPES, buffers).sentences[1] == (
         "Memory Residual() is now MomentumCorrection(): error is kept, velocity is zero at first."
     )
-    none = own(**SHAPES) | {"averaged": {}, "compressor": {}}
+    none = WorkerState({}, {}, ({"compressor": {}},))
     assert changes(other, {**other, "compressor": "Cast()"}, none, SHAPES, ()).sentences == [
         "Compressor QSGD(bits=4) is now Cast(): there are no errors to keep."
     ]

@@ -11,11 +11,7 @@ import torch
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_gc.checkpoint.distributed_metadata import (
-    check_objects,
-    read_metadata,
-    read_tensor,
-)
+from lightning_gc.checkpoint.distributed_files import check_objects, read_metadata, read_tensor
 from tests.support import prepared
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)

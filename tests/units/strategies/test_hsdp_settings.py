@@ -27,6 +27,7 @@ from lightning_gc.sharded.sharded_workers import ShardedWorkers, seed_of_shard, 
         ({"find_unused_parameters": True}, "there is no such argument"),
         ({"replica": 2}, "did you mean 'replicas'"),
         ({"state": "all"}, "use 'full', 'mean' or 'off'"),
+        ({"verify": -1}, r"CompressedHSDPStrategy\(verify=-1\): give n to compare"),
     ],
     ids=str,
 )

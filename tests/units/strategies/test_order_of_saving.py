@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import PerParameter, TopK
-from lightning_gc.checkpoint.saving import Saving
+from lightning_gc.checkpoint.side_file_store import Saving
 from lightning_gc.checkpoint.side_files import FOLDER
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import quiet_trainer, unwarned

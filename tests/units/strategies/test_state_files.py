@@ -9,7 +9,7 @@ import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_gc.checkpoint import side_files
-from lightning_gc.checkpoint.sharded_saving import remove as remove_folders
+from lightning_gc.checkpoint.shard_store import remove as remove_folders
 from lightning_gc.checkpoint.side_files import (
     FOLDER,
     exists,

@@ -1,0 +1,273 @@
+"""States in memory: what ``Attached.state_dict`` returns and ``load_state_dict`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gc.checkpoint.worker_state import (
+    CONTROLLER,
+    Layout,
+    WorkerState,
+    apply,
+    configuration_of,
+    shared_state,
+    worker_state,
+)
+from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop
+from lightning_gc.control.probes import WorkerStatistics
+from lightning_gc.core.checksum import checksum, with_checksum
+from lightning_gc.core.pytree import Tree
+from lightning_gc.core.state_structure import (
+    COUNT,
+    LEVEL,
+    TEXT,
+    WHOLE,
+    Each,
+    Leaf,
+    Listed,
+    Optional,
+    Pair,
+    Record,
+)
+from lightning_gc.engine.engine import ENGINE_STATE
+from lightning_gc.engine.levels import RequestedLevels
+from lightning_gc.exchange.workers import Workers
+
+_STATE = Layout(
+    {
+        "worker": WHOLE,
+        "workers": COUNT,
+        "configuration": Each(TEXT),
+        "layout": Listed(Listed(TEXT)),
+        "engine": Record(ENGINE_STATE),
+        "levels": Optional(Pair(LEVEL, Each(LEVEL))),
+        "control": Optional(
+            Record(
+                {"loop": CONTROL_STATE, "worker": WorkerStatistics.structure},
+                {CONTROLLER: TEXT},  # missing in states of version 0.1
+            )
+        ),
+    },
+    {"run": TEXT},
+)
+_MAYBE = {
+    "shard": WHOLE,
+    "shards": COUNT,
+    "mode": Leaf("'mean'", lambda v: v == "mean"),  # since format 3
+}
+_SHARED = ", with levels, buckets and decisions of checksum "
+_ZERO = "or leave load_state_dict out, and errors begin at zero"
+
+
+def state_dict(
+    workers: Workers,
+    control: ControlLoop | None,
+    mean: Callable[[Tensor], Tensor] | None = None,
+) -> Tree:
+    """Return the state of this process's worker, with a checksum.
+
+    Args:
+        workers: the worker.
+        control: its control loop.
+        mean: a collective that returns a tensor's mean over workers; with it the state is the
+            mean over workers.
+    """
+    state = worker_state(workers, control, shared_state(workers, control))
+    if mean is not None:
+        state = state.over_workers(mean)
+    shared, kept = state.shared, None
+    if control is not None:
+        kept = {
+            CONTROLLER: shared["configuration"][CONTROLLER],
+            "loop": shared[CONTROLLER],
+            "worker": state.averaged[CONTROLLER],
+        }
+    saved: Tree = {
+        _STATE.key: _STATE.newest,
+        "run": shared["run"],
+        "layout": shared["layout"],
+        "engine": {
+            "memory": state.averaged["memory"],
+            "compressor": state.own[0]["compressor"],
+            "learning_rates": shared["learning_rates"],
+            "step": shared["step"],
+        },
+        "levels": workers.first.levels.requested(),
+        "control": kept,
+        "worker": workers.first.worker,
+        "workers": workers.first.workers,
+        **_settings(workers),
+    }
+    return with_checksum(saved if mean is None else saved | {"mode": "mean"})
+
+
+def load(
+    given: Any,
+    workers: Workers,
+    control: ControlLoop | None,
+    device: torch.device,
+    agreed: Callable[[Callable[[], str]], Mapping[int, str]],
+) -> None:
+    """Resume this process's worker, after all workers have checked what they were given.
+
+    Args:
+        given: the worker's state, the mean over workers, or a list of all workers' states.
+        workers: the worker.
+        control: its control loop.
+        device: the device on which training uses the state.
+        agreed: calls an act on all workers and returns their results, or raises on all.
+    """
+    states: list[WorkerState] = []
+
+    def check() -> str:
+        saved, state = checked(given, workers, control)
+        states.append(state)
+        return saved
+
+    _refuse_other_saves(agreed(check))
+    workers.forget_levels()
+    apply(workers, control, states, device, says=workers.first.worker == 0)
+
+
+def checked(given: Any, workers: Workers, control: ControlLoop | None) -> tuple[str, WorkerState]:
+    """Return a text that must be equal on all workers, and this worker's state.
+
+    The text has the step and the run in which the state was saved, and a checksum of what workers
+    share.
+
+    Raises:
+        ValueError: a state is damaged, or of another worker, configuration or model.
+    """
+    several = isinstance(given, list | tuple)
+    every = [_opened(state, workers) for state in (given if several else [given])]
+    worker, number = workers.first.worker, workers.first.workers
+    if several:
+        said = _refuse_other_lists(every, workers)
+        if len(every) == number:
+            return said, of_worker(every[worker], workers, control)
+        return said, WorkerState.mean([of_worker(each, workers, control) for each in every])
+    (own,) = every
+    if "mode" not in own:
+        for what, now in {"worker": worker, "workers": number}.items():
+            if own[what] != now:
+                raise ValueError(
+                    f"has a state with {what}={own[what]!r}, but here it is {now!r}; give every "
+                    f"worker the state that it has saved; if the number of workers has changed, "
+                    f"give all workers the list of all saved states, or a state from "
+                    f"state_dict(mode='mean'); {_ZERO}."
+                )
+    return _saved_with(own, workers), of_worker(own, workers, control)
+
+
+def of_worker(state: Tree, workers: Workers, control: ControlLoop | None) -> WorkerState:
+    """Return a checked state of this run's configuration as a ``WorkerState``."""
+    engine, kept = state["engine"], state["control"]
+    configuration = configuration_of(workers, control)
+    averaged: Tree = {"memory": engine["memory"]}
+    if kept is not None:
+        averaged[CONTROLLER] = kept["worker"]
+        if control is not None:
+            configuration[CONTROLLER] = kept.get(CONTROLLER, configuration[CONTROLLER])
+    shared = {
+        "step": engine["step"],
+        "layout": state["layout"],
+        "learning_rates": engine["learning_rates"],
+        "levels": state["levels"],
+        "configuration": configuration,
+        CONTROLLER: kept and kept["loop"],
+    }
+    return WorkerState(shared, averaged, ({"compressor": engine["compressor"]},))
+
+
+def _opened(given: Any, workers: Workers) -> Tree:
+    """Return a saved state, checked, except for its worker and its number of workers."""
+    try:
+        state = _STATE.opened(dict(given) if isinstance(given, Mapping) else given, {}, _MAYBE)
+        for what, own in _settings(workers).items():
+            if state.get(what) != own:
+                raise _Other(
+                    f"has a state with {what}={state.get(what)!r}, but here it is {own!r}; attach "
+                    f"with the same arguments, {_ZERO}."
+                )
+        for name, kept in state["engine"]["memory"].items():
+            for tensor in kept.values():
+                if tuple(tensor.shape) != workers.shapes.get(name):
+                    raise _Other(
+                        f"has a state with an error of {name} of shape {tuple(tensor.shape)}, but "
+                        f"the model has {workers.shapes.get(name, 'no such parameter')}."
+                    )
+        workers.check_declared(state["engine"]["compressor"], state["levels"], place="engine/")
+        levels = _loop_of(state).get("levels")
+        RequestedLevels(workers.configuration.compressor).check(levels, "control/loop/levels")
+    except _Other:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            f"has a state that cannot be used: {error}. Load an earlier one, or none: then errors "
+            f"begin at zero."
+        ) from error
+    return state
+
+
+class _Other(ValueError):
+    """A state is of another configuration or model; the message is complete."""
+
+
+def _settings(workers: Workers) -> dict[str, Any]:
+    """Return the part of the state that must be equal where it is loaded."""
+    return {"configuration": workers.configuration.in_words(), **workers.place()}
+
+
+def _loop_of(state: Tree) -> Tree:
+    return {} if state["control"] is None else dict(state["control"]["loop"])
+
+
+def _saved_with(state: Tree, workers: Workers) -> str:
+    """Return the text that must be equal on all workers."""
+    loop = _loop_of(state)
+    # Ranks of a model in shards may have buckets without any elements, which are not in a layout.
+    shared = {
+        "levels": state["levels"],
+        "layout": [] if workers.place() else state["layout"],
+        "loop": {name: loop.get(name) for name in ("state", "levels", "every", "pause", "epoch")},
+    }
+    run = f" of run {state['run']}" if "run" in state else ""
+    return f"step {state['engine']['step']}{run}{_SHARED}{checksum(shared)}"
+
+
+def _refuse_other_lists(states: Sequence[Tree], workers: Workers) -> str:
+    """Return the text of a list of states; raise ValueError unless it has each worker's once."""
+    found = [state["worker"] for state in states]
+    number = int(states[0]["workers"]) if states else 0
+    if not states or found != list(range(number)) or any("mode" in state for state in states):
+        raise ValueError(
+            f"has a list with the states of workers {found}, saved by {number} workers; give one "
+            f"state_dict() of each, in the order of the workers."
+        )
+    said = sorted({_saved_with(state, workers) for state in states})
+    if len(said) > 1:
+        saves = " and ".join(each.partition(_SHARED)[0] for each in said)
+        raise ValueError(
+            f"has a list with states of {saves}; give states that were saved together."
+        )
+    return said[0]
+
+
+def _refuse_other_saves(saves: Mapping[int, str]) -> None:
+    """Raise ValueError if workers' states, by ``checked``, were not saved together."""
+    first = saves[0].partition(_SHARED)[0]
+    for worker, save in saves.items():
+        own = save.partition(_SHARED)[0]
+        if save == saves[0]:
+            continue
+        different = f"of {own}, but worker 0 of {first}"
+        if own == first:
+            different = "with other levels, buckets or decisions than worker 0"
+        raise ValueError(
+            f"Worker {worker} has a state {different}; give all workers states that were saved "
+            f"together."
+        )

@@ -1,0 +1,524 @@
+"""Side files: save and restore each worker's state next to the checkpoint, for DDP and Fabric."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_gc.checkpoint import side_files
+from lightning_gc.checkpoint.side_files import (
+    KEY,
+    Host,
+    Ranks,
+    make_atomic,
+    on_all_ranks,
+    put,
+    together,
+    wraps,
+)
+from lightning_gc.checkpoint.worker_state import (
+    CONTROLLER,
+    FILE_NAME,
+    SHARED,
+    Layout,
+    WorkerState,
+    apply,
+    begin_at_zero,
+    check_levels,
+    check_own,
+    check_same,
+    own_structure,
+    shared_state,
+    worker_state,
+)
+from lightning_gc.control.training_progress import metrics_due
+from lightning_gc.core.checksum import NAME as CHECKSUM
+from lightning_gc.core.checksum import with_checksum
+from lightning_gc.core.pytree import Tree, average
+from lightning_gc.core.state_structure import (
+    ANYTHING,
+    COUNT,
+    TEXT,
+    WHOLE,
+    Each,
+    Listed,
+    Optional,
+    Record,
+    Structure,
+)
+from lightning_gc.exchange.peers import explaining
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAIN = Layout(
+    {"workers": COUNT, "stem": FILE_NAME} | SHARED,
+    # Shapes of errors by parameter and buffer, and the checksum of each worker's side file.
+    {"run": TEXT, "shapes": Each(Each(Listed(WHOLE))), "files": Listed(Optional(TEXT))},
+)
+SIDE = Layout({"worker": WHOLE}, {"workers": WHOLE, "run": TEXT, "stem": TEXT})
+FABRIC = Layout(
+    {"stem": FILE_NAME, "workers": COUNT, "modules": Listed(TEXT)},
+    {"states": Each(Record(others=ANYTHING))},  # means over workers by module
+    key="fabric",
+    newest=2,
+)
+_LOST = " without a side file"
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Saving:
+    """Save the state of workers in a checkpoint and its side files.
+
+    The main file gets the shared state under ``"lightning_gc"`` (``MAIN``). In mode ``"full"``
+    every worker writes a side file (``SIDE``) with its ``"averaged"``, ``"compressor"`` and, if
+    ``Workers.own`` is not empty, ``"own"``. In mode ``"mean"`` the main file itself gets
+    ``"averaged"``, the mean over workers, and ``"compressor"``. The main file holds the checksums
+    of the side files, and is written only after all of them.
+
+    Args:
+        host: the strategy.
+        mode: as in ``CompressedDDPStrategy(state=...)``.
+        dtype: dtype of errors in files. In use they are float32.
+    """
+
+    host: Host
+    mode: Literal["full", "mean", "off"]
+    dtype: torch.dtype
+    _saves: int = 0  # saves in which all workers took part
+    # Path -> prefixes of the side files written for it, oldest first.
+    _stems: dict[str, list[str]] = field(default_factory=dict)
+
+    def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
+        """Write the side files of a full checkpoint, then the checkpoint by ``write``."""
+        make_atomic(self.host.checkpoint_io)
+        full = bool(self.host.local_workers.engines) and "optimizer_states" in checkpoint
+        full = full and self.mode != "off"
+        if full:
+            checkpoint[KEY] = self._state(path, options)
+        self._publish(checkpoint, path, write)
+        if full:
+            self._remove_old_side_files(path, checkpoint[KEY]["stem"])
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this worker may be the only one that saves, as after an exception.
+
+        A collective would hang then.
+        """
+        return bool(self.host.lightning_module.trainer.interrupted)
+
+    def _state(self, path: Any, options: Any) -> Tree:
+        """Return the content of the main file; write these workers' side files."""
+        host, workers = self.host, self.host.local_workers
+        trainer, engine = host.lightning_module.trainer, workers.first
+        self._saves += not self._alone
+        save = f"{workers.run}-{'alone' if self._alone else self._saves}"
+        due = metrics_due(trainer) if host.control_loop is not None else ()
+        shared = shared_state(workers, host.control_loop, trainer.callback_metrics, due)
+        main: Tree = shared | {
+            MAIN.key: MAIN.newest,
+            "mode": "full" if self._alone else self.mode,
+            "workers": engine.workers,
+            "stem": side_files.stem_of(path, engine.step, save),
+            "shapes": {
+                name: {buffer: list(tensor.shape) for buffer, tensor in kept.items()}
+                for name, kept in engine.buffers.named.items()
+            },
+            "files": [None] * engine.workers,
+        }
+        if main["torn"]:
+            return main  # a round is incomplete: errors are neither those before nor after it
+        if main["mode"] == "mean":
+            return main | self._mean(shared)
+        return main | {"files": self._write_side_files(main, path, options)}
+
+    def _mean(self, shared: Tree) -> Tree:
+        """Return the mean of all workers' states."""
+        host, workers = self.host, self.host.local_workers
+        states = [
+            worker_state(workers, host.control_loop, shared, index)
+            for index in range(len(workers.engines))
+        ]
+        first = states[0]
+        if len(states) > 1:
+            first = WorkerState(shared, average([each.averaged for each in states]), first.own)
+
+        def mean(tensor: Tensor) -> Tensor:
+            return host.reduce(tensor.to(host.root_device), reduce_op="mean").cpu()
+
+        return first.over_workers(mean).in_file(self.dtype)
+
+    def _write_side_files(self, main: Tree, path: Any, options: Any) -> list[str | None]:
+        """Write this process's side files; return all workers' checksums, None where unknown."""
+        acts: dict[int, Callable[[], str]] = {}
+        for index, engine in enumerate(self.host.local_workers.engines):
+            target = side_files.path_of(path, main["stem"], engine.worker, engine.workers)
+            acts[engine.worker] = partial(self._save_own, index, main, target, options, path)
+        checksums = together(self.host, acts, main["workers"], self._alone)
+        return [checksums.get(worker) for worker in range(main["workers"])]
+
+    def _save_own(self, index: int, main: Tree, target: str, options: Any, path: Any) -> str:
+        """Write one worker's side file and return its checksum; name the failed step in errors."""
+        unsaved = f"so {path} is not written"
+        taking = f"could not read its state, {unsaved}"
+        own = explaining(taking, partial(self._content, index, main))()
+        writing = f"could not write its state to {target}, {unsaved}"
+        return explaining(writing, partial(self._write_side_file, own, target, options))()
+
+    def _content(self, index: int, main: Tree) -> Tree:
+        """Return the content of one worker's side file."""
+        workers = self.host.local_workers
+        state = worker_state(workers, self.host.control_loop, main, index)
+        own = {name: main[name] for name in (SIDE.key, "workers", "run", "stem")}
+        own |= state.in_file(self.dtype) | {"worker": workers.engines[index].worker}
+        return with_checksum(own)
+
+    def _write_side_file(self, own: Tree, target: str, options: Any) -> str:
+        """Write one worker's side file; return its checksum."""
+        io = self.host.checkpoint_io
+        put(target, partial(io.save_checkpoint, own, storage_options=options), io)
+        if not side_files.exists(target):
+            io.teardown()  # waits for a CheckpointIO that writes in a thread
+        if not side_files.exists(target):
+            raise FileNotFoundError(
+                f"{type(io).__name__} has not written the file; use a CheckpointIO that writes to "
+                f"the given path, or state='mean'"
+            )
+        return str(own[CHECKSUM])
+
+    def _publish(self, checkpoint: Tree, path: Any, write: Callable[[Any], None]) -> None:
+        """Write the checkpoint by ``write``, atomically; if worker 0 fails, all workers raise."""
+        host, workers = self.host, self.host.local_workers
+
+        def act() -> None:
+            if host.global_rank != 0:
+                write(path)  # does nothing
+                return
+            if KEY in checkpoint:
+                checkpoint[KEY] = with_checksum(checkpoint[KEY])
+            put(path, write, host.checkpoint_io)
+
+        problem = f"could not write {path}; if there was one of that name, it is kept"
+        first = workers.first.worker if workers.engines else host.global_rank
+        number = workers.first.workers if workers.engines else 0
+        together(host, {first: explaining(problem, act)}, number, self._alone)
+
+    def _remove_old_side_files(self, path: Any, stem: str) -> None:
+        """Remove side files of older checkpoints that ``path`` has overwritten.
+
+        An asynchronous CheckpointIO may not have written ``path`` yet, so the previous save's side
+        files stay until the next save. The same thread has written ``path`` by then.
+        """
+        stems = self._stems.setdefault(str(path), [])
+        stems.append(stem)
+        del stems[: -2 if wraps(self.host.checkpoint_io) else -1]
+        # When workers save alone, only worker 0 knows that there is a new checkpoint.
+        if self.host.global_rank == 0 or (self.host.local_rank == 0 and not self._alone):
+            side_files.remove(path, keep=stems)
+
+    def remove(self, path: Any) -> None:
+        """Remove the side files of a checkpoint that has been removed."""
+        if self.host.local_rank == 0:
+            side_files.remove(path)
+
+
+class _Unusable(ValueError):
+    """A file cannot be used; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Restoring:
+    """Restore the state that ``Saving`` has saved, completely or not at all.
+
+    All workers check all files before any worker changes anything.
+
+    Args:
+        host: the strategy.
+        off: do not restore; errors begin at zero.
+    """
+
+    host: Host
+    off: bool
+
+    def restore(self, checkpoint: Tree, path: Any) -> None:
+        """Restore engines, controller and other state from a checkpoint, if there are engines.
+
+        Raises:
+            RuntimeError: on all workers, if one cannot use its files.
+        """
+        workers, control = self.host.local_workers, self.host.control_loop
+        main: Any = checkpoint.get(KEY)
+        if not workers.engines:
+            return
+        states = [] if self.off else self._agreed(main, path)
+        if states:
+            problem = f"could not restore the error state of {path}"
+            device, says = self.host.root_device, self.host.global_rank == 0
+            act = partial(apply, workers, control, states, device, says)
+            self._together(explaining(problem, act))
+            return
+        if main is None and workers.first.memory.buffers and not self.off:
+            self._log_rank0(f"{path} holds no error state: errors begin at zero.")
+        begin_at_zero(workers, control, main.get("step") if isinstance(main, dict) else 0)
+
+    def _together(self, act: Callable[[], Any]) -> dict[int, Any]:
+        first = self.host.local_workers.first
+        alone = bool(self.host.lightning_module.trainer.interrupted)
+        return together(self.host, {first.worker: act}, first.workers, alone)
+
+    def _agreed(self, main: Any, path: Any) -> list[WorkerState]:
+        """Return each worker's state; raise on all workers if one fails or its file differs."""
+        states: list[WorkerState] = []
+
+        def check() -> str:
+            if main is None:
+                return ""
+            with self._usable(path, f"the error state in {path}", main):
+                states.extend(self._collect(main, path))
+            lost = _LOST if any(state.lost for state in states) else ""
+            return f"{main['stem']} {main.get(CHECKSUM, '')}{lost}"
+
+        said = self._together(check)
+        if any(text.endswith(_LOST) for text in said.values()):
+            # What must be equal on all workers: without the compressor's state they would send
+            # messages of other shapes, without a memory's common buffers weights would differ.
+            memory = self.host.local_workers.configuration.memory
+            gone = [CONTROLLER, "memory"] if memory.common else [CONTROLLER]
+            states = [state.without(*gone) for state in states]
+            if memory.common and self.host.global_rank == 0:
+                warnings.warn(
+                    f"Error state of all workers is reset: a worker's side file is missing, and "
+                    f"{type(memory).__name__} keeps buffers that must be equal on all workers.",
+                    stacklevel=2,
+                )
+        read = {worker: text.removesuffix(_LOST) for worker, text in said.items()}
+        first = min(read)
+        others = [str(worker) for worker, save in read.items() if save != read[first]]
+        if others:
+            raise RuntimeError(
+                f"Worker {', '.join(others)} has found another checkpoint at {path} than worker "
+                f"{first}; give all workers the same files."
+            )
+        return states
+
+    def _collect(self, main: Any, path: Any) -> list[WorkerState]:
+        """Return the state of each worker of this process.
+
+        It is the worker's own state, or the mean over workers if their number has changed.
+        """
+        workers, engines = self.host.local_workers, self.host.local_workers.engines
+        mean = isinstance(main, dict) and main.get("mode") == "mean" and not main.get("torn")
+        common = {name: part.common_structure for name, part in workers.common.items()}
+        main = MAIN.opened(
+            main,
+            own_structure(workers, self.host.control_loop) if mean else {},
+            {"common": Record(maybe=common, others=ANYTHING)},
+        )
+        if len(main.get("files", [None] * main["workers"])) != main["workers"]:
+            raise ValueError(f"it has {len(main['files'])} files of {main['workers']} workers")
+        check_levels(main, workers)
+        if main["torn"]:
+            self._log_rank0(f"{path} was saved within a step: errors begin at zero.")
+            return [WorkerState(main, {}, ({"compressor": {}},))] * len(engines)
+        if mean:
+            check_own(main, main, workers, main.get("shapes"))
+            own = {"compressor": main["compressor"]}
+            return [WorkerState(main, main["averaged"], (own,))] * len(engines)
+        before, now = main["workers"], workers.first.workers
+        if before == now:
+            return self._read(main, path, [engine.worker for engine in engines])
+        old = self._read(main, path, range(before))
+        self._log_rank0(f"{before} workers' errors are averaged: each of {now} has the mean.")
+        return [WorkerState.mean(old)] * len(engines)
+
+    def _read(self, main: Tree, path: Any, workers: Iterable[int]) -> list[WorkerState]:
+        """Return the states in these workers' side files; a lost state for a missing file."""
+        files = {i: side_files.path_of(path, main["stem"], i, main["workers"]) for i in workers}
+        lost = [file for file in files.values() if not side_files.exists(file)]
+        if lost:
+            warnings.warn(
+                f"Error state is missing: {', '.join(lost)}. Errors that were in it count as zero. "
+                f"Move a checkpoint together with its folder {side_files.FOLDER}.",
+                stacklevel=2,
+            )
+        states = []
+        for worker, file in files.items():
+            state = WorkerState(main, lost=True)
+            if file not in lost:
+                with self._usable(path, file, main):
+                    state = self._checked(main, worker, file)
+            states.append(state)
+        return states
+
+    def _checked(self, main: Tree, worker: int, file: str) -> WorkerState:
+        """Return the content of a side file, checked."""
+        workers = self.host.local_workers
+        alone: dict[str, Structure] = {n: p[0].structure for n, p in workers.own.items()}
+        own = SIDE.opened(
+            side_files.read(file, self.host.checkpoint_io),
+            own_structure(workers, self.host.control_loop),
+            {"own": Record(maybe=alone, others=ANYTHING)},
+        )
+        same = (SIDE.key, "workers", "run", "stem") if main[MAIN.key] > 1 else (SIDE.key,)
+        check_same(own, {"worker": worker} | {name: main[name] for name in same})
+        if main.get("files", {worker: None})[worker] not in (None, own.get(CHECKSUM)):
+            raise ValueError("it is not the file that was saved with its checkpoint")
+        check_own(own, main, workers, main.get("shapes"))
+        parts: Tree = {name: own[name] for name in ("compressor", "own") if name in own}
+        return WorkerState(main, own["averaged"], (parts,))
+
+    @contextlib.contextmanager
+    def _usable(self, path: Any, what: str, main: Any) -> Iterator[None]:
+        """Name the unusable file and the ways out in an exception of the block."""
+        try:
+            yield
+        except _Unusable:
+            raise
+        except Exception as error:
+            step = main.get("step") if isinstance(main, dict) else None
+            before = side_files.checkpoint_before(path, step) if isinstance(step, int) else None
+            instead = f"resume from the checkpoint before it, {before}, " if before else ""
+            why = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
+            raise _Unusable(
+                f"could not use {what}: {why}. Nothing has been restored. Restore the file, "
+                f"{instead}or give the strategy state='off' to begin with errors at zero."
+            ) from error
+
+    def _log_rank0(self, sentence: str) -> None:
+        if self.host.global_rank == 0:
+            _log.info(sentence)
+
+
+class Handle(Protocol):
+    """Attributes of an attached module that Fabric's checkpoint uses."""
+
+    def state_dict(self, mode: Literal["full", "mean"] = "full") -> Tree: ...
+
+    def load_state_dict(self, state: Tree | Sequence[Tree]) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class FabricCheckpoint:
+    """Save and restore the state of attached modules with Fabric's checkpoint.
+
+    In mode ``"full"`` each worker first writes its state to its own file. Then worker 0 writes the
+    checkpoint, which names these files. A kill leaves either the old checkpoint or the new one,
+    with all its files. In mode ``"mean"`` the checkpoint itself has the mean over workers.
+
+    Args:
+        handles: name in the checkpoint -> handle of the attached module.
+        host: the strategy.
+        mode: as in ``CompressedFabricStrategy(state=...)``.
+    """
+
+    handles: Mapping[str, Handle]
+    host: Ranks
+    mode: Literal["full", "mean", "off"]
+
+    def save(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        write: Callable[[Any, dict[str, Any]], None],
+        storage_options: Any = None,
+    ) -> None:
+        """Write this worker's file, then the checkpoint of ``state`` by ``write``.
+
+        Raises:
+            RuntimeError: on all workers, if one cannot write.
+        """
+        io, workers = self.host.checkpoint_io, self.host.world_size
+        mode: Literal["full", "mean"] = "mean" if self.mode == "mean" else "full"
+        states = {name: handle.state_dict(mode) for name, handle in self.handles.items()}
+        first = next(iter(states.values()))
+        stem = side_files.stem_of(path, first["engine"]["step"], first["run"])
+        if mode == "full":
+            target = side_files.path_of(path, stem, self.host.global_rank, workers)
+            save = partial(io.save_checkpoint, states, storage_options=storage_options)
+            problem = f"could not write its errors to {target}, so {path} is not written"
+            on_all_ranks(self.host, problem, partial(put, target, save, io))
+        main = {FABRIC.key: FABRIC.newest, "stem": stem, "workers": workers, "modules": [*states]}
+        main = with_checksum(main | {"states": states if mode == "mean" else {}})
+
+        def complete(there: Any) -> None:
+            write(there, {**state, KEY: main})
+
+        # Workers other than 0 write nothing, but take part in collectives.
+        act = (
+            partial(put, path, complete, io)
+            if self.host.global_rank == 0
+            else partial(complete, path)
+        )
+        problem = f"could not write {path}; if there was one of that name, it is kept"
+        on_all_ranks(self.host, problem, act)
+        if self.host.global_rank == 0 and not wraps(io):
+            side_files.remove(path, keep=[stem])
+
+    def restore(self, path: Any, left: dict[str, Any]) -> None:
+        """Load this worker's state from the checkpoint at ``path``.
+
+        Args:
+            path: path of the checkpoint.
+            left: entries of the checkpoint that are not loaded yet. Our part is removed from it.
+
+        Raises:
+            RuntimeError: on all workers, if one cannot read its file.
+            ValueError: on all workers, if a state does not fit this run.
+        """
+        main, off = left.pop(KEY, None), self.mode == "off"
+        if not self.handles:
+            if main is not None and not off:
+                warnings.warn(
+                    f"{path} has the errors of {', '.join(main['modules'])}, which are not "
+                    f"restored: no module that Fabric has set up is loaded. Call fabric.load after "
+                    f"fabric.setup.",
+                    stacklevel=4,
+                )
+            return
+        if main is None or off:
+            if self.host.global_rank == 0 and not off:
+                _log.info("%s holds no error state: errors begin at zero.", path)
+            for handle in self.handles.values():
+                handle.reset()
+            return
+        found: dict[str, Any] = {}
+        read = partial(self._read, path, main, found)
+        on_all_ranks(self.host, f"could not restore the errors of {path}", read)
+        for name, handle in self.handles.items():
+            handle.load_state_dict(found[name])
+
+    def _read(self, path: Any, main: Any, found: dict[str, Any]) -> None:
+        """Read the states for this worker: its own, the mean, or those of another number."""
+        main = FABRIC.opened(main)
+        others = [name for name in self.handles if name not in main["modules"]]
+        if others:
+            raise ValueError(f"it has no errors of {', '.join(others)}, only of {main['modules']}")
+        if main.get("states"):
+            found.update(main["states"])
+            return
+        before, now, rank = main["workers"], self.host.world_size, self.host.global_rank
+        structure = Record(dict.fromkeys(main["modules"], Record(others=ANYTHING)))
+        files = []
+        for worker in [rank] if before == now else range(before):
+            target = side_files.path_of(path, main["stem"], worker, before)
+            if not side_files.exists(target):
+                raise FileNotFoundError(
+                    f"{target} is missing; move it together with the checkpoint"
+                )
+            files.append(side_files.read(target, self.host.checkpoint_io))
+            structure.check(files[-1])
+        for name in main["modules"]:
+            states = [file[name] for file in files]
+            found[name] = states[0] if before == now else states

@@ -1,0 +1,453 @@
+"""WorkerState: one worker's saved state, taken from engine and control loop, checked, and applied.
+
+All stores save this value: side files, shards, and the ``state_dict`` of ``attach``.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop
+from lightning_gc.core.checksum import NAME as CHECKSUM
+from lightning_gc.core.checksum import check_checksum
+from lightning_gc.core.pytree import Tree, average, each_tensor, reduced
+from lightning_gc.core.state_structure import (
+    ANYTHING,
+    COUNT,
+    FLAG,
+    TEXT,
+    WHOLE,
+    Leaf,
+    Listed,
+    Optional,
+    Record,
+    Structure,
+)
+from lightning_gc.engine.engine import ENGINE_STATE
+from lightning_gc.engine.error_buffers import to_host
+from lightning_gc.exchange.workers import HasWorkerState, Workers
+
+CONTROLLER = "controller"
+"""Name of the control loop's state in ``shared`` and of its statistics in ``averaged``."""
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """One worker's state, or the mean of several.
+
+    Attributes:
+        shared: equal on all workers: step, run, layout, configuration, learning rates, levels, and
+            the states of the control loop and of ``Workers.common``.
+        averaged: errors and statistics. Their mean over workers replaces them if W has changed.
+        own: ``{"compressor", "own"}`` of each saved worker that ``averaged`` is the mean of: the
+            compressor's state, and the states of ``Workers.own``.
+        lost: a worker's file is missing, so its part is empty and counts as zero.
+    """
+
+    shared: Tree
+    averaged: Tree = field(default_factory=dict)
+    own: tuple[Tree, ...] = ()
+    lost: bool = False
+
+    @staticmethod
+    def mean(states: Sequence[WorkerState]) -> WorkerState:
+        """Return the state with which each of another number of workers begins.
+
+        The mean error over workers stays the same, so no gradient is lost.
+        """
+        averaged = average([state.averaged for state in states])
+        own = tuple(part for state in states for part in state.own)
+        return WorkerState(states[0].shared, averaged, own, any(each.lost for each in states))
+
+    def over_workers(self, mean: Callable[[Tensor], Tensor]) -> WorkerState:
+        """Return the mean over all workers, by the collective ``mean``, without their own parts."""
+        compressor = self.own[0]["compressor"]
+        return replace(
+            self, averaged=reduced(self.averaged, mean), own=({"compressor": compressor},)
+        )
+
+    def in_file(self, dtype: torch.dtype) -> Tree:
+        """Return the entries of a worker's file, with errors in ``dtype``."""
+        memory = each_tensor(self.averaged["memory"], lambda tensor: tensor.to(dtype))
+        return {"averaged": self.averaged | {"memory": memory}, **self.own[0]}
+
+    def without(self, *names: str) -> WorkerState:
+        """Return it without these names of ``averaged`` and without the compressor's state."""
+        averaged = {name: kept for name, kept in self.averaged.items() if name not in names}
+        return replace(self, averaged=averaged, own=tuple(o | {"compressor": {}} for o in self.own))
+
+
+def shared_state(
+    workers: Workers,
+    control: ControlLoop | None,
+    metrics: Mapping[str, Any] | None = None,
+    due: Iterable[str] = (),
+) -> Tree:
+    """Return the state that is equal on all workers.
+
+    Args:
+        workers: the workers of this process.
+        control: their control loop.
+        metrics: current values of metrics, for the controller's next decision.
+        due: names of metrics that are yet to come.
+    """
+    engine = workers.first
+    state: Tree = {
+        "step": engine.step,
+        "run": workers.run,
+        "torn": engine.torn,
+        "layout": [list(names) for names in workers.layout],
+        "configuration": configuration_of(workers, control),
+        "learning_rates": dict(engine.learning_rates.of_errors),
+        CONTROLLER: None if control is None else control.state_dict(metrics or {}, due),
+    }
+    if workers.common:
+        common = {name: part.common_state() for name, part in workers.common.items()}
+        state["common"] = each_tensor(common, to_host)
+    return state
+
+
+def configuration_of(workers: Workers, control: ControlLoop | None) -> dict[str, str]:
+    """Return the settings that saved state depends on, as text.
+
+    ``"exchanged"`` names the quantity that errors belong to, if it is not gradients.
+    """
+    parts, exchanged = workers.configuration, workers.exchanged
+    return {
+        "compressor": repr(parts.compressor),
+        "memory": repr(parts.memory),
+        CONTROLLER: repr(control and control.controller),
+        **({} if exchanged == "gradients" else {"exchanged": exchanged}),
+    }
+
+
+def worker_state(
+    workers: Workers, control: ControlLoop | None, shared: Tree, index: int = 0
+) -> WorkerState:
+    """Return the state of one of this process's workers, in CPU memory."""
+    engine = workers.engines[index].state_dict()
+    averaged: Tree = {"memory": engine["memory"]} | averaged_state(workers, control, index)
+    own = on_host({"compressor": engine["compressor"]})
+    if workers.own:
+        alone = {name: parts[index].own_state() for name, parts in workers.own.items()}
+        own["own"] = each_tensor(alone, to_host)
+    return WorkerState(shared, on_host(averaged), (own,))
+
+
+def on_host(tree: Tree) -> Tree:
+    """Return a tree whose tensors are in CPU memory."""
+    return each_tensor(tree, lambda tensor: tensor.detach().cpu())
+
+
+def averaged_state(workers: Workers, control: ControlLoop | None, index: int = 0) -> Tree:
+    """Return a worker's statistics and other state that may be averaged, except its errors."""
+    averaged = {name: kept[index].own_state() for name, kept in workers.kept.items()}
+    if control is not None:
+        averaged[CONTROLLER] = control.statistics[index].own_state()
+    return averaged
+
+
+def apply(
+    workers: Workers,
+    control: ControlLoop | None,
+    states: Sequence[WorkerState],
+    device: torch.device,
+    says: bool = False,
+) -> None:
+    """Load one checked state per worker of this process, as far as it fits this run.
+
+    Args:
+        workers: the workers of this process.
+        control: their control loop.
+        states: their states.
+        device: the device on which training uses them.
+        says: whether to warn of changes since the checkpoint.
+    """
+    shared = states[0].shared
+    now, buffers = configuration_of(workers, control), workers.configuration.memory.buffers
+    before, shapes = shared["configuration"], workers.shapes
+    kept = [changes(before, now, state, shapes, buffers) for state in states]
+    if kept[0].sentences and says:
+        warnings.warn(f"Resumed with changes. {' '.join(kept[0].sentences)}", stacklevel=3)
+
+    def there(tree: Tree) -> Tree:
+        return each_tensor(tree, lambda tensor: tensor.to(device))
+
+    rest = {name: shared[name] for name in ("learning_rates", "step")}
+    for engine, each in zip(workers.engines, kept, strict=True):
+        compressor = each_tensor(each.compressor, Tensor.clone)
+        engine.load_state_dict(there({"memory": each.memory, "compressor": compressor, **rest}))
+    same_controller = kept[0].same_controller
+    if control is not None:
+        control.begin_anew()
+    if shared.get("levels") is not None:
+        workers.set_levels(*shared["levels"])
+    if control is not None and same_controller and shared[CONTROLLER] is not None:
+        control.load_state_dict(shared[CONTROLLER])
+    workers.regroup(shared["layout"])
+    common = shared.get("common", {})
+    for name in (n for n in workers.common if n in common):
+        workers.common[name].load_common_state(common[name])
+    statistics = {CONTROLLER: control.statistics} if control and same_controller else {}
+    for index, state in enumerate(states):
+        every: Mapping[str, Sequence[HasWorkerState]] = {**workers.kept, **statistics}
+        for name in (n for n in every if n in state.averaged):
+            every[name][index].load_own_state(there(state.averaged[name]))
+        for name, alone in workers.own.items():
+            parts = [part["own"] for part in state.own if name in part.get("own", {})]
+            alone[index].load_own_states([part[name] for part in parts])
+
+
+def begin_at_zero(workers: Workers, control: ControlLoop | None, step: Any) -> None:
+    """Reset errors, rounds and controller, and continue from ``step`` if it is a number."""
+    for engine in workers.engines:
+        engine.reset(step if isinstance(step, int) else 0)
+    for rounds in workers.rounds:
+        rounds.restart()
+    if control is not None:
+        control.begin_anew()
+
+
+class Changes(NamedTuple):
+    """State to restore, and sentences that name the changes since the checkpoint."""
+
+    memory: Tree
+    compressor: Tree
+    same_controller: bool
+    sentences: list[str]
+
+
+def changes(
+    before: Mapping[str, str],
+    now: Mapping[str, str],
+    state: WorkerState,
+    shapes: Mapping[str, tuple[int, ...]],
+    buffers: Sequence[str] = ("error",),
+) -> Changes:
+    """Compare a checkpoint's settings with this run's; keep the state that still fits.
+
+    Errors are in units of the gradient and belong to a parameter, so they remain valid for any
+    compressor. The compressor's own state does not.
+
+    Args:
+        before: the checkpoint's settings, as by ``configuration_of``.
+        now: this run's settings.
+        state: this worker's.
+        shapes: parameter name -> shape, in this run.
+        buffers: names of the buffers that this run's memory keeps per parameter.
+    """
+    saved = state.averaged.get("memory", {})
+    units = [each.get("exchanged", "gradients") for each in (before, now)]
+    dropped = bool(saved) and units[0] != units[1]
+    if dropped:
+        saved = {}
+    fitting = {
+        name: kept
+        for name, kept in saved.items()
+        if all(tuple(tensor.shape) == shapes.get(name) for tensor in kept.values())
+    }
+    compressor = {
+        name: kept
+        for name, kept in (state.own[0]["compressor"] if state.own else {}).items()
+        if name in shapes and (name in fitting or name not in saved)
+    }
+    sentences = []
+    if dropped:
+        sentences.append(
+            f"Errors are dropped: they belong to {units[0]}, but this run exchanges {units[1]}."
+        )
+    had = sorted({name for kept in saved.values() for name in kept})
+    other_memory = before["memory"] != now["memory"]
+    if before["compressor"] != now["compressor"]:
+        ends = ["its own state is reset"] if compressor else []
+        if not other_memory:  # otherwise the memory's sentence covers errors
+            ends.insert(0, "errors are kept" if "error" in had else "there are no errors to keep")
+        end = ": " + ", ".join(ends) if ends else ""
+        sentences.append(f"Compressor {before['compressor']} is now {now['compressor']}{end}.")
+        compressor = {}
+    if other_memory:
+        sentences.append(f"Memory {before['memory']} is now {now['memory']}: {_kept(had, buffers)}")
+    same = before[CONTROLLER] == now[CONTROLLER]
+    if not same:
+        sentences.append(
+            f"Controller {before[CONTROLLER]} is now {now[CONTROLLER]}: its state is reset."
+        )
+    if saved:
+        gone = [name for name in saved if name not in shapes]
+        reshaped = [name for name in saved if name in shapes and name not in fitting]
+        new = [name for name, shape in shapes.items() if name not in saved and 0 not in shape]
+        for names, what in (
+            (gone, "removed, their errors are dropped"),
+            (reshaped, "of another shape, their errors begin at zero"),
+            (new, "new, their errors begin at zero"),
+        ):
+            if names:
+                sentences.append(f"Parameters {what}: {', '.join(names)}.")
+        if len(fitting) < len(saved):
+            sentences.append(f"Parameters that keep errors: {', '.join(fitting) or 'none'}.")
+    return Changes(fitting, compressor, same, sentences)
+
+
+def _kept(had: Sequence[str], has: Sequence[str]) -> str:
+    """Return a sentence: which of a memory's buffers are kept, dropped, or zero at first."""
+    words = []
+    for names, what in (
+        ([name for name in had if name in has], "kept"),
+        ([name for name in had if name not in has], "dropped"),
+        ([name for name in has if name not in had], "zero at first"),
+    ):
+        if names:
+            words.append(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {what}")
+    said = ", ".join(words) if words else "neither has buffers"
+    if "error" in had and "error" not in has:
+        said += ". To keep the errors, give a memory with an error buffer, such as Residual()"
+    return f"{said}."
+
+
+# ------------------------------------------------------------------------------- the validator
+
+FILE_NAME = Leaf(
+    "the beginning of a file's name", lambda v: isinstance(v, str) and v == os.path.basename(v)
+)
+SHARED: dict[str, Structure] = {
+    "step": WHOLE,
+    "layout": Listed(Listed(TEXT)),
+    "configuration": Record(
+        dict.fromkeys(("compressor", "memory", CONTROLLER), TEXT), {"exchanged": TEXT}
+    ),
+    "learning_rates": ENGINE_STATE["learning_rates"],
+    CONTROLLER: Optional(CONTROL_STATE),
+    "mode": Leaf("'full' or 'mean'", lambda v: v in ("full", "mean")),
+    "torn": FLAG,
+}
+"""Entries of ``"lightning_gc"`` in the checkpoints of all strategies."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Structure of a saved dict in each of its formats.
+
+    Format 3 has the name ``"controller"`` where earlier formats have ``"turn"``.
+
+    Args:
+        always: entries of every format.
+        since_2: entries that format 1 does not have.
+        key: name of the entry with the format.
+        newest: the format that this version writes.
+        signed: the first format with a checksum.
+    """
+
+    always: Mapping[str, Structure]
+    since_2: Mapping[str, Structure] = field(default_factory=dict)
+    key: str = "format"
+    newest: int = 3
+    signed: int = 2
+
+    def opened(
+        self,
+        saved: Any,
+        more: Mapping[str, Structure] | None = None,
+        maybe: Mapping[str, Structure] | None = None,
+    ) -> Tree:
+        """Return a saved dict with today's names; check format, checksum and structure.
+
+        Args:
+            saved: what was read.
+            more: further entries that it must have.
+            maybe: further entries that it may have.
+
+        Raises:
+            ValueError: it is damaged, malformed, or of a newer version.
+        """
+        if not isinstance(saved, dict):
+            raise ValueError(f"it holds a {type(saved).__name__} where a dict was saved")
+        number = saved.get(self.key)
+        if type(number) is not int or not 1 <= number <= self.newest:
+            raise ValueError(
+                f"it has format={number!r}, but this version of lightning_gc knows formats up to "
+                f"{self.newest}; upgrade it if the file is newer"
+            )
+        if number >= self.signed:
+            check_checksum(saved)
+        names = dict(self.always) if number == 1 else {**self.always, **self.since_2}
+        if number >= self.signed:
+            names[CHECKSUM] = TEXT
+        today: Tree = saved if number > 2 else _renamed(saved)
+        if number < 3 and isinstance(today.get("averaged"), dict):
+            today["averaged"] = _renamed(today["averaged"])
+        Record({self.key: COUNT, **names, **(more or {})}, maybe or {}).check(today)
+        return today
+
+
+def _renamed(state: Tree) -> Tree:
+    return {CONTROLLER if name == "turn" else name: value for name, value in state.items()}
+
+
+def own_structure(workers: Workers, control: ControlLoop | None) -> dict[str, Structure]:
+    """Return the structure of a worker's ``"averaged"`` and ``"compressor"`` in a file.
+
+    Unknown names, such as the totals of a monitor that this run lacks, are allowed.
+    """
+    kept = {name: parts[0].structure for name, parts in workers.kept.items()}
+    if control is not None:
+        kept[CONTROLLER] = control.statistics[0].structure
+    memory = {"memory": ENGINE_STATE["memory"]}
+    averaged = Record(memory, maybe=kept, others=ANYTHING)
+    return {"averaged": averaged, "compressor": ENGINE_STATE["compressor"]}
+
+
+def check_same(own: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file belongs to another checkpoint or worker than expected."""
+    for name, value in expected.items():
+        if own[name] != value:
+            raise ValueError(f"it has {name}={own[name]!r}, but its checkpoint {name}={value!r}")
+
+
+def check_levels(shared: Tree, workers: Workers) -> None:
+    """Raise ValueError for a controller's levels that this run's compressor does not declare."""
+    if _same_compressor(shared, workers):
+        workers.check_declared({}, (shared[CONTROLLER] or {}).get("levels"), {})
+
+
+def check_own(
+    own: Tree, shared: Tree, workers: Workers, shapes: Mapping[str, Any] | None = None
+) -> None:
+    """Raise ValueError for state that this run's compressor does not declare, or other shapes.
+
+    The state of another compressor, and of parameters that have another shape now, is ignored.
+
+    Args:
+        own: a file's content, checked by ``Layout.opened``.
+        shared: the state that is equal on all workers, also checked.
+        workers: the workers of this process.
+        shapes: parameter -> buffer -> shape of the errors; None if the checkpoint has no record.
+    """
+    if _same_compressor(shared, workers):
+        same = {
+            name: shape
+            for name, shape in workers.shapes.items()
+            if all(each == list(shape) for each in (shapes or {}).get(name, {}).values())
+        }
+        kept = own["compressor"]
+        workers.check_declared({n: kept[n] for n in kept if n in same}, None, same)
+    memory = own["averaged"]["memory"]
+    if not memory or shapes is None:  # no errors: a worker that resumed without its side file
+        return
+    found = {n: {b: list(t.shape) for b, t in kept.items()} for n, kept in memory.items()}
+    for name in found.keys() | shapes.keys():
+        if found.get(name) != shapes.get(name):
+            raise ValueError(
+                f"averaged/memory/{name} has shapes {found.get(name)}, but its checkpoint says "
+                f"{shapes.get(name)}"
+            )
+
+
+def _same_compressor(shared: Tree, workers: Workers) -> bool:
+    return bool(shared["configuration"]["compressor"] == repr(workers.configuration.compressor))
