@@ -61,7 +61,7 @@ class WorkerStatistics:
         self.epoch = EpochStatistics(needs.sums, needs.moments, needs.errors, needs.scale)
         self._keeps_exchanges = needs.link
         engine.statistics.epoch = self.epoch
-        self._seen_tally = dataclasses.replace(engine.statistics.tally)
+        self._seen_tally = dataclasses.replace(engine.tally)
         self._timed_from = engine.step
 
     def attach(self, account: Recorder) -> None:
@@ -77,7 +77,7 @@ class WorkerStatistics:
 
     def figures(self) -> list[float]:
         """Return bytes, dense bytes and elements sent since then, total errors, ‖g‖² since then."""
-        now, seen = self.engine.statistics.tally, self._seen_tally
+        now, seen = self.engine.tally, self._seen_tally
         return [
             self._bytes(),
             self.engine.dense_bytes(now.plain_bytes - seen.plain_bytes),
@@ -111,12 +111,12 @@ class WorkerStatistics:
         if self._account.exchanges is not None:
             self._account.exchanges.clear()
         self._seen_bytes = self._account.sent_bytes
-        self._seen_tally = dataclasses.replace(self.engine.statistics.tally)
+        self._seen_tally = dataclasses.replace(self.engine.tally)
         self.epoch.forget_gradients()
 
     def own_state(self) -> dict[str, Any]:
         """Return this worker's counts and sums since the last decision."""
-        seen, now = vars(self._seen_tally), vars(self.engine.statistics.tally)
+        seen, now = vars(self._seen_tally), vars(self.engine.tally)
         return {
             "bytes": self._bytes(),
             "tally": {name: now[name] - seen[name] for name in now},
@@ -127,7 +127,7 @@ class WorkerStatistics:
         """Resume from ``own_state()``, or from the mean of several."""
         self._time_from_here()
         self._seen_bytes = self._account.sent_bytes - round(state["bytes"])
-        now = vars(self.engine.statistics.tally)
+        now = vars(self.engine.tally)
         # A checkpoint of 0.1 has no grad_elements: what was sent whole before it is not counted.
         counts = {"grad_elements": state["tally"]["elements"]} | state["tally"]
         self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in counts.items()})

@@ -221,8 +221,8 @@ class LocalRounds:
         """Begin the exchange of a fragment; with the last one, exchange the learning rate too."""
         engine, fragment = self._engine, self.weights.fragments[index]
         steps = min(self.since)  # since any exchange
-        engine.statistics.tally.local_steps += steps
-        engine.statistics.tally.local_bytes += steps * self._step_bytes
+        engine.tally.local_steps += steps
+        engine.tally.local_bytes += steps * self._step_bytes
         distance = fragment.distance()
         drift = torch.linalg.vector_norm(distance) if engine.statistics.norms_wanted else None
         sent = fragment.weights() if delay else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -82,6 +83,30 @@ class Scheme(Settings, abc.ABC):
             raise ValueError(
                 f"{self!r} cuts tensors into shards, which have no state, but {compressor!r} needs "
                 f"state of the full tensor. Use AllGather()."
+            )
+
+
+@dataclass(frozen=True)
+class NodeScheme(Scheme):
+    """A scheme that averages in each node first; consecutive workers are a node."""
+
+    workers_per_node: int = 8
+
+    cuts = True
+
+    def __post_init__(self) -> None:
+        if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
+            raise ValueError(
+                f"{type(self).__name__}(workers_per_node={self.workers_per_node!r}): give the "
+                f"number of workers of each machine, at least 1."
+            )
+
+    def check(self, compressor: Compressor) -> None:
+        super().check(compressor)
+        if not compressor.traits.conserves:
+            raise ValueError(
+                f"{self!r} averages in nodes first, but the workers of {compressor!r} vote, and a "
+                f"majority of node majorities is not the majority of all workers. Use TwoShot()."
             )
 
 

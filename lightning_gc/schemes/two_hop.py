@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Compressor, limits_of, wire_of
+from lightning_gc.compressors.base import Codec, limits_of, wire_of
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Gather, Limits
-from lightning_gc.schemes.base import Scheme, book, padded, toward, unpad
+from lightning_gc.schemes.base import NodeScheme, book, padded, toward, unpad
 from lightning_gc.schemes.two_shot import TwoShot
 
 
 @dataclass(frozen=True)
-class TwoHop(Scheme):
+class TwoHop(NodeScheme):
     """Average encoded shards within each node, encode the means, and average those between nodes.
 
     W workers are W/L nodes of L neighbours, worker w in node ⌊w/L⌋. Worker l of a node gets part l
@@ -51,25 +51,6 @@ class TwoHop(Scheme):
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
         Training", 2023 (qgZ, the first two rounds; there each worker keeps its own shard).
     """
-
-    workers_per_node: int = 8
-
-    cuts = True
-
-    def __post_init__(self) -> None:
-        if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
-            raise ValueError(
-                f"TwoHop(workers_per_node={self.workers_per_node!r}): give the number of workers "
-                f"of each machine, at least 1."
-            )
-
-    def check(self, compressor: Compressor) -> None:
-        super().check(compressor)
-        if not compressor.traits.conserves:
-            raise ValueError(
-                f"{self!r} averages in nodes first, but the workers of {compressor!r} vote, and a "
-                f"majority of node majorities is not the majority of all workers. Use TwoShot()."
-            )
 
     def encodings(self, workers: int) -> int:
         if not self._hops(workers):

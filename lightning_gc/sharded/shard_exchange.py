@@ -185,8 +185,9 @@ class ShardBuckets:
 
     Communication pattern:
         Buckets follow the backward pass, from the last unit to the first, in the same order on all
-        replicas: a unit that takes no part in a pass sends zeros. A bucket is submitted as soon as it and those before it are complete, if each
-        of its units has called once per pass so far; else at the end of the pass.
+        replicas: a unit that takes no part in a pass sends zeros. A bucket is submitted when it and
+        the buckets before it are complete, if each of its units has called once per pass so far.
+        Otherwise it is submitted at the end of the pass.
     """
 
     def __init__(

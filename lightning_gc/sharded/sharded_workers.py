@@ -23,8 +23,8 @@ class ShardedWorkers(Workers):
 
     A parameter of shape ``(n, ...)`` over S shards is compressed in S pieces of ``(⌈n/S⌉, ...)``,
     the last ones shorter or empty. Limits of size, as ``SizeSwitch(min_numel=...)``, are meant for
-    whole parameters, so they are divided by S here. Each shard has its own random numbers; shared ones
-    are equal on all replicas.
+    whole parameters, so they are divided by S here. Each shard has its own random numbers. Shared
+    ones are equal on all replicas.
 
     Args:
         configuration: of the engines, as the user has given it.
