@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPSink
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import Controller, Decision, Observation
+from lightning_gc.controllers import Controller
 from lightning_gc.exchange.kernel_compilation import FIXES
 from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
@@ -60,28 +60,6 @@ def check_controller(
             f"{whose}(controller={controller!r}): it sets the steps of a round, and here gradients "
             f"are exchanged at every step; use LocalStepsStrategy."
         )
-
-
-def decision_of(
-    controller: Controller, observation: Observation, state: dict[str, Any]
-) -> tuple[Decision, dict[str, Any]]:
-    """Let a controller decide; ValueError if it returns anything but a decision and a state."""
-    answer: Any = controller.decide(observation, state)
-    pair = isinstance(answer, tuple) and len(answer) == 2
-    if pair and isinstance(answer[0], Decision):
-        every, known = answer[0].every, controller.needs.rounds
-        if every is not None and every not in known:
-            raise ValueError(
-                f"{type(controller).__name__} sets H = {every!r}, which is not in its needs: "
-                f"`return Needs(rounds={(*known, every)!r})`."
-            )
-        return answer[0], answer[1]
-    level = answer[0] if pair else answer
-    level = level if isinstance(level, int | float) else 0.01
-    raise ValueError(
-        f"{type(controller).__name__}.decide returned {answer!r}; it returns a pair, the decision "
-        f"and its new state: `return Decision({level!r}), state`."
-    )
 
 
 def refuse_unknown_device(device: torch.device) -> None:
