@@ -277,8 +277,8 @@ class Restoring:
 
         said = self._together(check)
         if any(text.endswith(_LOST) for text in said.values()):
-            # What must be equal on all workers: without the compressor's state they would send
-            # messages of other shapes, without a memory's common buffers weights would differ.
+            # Drop state that must be equal on all workers. Without the compressor's state workers
+            # would send messages of other shapes; without common buffers weights would differ.
             memory = self.host.local_workers.configuration.memory
             gone = [CONTROLLER, "memory"] if memory.common else [CONTROLLER]
             states = [state.without(*gone) for state in states]
@@ -489,7 +489,7 @@ class FabricCheckpoint:
             handle.load_state_dict(found[name])
 
     def _read(self, path: Any, main: Any, found: dict[str, Any]) -> None:
-        """Read the states for this worker: its own, the mean, or those of another number."""
+        """Read this worker's state, the mean, or the states of another number of workers."""
         main = FABRIC.opened(main)
         others = [name for name in self.handles if name not in main["modules"]]
         if others:
