@@ -293,6 +293,9 @@ def loading(worker: int) -> dict[str, Any]:
         except ValueError as error:
             said[name] = str(error)
         assert checksum(second.handle.state_dict()["engine"]) == empty, name
+    second.handle.load_state_dict(edited(whole, lambda state: state.update(format=2), anew=True))
+    assert checksum(second.handle.state_dict()["engine"]) == checksum(whole["engine"])
+    second.handle.reset()
     old = edited(whole, lambda state: state.update(format=1), anew=False)
     for name in ("run", "sha256"):
         del old[name]
