@@ -4,8 +4,7 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 ``for_lightning.py``.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from lightning_gc.attachment.attached import Setup
@@ -130,12 +129,10 @@ class CompressedHSDP(ShardedStrategy):
     def _attached_to(self, setup: Setup) -> AttachedShards:
         return AttachedShards(self.model, setup, self._device_mesh, self.bucket_cap_mb)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Add up gradients of micro-batches; nodes exchange in the last one."""
         assert isinstance(self._attached, AttachedShards)
-        with self._attached.accumulating():
-            yield
+        return self._attached.accumulating()
 
 
 def replicas_of(owner: str, replicas: Any, ranks: int, nodes: int) -> int:
