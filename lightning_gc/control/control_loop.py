@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import inspect
 import json
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_gc.control.probes import (
-    StepClock,
-    WorkerStatistics,
-    clock_figures,
-    error_curves,
-    gradient_moments,
-)
-from lightning_gc.controllers import Controller, Curve, Decision, Observation
+from lightning_gc.control.probes import Probes, RatesToCome
+from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.controllers.trace import append
 from lightning_gc.core.state_structure import (
     ANYTHING,
@@ -43,7 +31,6 @@ from lightning_gc.core.state_structure import (
     Record,
 )
 from lightning_gc.exchange.peers import Peers
-from lightning_gc.exchange.validation import decision_of
 from lightning_gc.exchange.workers import Workers
 from lightning_gc.transports.distributed import broadcast_text
 
@@ -55,11 +42,10 @@ class Moment:
     Attributes:
         metrics: the latest value of each logged metric.
         max_epochs: epochs of the whole run; None if unknown or without end.
-        total_steps: steps of the whole run; likewise.
-        progress: finished share of the run; likewise.
-        step_metrics: names of metrics that are of the last batch only.
-        rates_to_come: returns the learning rate of every step from the next to the last; None if it
-            is not known.
+        total_steps: steps of the whole run; None if unknown or without end.
+        progress: finished share of the run; None if unknown or without end.
+        step_metrics: names of metrics of the last batch only.
+        rates_to_come: None if learning rates are not known in advance.
     """
 
     metrics: Mapping[str, float]
@@ -67,14 +53,14 @@ class Moment:
     total_steps: int | None = None
     progress: float | None = None
     step_metrics: tuple[str, ...] = ()
-    rates_to_come: Callable[[], Sequence[float]] | None = None
+    rates_to_come: RatesToCome | None = None
 
 
 class ControlLoop:
     """Runs a controller before the first step of every epoch, and within epochs if it asks for it.
 
-    At the beginning of an epoch validation is over and the learning rate is that of the next step,
-    so the observation is complete. All workers take part in one all-reduce of plain numbers; worker
+    At the beginning of an epoch validation is over and the next step's learning rate is set, so the
+    observation is complete. All workers take part in one all-reduce of plain numbers; worker
     0 decides; one broadcast carries its decision, its new state and the number of steps until the
     next decision (workers may differ about an epoch's length), or the error on which all stop.
 
@@ -92,10 +78,9 @@ class ControlLoop:
     def __init__(self, controller: Controller, workers: Workers) -> None:
         self.controller = controller
         self._workers = workers
-        self.statistics = [WorkerStatistics(engine, controller) for engine in workers.engines]
+        self._probes = Probes(controller, workers)
+        self.statistics = self._probes.statistics
         self._begin()
-        self._forecast = Forecast()
-        self._steps = StepClock()
 
     @property
     def _step(self) -> int:
@@ -108,7 +93,7 @@ class ControlLoop:
         self._set_every(self._every)
 
     def begin_anew(self) -> None:
-        """Forget all decisions, and observe from the step on to which the engines have been set."""
+        """Forget all decisions, and observe from the engines' current step on."""
         self._begin()
         self._workers.forget_levels()
         self._set_every(None)
@@ -127,12 +112,12 @@ class ControlLoop:
         self._metrics: dict[str, float] = {}  # from a checkpoint
         self._to_come: set[str] = set()  # those of them that were to change before the epoch's end
         self._resumed = False  # within the epoch, or at its end
-        # Of the last decision; the epoch's first; that of the controller that now decides.
+        # Steps of the last decision, of the epoch's first, and of this controller's first.
         self._seen_step = self._epoch_step = self._first_step = self._step
 
     def pause(self) -> None:
-        """Note that validation begins, which is no part of a step."""
-        self._steps.pause(self._step)
+        """Note that validation begins, which does not count as part of a step."""
+        self._probes.clock.pause(self._step)
 
     def decide(
         self,
@@ -145,7 +130,7 @@ class ControlLoop:
 
         Args:
             epoch: the batch's epoch.
-            optimizers: the controller sees their largest learning rate, that of the next step.
+            optimizers: the controller sees their largest learning rate, for the next step.
             moment: returns metrics and progress; called only if a decision is due.
             peers: the other workers.
         """
@@ -153,7 +138,7 @@ class ControlLoop:
         rate = float(max(group["lr"] for group in groups))
         begins = self._epoch != epoch
         if self.controller.needs.seconds:
-            self._steps.see(self._step, epoch)
+            self._probes.clock.see(self._step, epoch)
         if begins and self.controller.deciding(epoch)[1] == epoch:
             self._first_step = self._step
         if begins or self._due(epoch):
@@ -162,7 +147,7 @@ class ControlLoop:
             said = self._call_policy(observation, epoch, now.total_steps) if peers.decides else None
             self.ended, self._epoch = begins, epoch
             self._apply_decision(peers, said)
-            self._steps.resume()
+            self._probes.clock.resume()
         self._rate = rate
 
     def _due(self, epoch: int) -> bool:
@@ -212,7 +197,7 @@ class ControlLoop:
             if state["levels"] is not None:
                 self._workers.set_levels(*state["levels"])
             self._set_every(state["every"])
-        elif self.decision is not None:  # all that a state of before tells
+        elif self.decision is not None:  # a checkpoint of 0.1 has no levels
             self._carry_out(self.decision)
 
     def _call_policy(self, observation: Observation, epoch: int, steps: int | None) -> str:
@@ -257,22 +242,19 @@ class ControlLoop:
     def _observe(
         self, epoch: int, rate: float, now: Moment, peers: Peers, ended: bool
     ) -> Observation:
+        probes = self._probes
         steps, self._seen_step = self._step - self._seen_step, self._step
-        figures = [each.figures() for each in self.statistics]
-        wire, dense, sent, total_error, total_error_update, squares = peers.whole_of(figures)
-        numel = sum(param.numel() for param in self._workers.names)
-        scale = math.sqrt(squares / max(steps * numel, 1))
-        ahead: tuple[float, ...] = ()
-        if self.controller.needs.scale and now.rates_to_come is not None:
-            ahead = self._forecast.ahead(self._step, rate, now.rates_to_come)
-        sizes = {name: param.numel() for param, name in self._workers.compressed().items()}
-        levels = self._workers.levels() if steps else {}
-        measured = clock_figures(self.controller.needs, self.statistics, self._steps, peers.mean_of)
-        for each in self.statistics:
-            each.begin()
-        if ended:  # what is due by now and has not come is of an epoch before
+        found = probes.traffic(steps, peers) | probes.rates(self._step, rate, now.rates_to_come)
+        found |= probes.seconds(peers) | probes.link()
+        probes.begin()
+        if ended:
+            in_epoch, self._epoch_step = self._step - self._epoch_step, self._step
+            found |= probes.epoch(in_epoch, peers)
+            # Metrics that were due and have not come are of an epoch before.
             self._metrics = {n: v for n, v in self._metrics.items() if n not in self._to_come}
             self._to_come = set()
+        else:
+            found |= probes.first_batch(peers)
         # Lightning does not restore a checkpoint's metrics.
         metrics = self._metrics | {name: float(value) for name, value in now.metrics.items()}
         resumed, self._resumed = self._resumed, self._resumed and not ended
@@ -282,64 +264,34 @@ class ControlLoop:
             next_learning_rate=rate,
             metrics=metrics if steps else {},
             step_metrics=now.step_metrics,
-            total_error=total_error,
-            total_error_update=total_error_update,
-            wire_bytes=wire,
-            dense_bytes=dense,
-            steps=steps,
-            num_elements=numel,
-            gradient_scale=float(f"{scale:.9g}"),  # the last digits depend on the order of buckets
-            rates_ahead=ahead,
-            sizes=sizes,
-            num_compressed=sum(sizes.values()),
-            sent_elements=sent,
             max_epochs=now.max_epochs,
             progress=now.progress,
             ended=ended,
             resumed=resumed,
-            levels=levels,
-            **measured,
-            **(self._close_epoch(peers) if ended else self._first_batch(peers)),
+            **found,
         )
 
-    def _first_batch(self, peers: Peers) -> dict[str, Any]:
-        """Return the norms of the epoch's first batch if the controller needs them."""
-        wanted = self.controller.needs.gradients == "first batch"
-        norms = self.statistics[0].epoch.norms() if wanted else {}
-        return {"gradient_norms": self._compressed(norms, peers)}
 
-    def _close_epoch(self, peers: Peers) -> dict[str, Any]:
-        """Return the observation's fields that are of whole epochs; start the next epoch."""
-        steps, self._epoch_step = self._step - self._epoch_step, self._step
-        epochs = [each.epoch for each in self.statistics]
-        moments = gradient_moments(epochs, steps, self._workers.first.workers, peers)
-        watched = self.controller.needs.gradients != "none" and steps
-        norms = self.statistics[0].epoch.norms() if watched else {}
-        curves: dict[str, Curve] = {}
-        if self.controller.needs.curves and steps and peers.decides:
-            summed = self.statistics[0].epoch.summed()
-            curves = error_curves(self._workers.first, summed, self.controller.needs.curves)
-        for epoch in epochs:
-            epoch.end_epoch()
-        return {
-            "gradient_norms": self._compressed(norms, peers),
-            "error_curves": curves,
-            "error_norms": self._compressed(_norms(self._workers.first.errors()), peers),
-            **moments,
-        }
-
-    def _compressed(self, norms: dict[str, float], peers: Peers) -> dict[str, float]:
-        """Return the norms of whole parameters, of those that are compressed."""
-        compressed = set(self._workers.compressed().values())
-        whole = peers.parts.norms_of(norms, self._workers.names.values())
-        return {name: norm for name, norm in whole.items() if name in compressed}
-
-
-def _norms(named: Mapping[str, Tensor]) -> dict[str, float]:
-    if not named:
-        return {}
-    norms = torch.stack([torch.linalg.vector_norm(tensor) for tensor in named.values()])
-    return dict(zip(named, norms.tolist(), strict=True))
+def decision_of(
+    controller: Controller, observation: Observation, state: dict[str, Any]
+) -> tuple[Decision, dict[str, Any]]:
+    """Let a controller decide; ValueError if it returns anything but a decision and a state."""
+    answer: Any = controller.decide(observation, state)
+    pair = isinstance(answer, tuple) and len(answer) == 2
+    if pair and isinstance(answer[0], Decision):
+        every, known = answer[0].every, controller.needs.rounds
+        if every is not None and every not in known:
+            raise ValueError(
+                f"{type(controller).__name__} sets H = {every!r}, which is not in its needs: "
+                f"`return Needs(rounds={(*known, every)!r})`."
+            )
+        return answer[0], answer[1]
+    level = answer[0] if pair else answer
+    level = level if isinstance(level, int | float) else 0.01
+    raise ValueError(
+        f"{type(controller).__name__}.decide returned {answer!r}; it returns a pair, the decision "
+        f"and its new state: `return Decision({level!r}), state`."
+    )
 
 
 CONTROL_STATE = Record(
@@ -365,106 +317,11 @@ CONTROL_STATE = Record(
         "epoch_steps": INTEGER,
         "metrics": Each(NUMBER),
     },
-    {  # not in states of before
-        "levels": Optional(Pair(LEVEL, Each(LEVEL))),  # in force; a decision may keep what was
+    {  # not in checkpoints of 0.1
+        "levels": Optional(Pair(LEVEL, Each(LEVEL))),  # in force; a decision may keep earlier ones
         "every": Optional(COUNT),
         "due": Listed(TEXT),
         "first_steps": INTEGER,
     },
 )
 """What ``ControlLoop.state_dict`` returns."""
-
-
-PARTS = 100
-"""Of the rest of a run, for which a controller gets learning rates."""
-
-
-class Forecast:
-    """Keeps the learning rates to come, for as long as the run keeps to them."""
-
-    def __init__(self) -> None:
-        self._rates: Sequence[float] = ()
-        self._first = 0  # step of the first
-
-    def ahead(
-        self, step: int, rate: float, rates_to_come: Callable[[], Sequence[float]]
-    ) -> tuple[float, ...]:
-        """Return the mean rate of each of up to ``PARTS`` equal parts of the rest of the run.
-
-        Args:
-            step: the next one.
-            rate: its learning rate.
-            rates_to_come: returns that of every step from this one on; asked if it is not known, or
-                has turned out otherwise.
-        """
-        left = self._rates[step - self._first :]
-        if not left or not math.isclose(left[0], rate, rel_tol=1e-6):
-            self._rates, self._first = rates_to_come(), step
-            left = self._rates
-        size = max(-(-len(left) // PARTS), 1)
-        parts = [left[i : i + size] for i in range(0, len(left), size)]
-        return tuple(sum(part) / len(part) for part in parts)
-
-
-class Scheduled(NamedTuple):
-    """A scheduler, and how many optimizer steps there are between two of its own."""
-
-    scheduler: LRScheduler
-    every: int
-
-
-def forecast(
-    optimizers: Iterable[Optimizer], scheduled: Sequence[Scheduled], done: int, total: int
-) -> list[float]:
-    """Return the largest learning rate of each step from ``done`` to ``total - 1``.
-
-    Schedulers and optimizers are not changed: copies are stepped whose parameters are empty. What
-    depends on the training, such as ``ReduceLROnPlateau``, is taken to stay as it is.
-
-    Args:
-        optimizers: of the run.
-        scheduled: its schedulers.
-        done: finished steps.
-        total: steps of the whole run.
-    """
-    copies = {optimizer: _without_state(optimizer) for optimizer in optimizers}
-    memo: dict[int, object] = {id(optimizer): copied for optimizer, copied in copies.items()}
-    memo |= {id(owner): owner for each in scheduled for owner in _owners(each.scheduler)}
-    stepped = [
-        Scheduled(copy.deepcopy(scheduler, dict(memo)), every)
-        for scheduler, every in scheduled
-        if every and not isinstance(scheduler, ReduceLROnPlateau)
-    ]
-    groups = [group for stand_in in copies.values() for group in stand_in.param_groups]
-    rates = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has made no step
-        for step in range(done, total):
-            rates.append(float(max(group["lr"] for group in groups)))
-            for scheduler, every in stepped:
-                if (step + 1) % every == 0:
-                    scheduler.step()
-    return rates
-
-
-def _owners(scheduler: Any) -> Iterator[object]:
-    """Yield the objects whose methods are schedules, such as the module: they are not copied."""
-    for inner in getattr(scheduler, "_schedulers", ()):
-        yield from _owners(inner)
-    for schedule in getattr(scheduler, "lr_lambdas", ()):
-        if inspect.ismethod(schedule):
-            yield schedule.__self__
-
-
-def _without_state(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer with the same settings of its groups, and an empty parameter in each."""
-    groups = [
-        {name: _number(value) for name, value in group.items() if name != "params"}
-        | {"params": [torch.zeros(0, dtype=torch.float32, device="cpu")]}
-        for group in optimizer.param_groups
-    ]
-    return torch.optim.SGD(groups, lr=0.0) if groups else optimizer
-
-
-def _number(value: object) -> object:
-    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -1,4 +1,4 @@
-"""WorkerStatistics: a worker's bytes, elements and gradient sums since the last decision."""
+"""Probes: observe traffic, gradients, error curves, clock, link and rates for a controller."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Needs, Point
+from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Point
 from lightning_gc.controllers.exchange_record import fit_link
 from lightning_gc.core.bucket import Bucket, Tally
 from lightning_gc.core.state_structure import FINITE, Record
 from lightning_gc.engine import Engine
 from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.exchange.peers import Peers
+from lightning_gc.exchange.workers import Workers
 from lightning_gc.transports.accounting import (
     COMMUNICATE,
     COMPRESS,
@@ -60,7 +61,7 @@ class WorkerStatistics:
         self.epoch = EpochStatistics(needs.sums, needs.moments, needs.errors, needs.scale)
         self._keeps_exchanges = needs.link
         engine.statistics.epoch = self.epoch
-        self._seen_tally = dataclasses.replace(engine.statistics.tally)
+        self._seen_tally = dataclasses.replace(engine.tally)
         self._timed_from = engine.step
 
     def attach(self, account: Recorder) -> None:
@@ -76,7 +77,7 @@ class WorkerStatistics:
 
     def figures(self) -> list[float]:
         """Return bytes, dense bytes and elements sent since then, total errors, ‖g‖² since then."""
-        now, seen = self.engine.statistics.tally, self._seen_tally
+        now, seen = self.engine.tally, self._seen_tally
         return [
             self._bytes(),
             self.engine.dense_bytes(now.plain_bytes - seen.plain_bytes),
@@ -92,7 +93,7 @@ class WorkerStatistics:
 
     @property
     def timed_steps(self) -> int:
-        """Steps that ``phases`` has the seconds of: those before a resume are not known."""
+        """Steps since ``phases`` counts; seconds before a resume are not known."""
         return self.engine.step - self._timed_from
 
     @property
@@ -110,12 +111,12 @@ class WorkerStatistics:
         if self._account.exchanges is not None:
             self._account.exchanges.clear()
         self._seen_bytes = self._account.sent_bytes
-        self._seen_tally = dataclasses.replace(self.engine.statistics.tally)
+        self._seen_tally = dataclasses.replace(self.engine.tally)
         self.epoch.forget_gradients()
 
     def own_state(self) -> dict[str, Any]:
         """Return this worker's counts and sums since the last decision."""
-        seen, now = vars(self._seen_tally), vars(self.engine.statistics.tally)
+        seen, now = vars(self._seen_tally), vars(self.engine.tally)
         return {
             "bytes": self._bytes(),
             "tally": {name: now[name] - seen[name] for name in now},
@@ -126,7 +127,7 @@ class WorkerStatistics:
         """Resume from ``own_state()``, or from the mean of several."""
         self._time_from_here()
         self._seen_bytes = self._account.sent_bytes - round(state["bytes"])
-        now = vars(self.engine.statistics.tally)
+        now = vars(self.engine.tally)
         # A checkpoint of 0.1 has no grad_elements: what was sent whole before it is not counted.
         counts = {"grad_elements": state["tally"]["elements"]} | state["tally"]
         self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in counts.items()})
@@ -152,8 +153,8 @@ def error_curves(
 ) -> dict[str, Curve]:
     """Return the curve of each parameter that some level compresses and whose gradient is finite.
 
-    Each is compressed by itself, by one simulated worker, from fresh state. Nothing of the engine
-    is changed, and no random numbers of training are used up: generators are seeded anew.
+    One simulated worker compresses each gradient separately, from fresh state. The engine and the
+    random numbers of training do not change.
 
     Args:
         engine: with compressor, scheme and step.
@@ -242,9 +243,8 @@ PHASES = (COMPUTE, COMPRESS, COMMUNICATE, DECODE)
 class StepClock:
     """Adds up the time from one batch to the next of the same epoch.
 
-    So what is done between epochs is left out, and so is the last step of an epoch if no validation
-    follows. Validation is left out wherever it is. On CUDA a host that runs ahead of its device is
-    told by the clock on average only.
+    Validation and work between epochs are left out, and so is the last step of an epoch without
+    validation. On CUDA the host runs ahead of its device, so only the average is meaningful.
     """
 
     def __init__(self) -> None:
@@ -272,43 +272,141 @@ class StepClock:
         self._last = None
 
     def resume(self) -> None:
-        """Go on after a decision, which is made between two batches and is no part of a step."""
+        """Continue after a decision, which is not part of a step."""
         if self._last is not None:
             self._last = time.perf_counter(), *self._last[1:]
 
 
-def clock_figures(
-    needs: Needs,
-    statistics: Sequence[WorkerStatistics],
-    clock: StepClock,
-    mean: Callable[[list[list[float]]], list[float]],
-) -> dict[str, Any]:
-    """Return the fields of an observation that come from clocks, as far as they are declared.
+PARTS = 100
+"""Parts of the rest of a run for which a controller gets learning rates."""
+RatesToCome = Callable[[], Sequence[float]]
+"""Returns the learning rate of every step from the next to the last."""
+
+
+class Forecast:
+    """Keeps the learning rates to come, for as long as the run keeps to them."""
+
+    def __init__(self) -> None:
+        self._rates: Sequence[float] = ()
+        self._first = 0  # step of the first
+
+    def ahead(self, step: int, rate: float, rates_to_come: RatesToCome) -> tuple[float, ...]:
+        """Return the mean rate of each of up to ``PARTS`` equal parts of the rest of the run.
+
+        Args:
+            step: the next one.
+            rate: its learning rate.
+            rates_to_come: called if the rates are not known, or have changed.
+        """
+        left = self._rates[step - self._first :]
+        if not left or not math.isclose(left[0], rate, rel_tol=1e-6):
+            self._rates, self._first = rates_to_come(), step
+            left = self._rates
+        size = max(-(-len(left) // PARTS), 1)
+        parts = [left[i : i + size] for i in range(0, len(left), size)]
+        return tuple(sum(part) / len(part) for part in parts)
+
+
+class Probes:
+    """Observes a run for a controller, as far as its ``needs`` declare.
+
+    Each probe returns fields of an ``Observation``, of the steps since the last decision.
 
     Args:
-        needs: the controller's.
-        statistics: of each worker of this process.
-        clock: of steps.
-        mean: rows, one per worker of this process -> their mean over all workers.
+        controller: the policy.
+        workers: of this process.
 
-    Communication pattern:
-        One all-reduce of a few numbers if seconds are declared.
+    Attributes:
+        statistics: counts and sums of each worker.
+        clock: of steps.
     """
-    found: dict[str, Any] = {}
-    if needs.seconds:
-        spent, timed = clock.take()
-        phases = [each.phases() for each in statistics]
+
+    def __init__(self, controller: Controller, workers: Workers) -> None:
+        self._needs, self._workers = controller.needs, workers
+        self.statistics = [WorkerStatistics(engine, controller) for engine in workers.engines]
+        self.clock = StepClock()
+        self._forecast = Forecast()
+
+    def traffic(self, steps: int, peers: Peers) -> dict[str, Any]:
+        """Return bytes, elements, errors, gradient scale and levels: one all-reduce of numbers."""
+        workers, figures = self._workers, [each.figures() for each in self.statistics]
+        wire, dense, sent, error, update, squares = peers.whole_of(figures)
+        numel = sum(param.numel() for param in workers.names)
+        sizes = {name: param.numel() for param, name in workers.compressed().items()}
+        scale = math.sqrt(squares / max(steps * numel, 1))
+        return {
+            "total_error": error,
+            "total_error_update": update,
+            "wire_bytes": wire,
+            "dense_bytes": dense,
+            "steps": steps,
+            "num_elements": numel,
+            "gradient_scale": float(f"{scale:.9g}"),  # more digits depend on the buckets' order
+            "sizes": sizes,
+            "num_compressed": sum(sizes.values()),
+            "sent_elements": sent,
+            "levels": workers.levels() if steps else {},
+        }
+
+    def rates(self, step: int, rate: float, to_come: RatesToCome | None) -> dict[str, Any]:
+        """Return the learning rates of the rest of the run."""
+        if not self._needs.scale or to_come is None:
+            return {}
+        return {"rates_ahead": self._forecast.ahead(step, rate, to_come)}
+
+    def seconds(self, peers: Peers) -> dict[str, Any]:
+        """Return the seconds of a step and its phases: one all-reduce of numbers, if declared."""
+        if not self._needs.seconds:
+            return {}
+        spent, timed = self.clock.take()
+        phases = [each.phases() for each in self.statistics]
         rows = [[spent, timed, *(p.get(name, 0.0) for name in PHASES)] for p in phases]
-        seconds, stepped, *means = mean(rows)
-        steps = max(statistics[0].timed_steps, 1)
+        seconds, stepped, *means = peers.mean_of(rows)
+        steps = max(self.statistics[0].timed_steps, 1)
         per_step = {n: s / steps for n, s in zip(PHASES, means, strict=True) if s}
         step = seconds / stepped if stepped else 0.0
-        if statistics[0].modelled:  # simulated workers take turns
+        if self.statistics[0].modelled:  # simulated workers run in turn
             step = sum(per_step.values())
-        found |= {"step_seconds": step, "phase_seconds": per_step}
-    if needs.link:
-        exchanges = statistics[0].exchanges()
+        return {"step_seconds": step, "phase_seconds": per_step}
+
+    def link(self) -> dict[str, Any]:
+        """Return worker 0's requests, and latency and bandwidth fitted to them, if declared."""
+        if not self._needs.link:
+            return {}
+        exchanges = self.statistics[0].exchanges()
         latency, bandwidth, r2 = fit_link(exchanges)
-        found |= {"exchanges": exchanges, "latency_us": latency}
-        found |= {"bandwidth_gbps": bandwidth, "link_r2": r2}
-    return found
+        found = {"exchanges": exchanges, "latency_us": latency}
+        return found | {"bandwidth_gbps": bandwidth, "link_r2": r2}
+
+    def first_batch(self, peers: Peers) -> dict[str, Any]:
+        """Return the gradient norms of the epoch's first batch, if declared."""
+        wanted = self._needs.gradients == "first batch"
+        norms = self.statistics[0].epoch.norms() if wanted else {}
+        return {"gradient_norms": self._compressed(norms, peers)}
+
+    def epoch(self, steps: int, peers: Peers) -> dict[str, Any]:
+        """Return gradients, moments, errors and curves of an epoch, and begin the next one."""
+        needs, first = self._needs, self._workers.first
+        epochs = [each.epoch for each in self.statistics]
+        found = gradient_moments(epochs, steps, first.workers, peers)
+        norms = epochs[0].norms() if needs.gradients != "none" and steps else {}
+        if needs.curves and steps and peers.decides:
+            found["error_curves"] = error_curves(first, epochs[0].summed(), needs.curves)
+        for epoch in epochs:
+            epoch.end_epoch()
+        found["gradient_norms"] = self._compressed(norms, peers)
+        errors = {n: torch.linalg.vector_norm(error) for n, error in first.errors().items()}
+        values = torch.stack(list(errors.values())).tolist() if errors else []
+        norms = dict(zip(errors, values, strict=True))
+        return found | {"error_norms": self._compressed(norms, peers)}
+
+    def begin(self) -> None:
+        """Count from here: a decision has been made."""
+        for each in self.statistics:
+            each.begin()
+
+    def _compressed(self, norms: dict[str, float], peers: Peers) -> dict[str, float]:
+        """Return the norms of full parameters, of those that are compressed."""
+        compressed = set(self._workers.compressed().values())
+        whole = peers.parts.norms_of(norms, self._workers.names.values())
+        return {name: norm for name, norm in whole.items() if name in compressed}

@@ -1,12 +1,20 @@
-"""Training progress: length and progress of a Lightning run, ended by max_epochs or max_steps."""
+"""Training progress: length, progress and learning rates to come of a Lightning run."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_gc.control.control_loop import Moment, Scheduled, forecast
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_gc.control.control_loop import Moment
 
 
 def moment_of(trainer: Any, batch: int) -> Moment:
@@ -98,3 +106,67 @@ def _steps_per_epoch(trainer: Any) -> int | None:
     if batches == float("inf"):
         return None
     return max(math.ceil(int(batches) / int(trainer.accumulate_grad_batches)), 1)
+
+
+class Scheduled(NamedTuple):
+    """A scheduler, and the optimizer steps between two of its steps."""
+
+    scheduler: LRScheduler
+    every: int
+
+
+def forecast(
+    optimizers: Iterable[Optimizer], scheduled: Sequence[Scheduled], done: int, total: int
+) -> list[float]:
+    """Return the largest learning rate of each step from ``done`` to ``total - 1``.
+
+    Schedulers and optimizers are not changed: copies are stepped whose parameters are empty. What
+    depends on the training, such as ``ReduceLROnPlateau``, is taken to stay as it is.
+
+    Args:
+        optimizers: of the run.
+        scheduled: its schedulers.
+        done: finished steps.
+        total: steps of the whole run.
+    """
+    copies = {optimizer: _without_state(optimizer) for optimizer in optimizers}
+    memo: dict[int, object] = {id(optimizer): copied for optimizer, copied in copies.items()}
+    memo |= {id(owner): owner for each in scheduled for owner in _owners(each.scheduler)}
+    stepped = [
+        Scheduled(copy.deepcopy(scheduler, dict(memo)), every)
+        for scheduler, every in scheduled
+        if every and not isinstance(scheduler, ReduceLROnPlateau)
+    ]
+    groups = [group for stand_in in copies.values() for group in stand_in.param_groups]
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has made no step
+        for step in range(done, total):
+            rates.append(float(max(group["lr"] for group in groups)))
+            for scheduler, every in stepped:
+                if (step + 1) % every == 0:
+                    scheduler.step()
+    return rates
+
+
+def _owners(scheduler: Any) -> Iterator[object]:
+    """Yield the objects whose methods are schedules, such as the module: they are not copied."""
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _owners(inner)
+    for schedule in getattr(scheduler, "lr_lambdas", ()):
+        if inspect.ismethod(schedule):
+            yield schedule.__self__
+
+
+def _without_state(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same settings of its groups, and an empty parameter in each."""
+    groups = [
+        {name: _number(value) for name, value in group.items() if name != "params"}
+        | {"params": [torch.zeros(0, dtype=torch.float32, device="cpu")]}
+        for group in optimizer.param_groups
+    ]
+    return torch.optim.SGD(groups, lr=0.0) if groups else optimizer
+
+
+def _number(value: object) -> object:
+    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.bucket import Bucket, Tally
 from lightning_gc.core.flow import Flow
 from lightning_gc.core.state_structure import (
     ERRORS,
@@ -42,11 +42,11 @@ ENGINE_STATE: dict[str, Structure] = {
     "learning_rates": Each(Number(low=0)),
     "step": WHOLE,
 }
-"""What ``Engine.state_dict`` returns, of any compressor."""
+"""Structure of ``Engine.state_dict()`` for any compressor."""
 
 
 def compressor_state(compressor: Compressor, shapes: Mapping[str, tuple[int, ...]]) -> Structure:
-    """Return what an engine keeps under ``"compressor"`` of parameters of these shapes."""
+    """Return the structure of an engine's ``"compressor"`` for parameters of these shapes."""
     return Record(maybe={name: compressor.keeps(shape) for name, shape in shapes.items()})
 
 
@@ -86,9 +86,8 @@ class Engine:
         buffers: the memory's state.
         compressor_state: parameter name -> the compressor's own state.
         rounds: counts rounds.
-        loss_scaling: undoes fp16 loss scaling.
-        learning_rates: set ``now`` before each round, if the memory is ``lr_aware`` or the
-            statistics measure errors.
+        loss_scaling: undoes fp16 loss scaling, by the scale that ``prepare`` sets.
+        learning_rates: of each round, set by ``prepare``.
         statistics: counts, norms, and sums for a controller.
     """
 
@@ -130,6 +129,17 @@ class Engine:
         """Return the bytes that this worker would send for ``nbytes`` of uncompressed gradients."""
         ring = reduce_scatter_bytes if self.scatters else all_reduce_bytes
         return ring(nbytes, self.workers)
+
+    @property
+    def tally(self) -> Tally:
+        """Elements and bytes so far."""
+        return self.statistics.tally
+
+    @property
+    def reads_rates(self) -> bool:
+        """Whether memory or statistics read learning rates."""
+        epoch = self.statistics.epoch
+        return self.memory.lr_aware or (epoch is not None and epoch.errors)
 
     @property
     def step(self) -> int:
@@ -228,10 +238,21 @@ class Engine:
         if self.memory.lr_aware:
             self.learning_rates.follow(self.buffers)
 
-    def advance(self) -> None:
-        """End a round: the flows of all its buckets have been made."""
+    def prepare(self, scale: Tensor | None, rates: Mapping[str, float] | None) -> None:
+        """Set the next round's loss scale, 0-dim, and if given learning rates by parameter name."""
+        self.loss_scaling.scale = scale
+        if rates is not None:
+            self.learning_rates.now = dict(rates)
+
+    def advance(self, decoder: Engine | None = None) -> None:
+        """End a round: the flows of all its buckets have been made.
+
+        ``decoder``: the simulated worker that has decoded the mean, if this one has not.
+        """
         self.rounds.step += 1
         self.rounds.advanced = self.rounds.begun
+        if decoder is not None:
+            self.loss_scaling.verdicts = list(decoder.loss_scaling.verdicts)
 
     def errors(self) -> Mapping[str, Tensor]:
         """Return the errors by parameter name, in the parameters' shapes.

@@ -18,7 +18,7 @@ from lightning_gc.memories.storage import Kept, Storage
 
 
 class Buffers(abc.ABC):
-    """Keeps a memory's buffers by parameter name, whatever the buckets are.
+    """Keeps a memory's buffers by parameter name, independent of buckets.
 
     When DDP rebuilds its buckets, after the first step, contents are copied by name.
 
@@ -26,7 +26,7 @@ class Buffers(abc.ABC):
         buffers: names of the buffers of every parameter.
 
     Attributes:
-        layouts: of the buckets, for what needs to know them on the device.
+        layouts: starts and lengths of the buckets' parameters, on the device.
     """
 
     def __init__(self, buffers: tuple[str, ...]) -> None:
@@ -44,7 +44,7 @@ class Buffers(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, bucket: Bucket, state: Mapping[str, Tensor]) -> None:
-        """Keep what ``flat`` has returned, as a round has changed it."""
+        """Keep the tensors that ``flat`` has returned and a round has changed."""
 
     @abc.abstractmethod
     def live(self, bucket: Bucket) -> list[Tensor]:
@@ -52,7 +52,7 @@ class Buffers(abc.ABC):
 
     @abc.abstractmethod
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace the contents by copies of ``named``, without buffers that are not kept."""
+        """Replace the contents by copies of ``named``; leave out buffers of other names."""
 
 
 class ErrorBuffers(Buffers):
@@ -69,16 +69,16 @@ class ErrorBuffers(Buffers):
         return self._named
 
     def flat(self, bucket: Bucket) -> dict[str, Tensor]:
-        """Return what is kept, to be changed in place."""
+        """Return the kept tensors, to be changed in place."""
         if bucket.names not in self._flat:
             self._lay_out(bucket)
         return self._flat[bucket.names]
 
     def keep(self, bucket: Bucket, state: Mapping[str, Tensor]) -> None:
-        """Do nothing: what ``flat`` returns is what is kept."""
+        """Do nothing: ``flat`` returns the kept tensors themselves."""
 
     def live(self, bucket: Bucket) -> list[Tensor]:
-        """Return what ``flat`` returns."""
+        """Return the tensors of ``flat``."""
         return list(self.flat(bucket).values())
 
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -103,7 +103,7 @@ class ErrorBuffers(Buffers):
 
 
 def check_shape(buffer: str, name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
-    """Refuse a parameter of another shape than that of what is kept of it."""
+    """Refuse a parameter whose stored buffer has another shape."""
     if old != new:
         raise ValueError(
             f"The stored {buffer} of {name} has shape {tuple(old)}, but the parameter now has "
@@ -168,17 +168,16 @@ class Made(Mapping[str, V]):
 
 
 class _Part(NamedTuple):
-    """What is kept of a parameter."""
+    """A parameter's stored buffer."""
 
     kept: Kept
     shape: tuple[int, ...]
 
 
 class NarrowBuffers(Buffers):
-    """Keeps a memory's buffers by parameter name as a ``Storage`` does; as ``ErrorBuffers`` else.
+    """Keeps a memory's buffers by parameter name in fewer bits, by a ``Storage``.
 
-    A parameter begins a block of its own, so what is kept of it does not depend on the bucket that
-    it is in.
+    Each parameter begins a new block, so its stored numbers do not depend on its bucket.
 
     Args:
         buffers: names of the buffers of every parameter.
@@ -206,7 +205,7 @@ class NarrowBuffers(Buffers):
         return {b: self._joined(self.storage.restored(k), bucket).to(wide) for b, k in layout}
 
     def keep(self, bucket: Bucket, state: Mapping[str, Tensor]) -> None:
-        """Store what ``flat`` has returned, as a round has changed it."""
+        """Store the tensors that ``flat`` has returned and a round has changed."""
         for buffer, kept in self._layout(bucket).items():
             # Not the numbers that a compressor of this bucket has drawn in this round.
             alike = replace(bucket, shapes={f"{'+'.join(bucket.shapes)}%{buffer}": ()})
@@ -214,7 +213,7 @@ class NarrowBuffers(Buffers):
             self.storage.store(self._padded(state[buffer].float(), bucket), kept, seed)
 
     def live(self, bucket: Bucket) -> list[Tensor]:
-        """Return what is kept, in fewer bits."""
+        """Return the stored tensors."""
         return [tensor for kept in self._layout(bucket).values() for tensor in kept]
 
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -226,7 +225,7 @@ class NarrowBuffers(Buffers):
         }
 
     def _part(self, tensor: Tensor) -> _Part:
-        """Return what is kept of a parameter's numbers: all, if they have been restored before."""
+        """Store a parameter's numbers; exactly, if they have been restored before."""
         flat = tensor.float().reshape(-1)
         whole = pad(flat, (0, -flat.numel() % self.storage.block))
         kept = self.storage.zeros(whole.numel(), whole.device)

@@ -93,7 +93,7 @@ class Levels:
 
 @dataclass(frozen=True)
 class RequestedLevels(Structure):
-    """What ``Levels.requested`` returns: levels that lie in the knob's range, and can be set."""
+    """Structure of ``Levels.requested()``: levels in the knob's range that can be set."""
 
     compressor: Compressor
 

@@ -23,7 +23,7 @@ class EpochStatistics:
     """Adds up, on the device, the statistics that a controller declares.
 
     Args:
-        gradients: ``"epoch sum"`` of local raw gradients, those of the epoch's ``"first batch"``,
+        gradients: ``"epoch sum"`` of local raw gradients, or those of its ``"first batch"``,
             or ``"none"``. Costs one float32 per parameter and one pass.
         moments: also sum their squared norms, to separate gradient and noise; needs the epoch sum.
         errors: sum ``‖e_t‖²`` and ``γ_t²·‖e_t‖²`` over steps. Costs one pass over the error.
@@ -35,7 +35,7 @@ class EpochStatistics:
         # Those after the first are not in old checkpoints.
         {"first": FINITE, "total_error_update": NUMBER, "recent": NUMBER},
     )
-    """What ``own_state`` returns; norms of huge gradients may overflow."""
+    """Structure of ``own_state()``; norms of huge gradients may overflow."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class EpochStatistics:
         return float(self._recent)
 
     def forget_gradients(self) -> None:
-        """Begin ``squared_gradients`` anew: a decision has been made."""
+        """Set ``squared_gradients`` to zero: a decision has been made."""
         self._recent = 0.0
 
     def norms(self) -> dict[str, float]:
@@ -119,7 +119,7 @@ class EpochStatistics:
     def sum(self) -> Tensor:
         """Return the summed gradients as one flat tensor, sorted by parameter name.
 
-        DDP's buckets are no stable order: after a resume they differ until the first step.
+        The order of DDP's buckets is not stable: after a resume it differs until the first step.
         """
         named = self._store.named
         return torch.cat([named[name]["sum"].reshape(-1) for name in sorted(named)])
@@ -164,7 +164,7 @@ class EpochStatistics:
 
 
 def _squares(bucket: Bucket, flat: Tensor) -> Tensor:
-    """Return squared norms, float64, ``(parameters,)``: the same in whatever bucket they are."""
+    """Return squared norms, ``(parameters,)`` float64, which do not depend on the bucket."""
     size = PIECE if flat.device.type == "cpu" else max(bucket.numel, 1)
     pieces = [flat.narrow(0, a, b - a).split(size) for _, a, b in bucket.spans()]
     wide = torch.promote_types(flat.dtype, torch.float32)  # of 16 bits a norm is off, or infinite

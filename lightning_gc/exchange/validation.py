@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPSink
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import Controller, Decision, Observation
+from lightning_gc.controllers import Controller
 from lightning_gc.exchange.kernel_compilation import FIXES
 from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
@@ -32,7 +32,7 @@ def check_controller(
     """Refuse a controller of a wrong type, or one that cannot work with the configuration.
 
     Args:
-        controller: as given; None is no controller.
+        controller: as given; None passes.
         compressor: with its wrappers.
         memory: the error feedback rule.
         whose: the class or function with this argument.
@@ -62,28 +62,6 @@ def check_controller(
         )
 
 
-def decision_of(
-    controller: Controller, observation: Observation, state: dict[str, Any]
-) -> tuple[Decision, dict[str, Any]]:
-    """Let a controller decide; ValueError if it returns anything but a decision and a state."""
-    answer: Any = controller.decide(observation, state)
-    pair = isinstance(answer, tuple) and len(answer) == 2
-    if pair and isinstance(answer[0], Decision):
-        every, known = answer[0].every, controller.needs.rounds
-        if every is not None and every not in known:
-            raise ValueError(
-                f"{type(controller).__name__} sets H = {every!r}, which is not in its needs: "
-                f"`return Needs(rounds={(*known, every)!r})`."
-            )
-        return answer[0], answer[1]
-    level = answer[0] if pair else answer
-    level = level if isinstance(level, int | float) else 0.01
-    raise ValueError(
-        f"{type(controller).__name__}.decide returned {answer!r}; it returns a pair, the decision "
-        f"and its new state: `return Decision({level!r}), state`."
-    )
-
-
 def refuse_unknown_device(device: torch.device) -> None:
     """Raise ValueError for a device that is neither the host nor CUDA, which includes ROCm."""
     if device.type not in ("cpu", "cuda"):
@@ -106,7 +84,7 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
 
 
 def refuse_second_hook(ddp: DistributedDataParallel) -> None:
-    """Raise RuntimeError if a module has a communication hook, of which DDP allows one.
+    """Raise RuntimeError if a module has a communication hook: DDP allows one.
 
     ``_apply_optimizer_in_backward`` makes DDP register one as well. ``_comm_hooks`` would not do: a
     copied module has the list of the original, but no hook.
@@ -151,7 +129,7 @@ def refuse_unsynchronised(
                 if param.requires_grad and param not in names:
                     raise RuntimeError(
                         f"Parameter group {number} of {type(optimizer).__name__} has a tensor of "
-                        f"shape {tuple(param.shape)} that is no parameter of the module, so its "
+                        f"shape {tuple(param.shape)} that is not a parameter of the module, so its "
                         f"gradient is not exchanged here, and workers may drift apart. Make it a "
                         f"parameter of the module before the fit, or let it require no gradient; "
                         f"if another module exchanges it, leave attach(optimizers=...) out."
@@ -201,7 +179,7 @@ def check_agreement(
 ) -> None:
     """Raise ValueError on all workers if one's configuration or model differs from worker 0's.
 
-    Of what ``arithmetic`` returns, the sentence says why it must be equal.
+    For a key of ``arithmetic``, the sentence says why it must be equal.
     """
     ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
     texts = [text.splitlines() for text in gather_text(ours, transport, device)]

@@ -209,13 +209,9 @@ class Workers:
         """Set loss scale and, if memory or statistics read them, learning rates of the round."""
         # The tensor, not get_scale(): reading a number would wait for the device.
         scale = None if scaler is None else scaler._scale
-        epoch = self.first.statistics.epoch
-        read = self.configuration.memory.lr_aware or (epoch is not None and epoch.errors)
-        rates = learning_rates_of(optimizers, self.names) if read else None
+        rates = learning_rates_of(optimizers, self.names) if self.first.reads_rates else None
         for engine in self.engines:
-            engine.loss_scaling.scale = scale
-            if rates is not None:
-                engine.learning_rates.now = dict(rates)
+            engine.prepare(scale, rates)
 
     def check_declared(
         self,
@@ -253,11 +249,9 @@ class Workers:
     def end_round(self, layout: Iterable[Iterable[str]]) -> None:
         """Count a finished round, whose buckets held these parameters."""
         self.layout = [tuple(names) for names in layout]
-        for engine in self.engines:
-            engine.advance()
+        self.first.advance()
         for engine in self.engines[1:]:
-            # Of simulated workers the first may be the only one that has decoded the mean.
-            engine.loss_scaling.verdicts = list(self.first.loss_scaling.verdicts)
+            engine.advance(decoder=self.first)
 
     def compressed(self) -> dict[Tensor, str]:
         """Return parameter -> name of those that are compressed at some level."""
@@ -342,8 +336,8 @@ def configure(
     Args:
         owner: the class or function with these arguments, for error messages.
         compressor: an instance, or a name from the registry; a bare one works layer by layer.
-        memory: likewise; None is the compressor's default.
-        scheme: likewise.
+        memory: an instance or a name; None: the compressor's default.
+        scheme: an instance or a name; None: the compressor's default.
         seed: of private random numbers.
 
     Raises:

@@ -17,8 +17,8 @@ from lightning_gc.local_steps.round_plan import OuterSGD
 class Fragment:
     """Keeps the weights from which all workers went on together, and the outer momentum.
 
-    Both are float32 or wider, whatever the parameters are, so that small steps of weights in half
-    precision add up.
+    Both are float32 or wider for parameters of any dtype, so small steps of half-precision weights
+    add up.
 
     Args:
         params: parameter name -> parameter, which must hold the common weights now.
@@ -154,7 +154,7 @@ class CommonWeights:
             self.go_back()
 
     def hide(self) -> None:
-        """Put this worker's own weights back, and buffers that nobody has changed meanwhile."""
+        """Put this worker's own weights back, and buffers that have not changed in the meantime."""
         if self._aside is not None:
             weights, buffers = self._aside
             self._aside = None
@@ -188,10 +188,7 @@ class CommonWeights:
         self.buffers.put(self.buffers.common)
 
     def own(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return copies of this worker's weights and buffers by name, also while others are shown.
-
-        Of the buffers those that a ``state_dict`` has.
-        """
+        """Return copies of this worker's weights and saved buffers by name, shown or not."""
         weights, buffers = self._aside or self.held()
         saved = {name.replace("_orig_mod.", "") for name in self._module.state_dict()}
         return self.named(weights), {n: b for n, b in buffers.items() if n in saved}
@@ -245,7 +242,7 @@ class CommonBuffers:
     Args:
         find: returns buffer name -> buffer, equal on all workers now. Called each time: a module
             may assign a new tensor to a name.
-        untrained: returns parameter name -> parameter that is not trained, likewise.
+        untrained: returns parameter name -> parameter that is not trained; called each time too.
 
     Attributes:
         common: name -> value after the last exchange.
@@ -276,7 +273,7 @@ class CommonBuffers:
         return {n: now[n] for n in names if n in now and now[n].shape == self._frozen[n].shape}
 
     def _changed(self) -> list[str]:
-        """Return the names of those of ``_still`` that have other bits than they had."""
+        """Return the names of tensors in ``_still`` whose bits have changed."""
         return [
             name for name, bits in _digests(self._still).items() if bits != self._seen.get(name)
         ]
@@ -313,7 +310,7 @@ class CommonBuffers:
 
         And what it sends, float32 or the widest type of any buffer, which it may change: ``common −
         live`` of all buffers, exactly 0 where these are equal, then 1 for each parameter that is
-        not trained and has changed, else 0. It is empty, on all workers, where there is neither.
+        not trained and has changed, else 0. It is empty on all workers if the model has neither.
 
         Communication pattern:
             One mean. After it, only if that is not finite somewhere, a gather of these elements;
@@ -432,7 +429,7 @@ def _where_not_finite(
 ) -> Generator[Request, Reply, tuple[Tensor, Tensor | None]]:
     """Return where a mean is not finite, and a tensor that has worker 0's own values there.
 
-    None in its place if it is nowhere; all workers decide alike, for they have the same mean.
+    The second is None if the mean is finite everywhere, which all workers see in the same mean.
     """
     odd = ~mean.isfinite()
     if not bool(odd.any()):

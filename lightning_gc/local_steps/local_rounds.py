@@ -28,7 +28,7 @@ Waits = Generator[None, None, bool]
 
 
 class Exchanger(Protocol):
-    """What carries out exchanges: a ``Synchronizer``, or one for simulated workers."""
+    """Carries out exchanges: a ``Synchronizer``, or one for simulated workers."""
 
     def submit(self, grad: Tensor, shapes: Shapes) -> torch.futures.Future[Tensor]:
         """Begin an exchange that replaces ``grad`` by the mean over workers."""
@@ -218,11 +218,11 @@ class LocalRounds:
         return finite
 
     def _send(self, index: int, delay: int, rate: float | None = None) -> None:
-        """Begin the exchange of a fragment; with the last one, that of a rate."""
+        """Begin the exchange of a fragment; with the last one, exchange the learning rate too."""
         engine, fragment = self._engine, self.weights.fragments[index]
         steps = min(self.since)  # since any exchange
-        engine.statistics.tally.local_steps += steps
-        engine.statistics.tally.local_bytes += steps * self._step_bytes
+        engine.tally.local_steps += steps
+        engine.tally.local_bytes += steps * self._step_bytes
         distance = fragment.distance()
         drift = torch.linalg.vector_norm(distance) if engine.statistics.norms_wanted else None
         sent = fragment.weights() if delay else None

@@ -198,7 +198,7 @@ class OwnState:
             scaler.load_state_dict(states[0]["scaler"])
 
     def load_optimizers(self) -> bool:
-        """Give optimizers the state that was loaded, if any: after those of worker 0 have been.
+        """Give optimizers their own loaded state, if any, in place of worker 0's.
 
         Returns:
             whether there was one.
@@ -218,8 +218,8 @@ def _state_of(optimizer: torch.optim.Optimizer) -> Any:
 class MeanDrift:
     """How far a worker is from the common weights, for checkpoints that keep only means.
 
-    Of a fragment that has been sent and is to be rebased on what arrives, how far since then: what
-    it has sent is in what arrives, and a resumed worker has sent the common weights.
+    For a fragment that has been sent and will be rebased, only the distance since then: the mean
+    contains the sent part, and a resumed worker has sent the common weights.
     """
 
     structure = Each(FLOATS)

@@ -206,7 +206,7 @@ class FirstStep:
 
 
 class _Watch(TorchDispatchMode):
-    """Raises ValueError at a collective of this thread; the exchange has a thread of its own."""
+    """Raises ValueError at a collective of this thread; the exchange runs in another thread."""
 
     def __init__(self, why: Callable[[str], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ class RoundPlan:
         growing: decides on H of each round; ``every`` is the fewest then. None: H is ``every``.
 
     Raises:
-        ValueError: a value that is no number of steps or fragments, or too large a delay.
+        ValueError: not a number of steps or fragments, or too large a delay.
     """
 
     owner: str

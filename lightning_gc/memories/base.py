@@ -49,16 +49,16 @@ class Memory(Settings, abc.ABC):
 
     Subclasses are frozen dataclasses of settings. Their state is a few flat buffers, one element
     per gradient element, float32 or wider, initially zero, kept by the engine by parameter name,
-    between steps in fewer bits where ``stored`` says so.
+    between steps, in fewer bits if ``stored`` is set.
 
     Laws, each held by a test of the same number in ``lightning_gc.testing``:
 
-    1. Nothing is lost, if ``conserves``: over any number of steps, the sum of the applied means
+    1. Nothing is lost if ``conserves``: over any number of steps, the sum of the applied means
        plus the mean over workers of the errors is the sum of the mean gradients.
     2. ``flow`` does not change the gradient; only the exchange does.
     3. Zero gradients and a zero state give a zero buffer.
-    4. What is ``stored`` in fewer bits is rounded without bias, by less than one step; and storing
-       what has been restored changes nothing.
+    4. Numbers ``stored`` in fewer bits are rounded without bias, by less than one step. Storing
+       restored numbers changes nothing.
 
     Attributes:
         buffers: names of the flat buffers. The first one is the error, which ``flow`` exchanges.
@@ -66,10 +66,10 @@ class Memory(Settings, abc.ABC):
         conserves: law 1 holds.
         feeds_back: a step's error enters the next step, so the compressor's result must be the mean
             of what was sent.
-        accumulates: what a step leaves is added to the next gradient, so that it adds up.
+        accumulates: the error of a step is added to the next gradient.
         lr_aware: buffers are in units of the update, learning rate times gradient: the engine
             multiplies them by γ_{t−1}/γ_t when a parameter's learning rate changes.
-        common: those of ``buffers`` that are equal on all workers, computed from the mean.
+        common: buffers that are equal on all workers, computed from the mean.
         space: settings worth tuning, with their ranges.
         unused: what happens to a parameter without a gradient on this worker. ``"restore"``: zeros
             are sent, and its buffers except ``common`` are restored after the round, with what the

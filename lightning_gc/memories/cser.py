@@ -16,8 +16,8 @@ class CSER(Memory):
 
     ``e_t = e_{t−1} + (g_t − C(g_t))`` with ``g_t = ∇f(w_t − γ·e_{t−1})``, and the mean of C(g_t) is
     applied; in every ``every``-th step ``e_{t−1} + g_t`` is sent uncompressed, and ``e_t = 0``. So
-    worker i's model is ``w − γ·e``: it has made all of its own step at once, and all models are
-    the same again after a reset. (Under ``Hierarchical`` it is ahead by its share of what its node
+    worker i's model is ``w − γ·e``: it has made its full step at once, and all models are equal
+    again after a reset. (Under ``Hierarchical`` it is ahead by its share of what its node
     has left, not by what it has left itself.) An error is not compressed a second time, as it is by
     error feedback; between resets it is local training. γ is the learning rate.
 
@@ -29,9 +29,8 @@ class CSER(Memory):
     Meant for SGD, whose step is γ times what is sent. Errors are in units of the gradient: after a
     change of γ the weights move by the new γ times an error that arose at the old one.
 
-    Where it differs from the paper: its resets have a compressor of their own, and are dense in a
-    special case, this one; its momentum is each worker's, and here is left to the optimizer, which
-    has that of the mean.
+    Differences from the paper: its resets have a second compressor, and are dense only as a special
+    case. Its momentum is each worker's; here the optimizer has momentum of the mean.
 
     Args:
         every: steps between resets, at least 1. Higher means fewer bytes, and models that differ

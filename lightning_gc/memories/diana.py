@@ -10,12 +10,12 @@ from lightning_gc.memories.gradient_differences import GradientDifferences
 
 @dataclass(frozen=True)
 class DIANA(GradientDifferences):
-    """Compress what the gradient differs from an estimate, which follows what is sent slowly.
+    """Compress the gradient minus an estimate, which slowly follows what is sent.
 
     ``Δ_t = Q(g_t − h_{t−1})``, ``h_t = h_{t−1} + α·Δ_t``, and the mean over workers of
     ``h_{t−1} + Δ_t`` is applied. For an unbiased Q, such as ``QSGD``, that is unbiased, and its
-    variance is that of the difference: it vanishes where gradients settle, also where those of
-    different workers do not become zero. Costs three float32 per parameter and worker.
+    variance is the difference's: it vanishes where gradients settle, even if workers' gradients
+    do not become zero. Costs three float32 per parameter and worker.
 
     Args:
         alpha: α, in (0, 1]. Higher follows the gradient faster; 1/(1 + ω) at most in the paper's

@@ -9,12 +9,12 @@ from lightning_gc.memories.gradient_differences import GradientDifferences
 
 @dataclass(frozen=True)
 class EF21(GradientDifferences):
-    """Compress what the gradient differs from what workers know of it, and apply the sum.
+    """Compress the gradient minus its estimate, and apply the new estimate.
 
     ``c_t = C(g_t − h_{t−1})``, ``h_t = h_{t−1} + c_t``; the mean of h_t over workers is applied. A
     step's error ``g_t − h_t`` is not added to a later gradient: what is applied is an estimate of
     this step's gradient, and catches up with it where it is steady. The paper proves it for any
-    contraction, with gradients of all samples, without assuming them bounded or alike on all
+    contraction, with gradients of all samples, without assuming them bounded or similar on all
     workers; with few samples a step h follows their noise, and ``Residual`` averages it.
 
     Costs three float32 per parameter and worker. The first step's estimate is 0, so with ``TopK`` a

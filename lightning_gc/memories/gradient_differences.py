@@ -1,4 +1,4 @@
-"""GradientDifferences: base of memories that compress what a gradient differs from an estimate."""
+"""GradientDifferences: base of memories that compress gradients minus their estimates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GradientDifferences(Memory):
     # A gradient of zero differs from the estimate like any other, and the estimate follows: it is
     # applied whether or not a worker sends.
     unused = "send"
-    # What a step leaves is sent when the gradient is still there in the next one.
+    # A step's error is not added to a later gradient; the next difference contains it.
     conserves = accumulates = False
 
     @property

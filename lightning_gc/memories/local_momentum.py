@@ -15,9 +15,9 @@ class LocalMomentum(OwnMomentum):
     """Compress each worker's moving average of gradients, without error feedback.
 
     ``m_t = β·m_{t−1} + (1 − β)·g_t``, and ``m_t`` is compressed. For ``Signum``: the sign of an
-    average over steps is less noisy than that of one gradient.
+    average over steps is less noisy than the sign of one gradient.
 
-    Costs two float32 per parameter and worker. The optimizer must have no momentum of its own.
+    Costs two float32 per parameter and worker. The optimizer must not have momentum.
 
     Args:
         momentum: β, in [0, 1). Higher averages over more steps.

@@ -27,8 +27,8 @@ class MomentumCorrection(OwnMomentum):
     of u is set to zero too (*factor masking*): its stale momentum is dropped. A parameter of which
     every element is sent is never masked: nothing is delayed, and that equals SGD with momentum.
 
-    For sparsifiers. Of what a quantiser or a low-rank method sends, no element is left out, so all
-    of u would be zero after each step: use ``LocalMomentum`` or ``GlobalMomentum`` with these. A
+    For sparsifiers. A quantiser or a low-rank method sends every element, so all of u would be zero
+    after each step: use ``LocalMomentum`` or ``GlobalMomentum`` with these. A
     scheme must encode each worker's own elements, which ``Hierarchical`` does not. ``TwoShot`` and
     ``TwoHop`` give a shard's owner the error of what it encodes for all, and its u is set to zero
     there too, though others may have sent it.
@@ -171,7 +171,7 @@ class MomentumCorrection(OwnMomentum):
 
 def _clipped(part: Tensor, most: float) -> Tensor:
     """Return a gradient scaled to the L2 norm ``most`` if its own is larger."""
-    # Squares of 1e-30 and 1e30 leave float32's range; those of x / max do not.
+    # Squares of 1e-30 and 1e30 leave float32's range; squares of x / max do not.
     largest = part.abs().max()
     unit = part / largest.where(largest > 0, 1.0)
     length = torch.linalg.vector_norm(unit)

@@ -15,7 +15,7 @@ class Residual(Memory):
     """Add the stored error to the gradient before it is compressed.
 
     ``x_t = decay·e_{t−1} + gain·g_t``, ``e_t = x_t − C(x_t)``. Costs one float32 per parameter and
-    worker; errors are float32 whatever the gradient's dtype, and unscaled whatever the loss scale.
+    worker; errors are float32 for any dtype of the gradient, and unscaled for any loss scale.
 
     Args:
         decay: weight of the old error, in (0, 1]. 1 loses nothing; lower values damp stale errors

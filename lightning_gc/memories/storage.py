@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_gc.kernels.splitmix import words
 
 Kept: TypeAlias = tuple[Tensor, ...]
-"""What is kept of some numbers: flat tensors."""
+"""Stored numbers: flat tensors."""
 
 _PIECE = 1 << 16  # elements, so that on the host intermediate tensors stay in the cache
 _FRACTION, _EXPONENT_BIAS = 23, 127  # of float32
@@ -21,13 +21,13 @@ _FRACTION, _EXPONENT_BIAS = 23, 127  # of float32
 class Storage(abc.ABC):
     """Keeps float32 numbers in fewer bits, each rounded at random to one of the nearest two.
 
-    The expectation of what is restored is what was stored. Numbers that have been restored are kept
-    as they are, whatever is drawn: so errors that rest do not change, nor do those in checkpoints,
-    which are float32.
+    A restored number has the stored number as its expectation. Storing restored numbers again is
+    exact for any random draw, so unused errors do not change, nor do errors in checkpoints, which
+    are float32.
 
     Attributes:
         block: elements that are kept together.
-        parts: of each tensor that is kept its dtype, and how many of its elements make a block.
+        parts: per stored tensor, its dtype and how many of its elements make a block.
     """
 
     block: int
@@ -35,7 +35,7 @@ class Storage(abc.ABC):
 
     @property
     def bytes_per_element(self) -> float:
-        """What is kept of an element, in bytes."""
+        """Stored bytes of an element."""
         return sum(dtype.itemsize * length for dtype, length in self.parts) / self.block
 
     def padded(self, numel: int) -> int:
@@ -43,12 +43,12 @@ class Storage(abc.ABC):
         return -(-numel // self.block) * self.block
 
     def zeros(self, numel: int, device: torch.device) -> Kept:
-        """Return what is kept of ``numel`` zeros, in whole blocks."""
+        """Return ``numel`` stored zeros, in whole blocks."""
         blocks = numel // self.block
         return tuple(torch.zeros(blocks * n, dtype=d, device=device) for d, n in self.parts)
 
     def of(self, kept: Kept, start: int, stop: int) -> Kept:
-        """Return views of what is kept of elements ``start`` to ``stop``, in whole blocks."""
+        """Return views of the stored elements ``start`` to ``stop``, in whole blocks."""
         a, b = start // self.block, stop // self.block
         return tuple(t[a * n : b * n] for t, (_, n) in zip(kept, self.parts, strict=True))
 
@@ -70,7 +70,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def rounded(self, x: Tensor, drawn: Tensor) -> Kept:
-        """Return what is kept of finite numbers, ``(n,)`` float32 in whole blocks.
+        """Return finite numbers, ``(n,)`` float32 in whole blocks, in stored form.
 
         ``drawn`` are random, ``(n,)`` int32 in [0, 65535].
         """
@@ -81,7 +81,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def step(self, x: Tensor) -> Tensor:
-        """Return how far apart the two numbers are between which each of ``x`` is rounded."""
+        """Return the distance between the two numbers to which each of ``x`` may be rounded."""
 
 
 class Int8Blocks(Storage):
@@ -132,7 +132,7 @@ class BFloat16(Storage):
     def rounded(self, x: Tensor, drawn: Tensor) -> Kept:
         limit = torch.finfo(torch.bfloat16).max
         bits = x.clamp(-limit, limit).view(torch.int32)
-        # What the low half is of a step is the probability that the sum carries into the high half.
+        # The low half, as a share of a step, is the probability of a carry into the high half.
         return ((bits + drawn >> 16).to(torch.int16).view(torch.bfloat16),)
 
     def restored(self, kept: Kept) -> Tensor:

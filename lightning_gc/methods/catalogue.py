@@ -104,7 +104,7 @@ def wire_bits(compressor: Compressor) -> float:
     )
     alone = Lockstep(1, compressor)
     alone.step([{"weight": SPREAD * drawn}])
-    tally = alone.engines[0].statistics.tally
+    tally = alone.engines[0].tally
     # Codecs do not count elements that are sent dense.
     return 8 * tally.payload_bytes / drawn.numel() if tally.elements else 32.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -31,7 +32,7 @@ class Scheme(Settings, abc.ABC):
         joint: ``"parts"`` if the result is the same where parts of a tensor are encoded together;
             ``"shards"`` if a tensor is cut into W equal shards, and the result is the same where
             shards of several tensors are encoded together.
-        cuts: tensors may be cut into shards, each with a payload of its own.
+        cuts: tensors may be cut into shards, each with its own payload.
         scatters: each worker gets its own shard of each parameter's mean, as with FSDP, and what is
             sent dense goes through ``dense`` too.
         waits: how often the scheme itself makes the host wait for an accelerator, for each tensor;
@@ -69,19 +70,43 @@ class Scheme(Settings, abc.ABC):
         """Raise ValueError if the compressor cannot be used with this scheme."""
         if isinstance(compressor.method, Collective):
             raise ValueError(
-                f"{compressor!r} has communication rounds of its own, so it takes no scheme, but "
-                f"was given {self!r}; leave scheme out."
+                f"{compressor!r} has its own communication rounds, so it takes no scheme, but was "
+                f"given {self!r}; leave scheme out."
             )
         if self.averages and not compressor.traits.linear:
             raise ValueError(
-                f"{self!r} averages payloads, but those of {compressor!r} are not linear: their "
+                f"{self!r} averages payloads, but payloads of {compressor!r} are not linear: their "
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
             )
 
         if self.cuts and compressor.traits.needs_sums:
             raise ValueError(
                 f"{self!r} cuts tensors into shards, which have no state, but {compressor!r} needs "
-                f"that of the whole tensor. Use AllGather()."
+                f"state of the full tensor. Use AllGather()."
+            )
+
+
+@dataclass(frozen=True)
+class NodeScheme(Scheme):
+    """A scheme that averages in each node first; consecutive workers are a node."""
+
+    workers_per_node: int = 8
+
+    cuts = True
+
+    def __post_init__(self) -> None:
+        if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
+            raise ValueError(
+                f"{type(self).__name__}(workers_per_node={self.workers_per_node!r}): give the "
+                f"number of workers of each machine, at least 1."
+            )
+
+    def check(self, compressor: Compressor) -> None:
+        super().check(compressor)
+        if not compressor.traits.conserves:
+            raise ValueError(
+                f"{self!r} averages in nodes first, but the workers of {compressor!r} vote, and a "
+                f"majority of node majorities is not the majority of all workers. Use TwoShot()."
             )
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Compressor, wire_of
+from lightning_gc.compressors.base import Codec, wire_of
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow
 from lightning_gc.schemes.all_gather import AllGather
-from lightning_gc.schemes.base import Scheme, book, padded, toward, unpad
+from lightning_gc.schemes.base import NodeScheme, book, padded, toward, unpad
 
 
 @dataclass(frozen=True)
-class Hierarchical(Scheme):
+class Hierarchical(NodeScheme):
     """Average in each node without compression, and encode only what goes to other nodes.
 
     W workers are R = W/L nodes of L neighbours, worker w in node ⌊w/L⌋. A tensor is cut into L
@@ -49,9 +49,8 @@ class Hierarchical(Scheme):
         monitor shows the former as ``node_bytes``.
 
     Raises:
-        ValueError: ``workers_per_node`` below 1; a compressor whose workers vote, of whom each node
-            would have one vote; one with rounds of its own, such as ``PowerSGD``, as with every
-            scheme.
+        ValueError: ``workers_per_node`` below 1; a compressor whose workers vote, as a node would
+            have one vote; a compressor with its own rounds, such as ``PowerSGD``.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, Hierarchical, TopK
@@ -62,24 +61,7 @@ class Hierarchical(Scheme):
         hierarchical all-reduce, without compression).
     """
 
-    workers_per_node: int = 8
-
-    cuts = averages_first = True
-
-    def __post_init__(self) -> None:
-        if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
-            raise ValueError(
-                f"Hierarchical(workers_per_node={self.workers_per_node!r}): give the number of "
-                f"workers of each machine, at least 1."
-            )
-
-    def check(self, compressor: Compressor) -> None:
-        super().check(compressor)
-        if not compressor.traits.conserves:
-            raise ValueError(
-                f"{self!r} averages in nodes first, but the workers of {compressor!r} vote, and "
-                f"each node would have one vote only. Use TwoShot()."
-            )
+    averages_first = True
 
     def neighbours(self, workers: int) -> int:
         near = self.workers_per_node

@@ -25,7 +25,7 @@ GRID = 1 << 16  # maximal number of positions at which a tensor may be cut
 class SparseReduce(Scheme):
     """Select over the whole tensor and send each element to the owner of its range to average.
 
-    Worker j selects k_j elements and sends those of range i to worker i, its *owner*. The owner
+    Worker j selects k_j elements and sends each to worker i, the *owner* of its range. The owner
     averages the a_i elements received and sends the ``min(ceil(a_i / W), ceil(1.25·k / W))`` of
     greatest magnitude (*survivors*) to all, k being the mean of k_j; about k survive in all. Each
     worker adds the elements it sent that have not survived back to its error.
@@ -34,7 +34,7 @@ class SparseReduce(Scheme):
     all large elements then sends as many as any other.
 
     Ranges: every worker proposes cuts that split its own selection into W equal parts; their mean
-    is used. If workers select alike, all owners receive equally much, however unevenly large
+    is used. If workers select similar elements, all owners receive equally much, even if large
     elements lie. If not, an owner may receive more, at worst all W·k elements; what exceeds 1.25
     times its share of the survivors returns to errors. Nothing is lost, but that is delayed.
 
@@ -125,7 +125,7 @@ def _return_to_error(error: Tensor, sent: Tensor, values: Tensor, survivors: Ten
 def _proposed_cuts(chosen: Tensor, workers: int, like: Tensor) -> Tensor:
     """Return ``(W,)`` to be averaged: W − 1 cuts in units of the grid, and the number selected.
 
-    Whole numbers, so that ``_rounded`` finds their mean in whatever order they were added.
+    Whole numbers: ``_rounded`` then finds their mean for any order of addition.
     """
     number = chosen.numel()
     if number:

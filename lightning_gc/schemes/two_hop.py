@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Compressor, limits_of, wire_of
+from lightning_gc.compressors.base import Codec, limits_of, wire_of
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Gather, Limits
-from lightning_gc.schemes.base import Scheme, book, padded, toward, unpad
+from lightning_gc.schemes.base import NodeScheme, book, padded, toward, unpad
 from lightning_gc.schemes.two_shot import TwoShot
 
 
 @dataclass(frozen=True)
-class TwoHop(Scheme):
+class TwoHop(NodeScheme):
     """Average encoded shards within each node, encode the means, and average those between nodes.
 
     W workers are W/L nodes of L neighbours, worker w in node ⌊w/L⌋. Worker l of a node gets part l
@@ -24,9 +24,9 @@ class TwoHop(Scheme):
     sends the encoded mean to all. ``TwoShot`` sends W − L of W shards to other nodes; here one
     worker sends for L, so a node's links carry an L-th of that in the first half.
 
-    An element is rounded three times, each time by what is booked: L times the error of the second
-    encoding, and W times that of the third, are added to the errors of the workers that made them,
-    so that the mean over workers of the errors is exact.
+    An element is rounded three times. L times the error of the second encoding, and W times the
+    error of the third, are added to the errors of the workers that made them, so the mean over
+    workers of the errors is exact.
 
     If W is no multiple of L, or no more than L, or L is 1, it is ``TwoShot()``.
 
@@ -34,7 +34,7 @@ class TwoHop(Scheme):
         workers_per_node: L. As the machines are: it decides which messages stay within one.
 
     Communication pattern:
-        Two all-to-alls, in each of which most workers send each other nothing, and one all-gather:
+        Two all-to-alls, where most workers send each other nothing, and one all-gather:
         of the payload's bytes P, per worker, ``(L−1)/L·P`` within the node, ``(1 − L/W)·P/L``
         between nodes, and ``(W−1)/W·P`` for the mean. Lengths are sent: 8 bytes for each tensor
         and worker in either all-to-all.
@@ -51,25 +51,6 @@ class TwoHop(Scheme):
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
         Training", 2023 (qgZ, the first two rounds; there each worker keeps its own shard).
     """
-
-    workers_per_node: int = 8
-
-    cuts = True
-
-    def __post_init__(self) -> None:
-        if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
-            raise ValueError(
-                f"TwoHop(workers_per_node={self.workers_per_node!r}): give the number of workers "
-                f"of each machine, at least 1."
-            )
-
-    def check(self, compressor: Compressor) -> None:
-        super().check(compressor)
-        if not compressor.traits.conserves:
-            raise ValueError(
-                f"{self!r} averages in nodes first, but the workers of {compressor!r} vote, and a "
-                f"majority of majorities is none of all. Use TwoShot()."
-            )
 
     def encodings(self, workers: int) -> int:
         if not self._hops(workers):
@@ -126,7 +107,7 @@ class TwoHop(Scheme):
 
 
 def _named(bucket: Bucket, suffix: str, phase: int) -> Bucket:
-    """Return a shard's bucket for one of the encodings, with random numbers of its own."""
+    """Return a shard's bucket for one of the encodings, with its own random numbers."""
     ((name, shape),) = bucket.shapes.items()
     return replace(bucket, shapes={name + suffix: shape}, phase=phase)
 

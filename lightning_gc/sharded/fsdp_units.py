@@ -148,7 +148,7 @@ class Unit:
 
     @property
     def divides_itself(self) -> bool:
-        """Whether what the hook gets is no mean: it is divided later, or by another number."""
+        """Whether the hook gets a sum that is divided later, or by another number."""
         factor = getattr(self._group, "gradient_divide_factor", None)
         forced = getattr(self._group, "force_sum_reduction_for_comms", False)
         return factor is not None or bool(forced)

@@ -37,7 +37,7 @@ from lightning_gc.transports.distributed import Distributed, gather_text
 
 
 class ShardExchange:
-    """Checks the model on all ranks, lets replicas start alike, and listens to FSDP2's units.
+    """Checks the model on all ranks, lets replicas start equal, and listens to FSDP2's units.
 
     Args:
         model: sharded by FSDP2 over the ranks of ``node``, on all ranks of the default group.
@@ -184,10 +184,10 @@ class ShardBuckets:
         blocked: passes add up their gradients in ``.grad``, and exchange none.
 
     Communication pattern:
-        The order of the buckets is that of the backward pass, from the last unit to the first, and
-        the same on all replicas whatever their passes use: a unit that takes no part in a pass
-        sends zeros. A bucket is submitted as soon as it and those before it are complete, if each
-        of its units has called once per pass so far; else at the end of the pass.
+        Buckets follow the backward pass, from the last unit to the first, in the same order on all
+        replicas: a unit that takes no part in a pass sends zeros. A bucket is submitted when it and
+        the buckets before it are complete, if each of its units has called once per pass so far.
+        Otherwise it is submitted at the end of the pass.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class ShardBuckets:
             raise RuntimeError(
                 f"{unit.name} was reduced again in a backward pass in which its bucket is under "
                 f"way already: its module was called once in the passes before, and now more "
-                f"often. Call it equally often from the first step on, or in units of its own."
+                f"often. Call it equally often from the first step on, or in separate units."
             )
         if not self.blocked:
             used_here(reduced)
@@ -331,7 +331,7 @@ class ShardBuckets:
         self._end_round()
 
     def _put(self, bucket: _Bucket) -> None:
-        """Add a bucket's means to the gradients, of which FSDP2 has seen zeros."""
+        """Add a bucket's means to the gradients, where FSDP2 has seen zeros."""
         assert bucket.flat is not None
         used_here(bucket.flat)
         for piece in bucket.pieces:

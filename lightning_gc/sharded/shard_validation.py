@@ -248,7 +248,7 @@ def refuse_curves(owner: str, controller: Controller | None) -> None:
 
 
 def refuse_errors(owner: str, compressor: Compressor, memory: Memory, given: bool) -> None:
-    """Raise ValueError for a memory with state: with FSDP errors are those of full parameters.
+    """Raise ValueError for a memory with state: FSDP's errors would have full size on each rank.
 
     Args:
         owner: the class, for the sentence.

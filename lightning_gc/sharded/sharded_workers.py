@@ -23,8 +23,8 @@ class ShardedWorkers(Workers):
 
     A parameter of shape ``(n, ...)`` over S shards is compressed in S pieces of ``(⌈n/S⌉, ...)``,
     the last ones shorter or empty. Limits of size, as ``SizeSwitch(min_numel=...)``, are meant for
-    whole parameters, so they are divided by S here. Each shard has random numbers of its own, equal
-    on all replicas where they must be.
+    whole parameters, so they are divided by S here. Each shard has its own random numbers. Shared
+    ones are equal on all replicas.
 
     Args:
         configuration: of the engines, as the user has given it.
@@ -86,8 +86,8 @@ class FSDPWorkers(ShardedWorkers):
     """One rank of FSDP2 is one worker: it compresses its gradient of whole parameters.
 
     A parameter of shape ``(n, ...)`` counts as ``(W·⌈n/W⌉, ...)``, as FSDP2 pads it. So limits of
-    size are those of whole parameters, and all ranks decide alike. Random numbers of ranks differ
-    by the worker's index, where they must not be equal.
+    size apply to full parameters, and all ranks decide equally. Private random numbers of ranks
+    differ by the worker's index.
     """
 
     def _engine(self, worker: int, workers: int) -> Engine:

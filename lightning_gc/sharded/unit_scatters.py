@@ -30,9 +30,9 @@ class ReduceScatter(Scheme):
     """The first half of ``TwoShot``, for FSDP2: shard i of the mean, on worker i only.
 
     ``out_i = 1/W · Σ_j decode(encode(x_j[i]))``, where ``x_j[i]`` is the i-th of W equal parts of
-    a parameter's gradient on worker j. Each worker encodes W parts once, each with random numbers
-    of its own, and decodes what it gets in float32. What is sent dense takes the same way, in the
-    gradient's own dtype.
+    a parameter's gradient on worker j. Each worker encodes W parts once, with different random
+    numbers, and decodes in float32. Dense tensors are exchanged in the same way, in the gradient's
+    dtype.
 
     It is not in ``SCHEMES``: it breaks their second law, as workers end with different shards.
     Elements of ``out`` that belong to other workers are undefined afterwards.
@@ -42,7 +42,7 @@ class ReduceScatter(Scheme):
         ``TwoShot`` sends, and flat in W. The numbers of a parameter must be a multiple of W.
 
     Raises:
-        ValueError: when combined with a compressor that has rounds of its own, or that votes.
+        ValueError: when combined with a compressor that has its own rounds, or that votes.
 
     Reference:
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
@@ -240,8 +240,8 @@ class UnitScatter:
             async_op: FSDP2 leaves it out.
 
         Raises:
-            RuntimeError: the parameters are not those of the beginning of the fit, or the result
-                would not be a mean.
+            RuntimeError: parameters have changed since the fit began, or the result would not be a
+                mean.
         """
         columns = self._unit.columns()
         me, workers = dist.get_rank(group), dist.get_world_size(group)

@@ -41,8 +41,7 @@ class Simulated:
         sent_bytes: per worker, the bytes that ``Distributed`` would have sent.
         node_bytes: per worker, those that it counts apart.
         requested: kind of the last request, such as ``"Mean"``.
-        message_bytes: per worker, the bytes of its messages, each counted once whatever the number
-            of receivers.
+        message_bytes: per worker, the bytes of its messages, each counted once for all receivers.
     """
 
     def __init__(self, workers: int, per_node: int = 1) -> None:
@@ -169,9 +168,9 @@ _OTHER = "rest"
 class Ledger:
     """Runs the flows of W workers in one thread and keeps an account (``Page``) for each.
 
-    Compression and decoding are timed at worker 0, which alone decodes the mean. Each worker's
-    compute time is that of all forward and backward passes divided by W. The time to pass messages
-    within the process says nothing about a network and is left out.
+    Compression and decoding are timed at worker 0, which alone decodes the mean. A worker's compute
+    time is the time of all forward and backward passes divided by W. Time to pass messages within
+    the process is left out.
 
     Args:
         workers: W.
@@ -232,7 +231,7 @@ class Ledger:
 
 
 class Page:
-    """Account of one simulated worker; ``Recording`` is that of a real one."""
+    """Account of one simulated worker, as ``Recording`` is for a real one."""
 
     def __init__(self, ledger: Ledger, worker: int) -> None:
         self.ledger = ledger
@@ -261,7 +260,7 @@ class Page:
 
     @property
     def exchanges(self) -> deque[ExchangeRecord] | None:
-        """The latest requests, which are alike for all workers."""
+        """The latest requests, equal for all workers."""
         return self.ledger.exchanges
 
     @exchanges.setter

@@ -12,8 +12,8 @@ import pytorch_lightning as pl
 
 import lightning_gc
 from lightning_gc import controllers
+from lightning_gc.control.control_loop import decision_of
 from lightning_gc.controllers import Controller, Observation
-from lightning_gc.exchange.validation import decision_of
 from lightning_gc.lightning import for_lightning
 
 MISTAKES = [

@@ -112,7 +112,7 @@ class Sums:
         """Start counting; ``parts`` returns norms of whole gradients."""
         self._began, self._parts = True, parts
         self._engine, self._recording = engine, recording
-        self._tally, self._step = replace(engine.statistics.tally), engine.step
+        self._tally, self._step = replace(engine.tally), engine.step
         self._shown = Totals()
         recording.take()
 
@@ -125,7 +125,7 @@ class Sums:
     def _add(self) -> None:
         """Add what there is of the last step to both totals."""
         engine, account = self._engine, self._recording.take()
-        now, before, shown = engine.statistics.tally, self._tally, self._shown
+        now, before, shown = engine.tally, self._tally, self._shown
         step = Totals(
             steps=now.local_steps - before.local_steps if now.local_steps else 1 - shown.steps,
             wire_bytes=account.wire_bytes,
@@ -176,7 +176,7 @@ class Sums:
         saves comes first; and with those local steps whose exchange has begun.
         """
         if self._began:
-            local = self._engine.statistics.tally.local_steps > self._tally.local_steps
+            local = self._engine.tally.local_steps > self._tally.local_steps
             if local or self._engine.step > self._step:
                 self._add()
         return {"total": vars(self.total).copy(), "epoch": vars(self.epoch).copy()}

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import Cast, CompressedFabricStrategy, GrowingRounds, TopK, attach
+from lightning_gc.control.control_loop import decision_of
 from lightning_gc.controllers import (
     Accordion,
     Chain,
@@ -18,7 +19,6 @@ from lightning_gc.controllers import (
     RoundSchedule,
     Schedule,
 )
-from lightning_gc.exchange.validation import decision_of
 from lightning_gc.lightning.for_pytorch_lightning import (
     CompressedDDPStrategy,
     CompressedHSDPStrategy,
