@@ -12,7 +12,7 @@ from .needs import Needs
 
 @dataclass(frozen=True)
 class BytesBudget(Controller):
-    """Leave the least squared error that so many bytes per step allow.
+    """Leave the least squared error within a budget of bytes per step.
 
     The dual of ``LayerBudget``: at the end of every ``interval``-th epoch, the levels that minimise
     ``Σ ε_l(c_l)²`` subject to ``Σ s_l(c_l) ≤ bytes_per_step``, with the errors ε of the gradients
