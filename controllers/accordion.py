@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
-from .needs import Needs
+from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State, compresses_less
 
 _SEVERAL = 3  # checks after which a warning says that nothing has been compressed
 

@@ -6,8 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
-from .needs import Needs
+from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State, compresses_less
 
 
 @dataclass(frozen=True)

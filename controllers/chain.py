@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .base import Controller, Decision, KnobLike, Observation, State
-from .needs import Needs
+from .base import Controller, Decision, KnobLike, Needs, Observation, State
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .base import Controller, Decision, KnobLike, Level, Observation, State
-from .needs import Needs
+from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
 
 
 @dataclass(frozen=True)

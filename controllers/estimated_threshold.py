@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .base import Decision, Observation, State
-from .needs import Needs
+from .base import Decision, Needs, Observation, State
 from .threshold_controller import ThresholdController, nothing_sent
 from .total_error import paper_threshold
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .base import Level
-from .curves import Curve, Point
+from .base import Curve, Level, Point
 
 
 class Totals(NamedTuple):

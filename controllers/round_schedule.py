@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .base import Controller, Decision, KnobLike, Observation, State
-from .needs import Needs
+from .base import Controller, Decision, KnobLike, Needs, Observation, State
 from .schedule import turn_of
 
 

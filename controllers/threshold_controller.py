@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Controller, KnobLike, Observation
-from .needs import Needs
+from .base import Controller, KnobLike, Needs, Observation
 
 
 class ThresholdController(Controller):

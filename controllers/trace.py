@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .base import Controller, Decision, Observation, State
-from .curves import Curve, Point
+from .base import Controller, Curve, Decision, Observation, Point, State
 from .exchange_record import ExchangeRecord
 
 
