@@ -1,7 +1,5 @@
 """Define the base class of controllers that choose HardThreshold's threshold."""
 
-from __future__ import annotations
-
 from .base import Controller, KnobLike, Needs, Observation
 
 

@@ -1,7 +1,5 @@
 """Adjust the hard threshold so that a run sends a given share of all elements."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
