@@ -19,7 +19,7 @@ Level = float | None
 
 
 class Point(NamedTuple):
-    """What a level costs.
+    """Error and bytes of one level.
 
     Attributes:
         level: value of the knob.

@@ -59,7 +59,7 @@ class Plan(Controller):
                 )
         chosen = {name: self.of(name) for name in names}
         levels = {name: level for name, level in chosen.items() if level != self.default}
-        reason = f"As planned, {len(levels)} of {len(names)} parameters have levels of their own."
+        reason = f"As planned, {len(levels)} of {len(names)} parameters have another level."
         return Decision(self.default, levels, reason), state
 
     def of(self, name: str) -> Level:
