@@ -9,14 +9,15 @@ if __name__ == "controllers":
 from .accordion import Accordion as Accordion
 from .bandwidth_aware import BandwidthAware as BandwidthAware
 from .base import Controller as Controller
+from .base import Curve as Curve
 from .base import Decision as Decision
+from .base import Needs as Needs
 from .base import Observation as Observation
+from .base import Point as Point
 from .by_size import BySize as BySize
 from .bytes_budget import BytesBudget as BytesBudget
 from .chain import Chain as Chain
 from .congestion_aimd import CongestionAIMD as CongestionAIMD
-from .curves import Curve as Curve
-from .curves import Point as Point
 from .dynamic_bit_width import DynamicBitWidth as DynamicBitWidth
 from .estimated_threshold import EstimatedThreshold as EstimatedThreshold
 from .exchange_record import ExchangeRecord as ExchangeRecord
@@ -24,7 +25,6 @@ from .exchange_record import FittedLink as FittedLink
 from .fixed import Fixed as Fixed
 from .gain_search import GainSearch as GainSearch
 from .layer_budget import LayerBudget as LayerBudget
-from .needs import Needs as Needs
 from .plan import Plan as Plan
 from .round_schedule import RoundSchedule as RoundSchedule
 from .schedule import Schedule as Schedule

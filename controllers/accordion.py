@@ -1,14 +1,11 @@
 """Compress less while gradient norms change fast (ACCORDION's critical regimes), else more."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
-from .needs import Needs
+from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State, compresses_less
 
 _SEVERAL = 3  # checks after which a warning says that nothing has been compressed
 
@@ -27,9 +24,9 @@ class Accordion(Controller):
     This follows the authors' code: the paper does not say that gradients are summed as vectors, nor
     that the norms compared are ``interval`` epochs apart. But there *every* fall of the rate is a
     decay, so that under a cosine, linear or exponential schedule nothing is ever compressed. Their
-    schedules, and those of the total-error paper, fall tenfold at once; here a fall to half or less
-    is a decay. If nothing has been compressed in three checks, or the run ends before the second
-    one can change a level, a warning says so.
+    schedules and the total-error paper's fall tenfold at once; here a fall to half or less is a
+    decay. A warning is given if three checks have compressed nothing, or if the run ends before the
+    second check can change a level.
 
     Args:
         low: level of *low* compression, for critical regimes: density 0.1, 8 bits. None sends
@@ -115,7 +112,7 @@ class Accordion(Controller):
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
         new: State = {**self.init(), **state}
-        # Norms told within an epoch are those of its first batch.
+        # Norms observed within an epoch belong to its first batch.
         epoch = observation.epoch if observation.ended else observation.epoch + 1
         why, warning = "between checks", ""
         if observation.epoch < 0 and observation.ended:
@@ -149,7 +146,7 @@ class Accordion(Controller):
         )
 
     def _check_norms(self, observation: Observation, epoch: int, new: State) -> None:
-        """Compare norms with those of the last check; change ``new``, not what is in it."""
+        """Compare norms with the last check's; change ``new``, but not the values in it."""
         norms = dict(observation.gradient_norms)
         if self.granularity == "model":
             norms = {"": math.sqrt(sum(norm * norm for norm in norms.values()))}

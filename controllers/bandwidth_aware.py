@@ -1,13 +1,10 @@
 """Compress as little as a given time per step allows on the present link (BandwidthAware)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass
 
-from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
-from .needs import Needs
+from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State, compresses_less
 
 
 @dataclass(frozen=True)
@@ -16,10 +13,11 @@ class BandwidthAware(Controller):
 
     Every ``every`` steps, with ``T`` the mean seconds of a step since the last decision, ``S`` its
     bytes and ``B`` the rate found for the link, a step may send ``c = S + (step_seconds − T)·B/8``
-    bytes: what it sends now, and what passes in the time to spare, however much of the exchange
-    hides behind the backward pass. The level is the one that compresses least with ``S(level) ≤
-    c``. The bytes of a level are those seen when it was last in force; before, in proportion to the
-    level. A level that sends more is taken only if it needs at most ``headroom·c``.
+    bytes: its present bytes, and the bytes that the link can send in the remaining time. This holds
+    for any overlap with the backward pass. The level is the one that compresses least with
+    ``S(level) ≤ c``. The bytes of a level were measured when it was last in force; before that they
+    are taken in proportion to the level. A level that sends more is taken only if it needs at most
+    ``headroom·c``.
 
     The rate is the fitted one if the fit is good, else bytes over seconds of the latest half of the
     requests, which is too low for small messages and so errs towards compression.

@@ -3,7 +3,7 @@
 Under error feedback an element of the error wanders between −λ and λ until it is sent. Where
 gradients are noise of scale s around a slow mean, a share of ``c·s²/λ²`` of the elements is sent in
 a step (the time that a random walk takes to reach λ; c is about 1), and an element holds about
-``λ²/6`` of squared error, whatever s is. So ::
+``λ²/6`` of squared error for any s. So ::
 
     minimise Σ γ_t²·λ_t²   subject to   Σ c·s_t²/λ_t² = K   gives   λ_t ∝ √(s_t/γ_t)
 
@@ -16,8 +16,6 @@ before it, and may take a third of the budget; the formula is of errors that hav
 takes about 1/density steps from the start; and c rises where the mean of gradients is not small
 against their noise.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Set levels by the number of elements of a parameter, for the complete run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,7 +58,7 @@ class BySize(Controller):
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
         chosen = {name: self.of(size) for name, size in observation.sizes.items()}
         levels = {name: level for name, level in chosen.items() if level != self.default}
-        reason = f"By size, {len(levels)} of {len(chosen)} parameters have levels of their own."
+        reason = f"By size, {len(levels)} of {len(chosen)} parameters have another level."
         return Decision(self.default, levels, reason), state
 
     def of(self, numel: int) -> Level:

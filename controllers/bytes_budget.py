@@ -1,18 +1,15 @@
 """Choose levels by parameter that leave the least error within a budget of bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from .base import Controller, Decision, Level, Observation, State
+from .base import Controller, Decision, Level, Needs, Observation, State
 from .knapsack import Option, solve
 from .level_plan import check_settings, finite, replaced, squared, totals
-from .needs import Needs
 
 
 @dataclass(frozen=True)
 class BytesBudget(Controller):
-    """Leave the least squared error that so many bytes per step allow.
+    """Leave the least squared error within a budget of bytes per step.
 
     The dual of ``LayerBudget``: at the end of every ``interval``-th epoch, the levels that minimise
     ``Σ ε_l(c_l)²`` subject to ``Σ s_l(c_l) ≤ bytes_per_step``, with the errors ε of the gradients

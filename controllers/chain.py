@@ -1,11 +1,8 @@
 """Use one controller for the first epochs, such as a warm-up, then another (Chain)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
-from .base import Controller, Decision, KnobLike, Observation, State
-from .needs import Needs
+from .base import Controller, Decision, KnobLike, Needs, Observation, State
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,9 @@
 """Raise the level while exchanges are quick, cut it when they are slow (AIMD)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
-from .base import Controller, Decision, KnobLike, Level, Observation, State
-from .needs import Needs
+from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
 
 
 @dataclass(frozen=True)

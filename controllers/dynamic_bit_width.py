@@ -1,7 +1,5 @@
 """Use more bits as a validation metric improves, and uncompressed epochs on a plateau."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -20,9 +18,9 @@ class DynamicBitWidth(Controller):
     ``release_epochs`` epochs are uncompressed; then the level is resumed. It never falls unless
     ``allow_decrease``.
 
-    The paper removes compression "if the model remains trapped at the same step", and excepts none.
-    At the last step that is no sign of stagnation but how every run ends: with the defaults each
-    ninth epoch of the rest of the run is uncompressed. ``release_at_last=False`` leaves them out.
+    The paper removes compression "if the model remains trapped at the same step", for every step.
+    The last step is not a sign of stagnation, because every run ends there: with the defaults each
+    ninth epoch of the rest of the run is uncompressed. ``release_at_last=False`` avoids that.
 
     The paper names these three rules but not their constants, and has no code: the defaults are our
     reading. Works with any knob; the paper's is the bits of a quantiser.

@@ -1,13 +1,10 @@
 """Set the hard threshold from measured noise and dissimilarity of gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .base import Decision, Observation, State
-from .needs import Needs
+from .base import Decision, Needs, Observation, State
 from .threshold_controller import ThresholdController, nothing_sent
 from .total_error import paper_threshold
 
@@ -24,17 +21,17 @@ class EstimatedThreshold(ThresholdController):
     every element (``σ² = d·s²``, ζ = 0), ``λ = 2s/√k_min``; an error that walks at random reaches
     that after ``(λ/s)² = 4/k_min`` steps on average. With ``k_min=0.001`` an element is sent every
     4,000 steps, a quarter as often as by Top-k, and hardly any in the first few hundred; any ζ > 0
-    is multiplied by ``2/k_min`` and raises λ further. So it suits runs of many times ``4/k_min``
-    steps only; in others use ``TotalErrorBudget``. If nothing at all is sent in the epoch after the
-    estimate, a warning says so; and if the estimates give no threshold, because they are 0 or not
-    finite: then that of the first epochs is kept.
+    is multiplied by ``2/k_min`` and raises λ further. So it suits only runs of many times
+    ``4/k_min`` steps; in others use ``TotalErrorBudget``. A warning is given if nothing is sent in
+    the epoch after the estimate. If the estimates are 0 or not finite, a warning is given too, and
+    the first epochs' threshold is kept.
 
     The paper does not say how to estimate M, σ² and ζ². Ours, from moments of each epoch:
 
     - of the noise model ``E‖ξ‖² ≤ M·‖∇f_i‖² + σ²`` a least-squares line through the epochs, with
       slope and intercept at least 0; M = 0 with one epoch. A mean where the model has a bound.
     - ζ², the mean of ``mean_i‖∇f_i − ∇f‖²``, at least 0. The model's ``C·‖∇f‖²`` counts as ζ².
-    - What ∇f_i moves within an epoch counts as noise. Otherwise the moments are unbiased.
+    - Changes of ∇f_i within an epoch count as noise. Otherwise the moments are unbiased.
 
     Args:
         k_min: density of the Top-k to compare with, in (0, 1].

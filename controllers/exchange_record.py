@@ -1,7 +1,5 @@
 """Record bytes and seconds of a request, and fit a link to several (ExchangeRecord)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

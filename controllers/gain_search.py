@@ -1,17 +1,23 @@
 """Try levels one by one, and keep the one with most throughput times gain (GainSearch)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .bandwidth_aware import check_ladder
-from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
-from .curves import Curve
+from .base import (
+    Controller,
+    Curve,
+    Decision,
+    KnobLike,
+    Level,
+    Needs,
+    Observation,
+    State,
+    compresses_less,
+)
 from .level_plan import at, finite
-from .needs import Needs
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Solve the knapsack problem: one option per item, least total cost, a budget of total weight."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,11 +11,11 @@ STATES = 2000
 
 
 class Option(NamedTuple):
-    """What choosing it adds.
+    """One choice for an item.
 
     Attributes:
-        weight: to what the budget limits.
-        cost: to what is minimised.
+        weight: its share of the budget.
+        cost: its share of the minimised sum.
     """
 
     weight: float
@@ -48,7 +46,7 @@ def _lightest(items: Sequence[Sequence[Option]]) -> list[int]:
 
 
 def _dynamic(items: Sequence[Sequence[Option]], budget: float) -> list[int]:
-    # What the items to come weigh at least: a state that leaves less room leads nowhere.
+    # Least weight of the remaining items: a state that leaves less room is a dead end.
     rest = [0.0] * (len(items) + 1)
     for i in range(len(items) - 1, -1, -1):
         rest[i] = rest[i + 1] + min(option.weight for option in items[i])

@@ -1,13 +1,10 @@
 """Choose levels by parameter that send fewest bytes at the error of one common level."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from .base import Controller, Decision, Level, Observation, State
+from .base import Controller, Decision, Level, Needs, Observation, State
 from .knapsack import Option, solve
 from .level_plan import check_settings, finite, replaced, squared, totals
-from .needs import Needs
 
 
 @dataclass(frozen=True)

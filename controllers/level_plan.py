@@ -1,13 +1,10 @@
 """Compute a level plan's error and bytes from error curves, and decide on its replacement."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .base import Level
-from .curves import Curve, Point
+from .base import Curve, Level, Point
 
 
 class Totals(NamedTuple):

@@ -1,7 +1,5 @@
 """Set levels by the names of parameters, for the complete run (Plan)."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,7 +59,7 @@ class Plan(Controller):
                 )
         chosen = {name: self.of(name) for name in names}
         levels = {name: level for name, level in chosen.items() if level != self.default}
-        reason = f"As planned, {len(levels)} of {len(names)} parameters have levels of their own."
+        reason = f"As planned, {len(levels)} of {len(names)} parameters have another level."
         return Decision(self.default, levels, reason), state
 
     def of(self, name: str) -> Level:

@@ -1,12 +1,9 @@
 """Set H of local steps by a fixed sequence, with another controller for levels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .base import Controller, Decision, KnobLike, Observation, State
-from .needs import Needs
+from .base import Controller, Decision, KnobLike, Needs, Observation, State
 from .schedule import turn_of
 
 

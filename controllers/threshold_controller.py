@@ -1,9 +1,6 @@
 """Define the base class of controllers that choose HardThreshold's threshold."""
 
-from __future__ import annotations
-
-from .base import Controller, KnobLike, Observation
-from .needs import Needs
+from .base import Controller, KnobLike, Needs, Observation
 
 
 class ThresholdController(Controller):

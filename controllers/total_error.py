@@ -1,7 +1,5 @@
 """Set the hard threshold by the total-error paper's rule for a given Top-k (TotalError)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import InitVar, dataclass
 
@@ -57,13 +55,13 @@ class TotalError(ThresholdController):
     ) -> None:
         if budget is not None or initial is not None:
             raise ValueError(
-                f"TotalError(budget={budget!r}, initial={initial!r}): a budget has a class of its "
-                f"own; use TotalErrorBudget(budget={budget!r}, initial={initial!r})."
+                f"TotalError(budget={budget!r}, initial={initial!r}): a budget has a separate "
+                f"class; use TotalErrorBudget(budget={budget!r}, initial={initial!r})."
             )
         if estimate_epochs:
             raise ValueError(
                 f"TotalError(estimate_epochs={estimate_epochs!r}): the estimated threshold has a "
-                f"class of its own; use EstimatedThreshold(k_min={self.k_min!r}, "
+                f"separate class; use EstimatedThreshold(k_min={self.k_min!r}, "
                 f"epochs={estimate_epochs!r})."
             )
         self._check_density("k_min", self.k_min)

@@ -1,13 +1,10 @@
 """Adjust the hard threshold so that a run sends a given share of all elements."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
-from .base import Decision, Observation, State
+from .base import Decision, Needs, Observation, State
 from .budget import MARGIN, NOTHING, Stretch, next_threshold
-from .needs import Needs
 from .threshold_controller import ThresholdController, sent_whole
 
 _DECISIONS = 80  # per run; fewer find the threshold too late in short runs

@@ -1,15 +1,12 @@
 """Write a controller's observations, states and decisions to a file, and replay them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .base import Controller, Decision, Observation, State
-from .curves import Curve, Point
+from .base import Controller, Curve, Decision, Observation, Point, State
 from .exchange_record import ExchangeRecord
 
 

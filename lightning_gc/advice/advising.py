@@ -83,7 +83,7 @@ class Advice:
         row = self.suggestion()
         if row is None:
             raise ValueError(
-                f"There is nothing to write: {self.verdict or 'nothing was measured'}."
+                f"The advice has no suggestion to write: {self.verdict or 'nothing was measured'}."
             )
         assert row.method is not None
         section = report.strategy_section(row, self.methods[row.method], self.ddp)

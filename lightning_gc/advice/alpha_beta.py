@@ -1,6 +1,6 @@
 """Alpha-beta model of a link (seconds = latency + bytes / rate), its probe and its fit.
 
-The fitted rate is that of payloads, about 4 % below an Ethernet link's nominal rate, because frames
+The fitted rate counts only payloads, about 4 % below an Ethernet link's nominal rate, as frames
 have headers. On the host it includes Gloo's copies and sums.
 """
 

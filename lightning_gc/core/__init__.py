@@ -1,18 +1,43 @@
-"""Buckets, flows, payload formats, search spaces and settings: what every other room builds on."""
+"""Export buckets, flows, payload formats, search spaces and settings, which every room builds on.
 
-from lightning_gc.core.bucket import Bucket as Bucket
-from lightning_gc.core.flow import Exchange as Exchange
-from lightning_gc.core.flow import Flow as Flow
-from lightning_gc.core.flow import Gather as Gather
-from lightning_gc.core.flow import Limits as Limits
-from lightning_gc.core.flow import Mean as Mean
-from lightning_gc.core.flow import Payload as Payload
-from lightning_gc.core.flow import Reply as Reply
-from lightning_gc.core.flow import Request as Request
-from lightning_gc.core.flow import together as together
-from lightning_gc.core.search_space import Choice as Choice
-from lightning_gc.core.search_space import Range as Range
-from lightning_gc.core.search_space import Space as Space
-from lightning_gc.core.settings import Settings as Settings
-from lightning_gc.core.wire import Field as Field
-from lightning_gc.core.wire import Wire as Wire
+Names are imported when they are first used: controllers need ``Settings`` without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_gc.core.bucket import Bucket as Bucket
+    from lightning_gc.core.flow import Exchange as Exchange
+    from lightning_gc.core.flow import Flow as Flow
+    from lightning_gc.core.flow import Gather as Gather
+    from lightning_gc.core.flow import Limits as Limits
+    from lightning_gc.core.flow import Mean as Mean
+    from lightning_gc.core.flow import Payload as Payload
+    from lightning_gc.core.flow import Reply as Reply
+    from lightning_gc.core.flow import Request as Request
+    from lightning_gc.core.flow import together as together
+    from lightning_gc.core.search_space import Choice as Choice
+    from lightning_gc.core.search_space import Range as Range
+    from lightning_gc.core.search_space import Space as Space
+    from lightning_gc.core.settings import Settings as Settings
+    from lightning_gc.core.wire import Field as Field
+    from lightning_gc.core.wire import Wire as Wire
+
+_FACE = {
+    "bucket": ("Bucket",),
+    "flow": (
+        *("Exchange", "Flow", "Gather", "Limits", "Mean"),
+        *("Payload", "Reply", "Request", "together"),
+    ),
+    "search_space": ("Choice", "Range", "Space"),
+    "settings": ("Settings",),
+    "wire": ("Field", "Wire"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _FACE.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -75,7 +75,8 @@ class EarlyStopping:
         outcome: how the run has ended.
         reason: why the run ended early, in a sentence; else empty.
         curve: the metric of every validation.
-        seconds: of training, for every epoch in ``curve``; ``cpu_seconds`` are those of a worker.
+        seconds: of training, for every epoch in ``curve``.
+        cpu_seconds: CPU time of a worker, for the same epochs.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ class Experiment(Settings):
 
     @property
     def bytes_counted(self) -> str:
-        """What budget and Pareto front count: ``"wire_bytes"``, or one worker's ``encoded_bytes``.
+        """The counted bytes: ``"wire_bytes"``, or one worker's ``encoded_bytes``.
 
         See ``CompressionMonitor``.
         """

@@ -196,7 +196,7 @@ def open_storage(where: str | Path | BaseStorage) -> BaseStorage:
         raise
     except ModuleNotFoundError as error:
         raise StorageError(f"{address} needs a driver: {error}. Install it.") from error
-    except Exception as error:  # each driver has errors of its own
+    except Exception as error:  # each driver has its own errors
         kind = type(error).__name__
         if url and kind in ("ArgumentError", "NoSuchModuleError"):
             raise ValueError(
@@ -231,7 +231,7 @@ def _journal(path: Path) -> JournalStorage:
         return JournalStorage(journal)
     except (StorageError, OSError):
         raise
-    except Exception as error:  # whatever Optuna raises when it replays an impossible operation
+    except Exception as error:  # any error of Optuna's when it replays an impossible operation
         raise journal.damaged(journal.line, f" ({type(error).__name__}: {error})") from error
 
 

@@ -22,9 +22,9 @@ from lightning_gc.tuning.journal import open_storage
 from lightning_gc.tuning.tables import TOP, Row, Studies, Table, is_log, rules_of, sizes_of, tables
 
 _TEXTS = {
-    "results": "Each method with its own hyper-parameters, and the same method with those of "
-    "the dense winner: mean and standard deviation of the test metric over seeds. The winner was "
-    "chosen on the validation metric alone. Bytes are those of one worker in a run; trials are "
+    "results": "Each method with its own hyper-parameters, and the same method with the "
+    "dense winner's: mean and standard deviation of the test metric over seeds. The winner was "
+    "chosen on the validation metric alone. Bytes are one worker's in a run; trials are "
     "complete + pruned + failed.",
     "transfer": "The gain from tuning each method by itself.",
     "winners": "The hyper-parameters of each winner and of the dense winner.",
@@ -32,7 +32,7 @@ _TEXTS = {
     "are better; the line is the Pareto front.",
     "tuned": f"The best trials of each study: up to {TOP}, or a third of the complete ones. "
     "The star is the winner.",
-    "seconds_per_step": "Of one worker, in the best trial, by the wall clock.",
+    "seconds_per_step": "Wall-clock seconds of one worker in the best trial.",
     "cpu_seconds": "CPU time of the process in an epoch of training, with compression, over its "
     "workers, as the thesis measures it: the mean over a trial's epochs, in the best trials.",
     "convergence": "The validation metric of the best trial, epoch by epoch.",
@@ -41,7 +41,7 @@ _TEXTS = {
     "fewer than 4 complete trials are left out.",
 }
 _ALONE = (
-    " With one worker nothing is sent. Encoded bytes are those that it would send in a run: the "
+    " With one worker nothing is sent. Encoded bytes are the bytes that it would send: the "
     "gradients' payloads and uncompressed tensors, without lengths and further rounds. The "
     "encoding ratio is the gradients' bytes over the encoded bytes."
 )

@@ -192,7 +192,7 @@ def disagree(worker: int, folder: str) -> tuple[int, str]:
         (["line.yaml", "--compressor", "local"], {"model:": f"{LOCAL}model:"}, "has local steps"),
         (["line.yaml"], {"MASTER_ADDR": None}, "torchrun --nproc-per-node 2 -m lightning_gc bench"),
         (["line.yaml"], {"WORLD_SIZE": "1"}, "One worker sends nothing"),
-        (["line.yaml"], {"WORLD_SIZE": "3"}, "3 workers, of which 2 on this machine"),
+        (["line.yaml"], {"WORLD_SIZE": "3"}, "3 workers with 2 on this machine"),
         (["line.yaml"], {"accelerator: cpu": "accelerator: tpu"}, "trainer.accelerator='tpu'"),
         (["line.yaml"], {"accelerator: cpu": "accelerator: gpu"}, "start one worker per GPU"),
         (["line.yaml"], {"accelerator: cpu": "precision: 7"}, "The configuration is refused"),

@@ -302,7 +302,7 @@ def test_a_metric_that_is_never_logged() -> None:
         (TopK(), Accordion(low=0.01, high=0.1), ["low=0.01", "swap"]),
         (HardThreshold(), Accordion(low=0.1, high=0.01), ["low=0.1", "threshold", "swap"]),
         (TopK(), TotalError(k_min=0.001), ["a density", "HardThreshold"]),
-        (Cast(), Fixed(0.1), ["has none", "TopK(0.01)"]),
+        (Cast(), Fixed(0.1), ["has no level", "TopK(0.01)"]),
         (QSGD(), DynamicBitWidth(((0, 8), (0.5, 4))), ["8", "4", "less compression"]),
     ],
 )

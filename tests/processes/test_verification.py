@@ -133,7 +133,7 @@ def test_without_verification_nobody_notices() -> None:
 )
 def test_damaged_messages_are_named_with_their_sender(compressor: Compressor) -> None:
     errors = [end[0][0] for end in run_in_processes(in_turn, 3, [(compressor, "payload", True)])]
-    assert errors[1].startswith(f"MessageError in step {HIT}: What worker 0 has")
+    assert errors[1].startswith(f"MessageError in step {HIT}: The message of worker 0")
     assert all(error.startswith("PeerError") for error in (errors[0], errors[2]))
 
 

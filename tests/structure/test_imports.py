@@ -36,6 +36,10 @@ def test_help_needs_the_standard_library_only(word: str) -> None:
     assert "lightning-gc" in said
 
 
+def test_controllers_need_the_standard_library_only() -> None:
+    run(BLOCK.format(names=("torch", "numpy")) + "import lightning_gc.controllers")
+
+
 def test_without_extras_all_names_are_imported() -> None:
     """Advice and measurements need no Optuna; what needs an extra names it."""
     code = """

@@ -280,7 +280,7 @@ def test_ctrl_c_leaves_a_study_that_goes_on(folder: Path, tune: Any) -> None:
     change("trials: 2", "trials: 400")
     code, said = tune(folder, ["tune", "toy.yaml", "--storage", "j", "--compressor", "cast"])
     assert code == cli.INTERRUPTED
-    assert "the same command goes on" in said
+    assert "repeat the command to resume" in said
     assert "Traceback" not in said
     study = optuna.load_study(study_name="toy/dense", storage=open_storage("j"))
     done = sum(map(counts, study.trials))

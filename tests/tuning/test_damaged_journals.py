@@ -117,7 +117,7 @@ def check(
         assert path.read_bytes() == damaged
         if before:
             assert refusal.startswith(f"{path}, line {len(before) + 1}, is damaged")
-            assert f"keep only the {len(before)} lines before" in refusal
+            assert f"keep only the {len(before)} undamaged lines before" in refusal
         path = kept
         studies = compare(path, "topk", trials=TRIALS)
     resumed = {(s.study_name, t.number): t for s in studies.values() for t in s.trials}

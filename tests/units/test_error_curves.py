@@ -139,7 +139,7 @@ def test_a_controller_is_told_curves_of_the_sum_of_an_epoch(workers: int) -> Non
 
 
 def test_curves_and_first_batches_are_not_both_kept() -> None:
-    with pytest.raises(ValueError, match="the first batch's are needed"):
+    with pytest.raises(ValueError, match="the first batch's gradients are"):
         Needs(gradients="first batch", curves=(0.1,))
     both = Needs(curves=(0.1, 0.5)) | Needs(curves=(0.5, 1.0), seconds=True)
     assert (both.curves, both.seconds, both.sums) == ((0.1, 0.5, 1.0), True, "epoch sum")

@@ -82,7 +82,7 @@ def with_liar(who: object, made: Callable[[], Lockstep], conversations: int) -> 
                 result = lockstep.step(given_)
                 assert cases.finite_state(lockstep), unclean
         except ReplicaError:
-            pass  # all have seen it, and nobody has applied anything
+            pass  # all workers raised it, and none has applied anything
         except ValueError as error:
             what = f"the refusal does not name worker {liar}: {str(error)!r}"
             assert f"orker {liar} " in str(error), broken(who, law, what, on)  # noqa: PT017

@@ -239,5 +239,5 @@ def test_steps_lead_to_less_compression_whatever_the_knob() -> None:
     DynamicBitWidth(((0, 0.1), (0.5, 0.01))).check(HardThreshold().knob)
     with pytest.raises(ValueError, match=r"level 0\.1 compresses harder than 0\.01 before it"):
         DynamicBitWidth(((0, 0.01), (0.5, 0.1))).check(HardThreshold().knob)
-    with pytest.raises(ValueError, match="has none"):
+    with pytest.raises(ValueError, match="has no level"):
         DynamicBitWidth().check(None)

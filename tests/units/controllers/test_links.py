@@ -282,7 +282,7 @@ def test_knobs(controller: Controller) -> None:
     controller.check(Knob())
     with pytest.raises(ValueError, match="threshold"):
         controller.check(Knob("threshold", "compression"))
-    with pytest.raises(ValueError, match="has none"):
+    with pytest.raises(ValueError, match="has no level"):
         controller.check(None)
 
 

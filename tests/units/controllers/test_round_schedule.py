@@ -58,8 +58,8 @@ def test_what_is_needed_is_that_of_both() -> None:
     [
         ({"every": ()}, "at least one number"),
         ({"every": (4, 0)}, "0 is not a number of optimizer steps"),
-        ({"every": (4, 2.5)}, "2.5 is no number"),
-        ({"every": (True,)}, "True is no number"),
+        ({"every": (4, 2.5)}, "2.5 is not a number"),
+        ({"every": (True,)}, "True is not a number"),
         ({"every": (4,), "by": "step"}, "'epoch' or 'progress'"),
     ],
 )
@@ -108,7 +108,7 @@ def test_an_h_that_does_not_fit_the_plan_is_refused(
 
 def test_a_compressor_without_a_knob_will_do() -> None:
     LocalStepsStrategy(Cast(), controller=RoundSchedule((8, 4)))
-    with pytest.raises(ValueError, match="has none"):
+    with pytest.raises(ValueError, match="has no level"):
         LocalStepsStrategy(Cast(), controller=RoundSchedule((8, 4), levels=Schedule((0.1,))))
 
 

@@ -93,5 +93,5 @@ def test_nothing_is_promised_after_the_end() -> None:
     """Nobody would keep it: DDP would wait for ever."""
     background = Background(Recording(Gate()), CPU)
     assert background.close()
-    with pytest.raises(RuntimeError, match="after the exchange had been closed"):
+    with pytest.raises(RuntimeError, match="after the exchange was closed"):
         background.submit(asking([], "late"), torch.zeros(1))
