@@ -18,28 +18,21 @@ from lightning_gc.core.state_structure import Structure
 from lightning_gc.core.wire import Wire
 
 
-class Wrapper(Compressor):
-    """Change where or when the inner compressor is applied, but not its properties."""
+class _Around(Compressor):
+    """Forward to the inner compressor."""
 
     inner: Compressor
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.inner, Compressor):
-            raise ValueError(
-                f"{type(self).__name__} wraps a compressor, such as TopK(0.01), not {self.inner!r}."
-            )
-
-    @functools.cached_property
-    def traits(self) -> Traits:
-        inner = self.inner.traits
-        return dataclasses.replace(inner, space=inner.level_space)
 
     @property
     def method(self) -> Compressor:
         return self.inner.method
 
+    @property
+    def waits(self) -> Waits:
+        return self.inner.waits
+
     def bound(self, numel: int) -> Bound:
-        """Return the inner bound, since uncompressed tensors have no error."""
+        """Return the inner compressor's bound."""
         return self.inner.bound(numel)
 
     def keeps(self, shape: tuple[int, ...]) -> Structure:
@@ -54,12 +47,23 @@ class Wrapper(Compressor):
     def compressing_step(self, step: int) -> int:
         return self.inner.compressing_step(step)
 
+
+class Wrapper(_Around):
+    """Change where or when the inner compressor is applied, but not its properties."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Compressor):
+            raise ValueError(
+                f"{type(self).__name__} wraps a compressor, such as TopK(0.01), not {self.inner!r}."
+            )
+
+    @functools.cached_property
+    def traits(self) -> Traits:
+        inner = self.inner.traits
+        return dataclasses.replace(inner, space=inner.level_space)
+
     def for_shards(self, shards: int) -> Compressor:
         return dataclasses.replace(self, inner=self.inner.for_shards(shards))  # type: ignore[type-var]
-
-    @property
-    def waits(self) -> Waits:
-        return self.inner.waits
 
     @property
     def level(self) -> float | None:
@@ -73,7 +77,7 @@ class Wrapper(Compressor):
         return dataclasses.replace(self, inner=inner)  # type: ignore[type-var]
 
 
-class Preset(Compressor):
+class Preset(_Around):
     """A named combination of another compressor with a default memory.
 
     Attributes:
@@ -84,35 +88,15 @@ class Preset(Compressor):
 
     @property
     @abc.abstractmethod
-    def inner(self) -> Compressor:
+    def inner(self) -> Compressor:  # type: ignore[override]
         """The compressor that does the work."""
 
     @functools.cached_property
     def traits(self) -> Traits:
         return dataclasses.replace(self.inner.traits, default_memory=self.memory_name)
 
-    @property
-    def waits(self) -> Waits:
-        return self.inner.waits
-
-    @property
-    def method(self) -> Compressor:
-        return self.inner.method
-
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         yield from self.inner.flow(bucket, buffer, out, scheme)
 
     def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
         return self.inner.for_shape(shape)
-
-    def bound(self, numel: int) -> Bound:
-        return self.inner.bound(numel)
-
-    def keeps(self, shape: tuple[int, ...]) -> Structure:
-        return self.inner.keeps(shape)
-
-    def wire(self, numel: int) -> Wire:
-        return self.inner.wire(numel)
-
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        return self.inner.compresses(shape)
