@@ -38,13 +38,13 @@ _ROUNDING = 2.0**-20  # of float32, times the norm of x: see ``BlockwiseLevels.b
 
 
 class BlockwiseCodes(Codec):
-    """Rounds the elements of each block to 2^bits values, which depend on a few of its numbers.
+    """Round the elements of each block to 2^bits values that follow from a few numbers.
 
     Attributes:
-        bits: of a code, 1..8. Any code of as many bits must be valid.
-        block_size: elements of a block; the last block may have fewer.
-        coding: what a code means, for the documentation.
-        numbers: names of the numbers of a block.
+        bits: bits per code, 1..8. Every code must be valid.
+        block_size: elements per block; the last block may have fewer.
+        coding: meaning of a code, for the documentation.
+        numbers: names of the numbers sent per block.
     """
 
     bits: int
@@ -64,12 +64,12 @@ class BlockwiseCodes(Codec):
 
     @abc.abstractmethod
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        """Return what the codes stand for, ``(b, block_size)`` float32."""
+        """Return the decoded values, ``(b, block_size)`` float32."""
 
     def filling(self, part: Tensor) -> Tensor:
-        """Return what a short block is filled with, ``(1,)``: one of its elements by default.
+        """Return the padding of a short block, ``(1,)``: one of its elements by default.
 
-        That changes no largest or smallest one.
+        An element of the block changes neither its maximum nor its minimum.
         """
         return part[-1:]
 
@@ -107,14 +107,14 @@ class BlockwiseCodes(Codec):
 
 
 def check_block_size(name: str, block_size: int) -> None:
-    """Refuse what is not a number of elements."""
+    """Raise ValueError unless the block size is a number of elements."""
     if block_size < 1 or block_size != int(block_size):
         said = f"{name}(block_size={block_size!r})"
         raise ValueError(f"{said}: a block needs a whole number of elements, at least 1; use 512.")
 
 
 class Blockwise8Bit(BlockwiseCodes):
-    """Rounds the elements of each block to 256 values, which depend on a few numbers of the block.
+    """Round the elements of each block to 256 values that follow from a few numbers.
 
     Subclasses write ``code`` and ``values``, and say ``coding`` and ``numbers``; see
     ``BlockwiseCodes``.
@@ -225,7 +225,7 @@ class LookupTable:
 
 
 def check_bits(name: str, bits: float) -> None:
-    """Refuse a number of bits that codes cannot have."""
+    """Raise ValueError unless codes can have this number of bits."""
     if bits not in range(2, 17):
         raise ValueError(
             f"{name}(bits={bits!r}): bits counts the sign and must be a whole number in 2..16; use "

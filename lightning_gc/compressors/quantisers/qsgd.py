@@ -13,7 +13,8 @@ class QSGD(BlockwiseLevels):
     """Round each element at random to one of s = 2^(bits−1) − 1 levels of its block's norm.
 
     ``C(x)_i = norm · sign(x_i) · ξ_i / s``, where ξ_i is one of the two whole numbers around
-    ``s·|x_i| / norm``, drawn so that ``E C(x) = x``.
+    ``s·|x_i| / norm``, drawn so that ``E C(x) = x``. It is ``Uniform(rounding="stochastic")`` with
+    other defaults.
 
     Args:
         bits: 2..16 bits an element, the sign included. Lower means more compression. A paper's

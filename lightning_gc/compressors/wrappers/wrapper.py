@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
@@ -21,7 +21,11 @@ from lightning_gc.core.wire import Wire
 class _Around(Compressor):
     """Forward to the inner compressor."""
 
-    inner: Compressor
+    if TYPE_CHECKING:
+
+        @property
+        def inner(self) -> Compressor:
+            """The inner compressor: a field of wrappers, a property of presets."""
 
     @property
     def method(self) -> Compressor:
@@ -50,6 +54,8 @@ class _Around(Compressor):
 
 class Wrapper(_Around):
     """Change where or when the inner compressor is applied, but not its properties."""
+
+    inner: Compressor
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
@@ -88,7 +94,7 @@ class Preset(_Around):
 
     @property
     @abc.abstractmethod
-    def inner(self) -> Compressor:  # type: ignore[override]
+    def inner(self) -> Compressor:
         """The compressor that does the work."""
 
     @functools.cached_property
