@@ -85,10 +85,7 @@ class IndependentRandomMask(_Mask):
     """Preset of ``RandomMask(density, shared=False)``: each worker draws its own mask.
 
     Args:
-        density: probability of each element, in (0, 1]. Lower means more compression, more error.
-
-    Raises:
-        ValueError: ``density`` outside (0, 1].
+        density: as ``RandomMask``'s.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, IndependentRandomMask, NoMemory
