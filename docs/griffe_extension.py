@@ -32,11 +32,20 @@ class HouseStyle(griffe.Extension):
                 r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE
             )
 
-    def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
-        """Add error bound and wire format to the docstring of a compressor."""
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Add error bound and wire format, inherited ones too, to the docstrings of compressors."""
+        modules = [pkg["compressors"]] if "compressors" in pkg.members else []
+        while modules:
+            module = modules.pop()
+            modules += module.modules.values()
+            for cls in module.classes.values():
+                if not cls.is_alias:
+                    self._describe(cls)
+
+    def _describe(self, cls: griffe.Class) -> None:
         finished = any("dataclass" in str(decorator.value) for decorator in cls.decorators)
-        if cls.docstring and finished and cls.path.startswith("lightning_gc.compressors."):
-            bound = cls.members.get("bound")
+        if cls.docstring and finished:
+            bound = cls.all_members.get("bound")
             if bound is not None and bound.docstring is not None:
                 said = bound.docstring.value.removeprefix("Return ")
                 cls.docstring.value += f"\n\n**Error bound**: {said}"

@@ -30,6 +30,11 @@ def test_classes_that_need_an_argument_have_no_name() -> None:
     assert not {PerParameter, SizeSwitch} & set(COMPRESSORS.values())
 
 
+def test_a_preset_in_its_familys_file_names_itself() -> None:
+    preset = type("Preset", (Ready,), {"registry_name": "old", "__module__": "mine.ready"})
+    assert concrete({"Ready": Ready, "Preset": preset}, Base) == {"ready": Ready, "old": preset}
+
+
 def test_an_unknown_name_is_told_the_closest_one() -> None:
     with pytest.raises(ValueError, match=r"'topkk' is not a compressor \(did you mean 'topk'\?\)"):
         make("compressor", "topkk", COMPRESSORS, Compressor)

@@ -35,7 +35,7 @@ _SENDABLE = 2.0**-16
 
 @dataclass(frozen=True)
 class LowRank(BatchedCollective):
-    """Sends M as ``C = P·Qᵀ``: P from the mean of M_i·Q, then Q from the mean of M_iᵀ·P.
+    """Send M as ``C = P·Qᵀ``: P from the mean of M_i·Q, then Q from the mean of M_iᵀ·P.
 
     Subclasses compute P from the first mean (``basis``) and Q from the second (``fit``), the same
     on all workers. Q is that of the step before, orthonormalised, at first random. All apply C, and
@@ -121,7 +121,7 @@ class LowRank(BatchedCollective):
         return torch.cat([kept, fresh], dim=1)
 
     def keeps(self, shape: tuple[int, ...]) -> Structure:
-        """Return Q of a matrix, of as many columns as the rank has been."""
+        """Return Q of a matrix; its number of columns may be an earlier rank."""
         if len(shape) < 2:
             return NOTHING
         n, m = sides(shape)
@@ -132,7 +132,7 @@ class LowRank(BatchedCollective):
         return Contraction(0.0)
 
     def wire(self, numel: int) -> Wire:
-        """Return the factors of a matrix as square as can be; what is not compressed goes dense."""
+        """Return the factors of a nearly square matrix, or all values if it is sent dense."""
         n, m = sides((numel,))
         if not self.compresses((n, m)):
             return (Field("values", torch.float32, numel),)
@@ -148,7 +148,7 @@ class LowRank(BatchedCollective):
 
 
 def check_rank(name: str, rank: float) -> None:
-    """Refuse a rank that is no number of columns."""
+    """Raise ValueError unless the rank is a number of columns."""
     if not 1 <= rank < math.inf or rank != int(rank):
         said = f"{name}(rank={rank!r})"
         raise ValueError(f"{said}: the rank is a number of columns, 1 or more; use 2.")

@@ -133,7 +133,7 @@ class GradiVeQ(Collective):
         out.copy_((mean.to(buffer.dtype) @ basis.t()).view(-1)[: out.numel()])
 
     def _learn(self, mean: Tensor, state: dict[str, Any]) -> None:
-        """Add ``MᵀM/‖M‖²`` to what is known, of a mean that is finite and not zero."""
+        """Add ``MᵀM/‖M‖²`` to the moment S, unless the mean is zero or not finite."""
         rows = self._rows(mean)
         largest = rows.abs().amax()
         rows = rows / largest.where(largest > 0, 1.0)  # squares of 1e30 are no numbers
@@ -146,7 +146,7 @@ class GradiVeQ(Collective):
         state["moment"] = moment
 
     def _knows(self, state: dict[str, Any]) -> bool:
-        """Return whether there is U, making it at the end of dense steps; not from zeros alone."""
+        """Return whether U is known; compute it at the end of dense steps, unless S is zero."""
         moment = state.get("moment")
         if moment is not None:
             used_here(moment)
@@ -160,7 +160,7 @@ class GradiVeQ(Collective):
         return pad(flat, (0, -flat.numel() % self.slice_size)).view(-1, self.slice_size)
 
     def keeps(self, shape: tuple[int, ...]) -> Structure:
-        """Return S, a sum over at most a cycle, or U, whose columns have length 1."""
+        """Return the structure of S, a sum over at most a cycle, or of U with unit columns."""
         size = self.slice_size
         most = self.every * _ROUNDING
         return OneOf(

@@ -21,7 +21,7 @@ _EPS = 2.0**-23  # of float32: what is that much smaller than the greatest is it
 
 
 class SingularTriplets(Codec):
-    """Sends the triplets of ``M = Σ σ_i·u_i·v_iᵀ`` that ``kept`` names, as vectors.
+    """Send the triplets of ``M = Σ σ_i·u_i·v_iᵀ`` that ``kept`` names, as vectors.
 
     A tensor of shape (n, ...) is a matrix of n rows; one of one dimension, as a shard of
     ``TwoShot``, is folded into ⌊√d⌋ rows and padded with zeros. Where the vectors would not be
@@ -30,7 +30,7 @@ class SingularTriplets(Codec):
 
     @abc.abstractmethod
     def kept(self, values: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Return which triplets are sent, ``(r,)`` bool, and what they are divided by, ``(r,)``.
+        """Return a mask of the sent triplets, ``(r,)`` bool, and their divisors, ``(r,)``.
 
         Args:
             values: singular values, ``(r,)`` float64, descending; those below 1.2e-7 of the
@@ -40,7 +40,7 @@ class SingularTriplets(Codec):
 
     @abc.abstractmethod
     def smaller(self, shape: tuple[int, ...], triplets: int | None) -> bool:
-        """Return whether so many triplets are sent as such; None: before they are counted."""
+        """Return whether triplets are smaller than the tensor; None: number not known yet."""
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take triplets out of ``buffer``. The host waits for their number."""
@@ -93,7 +93,7 @@ class SingularTriplets(Codec):
         out.add_(product.view(-1)[: out.numel()], alpha=scale)
 
     def wire(self, numel: int) -> Wire:
-        """Return as many triplets as the shorter side of a matrix has elements, folded or not."""
+        """Return the format of the maximal number of triplets, the length of the shorter side."""
         return (
             Field("u", torch.float32, numel, "worker", "(k, n) of an n x m matrix"),
             Field("v", torch.float32, numel + math.isqrt(numel), "worker", "(k, m)"),

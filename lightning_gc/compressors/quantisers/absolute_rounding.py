@@ -89,7 +89,7 @@ class AbsoluteRounding(Codec):
         return float(np.float32(self.step))
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take what rounding gives. On CUDA the host waits for lengths."""
+        """Take the rounded elements. On CUDA the host waits for lengths."""
         return coded_multiples.take(buffer, self._unit, bucket)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:

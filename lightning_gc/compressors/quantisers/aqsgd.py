@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.quantisers import integer_sums
-from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, check_block_size
-from lightning_gc.compressors.quantisers.qsgd import BITS
+from lightning_gc.compressors.quantisers.blockwise_codes import BITS, BLOCK_SIZES, check_block_size
 from lightning_gc.compressors.traits import Knob, Variance
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import abc
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.traits import Contraction, Knob, Traits, Variance
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Choice
+from lightning_gc.core.search_space import Choice, Range
 from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise
 
 BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))
 """Block sizes worth trying, of any quantiser."""
 
+BITS = Traits(
+    kind="quantiser",
+    unbiased=True,
+    knob=Knob("bits", low=2, high=16, scale="linear", integer=True),
+    space=(Range("bits", 2, 8, integer=True),),
+)
+"""Traits of an unbiased quantiser with a field ``bits``, the sign included."""
+
+_ROUNDING = 2.0**-20  # of float32, times the norm of x: see ``BlockwiseLevels.bound``
+
 
 class BlockwiseCodes(Codec):
-    """Rounds the elements of each block to 2^bits values, which depend on a few of its numbers.
+    """Round the elements of each block to 2^bits values that follow from a few numbers.
 
     Attributes:
-        bits: of a code, 1..8. Any code of as many bits must be valid.
-        block_size: elements of a block; the last block may have fewer.
-        coding: what a code means, for the documentation.
-        numbers: names of the numbers of a block.
+        bits: bits per code, 1..8. Every code must be valid.
+        block_size: elements per block; the last block may have fewer.
+        coding: meaning of a code, for the documentation.
+        numbers: names of the numbers sent per block.
     """
 
     bits: int
@@ -48,12 +63,12 @@ class BlockwiseCodes(Codec):
 
     @abc.abstractmethod
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        """Return what the codes stand for, ``(b, block_size)`` float32."""
+        """Return the decoded values, ``(b, block_size)`` float32."""
 
     def filling(self, part: Tensor) -> Tensor:
-        """Return what a short block is filled with, ``(1,)``: one of its elements by default.
+        """Return the padding of a short block, ``(1,)``: one of its elements by default.
 
-        That changes no largest or smallest one.
+        An element of the block changes neither its maximum nor its minimum.
         """
         return part[-1:]
 
@@ -91,14 +106,14 @@ class BlockwiseCodes(Codec):
 
 
 def check_block_size(name: str, block_size: int) -> None:
-    """Refuse what is not a number of elements."""
+    """Raise ValueError unless the block size is a number of elements."""
     if block_size < 1 or block_size != int(block_size):
         said = f"{name}(block_size={block_size!r})"
         raise ValueError(f"{said}: a block needs a whole number of elements, at least 1; use 512.")
 
 
 class Blockwise8Bit(BlockwiseCodes):
-    """Rounds the elements of each block to 256 values, which depend on a few numbers of the block.
+    """Round the elements of each block to 256 values that follow from a few numbers.
 
     Subclasses write ``code`` and ``values``, and say ``coding`` and ``numbers``; see
     ``BlockwiseCodes``.
@@ -108,17 +123,28 @@ class Blockwise8Bit(BlockwiseCodes):
 
 
 class BlockwiseLevels(Codec):
-    """Rounds each element to ``k/s`` of its block's norm, ``s = 2^(bits−1) − 1``, k whole.
+    """Round each element to ``k/s`` of its block's norm, ``s = 2^(bits−1) − 1``, k whole.
 
     Attributes:
-        bits: of a code, the sign included.
-        block_size: elements of a block; the last block may have fewer.
+        bits: bits per code, the sign included.
+        block_size: elements per block; the last block may have fewer.
         norm: the largest magnitude, or the L2 norm.
+        rounding: to the nearest level, or at random to one of the two levels around the element.
     """
 
     bits: int
     block_size: int
     norm: Literal["max", "l2"]
+
+    @property
+    @abc.abstractmethod
+    def rounding(self) -> Literal["nearest", "stochastic"]:
+        """How elements are rounded: a field, or a class attribute."""
+
+    @functools.cached_property
+    def traits(self) -> Traits:
+        space = (*BITS.space, BLOCK_SIZES)
+        return replace(BITS, unbiased=self.rounding == "stochastic", space=space)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -127,14 +153,11 @@ class BlockwiseLevels(Codec):
         if self.norm not in ("max", "l2"):
             raise ValueError(f"{name}(norm={self.norm!r}): use 'max' or 'l2'.")
 
-    @abc.abstractmethod
-    def noise(self, bucket: Bucket) -> torch.Generator | None:
-        """Return what ``kernels.quantise`` rounds by: random numbers, or None for the nearest."""
-
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         size = self._block_size(buffer.numel())
         norms = self._norms(buffer, size)  # (b,) float32
-        return quantise(buffer, norms, size, self.bits, self.noise(bucket)), norms
+        draw = bucket.generator(shared=False) if self.rounding == "stochastic" else None
+        return quantise(buffer, norms, size, self.bits, draw), norms
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         size = self._block_size(out.numel())
@@ -158,9 +181,50 @@ class BlockwiseLevels(Codec):
             Field("norms", torch.float32, blocks, note="per block"),
         )
 
+    def bound(self, numel: int) -> Contraction | Variance:
+        """Return ω for stochastic rounding, δ = 1 − (√ρ + 2^−20)² for nearest, d = block size.
+
+        Stochastic: ω = min(d/s², √d/s) for the L2 norm (QSGD's paper), d/(4s²) for the max norm.
+
+        Nearest: an element's error is at most ``a = norm / 2s``, and at most the element, as 0 is a
+        level. With ``"max"`` the largest, M, is exact, so the block's error E² is at most
+        ``(d − 1)·a²``, and ``‖x‖² ≥ M² + E²``: ρ = E²/‖x‖² ≤ (d − 1) / (4s² + d − 1), reached if
+        all others are a. With ``"l2"``, E² ≤ d·a² and ρ ≤ min(1, d / 4s²). Float32 adds, to the
+        error of an element that is not rounded to 0, at most 9 roundings of 2^−24 times itself.
+        """
+        d, s = min(self.block_size, numel), 2 ** (self.bits - 1) - 1
+        if self.rounding == "stochastic":
+            most = min(d / s**2, math.sqrt(d) / s)
+            return Variance(most if self.norm == "l2" else d / (4 * s**2))
+        others = max(0, d - 1)
+        share = d / (4 * s**2) if self.norm == "l2" else others / (4 * s**2 + others)
+        return Contraction(max(0.0, 1 - (math.sqrt(share) + _ROUNDING) ** 2))
+
+
+class LookupTable:
+    """Cache constant tensors that ``make(*settings, device=device)`` returns.
+
+    On the host, making one takes longer than coding a small tensor, so it is cached. On a GPU it is
+    not cached, since another stream could read it too early. Callers must not change the tensor.
+
+    Example:
+        >>> double = LookupTable(lambda count, device: torch.arange(count, device=device) * 2)
+        >>> double(3, device=torch.device("cpu"))
+        tensor([0, 2, 4])
+    """
+
+    def __init__(self, make: Callable[..., Tensor]) -> None:
+        self.make = make
+        self._kept = functools.cache(make)
+
+    def __call__(self, *settings: int, device: torch.device) -> Tensor:
+        """Return the table of these settings on ``device``."""
+        make = self._kept if device.type == "cpu" else self.make
+        return make(*settings, device=device)
+
 
 def check_bits(name: str, bits: float) -> None:
-    """Refuse a number of bits that codes cannot have."""
+    """Raise ValueError unless codes can have this number of bits."""
     if bits not in range(2, 17):
         raise ValueError(
             f"{name}(bits={bits!r}): bits counts the sign and must be a whole number in 2..16; use "

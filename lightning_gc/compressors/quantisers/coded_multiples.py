@@ -55,7 +55,7 @@ def take(buffer: Tensor, unit: float, bucket: Bucket) -> Payload:
 
 
 def add(payload: Payload, unit: float | Tensor, out: Tensor, scale: float) -> None:
-    """Add ``scale`` times what ``take`` has made to ``out``.
+    """Add ``scale`` times a payload of ``take`` to ``out``.
 
     Raises:
         ValueError: what no sender makes, where values can be read on the host.
@@ -145,7 +145,7 @@ def _places(payload: Payload, unit: float | Tensor, out: Tensor) -> tuple[Tensor
 
 
 def _gap_low(count: int, numel: int) -> int:
-    """Return the low bits of gaps: those of their mean, which receivers know as well."""
+    """Return the number of low bits of gaps, from the mean gap, which receivers know too."""
     return max(0, ((numel - count) // max(1, count)).bit_length() - 1)
 
 

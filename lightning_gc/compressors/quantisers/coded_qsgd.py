@@ -75,7 +75,7 @@ class CodedQSGD(Codec):
             )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take what rounding gives. On CUDA the host waits for the step and for lengths."""
+        """Take the rounded elements. On CUDA the host waits for the step and for lengths."""
         unit = self._unit(buffer)
         step = torch.full((1,), unit, dtype=torch.float32, device=buffer.device)
         return step, *coded_multiples.take(buffer, unit, bucket)

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, Blockwise8Bit
-from lightning_gc.compressors.quantisers.minifloat import LookupTable
+from lightning_gc.compressors.quantisers.blockwise_codes import (
+    BLOCK_SIZES,
+    Blockwise8Bit,
+    LookupTable,
+)
 from lightning_gc.compressors.traits import Contraction, Traits
 
 _DECADES = 7

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from torch import Tensor
-
-from lightning_gc.compressors.quantisers import minifloat
-from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, BlockwiseCodes
-from lightning_gc.compressors.traits import Contraction, Traits
+from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES
+from lightning_gc.compressors.quantisers.minifloat import Minifloat
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.core.search_space import Choice
-
-# Bits of the mantissa, and the code of the largest number.
-_FORMATS = {"e2m1": (1, 7), "e3m0": (0, 7)}
 
 
 @dataclass(frozen=True)
-class Float4(BlockwiseCodes):
+class Float4(Minifloat):
     """Round each element to the nearest number of a 4-bit format in which its block fits.
 
     ``C(x)_i = L/T · nearest(T·x_i / L)``, where L is the largest magnitude of the block and T the
@@ -54,34 +49,8 @@ class Float4(BlockwiseCodes):
     block_size: int = 64
 
     bits = 4
-    coding = "sign, exponent, mantissa"
-    numbers = ("scales",)
+    formats: ClassVar = {"e2m1": (1, 7), "e3m0": (0, 7)}
     traits = Traits(kind="quantiser", space=(Choice("format", ("e2m1", "e3m0")), BLOCK_SIZES))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.format not in _FORMATS:
-            known = ", ".join(map(repr, _FORMATS))
-            raise ValueError(f"Float4(format={self.format!r}): formats are {known}; use 'e2m1'.")
-
-    def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        largest = blocks.abs().amax(dim=1).float()  # (b,)
-        shares = blocks / largest.where(largest > 0, 1.0).view(-1, 1)
-        return minifloat.nearest(shares, *_FORMATS[self.format], sign=8), largest
-
-    def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        table = minifloat.table(*_FORMATS[self.format], 8, device=codes.device)
-        found = table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
-        return found.mul_(numbers[0].view(-1, 1))
-
-    def bound(self, numel: int) -> Contraction:
-        """Return δ = 1 − max(ρ², n / (4·T² + n)), for n = min(block_size, numel) − 1.
-
-        ρ is 1/5 with a bit of mantissa and 1/3 without, T is 12 and 64 in units of the smallest
-        number above zero; see ``minifloat.kept``.
-        """
-        others = min(self.block_size, max(1, numel)) - 1
-        return Contraction(minifloat.kept(*_FORMATS[self.format], others))
 
     @classmethod
     def examples(cls) -> tuple[Float4, ...]:

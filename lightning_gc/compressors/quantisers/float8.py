@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from torch import Tensor
-
-from lightning_gc.compressors.quantisers import minifloat
-from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, Blockwise8Bit
-from lightning_gc.compressors.traits import Contraction, Traits
+from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES
+from lightning_gc.compressors.quantisers.minifloat import Minifloat
+from lightning_gc.compressors.traits import Traits
 from lightning_gc.core.search_space import Choice
-
-# Bits of the mantissa, and the code of the largest number.
-_FORMATS = {"e4m3": (3, 126), "e5m2": (2, 123), "1-3-4": (4, 127)}
 
 
 @dataclass(frozen=True)
-class Float8(Blockwise8Bit):
+class Float8(Minifloat):
     """Round each element to the nearest number of an 8-bit format in which its block fits.
 
     ``C(x)_i = L/T · nearest(T·x_i / L)``, where L is the largest magnitude of the block and T the
@@ -53,37 +48,11 @@ class Float8(Blockwise8Bit):
     format: Literal["e4m3", "e5m2", "1-3-4"] = "e4m3"
     block_size: int = 512
 
-    coding = "sign, exponent, mantissa"
-    numbers = ("scales",)
+    bits = 8
+    formats: ClassVar = {"e4m3": (3, 126), "e5m2": (2, 123), "1-3-4": (4, 127)}
     traits = Traits(
         kind="quantiser", space=(Choice("format", ("e4m3", "e5m2", "1-3-4")), BLOCK_SIZES)
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.format not in _FORMATS:
-            known = ", ".join(map(repr, _FORMATS))
-            raise ValueError(f"Float8(format={self.format!r}): formats are {known}; use 'e4m3'.")
-
-    def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        largest = blocks.abs().amax(dim=1).float()  # (b,)
-        shares = blocks / largest.where(largest > 0, 1.0).view(-1, 1)
-        return minifloat.nearest(shares, *_FORMATS[self.format], sign=128), largest
-
-    def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        table = minifloat.table(*_FORMATS[self.format], 128, device=codes.device)
-        found = table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
-        return found.mul_(numbers[0].view(-1, 1))
-
-    def bound(self, numel: int) -> Contraction:
-        """Return δ = 1 − max(ρ², n / (4·T² + n)), for n = min(block_size, numel) − 1.
-
-        ρ is 1/(2^(m+1) + 1) for m bits of mantissa, T the largest number in units of the smallest
-        above zero; see ``minifloat.kept``.
-        """
-        return Contraction(
-            minifloat.kept(*_FORMATS[self.format], min(self.block_size, max(1, numel)) - 1)
-        )
 
     @classmethod
     def examples(cls) -> tuple[Float8, ...]:

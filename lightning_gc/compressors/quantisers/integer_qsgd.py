@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.quantisers import integer_sums
-from lightning_gc.compressors.quantisers.blockwise_codes import check_bits
-from lightning_gc.compressors.quantisers.qsgd import BITS
+from lightning_gc.compressors.quantisers.blockwise_codes import BITS, check_bits
 from lightning_gc.compressors.traits import Variance
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow

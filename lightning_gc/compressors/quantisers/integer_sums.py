@@ -44,7 +44,7 @@ def agreed(own: Tensor) -> Generator[Request, Reply, Tensor]:
 
 
 def take(buffer: Tensor, scale: Tensor, bits: int, bucket: Bucket) -> tuple[Payload, ...]:
-    """Round to a level at random, take what that stands for out of ``buffer``, return the codes.
+    """Round elements to levels at random, subtract them from ``buffer``, return the codes.
 
     ``level = sign(x)·⌊s·|x| / scale + u⌋`` with u uniform in [0, 1): its expectation is
     ``s·x / scale``.
@@ -136,7 +136,7 @@ def add(
 
 
 def wire(scale: str, numel: int, bits: int) -> Wire:
-    """Return what a single worker sends. One of W sends the sums of a shard, at a greater width."""
+    """Return the format for one worker. One of W sends the sums of a shard, in wider codes."""
     length = packed_bytes(numel, bits)
     return (
         Field(scale, torch.float32, 1),

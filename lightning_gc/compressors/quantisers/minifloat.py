@@ -1,47 +1,27 @@
-"""Minifloat: floats of few bits, by mantissa bits m and the code T of the largest number.
+"""Minifloat: base class of quantisers to floats of few bits.
 
-A code without its sign is ``exponent · 2^m + fraction``, with subnormal numbers as in IEEE 754. It
-stands for a whole number of the smallest number above zero.
+A format has m bits of mantissa, and T is the code of its largest number. A code without its sign is
+``exponent · 2^m + fraction``, with subnormal numbers as in IEEE 754. It means an integer multiple
+of the smallest number above zero.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-
-class LookupTable:
-    """Returns the tensor that ``make`` makes of some arguments and a device; nobody may change it.
-
-    Making it on the host takes longer than a small tensor's codes, so there it is kept. On a GPU it
-    is not: another stream could read it before it is made.
-
-    Example:
-        >>> double = LookupTable(lambda count, device: torch.arange(count, device=device) * 2)
-        >>> double(3, device=torch.device("cpu"))
-        tensor([0, 2, 4])
-    """
-
-    def __init__(self, make: Callable[..., Tensor]) -> None:
-        self.make = make
-        self._kept = functools.cache(make)
-
-    def __call__(self, *settings: int, device: torch.device) -> Tensor:
-        """Return the table of these settings, there."""
-        make = self._kept if device.type == "cpu" else self.make
-        return make(*settings, device=device)
-
+from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseCodes, LookupTable
+from lightning_gc.compressors.traits import Contraction
 
 _MANTISSA, _BIAS = 23, 127  # of float32
-ROUNDING = 1.0001
-"""What float32's own rounding, 2^−22 at most, may add to a squared error, as a factor."""
+_ROUNDING = 1.0001  # factor by which float32's rounding, at most 2^−22, may raise squared errors
 
 
 def number(code: int, mantissa: int) -> int:
-    """Return what a code without its sign stands for, in units of the smallest above zero.
+    """Return the number of a code without its sign, in units of the smallest number above zero.
 
     Example:
         >>> [number(code, mantissa=1) for code in range(8)]  # E2M1, whose unit is 1/2
@@ -73,7 +53,7 @@ def nearest(shares: Tensor, mantissa: int, top: int, sign: int) -> Tensor:
 
 
 def _table(mantissa: int, top: int, sign: int, device: torch.device) -> Tensor:
-    """Return what each of 2·sign codes stands for, as a share of the largest number, float32.
+    """Return the numbers of all 2·sign codes, as shares of the largest number, float32.
 
     Codes above T, which no encoder sends, are NaN.
     """
@@ -84,17 +64,54 @@ def _table(mantissa: int, top: int, sign: int, device: torch.device) -> Tensor:
     return torch.cat([shares, -shares])
 
 
-table = LookupTable(_table)
+_TABLE = LookupTable(_table)
 
 
-def kept(mantissa: int, top: int, others: int) -> float:
-    """Return δ of the error of a block: ``1 − max(ρ², n / (4·T² + n))``, with n ``others``.
+class Minifloat(BlockwiseCodes):
+    """Round each element to the nearest number of a format in which its block fits.
 
-    These are the elements beside the largest. In units of the smallest number, the largest is T and
-    sent as it is. Numbers of m bits of mantissa are rounded by at most ρ = u / (1 + u) of
-    themselves, where u = 2^−(m+1). Smaller ones are rounded by at most 1/2, and at most to zero; n
-    of 1/2 beside T make ``n/4 / (T² + n/4)``, and no mixture is worse.
+    Attributes:
+        format: name of the format.
+        formats: name -> m and T; the first is the default.
     """
-    half = 2.0 ** -(mantissa + 1)
-    lost = others / (4 * number(top, mantissa) ** 2 + others)
-    return 1 - min(1.0, ROUNDING * max((half / (1 + half)) ** 2, lost))
+
+    format: str
+    formats: ClassVar[Mapping[str, tuple[int, int]]]
+
+    coding = "sign, exponent, mantissa"
+    numbers = ("scales",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format not in self.formats:
+            known = ", ".join(map(repr, self.formats))
+            raise ValueError(
+                f"{type(self).__name__}(format={self.format!r}): formats are {known}; use "
+                f"{next(iter(self.formats))!r}."
+            )
+
+    def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
+        largest = blocks.abs().amax(dim=1).float()  # (b,)
+        shares = blocks / largest.where(largest > 0, 1.0).view(-1, 1)
+        return nearest(shares, *self.formats[self.format], sign=2 ** (self.bits - 1)), largest
+
+    def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
+        sign = 2 ** (self.bits - 1)
+        known = _TABLE(*self.formats[self.format], sign, device=codes.device)
+        found = known.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+        return found.mul_(numbers[0].view(-1, 1))
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 1 − max(ρ², n / (4·T² + n)), for n = min(block_size, numel) − 1.
+
+        T is the largest number in units of the smallest above zero. It is the block's largest
+        element and sent exactly. Numbers with m bits of mantissa are rounded by at most
+        ρ = u / (1 + u) of themselves, where u = 2^−(m+1). Smaller numbers are rounded by at most
+        1/2, and at most to zero. If n elements of 1/2 accompany T, the error is
+        ``n/4 / (T² + n/4)``, and no mixture is worse.
+        """
+        mantissa, top = self.formats[self.format]
+        others = min(self.block_size, max(1, numel)) - 1
+        half = 2.0 ** -(mantissa + 1)
+        lost = others / (4 * number(top, mantissa) ** 2 + others)
+        return Contraction(1 - min(1.0, _ROUNDING * max((half / (1 + half)) ** 2, lost)))

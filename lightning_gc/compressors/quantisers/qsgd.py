@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, BlockwiseLevels
-from lightning_gc.compressors.traits import Knob, Traits, Variance
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.search_space import Range
-
-BITS = Traits(
-    kind="quantiser",
-    unbiased=True,
-    knob=Knob("bits", low=2, high=16, scale="linear", integer=True),
-    space=(Range("bits", 2, 8, integer=True),),
-)
-"""An unbiased quantiser with a field ``bits``, the sign included."""
+from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseLevels
 
 
 @dataclass(frozen=True)
@@ -27,7 +13,8 @@ class QSGD(BlockwiseLevels):
     """Round each element at random to one of s = 2^(bits−1) − 1 levels of its block's norm.
 
     ``C(x)_i = norm · sign(x_i) · ξ_i / s``, where ξ_i is one of the two whole numbers around
-    ``s·|x_i| / norm``, drawn so that ``E C(x) = x``.
+    ``s·|x_i| / norm``, drawn so that ``E C(x) = x``. It is ``Uniform(rounding="stochastic")`` with
+    other defaults.
 
     Args:
         bits: 2..16 bits an element, the sign included. Lower means more compression. A paper's
@@ -62,17 +49,7 @@ class QSGD(BlockwiseLevels):
     block_size: int = 512
     norm: Literal["max", "l2"] = "max"
 
-    traits = replace(BITS, space=(*BITS.space, BLOCK_SIZES))
-
-    def noise(self, bucket: Bucket) -> torch.Generator:
-        return bucket.generator(shared=False)
-
-    def bound(self, numel: int) -> Variance:
-        """Return ω = min(d/s², √d/s) for the L2 norm (the paper's), d/(4s²) for the max norm."""
-        d, s = min(self.block_size, numel), 2 ** (self.bits - 1) - 1
-        if self.norm == "l2":
-            return Variance(min(d / s**2, math.sqrt(d) / s))
-        return Variance(d / (4 * s**2))
+    rounding = "stochastic"
 
     @classmethod
     def examples(cls) -> tuple[QSGD, ...]:

@@ -174,6 +174,6 @@ def _runs(numel: int, size: int) -> Iterator[tuple[slice, int]]:
 
 
 def _rotated(bucket: Bucket) -> Bucket:
-    """Return the bucket of the rotated elements, with random numbers of its own."""
+    """Return the bucket of the rotated elements, with other random numbers."""
     shapes = {f"{'+'.join(bucket.shapes)}%rotated": (bucket.numel,)}
     return dataclasses.replace(bucket, shapes=shapes, state={})

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseLevels
-from lightning_gc.compressors.quantisers.qsgd import QSGD
-from lightning_gc.compressors.traits import Contraction, Traits, Variance
-from lightning_gc.core.bucket import Bucket
-
-_ROUNDING = 2.0**-20  # of float32, times the norm of x: see bound
 
 
 @dataclass(frozen=True)
@@ -66,29 +58,6 @@ class Uniform(BlockwiseLevels):
             raise ValueError(
                 f"Uniform(rounding={self.rounding!r}): use 'nearest', or 'stochastic' as in QSGD."
             )
-
-    @property
-    def traits(self) -> Traits:
-        return replace(QSGD.traits, unbiased=self.rounding == "stochastic")
-
-    def noise(self, bucket: Bucket) -> torch.Generator | None:
-        return bucket.generator(shared=False) if self.rounding == "stochastic" else None
-
-    def bound(self, numel: int) -> Contraction | Variance:
-        """Return QSGD's variance; for the nearest δ = 1 − (√ρ + 2^−20)², for blocks of d elements.
-
-        An element's error is at most ``a = norm / 2s``, and never more than the element, as 0 is a
-        level. With ``"max"`` the largest, M, is exact, so the block's error E² is at most
-        ``(d − 1)·a²``, and ``‖x‖² ≥ M² + E²``: ρ = E²/‖x‖² ≤ (d − 1) / (4s² + d − 1), reached if
-        all others are a. With ``"l2"``, E² ≤ d·a² and ρ ≤ min(1, d / 4s²). Float32 adds, to the
-        error of an element that is not rounded to 0, at most 9 roundings of 2^−24 times itself.
-        """
-        if self.rounding == "stochastic":
-            return QSGD(self.bits, self.block_size, self.norm).bound(numel)
-        d, s = min(self.block_size, numel), 2 ** (self.bits - 1) - 1
-        others = max(0, d - 1)
-        share = d / (4 * s**2) if self.norm == "l2" else others / (4 * s**2 + others)
-        return Contraction(max(0.0, 1 - (math.sqrt(share) + _ROUNDING) ** 2))
 
     @classmethod
     def examples(cls) -> tuple[Uniform, ...]:

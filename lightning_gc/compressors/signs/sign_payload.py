@@ -66,13 +66,13 @@ def pack_signs(negative: Tensor) -> Payload:
 
 
 def unpack_signs(signs: Payload) -> Tensor:
-    """Return what is negative, ``(c,)`` bool: the inverse of ``pack_signs``."""
+    """Return a mask of negative elements, ``(c,)`` bool: the inverse of ``pack_signs``."""
     packed, last = signs
     return torch.cat([unpack(packed, 1, 8 * packed.numel(), torch.uint8), last & 1]).bool()
 
 
 def count(payload: Payload) -> int:
-    """Return how many elements a payload carries that ends with those of ``pack_signs``."""
+    """Return the number of signs in a payload that ends with the output of ``pack_signs``."""
     return 8 * payload[-2].numel() + payload[-1].numel()
 
 

@@ -68,7 +68,7 @@ class AdaComp(Codec):
             )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take the signed scale out of what is chosen. On CUDA the host waits for their number."""
+        """Subtract the signed scale from chosen elements. On CUDA the host waits once."""
         size = int(min(self.bin_size, max(1, buffer.numel())))
         bins = pad(buffer, (0, -buffer.numel() % size)).view(-1, size)  # (b, size)
         greatest = bins.abs().amax(dim=1) if len(bins) else bins.new_zeros(0)  # (b,)

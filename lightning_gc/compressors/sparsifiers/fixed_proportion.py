@@ -50,7 +50,7 @@ class FixedProportion(DensitySparsifier, Codec):
     waits = Waits(1)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take its side's mean out of what is chosen. On CUDA the host waits for their number."""
+        """Subtract a side's mean from chosen elements. On CUDA the host waits for their number."""
         # NaN counts as positive, so that it is on exactly one side.
         sides = [torch.where(buffer < 0, buffer, 0), torch.where(buffer < 0, 0, buffer)]
         numbers = torch.stack([side.count_nonzero() for side in sides]).tolist()

@@ -126,7 +126,7 @@ def _packed(selected: Sparse, buffer: Tensor) -> Payload:
 
 
 def merged(one: Sparse, other: Sparse, k: int) -> tuple[Sparse, Sparse]:
-    """Return the k elements of greatest magnitude of the sum of two, and the others of it.
+    """Return the k largest elements of the sum of two selections, and its other elements.
 
     A position that both have is among the others once more, with a value of 0, so that no length
     depends on values. ``one`` has k elements, or as many as the result.

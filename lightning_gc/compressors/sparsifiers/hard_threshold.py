@@ -65,7 +65,7 @@ class HardThreshold(SparseCodec):
             )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take what reaches the threshold. On CUDA the host waits for its number."""
+        """Take elements at or above the threshold. On CUDA the host waits for their number."""
         if fused(buffer):
             values, found = select(buffer, self.threshold)
             return values, elias_fano.encode(found, buffer.numel())

@@ -26,7 +26,7 @@ _CACHED = "lightning_gc: threshold of the model"
 
 @dataclass(frozen=True)
 class ModelTopK(DensitySparsifier, SparseCodec):
-    """Send the elements that reach one threshold, by which about k of the whole model are sent.
+    """Send the elements that reach one threshold for the model, about k in all.
 
     ``C(x)_i = x_i`` if ``|x_i| ≥ λ_t``, else 0, with one λ_t for all tensors of a worker, where
     ``TopK`` sends the k largest of each: tensors with large gradients send more of their elements,
@@ -111,7 +111,7 @@ class ModelTopK(DensitySparsifier, SparseCodec):
 
 
 def _tail(buffer: Tensor, found: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Return what a tensor records, ``(4,)`` float64; zeros where it says nothing.
+    """Return a tensor's tail statistics, ``(4,)`` float64; zeros if they are not finite.
 
     Where nothing has reached the threshold, that one element reaches the largest magnitude.
     """

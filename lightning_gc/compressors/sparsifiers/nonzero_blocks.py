@@ -99,7 +99,7 @@ class NonzeroBlocks(Codec):
         return payload[0].numel()
 
     def bound(self, numel: int) -> Contraction:
-        """Return δ = 1: there is no error."""
+        """Return δ = 1: the error is zero."""
         return Contraction(1.0)
 
     def _size(self, numel: int) -> int:

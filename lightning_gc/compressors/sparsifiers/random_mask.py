@@ -34,8 +34,9 @@ class _Mask(RandomSparsifier):
         return int(torch.binomial(trials, torch.full_like(trials, self.density), generator=host))
 
     def values_field(self, numel: int) -> Field:
-        varies = "step" if self.shared else "worker"
-        return Field("values", torch.float32, numel, varies, "binomial number")
+        return Field(
+            "values", torch.float32, numel, "step" if self.shared else "worker", "binomial number"
+        )
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = density, in expectation over the draw."""
@@ -84,10 +85,7 @@ class IndependentRandomMask(_Mask):
     """Preset of ``RandomMask(density, shared=False)``: each worker draws its own mask.
 
     Args:
-        density: probability of each element, in (0, 1]. Lower means more compression, more error.
-
-    Raises:
-        ValueError: ``density`` outside (0, 1].
+        density: as ``RandomMask``'s.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, IndependentRandomMask, NoMemory

@@ -40,7 +40,8 @@ class RandomK(RandomSparsifier):
     Reference:
         Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018. Unbiased: Wangni,
         Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient Distributed
-        Optimization", NeurIPS 2018 (with equal probabilities).
+        Optimization", NeurIPS 2018 (with equal probabilities); Horváth and Richtárik, "A Better
+        Alternative to Error Feedback", ICLR 2021.
     """
 
     unbiased: bool = False
@@ -56,10 +57,7 @@ class UnbiasedRandomK(RandomSparsifier):
     """Preset of ``RandomK(density, unbiased=True)``: send k scaled elements, without bias.
 
     Args:
-        density: share of elements sent, in (0, 1]. Lower means more compression, more variance.
-
-    Raises:
-        ValueError: ``density`` outside (0, 1].
+        density: as ``RandomK``'s.
 
     Example:
         >>> from lightning_gc import UnbiasedRandomK
@@ -68,8 +66,7 @@ class UnbiasedRandomK(RandomSparsifier):
 
     Reference:
         Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient
-        Distributed Optimization", NeurIPS 2018 (with equal probabilities); Horváth and Richtárik,
-        "A Better Alternative to Error Feedback", ICLR 2021.
+        Distributed Optimization", NeurIPS 2018 (with equal probabilities).
     """
 
     density: float = 0.1
@@ -87,10 +84,7 @@ class IndependentRandomK(RandomSparsifier):
     """Preset of ``RandomK(density, shared=False)``: each worker draws its own k elements.
 
     Args:
-        density: share of elements sent, in (0, 1]. Lower means more compression, more error.
-
-    Raises:
-        ValueError: ``density`` outside (0, 1].
+        density: as ``RandomK``'s.
 
     Example:
         >>> from lightning_gc import IndependentRandomK
@@ -114,10 +108,7 @@ class IndependentUnbiasedRandomK(RandomSparsifier):
     """Preset of ``RandomK(density, unbiased=True, shared=False)``, the papers' unbiased form.
 
     Args:
-        density: share of elements sent, in (0, 1]. Lower means more compression, more variance.
-
-    Raises:
-        ValueError: ``density`` outside (0, 1].
+        density: as ``RandomK``'s.
 
     Example:
         >>> from lightning_gc import IndependentUnbiasedRandomK
@@ -126,8 +117,7 @@ class IndependentUnbiasedRandomK(RandomSparsifier):
 
     Reference:
         Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient
-        Distributed Optimization", NeurIPS 2018 (with equal probabilities); Horváth and Richtárik,
-        "A Better Alternative to Error Feedback", ICLR 2021.
+        Distributed Optimization", NeurIPS 2018 (with equal probabilities).
     """
 
     density: float = 0.1

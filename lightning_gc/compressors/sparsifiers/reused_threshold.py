@@ -1,4 +1,4 @@
-"""ReusedThreshold: send what reaches a threshold that is found anew at most every N steps."""
+"""ReusedThreshold: send elements above a threshold that is used for up to N steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_gc.core.state_structure import COUNT, WHOLE, Number, Numbers, Rec
 
 @dataclass(frozen=True)
 class ReusedThreshold(DensitySparsifier, SparseCodec):
-    """Send the elements that reach a threshold, which is that of the k largest now and then.
+    """Send the elements that reach a threshold, computed now and then from the k largest.
 
     ``C(x)_i = x_i`` if ``|x_i| ≥ τ``, else 0. In some steps τ is the k-th largest magnitude of what
     a worker has of a tensor, k = density·numel; in between it stays, for N steps at most, so that a

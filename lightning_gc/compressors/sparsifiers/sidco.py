@@ -78,7 +78,7 @@ class SIDCo(ThresholdEstimator):
 
 
 class _Excess:
-    """By how much magnitudes exceed a threshold, of those that do; their number is not read.
+    """Excesses of magnitudes above a threshold; their number stays on the device.
 
     On the host the others are left out, which saves time; elsewhere the host would have to wait for
     their number, so they stay as zeros.

@@ -124,7 +124,7 @@ class SketchedSGD(DensitySparsifier, Collective):
         out.masked_fill_(~sound, math.nan)
 
     def bound(self, numel: int) -> Contraction:
-        """Return δ = 0: what is sent leaves the error, but it need not be what is largest."""
+        """Return δ = 0: the sent elements need not be the largest."""
         return Contraction(0.0)
 
     def wire(self, numel: int) -> Wire:
@@ -151,7 +151,7 @@ def sketch(x: Tensor, seed: int, rows: int, width: int) -> Tensor:
 
 
 def estimated(sums: Tensor, seed: int, rows: int, numel: int) -> Tensor:
-    """Return what a sketch tells of each element, ``(numel,)``: the median over rows."""
+    """Return a sketch's estimate of each element, ``(numel,)``: the median over rows."""
     width, like = sums.numel() // rows, sums.new_empty(numel)
     found = []
     for row in range(rows):

@@ -1,4 +1,4 @@
-"""SparseCodec: base of sparsifiers that choose elements; their payload of values and positions."""
+"""SparseCodec: base class of sparsifiers that send values and coded positions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SparseCodec(Codec):
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """What values are rounded to; what rounding leaves of them stays in the error."""
+        """The dtype of sent values; the rounding error stays in the error."""
         return torch.float32
 
     @abc.abstractmethod
@@ -74,12 +74,12 @@ class SparseCodec(Codec):
 
 
 def wire(most: int, numel: int, varies: Varies, dtype: torch.dtype = torch.float32) -> Wire:
-    """Return the format of ``take``: ``most`` values of ``numel`` elements, or up to as many."""
+    """Return the format of ``take``: ``most`` of ``numel`` elements, or fewer if it varies."""
     return (Field("values", dtype, most, varies), positions_field(most, numel, varies))
 
 
 def positions_field(most: int, numel: int, varies: Varies) -> Field:
-    """Return the format of ``most`` coded positions, or up to as many."""
+    """Return the format of ``most`` coded positions, or fewer if the number varies."""
     nbytes = elias_fano.coded_bytes(most, numel)
     if varies != "no":
         nbytes += 2  # of fewer positions each of two parts is rounded up to a byte
@@ -103,7 +103,7 @@ def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> P
 
 
 def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
-    """Return positions in ``numel`` elements, ascending, and values, of what ``take`` has made.
+    """Return ascending positions in ``numel`` elements, and values, of a payload of ``take``.
 
     Raises:
         ValueError: positions outside the tensor or not ascending, or lengths that disagree.
@@ -116,7 +116,7 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
 
 
 def among(positions: Tensor, others: Tensor) -> Tensor:
-    """Return which of ``positions`` are among ``others``, which ascend: ``isin`` without waits."""
+    """Return a mask of ``positions`` in ascending ``others``: ``isin`` without waits."""
     if not others.numel():
         return torch.zeros_like(positions, dtype=torch.bool)
     at = torch.searchsorted(others, positions).clamp_(max=others.numel() - 1)
@@ -124,7 +124,7 @@ def among(positions: Tensor, others: Tensor) -> Tensor:
 
 
 def add(payload: Payload, out: Tensor, scale: float) -> None:
-    """Add ``scale`` times what ``take`` has made to ``out``; O(k), no dense intermediate.
+    """Add ``scale`` times a payload of ``take`` to ``out``, in O(k), without a dense tensor.
 
     Raises:
         ValueError: positions outside ``out`` or not ascending, or lengths that disagree.

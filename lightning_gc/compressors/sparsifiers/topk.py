@@ -90,7 +90,7 @@ class TopK(DensitySparsifier, SparseCodec):
         return topk_selection.largest(buffer, k)
 
     def bound(self, numel: int) -> Contraction:
-        """Return δ = k / numel, reached when all magnitudes are equal; less what is rounded off.
+        """Return δ = k / numel, less rounding; reached when all magnitudes are equal.
 
         With sampled selection r / numel, where r elements of the sample reach the threshold; it is
         met if all others are next to zero. If the sample is like the tensor, δ ≥ 0.8·k / numel.

@@ -20,7 +20,7 @@ from lightning_gc.kernels.dispatch import used_here
 
 @dataclass(frozen=True)
 class VarianceCriterion(SparseCodec):
-    """Send an element when the square of its accumulated gradient exceeds that of its noise.
+    """Send an element when its squared accumulated gradient exceeds its noise.
 
     With ``r_t = e_{t−1} + g_t``, which error feedback keeps, and ``v_t = v_{t−1} + g_t²``: elements
     with ``r² > α·v`` are sent, and their v becomes 0; of the others it becomes ``ζ·v``. An element

@@ -33,7 +33,7 @@ class MagnitudeSums(NamedTuple):
 
 
 class MagnitudeSampling(Codec):
-    """Sends x_i if ``|x_i| ≥ m``, else ``m·sign(x_i)`` with probability ``|x_i|/m``, else nothing.
+    """Send x_i if ``|x_i| ≥ m``, else ``m·sign(x_i)`` with probability ``|x_i|/m``, else nothing.
 
     ``E C(x) = x``. A subclass says which m it wants, as a function of the elements that reach it;
     it starts from all and is lowered, in a few passes, until it agrees with them. An element sent
@@ -42,7 +42,7 @@ class MagnitudeSampling(Codec):
 
     @abc.abstractmethod
     def least(self, every: MagnitudeSums, reaching: MagnitudeSums) -> Tensor:
-        """Return m, 0-dim float64, given which elements reach it; more of them never raise it.
+        """Return m, 0-dim float64, given the elements that reach it; more elements never raise m.
 
         Args:
             every: of all elements.

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
@@ -18,7 +18,41 @@ from lightning_gc.core.state_structure import Structure
 from lightning_gc.core.wire import Wire
 
 
-class Wrapper(Compressor):
+class _Around(Compressor):
+    """Forward to the inner compressor."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def inner(self) -> Compressor:
+            """The inner compressor: a field of wrappers, a property of presets."""
+
+    @property
+    def method(self) -> Compressor:
+        return self.inner.method
+
+    @property
+    def waits(self) -> Waits:
+        return self.inner.waits
+
+    def bound(self, numel: int) -> Bound:
+        """Return the inner compressor's bound."""
+        return self.inner.bound(numel)
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        return self.inner.keeps(shape)
+
+    def wire(self, numel: int) -> Wire:
+        return self.inner.wire(numel)
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        return self.inner.compresses(shape)
+
+    def compressing_step(self, step: int) -> int:
+        return self.inner.compressing_step(step)
+
+
+class Wrapper(_Around):
     """Change where or when the inner compressor is applied, but not its properties."""
 
     inner: Compressor
@@ -34,32 +68,8 @@ class Wrapper(Compressor):
         inner = self.inner.traits
         return dataclasses.replace(inner, space=inner.level_space)
 
-    @property
-    def method(self) -> Compressor:
-        return self.inner.method
-
-    def bound(self, numel: int) -> Bound:
-        """Return the inner bound, since uncompressed tensors have no error."""
-        return self.inner.bound(numel)
-
-    def keeps(self, shape: tuple[int, ...]) -> Structure:
-        return self.inner.keeps(shape)
-
-    def wire(self, numel: int) -> Wire:
-        return self.inner.wire(numel)
-
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        return self.inner.compresses(shape)
-
-    def compressing_step(self, step: int) -> int:
-        return self.inner.compressing_step(step)
-
     def for_shards(self, shards: int) -> Compressor:
         return dataclasses.replace(self, inner=self.inner.for_shards(shards))  # type: ignore[type-var]
-
-    @property
-    def waits(self) -> Waits:
-        return self.inner.waits
 
     @property
     def level(self) -> float | None:
@@ -73,7 +83,7 @@ class Wrapper(Compressor):
         return dataclasses.replace(self, inner=inner)  # type: ignore[type-var]
 
 
-class Preset(Compressor):
+class Preset(_Around):
     """A named combination of another compressor with a default memory.
 
     Attributes:
@@ -91,28 +101,8 @@ class Preset(Compressor):
     def traits(self) -> Traits:
         return dataclasses.replace(self.inner.traits, default_memory=self.memory_name)
 
-    @property
-    def waits(self) -> Waits:
-        return self.inner.waits
-
-    @property
-    def method(self) -> Compressor:
-        return self.inner.method
-
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         yield from self.inner.flow(bucket, buffer, out, scheme)
 
     def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
         return self.inner.for_shape(shape)
-
-    def bound(self, numel: int) -> Bound:
-        return self.inner.bound(numel)
-
-    def keeps(self, shape: tuple[int, ...]) -> Structure:
-        return self.inner.keeps(shape)
-
-    def wire(self, numel: int) -> Wire:
-        return self.inner.wire(numel)
-
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        return self.inner.compresses(shape)
