@@ -39,7 +39,7 @@ from lightning_gc.local_steps import OuterSGD
 from lightning_gc.local_steps.local_rounds import LocalRounds
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.transports.accounting import Account
-from lightning_gc.transports.peer_error import naming_peers
+from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
 
 
 class ModuleHook:
@@ -505,6 +505,26 @@ class AttachedDDP(Attached):
         super()._start()
         assert self._synchronizer is not None
         self._module.register_comm_hook(None, ModuleHook(self._synchronizer.hook).exchange)
+
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether a gradient has been submitted to the exchange."""
+        assert self._synchronizer is not None
+        return self._synchronizer.exchanged
+
+    def watch(self) -> Self:
+        """As ``Attached.watch``; also add the peers to errors of DDP's own collectives."""
+        super().watch()
+        names = ModuleHook(self._name_peers).watch
+        self._watching.append(self._module.register_forward_hook(names, always_call=True))
+        return self
+
+    def _name_peers(self, ddp: DistributedDataParallel) -> None:
+        error = sys.exception()
+        if error is not None and is_from_backend(error):
+            group = ddp.process_group
+            own = dist.get_rank(group), dist.get_world_size(group)
+            error.add_note(peers_in_words("a collective of DDP's", *own))
 
     def before_pass(self) -> None:
         """Refuse a static graph that begins with accumulated gradients."""

@@ -52,6 +52,9 @@ class Synchronizer:
         One background thread exchanges the buckets over its own process group, so that it never
         interleaves with DDP's collectives.
 
+    Attributes:
+        exchanged: whether a first bucket has been submitted.
+
     Raises:
         ValueError: a device that is neither ``cpu`` nor ``cuda``; on all workers, if their
             configurations or models differ, or what decides the last bits of what they decode:
@@ -100,6 +103,7 @@ class Synchronizer:
         self._background = Background(self._recording, device)
         self._left = False
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
+        self.exchanged = False
         self._compared: torch.futures.Future[Tensor] | None = None  # of the last verified round
 
     def _meet(
@@ -152,6 +156,7 @@ class Synchronizer:
         self._background.check()
         if not self._round:
             self._before_round()
+            self.exchanged = True
         self._round.append(tuple(shapes))
         workers = self.workers
         if workers.regrouping is not None:

@@ -86,15 +86,16 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
 def refuse_second_hook(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError if a module has a communication hook: DDP allows one.
 
-    ``_apply_optimizer_in_backward`` makes DDP register one as well. ``_comm_hooks`` would not do: a
-    copied module has the list of the original, but no hook.
+    ``_apply_optimizer_in_backward`` and ``mixed_precision`` make DDP register one as well.
+    ``_comm_hooks`` would not do: a copied module has the list of the original, but no hook.
     """
     hook = ddp._get_ddp_logging_data().get("comm_hook")
     if hook:
         raise RuntimeError(
             f"This DistributedDataParallel module already has the communication hook {hook}, and "
-            f"DDP allows one. Wrap the model again and register no other hook; an optimizer that "
-            f"steps within the backward pass registers one."
+            f"DDP allows one. Wrap the model again and register no other hook. An optimizer that "
+            f"steps within the backward pass registers one, and so does DDP's mixed_precision: use "
+            f"torch.autocast instead."
         )
 
 

@@ -1,5 +1,6 @@
 """What ``attach`` is given: no optimizers, other wrappers, static graphs; what ends peers."""
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -141,3 +142,24 @@ def test_a_failed_exchange_ends_the_next_forward_pass_before_its_collectives() -
     assert own.startswith("AttributeError")
     assert peer.startswith("PeerError: Worker 0: all-reduce with worker 1 failed")
     assert "a loss that reaches no parameter" in peer
+
+
+def left_behind(worker: int) -> list[str]:
+    """Worker 1 dies between two steps; worker 0 is the first to broadcast the module's buffers."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    module = DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(64)))
+    attach(module, TopK(0.1))
+    for step in range(4):
+        if (worker, step) == (1, 2):
+            os._exit(0)
+        try:
+            module(torch.randn(8, 64)).square().mean().backward()
+        except RuntimeError as error:
+            return getattr(error, "__notes__", [str(error)])
+    return []
+
+
+def test_an_error_of_ddps_own_collective_names_the_peers() -> None:
+    (notes,) = run_in_processes(left_behind, 2, wait_for=1, timeout=60)
+    assert len(notes) == 1
+    assert notes[0].startswith("Worker 0: a collective of DDP's with worker 1 failed."), notes

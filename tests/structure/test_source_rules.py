@@ -12,7 +12,6 @@ import pkgutil
 import re
 import subprocess
 from pathlib import Path
-from typing import TypeGuard
 
 import lightning_fabric
 import pytest
@@ -101,6 +100,7 @@ def test_algorithms_do_not_communicate() -> None:
 
 UNSAFE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_NAMES = {
+    *("ForkingPickler", "__import__"),
     *("eval", "exec", "broadcast_object_list", "all_gather_object", "gather_object"),
     *("scatter_object_list", "send_object_list", "recv_object_list"),
 }
@@ -114,7 +114,9 @@ def unsafe(source: str) -> set[str]:
             found |= {alias.name for alias in node.names} & UNSAFE_MODULES
         elif isinstance(node, ast.ImportFrom):
             found |= {node.module or ""} & UNSAFE_MODULES
-            found |= {alias.name for alias in node.names} & UNSAFE_NAMES
+            found |= {alias.name for alias in node.names} & (UNSAFE_NAMES | UNSAFE_MODULES)
+        elif isinstance(node, ast.Constant) and node.value in UNSAFE_MODULES | UNSAFE_NAMES:
+            found.add(f"{node.value!r}")  # of import_module or getattr
         elif isinstance(node, ast.Attribute | ast.Name):
             found |= {ast.unparse(node).rpartition(".")[2]} & UNSAFE_NAMES
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -149,6 +151,10 @@ def test_examples_unpickle_no_file() -> None:
         "from pickle import loads",
         "from torch.distributed import all_gather_object",
         "dist.broadcast_object_list([x])",
+        "from torch.serialization import pickle",
+        "importlib.import_module('pickle')",
+        "getattr(dist, 'recv_object_list')([])",
+        "multiprocessing.reduction.ForkingPickler.loads(text)",
         "torch.load(path)",
         "torch.load(path, weights_only=False)",
         "strategy.broadcast(text)",
@@ -161,8 +167,12 @@ def test_what_counts_as_code(line: str) -> None:
 
 
 LOADERS = {"load", "loads", "safe_load", "safe_load_all", "load_all", "unsafe_load", "full_load"}
-LOADERS |= {"load_checkpoint", "load_file", "safe_open", "genops", "Unpickler", "read_pickle"}
-LOADERS |= {"FileSystemReader", "RDBStorage", "JournalStorage", "CmaEsSampler", "from_pretrained"}
+LOADERS |= {"load_checkpoint", "load_file", "safe_open", "genops", "read_pickle", "open_dataset"}
+LOADERS |= {"RDBStorage", "JournalStorage", "CmaEsSampler", "from_pretrained", "get_storage"}
+LOADERS |= {"load_state_dict_from_url", "dcp_to_torch_save", "PackageImporter", "run_path"}
+LOADER_KINDS = ("Reader", "LoadPlanner", "Unpickler", "StorageProxy", "load_all")
+"""Ends of names, as of torch's readers of distributed checkpoints."""
+
 NO_LOADERS = {"self._restoring.load", "super.load_checkpoint", "self.buffers.load"}
 NO_LOADERS |= {"memory_store.load", "self._store.load", "tl.load"}
 """Calls that copy tensors, or that hand on to what the table has."""
@@ -176,6 +186,7 @@ READ_BY = {
     "checkpoint/shard_store.py": {"json.loads", "torch.load"},
     "checkpoint/side_files.py": {
         "checkpoint_io.load_checkpoint",
+        "inner.load_checkpoint",
         "self.checkpoint_io.load_checkpoint",
         "torch.load",
     },
@@ -183,7 +194,10 @@ READ_BY = {
     "controllers/trace.py": {"json.loads"},
     "exchange/peers.py": {"json.loads"},
     "methods/yaml_config.py": {"json.loads", "yaml.safe_load"},
-    "tuning/journal.py": {"JournalStorage", "RDBStorage", "json.loads"},
+    "tuning/journal.py": {
+        *("JournalStorage", "RDBStorage", "json.loads"),
+        *("optuna.storages.JournalStorage", "optuna.storages.RDBStorage"),
+    },
     "tuning/studies.py": {"json.loads"},
     "tuning/trial.py": {"json.loads"},
 }
@@ -191,17 +205,27 @@ READ_BY = {
 
 
 def loaders(source: str) -> set[str]:
-    """Return the calls that read objects from bytes."""
+    """Return what reads objects from bytes, where it is imported, mentioned, or named in a text."""
     nodes = list(ast.walk(ast.parse(source)))
-    names = {ast.unparse(n.func).replace("super()", "super") for n in nodes if _is_call(n)}
     own = {n.arg for n in nodes if isinstance(n, ast.arg)}
     own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     own |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
-    return {n for n in names - own if n.rpartition(".")[2] in LOADERS} - NO_LOADERS
+    found = set()
+    for node in nodes:
+        match node:
+            case ast.ImportFrom(module, names):
+                found |= {f"{module}.{alias.name}" for alias in names if _loads(alias.name)}
+            case ast.Attribute(attr=name) if _loads(name):
+                found.add(ast.unparse(node).replace("super()", "super"))
+            case ast.Name(name) if _loads(name) and name not in own:
+                found.add(name)
+            case ast.Constant(str(name)) if _loads(name):  # of getattr, say
+                found.add(repr(name))
+    return found - NO_LOADERS
 
 
-def _is_call(node: ast.AST) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call)
+def _loads(name: str) -> bool:
+    return name in LOADERS or (name.isidentifier() and name.endswith(LOADER_KINDS))
 
 
 def test_bytes_become_objects_at_known_places_only() -> None:
@@ -217,9 +241,26 @@ def test_bytes_become_objects_at_known_places_only() -> None:
     assert found == READ_BY
 
 
-def test_what_counts_as_a_loader() -> None:
-    assert loaders("torch.load(f); FileSystemReader(p)") == {"torch.load", "FileSystemReader"}
-    assert not loaders("model.load_state_dict(state); workload(3)")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load(f)",
+        "from torch import load as read",
+        "read = torch.load; read(f)",
+        "getattr(torch, 'load')(f)",
+        "[*map(torch.load, files)]",
+        "importlib.import_module(name).loads(text)",
+        "FileSystemReader(folder)",
+        "dcp.HuggingFaceStorageReader(folder)",
+        "from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader as R",
+        "yaml.full_load_all(text)",
+        "import torch as t; t.jit.load(f)",
+    ],
+)
+def test_what_counts_as_a_loader(line: str) -> None:
+    assert loaders(line)
+    assert not loaders("model.load_state_dict(state); workload(3); f = 'To load a Reader'")
+    assert not loaders("def load(path): ...\nload(path)")
 
 
 def test_every_row_about_security_names_tests_that_exist() -> None:

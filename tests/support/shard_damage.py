@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,12 @@ class Damage:
         """Put the checkpoint ``a`` to ``path``, damaged."""
         copy(saves["a"], path)
         draw = random.Random(self.seed)
+        if self.kind == "swapped":
+            one, other = (within(path, name) for name in self.files)
+            before = one.read_bytes()
+            one.write_bytes(other.read_bytes())
+            other.write_bytes(before)
+            return
         for name in self.files:
             file = within(path, name)
             content = bytearray(file.read_bytes())
@@ -261,6 +268,8 @@ def damages(path: Path, each: int, seed: int) -> list[Damage]:
         if any(other != name and _alike(other, name) for other in names):
             kinds.append("another file")
         found += [Damage(kind, (name,), draw.randrange(1 << 30)) for kind in kinds]
+    alike = [pair for pair in combinations(names, 2) if _alike(*pair)]
+    found += [Damage("swapped", pair, 0) for pair in alike]
     top = tuple(name for name in names if not name.startswith(STATE))
     weights = tuple(name for name in top if name != "meta.pt")
     state = tuple(name for name in names if name.startswith(STATE))
@@ -271,19 +280,19 @@ def damages(path: Path, each: int, seed: int) -> list[Damage]:
 
 def counted(
     outcomes: Sequence[tuple[str, str]], done: Sequence[Damage], whole: str
-) -> tuple[Counter[str], list[str]]:
-    """Return how many tries ended in which way, and those that ended wrongly.
+) -> tuple[Counter[tuple[str, str]], list[str]]:
+    """Return how many tries of which kind ended in which way, and those that ended wrongly.
 
     Each must be refused by the name of a file that was damaged, or restore every bit.
     """
-    counts: Counter[str] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     wrong = []
     for damage, (how, said) in zip(done, outcomes, strict=True):
         if how == "restored" and said != whole:
             how = "silent"
         elif how == "refused" and not any(n.rpartition("/")[2] in said for n in damage.files):
             how = "unnamed"
-        counts[how] += 1
+        counts[damage.kind, how] += 1
         if how not in ("refused", "restored"):
             wrong.append(f"{how}: {damage}: {said[:400]}")
     return counts, wrong
