@@ -191,7 +191,7 @@ def _opened(given: Any, workers: Workers) -> Tree:
             if state.get(what) != own:
                 raise _Other(
                     f"has a state with {what}={state.get(what)!r}, but here it is {own!r}; attach "
-                    f"with the same arguments, {_ZERO}."
+                    f"with the same arguments, on as many shards, {_ZERO}."
                 )
         for name, kept in state["engine"]["memory"].items():
             for tensor in kept.values():

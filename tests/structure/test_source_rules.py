@@ -164,7 +164,7 @@ LOADERS = {"load", "loads", "safe_load", "safe_load_all", "load_all", "unsafe_lo
 LOADERS |= {"load_checkpoint", "load_file", "safe_open", "genops", "Unpickler", "read_pickle"}
 LOADERS |= {"FileSystemReader", "RDBStorage", "JournalStorage", "CmaEsSampler", "from_pretrained"}
 NO_LOADERS = {"self._restoring.load", "super.load_checkpoint", "self.buffers.load"}
-NO_LOADERS |= {"self._store.load", "tl.load"}
+NO_LOADERS |= {"memory_store.load", "self._store.load", "tl.load"}
 """Calls that copy tensors, or that hand on to what the table has."""
 
 READ_BY = {
