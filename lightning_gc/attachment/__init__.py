@@ -1,1 +1,1 @@
-"""Attach gradient compression to a model outside Lightning: plain torch, Fabric, FSDP2."""
+"""Attach gradient compression to a module: one handle for every way in."""

@@ -89,11 +89,11 @@ class Setup:
         optimizers: returns the optimizers of the module's parameters.
         device: of the gradients.
         scaler: of fp16 training, or None.
-        timeout: of every collective; None: that of the process group.
+        timeout: of every collective; None: the process group's.
         verify: what workers compare, as for ``CompressedDDPStrategy``.
+        more_workers: advice in the warning of one worker.
         weights: returns the weights that ``verify`` compares; None: all trained parameters.
         control: the control loop of an earlier fit, which continues.
-        more_workers: advice in the warning of one worker.
     """
 
     owner: str
@@ -101,12 +101,12 @@ class Setup:
     controller: Controller | None
     optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
     device: torch.device
-    scaler: Any = None
-    timeout: timedelta | None = None
-    verify: Verify = 0
+    scaler: Any
+    timeout: timedelta | None
+    verify: Verify
+    more_workers: str
     weights: Callable[[], Iterable[Tensor]] | None = None
     control: ControlLoop | None = None
-    more_workers: str = "use more workers, or DDP as it is"
 
     @property
     def agreed(self) -> dict[str, str]:
@@ -130,6 +130,7 @@ class Setup:
         scaler: Any = None,
         timeout: timedelta | None = None,
         verify: Verify = 0,
+        more_workers: str = "use more workers, or DDP as it is",
     ) -> Self:
         """Return the setup of a training loop that calls none of our hooks.
 
@@ -160,6 +161,7 @@ class Setup:
             scaler if scaler is not None and scaler.is_enabled() else None,
             timeout,
             verify,
+            more_workers,
         )
 
 
@@ -171,10 +173,13 @@ class Attached:
         setup: what the way in was given.
         peers: the other workers, for a controller's decisions.
         synchronizer: exchanges gradients in the background, where something does.
+
+    Attributes:
+        control: the control loop, if there is a controller.
     """
 
     _open: ClassVar[weakref.WeakSet[Attached]] = weakref.WeakSet()
-    """Of this process: one optimizer may have the parameters of several modules."""
+    """Open handles of this process: one optimizer may have the parameters of several modules."""
 
     def __init__(
         self,
@@ -185,8 +190,7 @@ class Attached:
     ) -> None:
         self._module, self._setup, self._peers = module, setup, peers
         self._workers, self._synchronizer = setup.workers, synchronizer
-        self._device, self._everybody = setup.device, peers.group
-        self._control = setup.control
+        self.control = setup.control
         self._watching: list[Any] = []
         self._open.add(self)
         try:
@@ -198,10 +202,10 @@ class Attached:
     def _start(self) -> None:
         """Start the control loop and warn of one worker; the engines exist."""
         setup = self._setup
-        if setup.controller is not None and self._control is None:
-            self._control = ControlLoop(setup.controller, self._workers)
-        if self._control is not None:
-            self._control.attach()
+        if setup.controller is not None and self.control is None:
+            self.control = ControlLoop(setup.controller, self._workers)
+        if self.control is not None:
+            self.control.attach()
         if self._workers.first.workers == 1 and self._peers.decides:
             self._warn_alone()
 
@@ -259,11 +263,6 @@ class Attached:
         return self._peers.parts
 
     @property
-    def control(self) -> ControlLoop | None:
-        """The controller's, if there is one."""
-        return self._control
-
-    @property
     def levels(self) -> dict[str, float | None]:
         """The level of every parameter that is compressed; None: uncompressed for now."""
         return self._workers.levels()
@@ -301,7 +300,7 @@ class Attached:
     def reset(self) -> None:
         """Set errors and the compressor's state to zero, as for weights from elsewhere.
 
-        The count of steps goes on.
+        The count of steps continues.
         """
         self._workers.first.reset(self._workers.first.step)
 
@@ -324,8 +323,8 @@ class Attached:
     ) -> None:
         """Let the controller decide on the levels of the next epoch.
 
-        Call it on all workers before the first step of each epoch, after validation, when the
-        learning rate is that of the next step.
+        Call it on all workers before the first step of each epoch: after validation, and after the
+        scheduler has set the learning rate.
 
         Args:
             epoch: the epoch's number, from 0.
@@ -334,7 +333,7 @@ class Attached:
                 as known; a controller with a budget needs ``total_steps`` and ``progress``.
 
         Raises:
-            ValueError: there is no controller, or no optimizer.
+            ValueError: ``attach`` was given no controller, or no optimizer.
             RuntimeError: on all workers, if the controller fails.
         """
         self.begin_batch(epoch, metrics, **run)
@@ -346,9 +345,9 @@ class Attached:
 
         Call it on all workers before every training batch, instead of ``begin_epoch``.
         """
-        if self._control is None or not self._setup.optimizers():
+        if self.control is None or not self._setup.optimizers():
             raise ValueError(
-                "There is no controller, or no optimizer whose learning rate it could see; give "
+                "A decision needs a controller, and an optimizer for the learning rate; give "
                 "attach(..., controller=Accordion(...), optimizers=optimizer)."
             )
         self.decide(epoch, partial(Moment, metrics or {}, **run))
@@ -360,8 +359,8 @@ class Attached:
             epoch: the batch's epoch.
             moment: returns metrics and progress; called only if a decision is due.
         """
-        if self._control is not None:
-            self._control.decide(epoch, self._setup.optimizers(), moment, self._peers)
+        if self.control is not None:
+            self.control.decide(epoch, self._setup.optimizers(), moment, self._peers)
 
     def account(self) -> Account:
         """Return and reset the bytes and seconds of this worker.
@@ -390,10 +389,10 @@ class Attached:
         if mode not in ("full", "mean"):
             raise ValueError(f"state_dict(mode={mode!r}): use 'full' or 'mean'.")
         mean = None if mode == "full" else self._mean_on_host
-        return memory_store.state_dict(self._workers, self._control, mean)
+        return memory_store.state_dict(self._workers, self.control, mean)
 
     def _mean_on_host(self, tensor: Tensor) -> Tensor:
-        return self._peers.mean(tensor.to(self._device)).cpu()
+        return self._peers.mean(tensor.to(self._setup.device)).cpu()
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resume from ``state_dict()`` of the same worker, bit for bit; or of all workers.
@@ -412,9 +411,12 @@ class Attached:
                 its knob declare, or is that of another worker, configuration, model, step or run.
         """
         agreed = partial(
-            on_all_ranks, device=self._device, group=self._everybody, purpose="loading states"
+            on_all_ranks,
+            device=self._setup.device,
+            group=self._peers.group,
+            purpose="loading states",
         )
-        memory_store.load(state, self._workers, self._control, self._device, agreed)
+        memory_store.resume(state, self._workers, self.control, self._setup.device, agreed)
 
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow.
@@ -431,7 +433,7 @@ class Attached:
         """Do what ``close`` does, and raise no error of the last step; again does nothing.
 
         Args:
-            failed: whether this worker stops by an error of its own; then it waits for nobody.
+            failed: whether this worker stops by its own error; then it does not wait for others.
         """
         if self in self._open:
             self._open.discard(self)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch.distributed as dist
@@ -93,11 +93,9 @@ class AttachedShards(_InShards):
             self._setup.more_workers,
         )
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Within, backward passes add up gradients, and replicas exchange none."""
-        with self._exchange.buckets.accumulating():
-            yield
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Return a context in which passes add up gradients, and replicas exchange none."""
+        return self._exchange.buckets.accumulating()
 
     def before_pass(self) -> None:
         """Refuse a pass after one that was interrupted."""

@@ -57,12 +57,12 @@ def attach(
         memory: the error feedback rule; the compressor's default if left out.
         scheme: how payloads become a mean; the compressor's default if left out.
         controller: chooses levels; the training loop calls ``begin_epoch`` or ``begin_batch``.
-        optimizers: those of the module's parameters: for memories that depend on learning rates or
-            refuse some settings, and for any controller. None is none.
+        optimizers: of the module's parameters. Memories that depend on learning rates or refuse
+            some settings need them, and so does every controller. None: no optimizer.
         scaler: of fp16 training, with DDP only. Errors are kept unscaled, and restored when it
             skips a step.
         seed: of the compressor's private random numbers, equal on all workers.
-        timeout: of the exchange's collectives; that of the process group if left out.
+        timeout: of the exchange's collectives. Default: the process group's timeout.
         verify: what workers compare, as for ``CompressedDDPStrategy``; of a model in shards,
             replicas compare their shards. An error of a step is raised by ``check``, the next
             forward pass, or ``close``.
@@ -127,6 +127,7 @@ def attach(
         *("attach", configuration, controller, its, model, ShardedWorkers),
         timeout=timeout,
         verify=verify,
+        more_workers="give fully_shard a mesh with more replicas, or leave attach out",
     )
     return AttachedShards(model, setup, mesh, bucket_cap_mb, units).watch()
 

@@ -34,7 +34,14 @@ from lightning_gc.checkpoint.distributed_files import (
     read_tensor,
     record_files,
 )
-from lightning_gc.checkpoint.side_files import KEY, Host, in_short, on_all_ranks, write_atomically
+from lightning_gc.checkpoint.side_files import (
+    KEY,
+    Host,
+    in_short,
+    on_all_ranks,
+    shared_of,
+    write_atomically,
+)
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
     FILE_NAME,
@@ -49,9 +56,7 @@ from lightning_gc.checkpoint.worker_state import (
     check_same,
     on_host,
     own_structure,
-    shared_state,
 )
-from lightning_gc.control.training_progress import metrics_due
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree, average, each_tensor
@@ -184,16 +189,14 @@ class ShardedSaving:
 
     def _state(self, target: Path) -> Tree:
         """Return the shared state; write this rank's file."""
-        host, workers = self.host, self.host.local_workers
-        trainer, step = host.lightning_module.trainer, workers.first.step
         self._saves += 1
-        due = metrics_due(trainer) if host.control_loop is not None else ()
-        shared = shared_state(workers, host.control_loop, trainer.callback_metrics, due)
+        shared = shared_of(self.host)
+        save = f"{shared['run']}-{self._saves}"
         main: Tree = shared | {
             MAIN.key: MAIN.newest,
             "mode": self.mode,
-            "mesh": list(host.mesh_shape),
-            "stem": side_files.stem_of(target, step, f"{workers.run}-{self._saves}"),
+            "mesh": list(self.host.mesh_shape),
+            "stem": side_files.stem_of(target, shared["step"], save),
             "layout": [],
             "files": [],
         }
@@ -323,8 +326,7 @@ class ShardedRestoring:
             on_all_ranks(host, problem, partial(apply, *parts))
         else:
             self._say_why_none(main, target)
-            step = main.get("step", 0) if isinstance(main, dict) else 0
-            begin_at_zero(host.local_workers, host.control_loop, step)
+            begin_at_zero(host.local_workers, host.control_loop, main)
         return loaded
 
     def _check_files(self, target: Path, weights_only: bool | None) -> None:

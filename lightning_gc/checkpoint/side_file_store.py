@@ -18,9 +18,11 @@ from lightning_gc.checkpoint.side_files import (
     KEY,
     Host,
     Ranks,
+    is_alone,
     make_atomic,
     on_all_ranks,
     put,
+    shared_of,
     together,
     wraps,
 )
@@ -36,10 +38,8 @@ from lightning_gc.checkpoint.worker_state import (
     check_own,
     check_same,
     own_structure,
-    shared_state,
     worker_state,
 )
-from lightning_gc.control.training_progress import metrics_due
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import with_checksum
 from lightning_gc.core.pytree import Tree, average
@@ -107,25 +107,15 @@ class Saving:
         if full:
             self._remove_old_side_files(path, checkpoint[KEY]["stem"])
 
-    @property
-    def _alone(self) -> bool:
-        """Whether this worker may be the only one that saves, as after an exception.
-
-        A collective would hang then.
-        """
-        return bool(self.host.lightning_module.trainer.interrupted)
-
     def _state(self, path: Any, options: Any) -> Tree:
         """Return the content of the main file; write these workers' side files."""
-        host, workers = self.host, self.host.local_workers
-        trainer, engine = host.lightning_module.trainer, workers.first
-        self._saves += not self._alone
-        save = f"{workers.run}-{'alone' if self._alone else self._saves}"
-        due = metrics_due(trainer) if host.control_loop is not None else ()
-        shared = shared_state(workers, host.control_loop, trainer.callback_metrics, due)
+        workers, alone, shared = self.host.local_workers, is_alone(self.host), shared_of(self.host)
+        engine = workers.first
+        self._saves += not alone
+        save = f"{workers.run}-{'alone' if alone else self._saves}"
         main: Tree = shared | {
             MAIN.key: MAIN.newest,
-            "mode": "full" if self._alone else self.mode,
+            "mode": "full" if alone else self.mode,
             "workers": engine.workers,
             "stem": side_files.stem_of(path, engine.step, save),
             "shapes": {
@@ -162,7 +152,7 @@ class Saving:
         for index, engine in enumerate(self.host.local_workers.engines):
             target = side_files.path_of(path, main["stem"], engine.worker, engine.workers)
             acts[engine.worker] = partial(self._save_own, index, main, target, options, path)
-        checksums = together(self.host, acts, main["workers"], self._alone)
+        checksums = together(self.host, acts, main["workers"], is_alone(self.host))
         return [checksums.get(worker) for worker in range(main["workers"])]
 
     def _save_own(self, index: int, main: Tree, target: str, options: Any, path: Any) -> str:
@@ -209,7 +199,7 @@ class Saving:
         problem = f"could not write {path}; if there was one of that name, it is kept"
         first = workers.first.worker if workers.engines else host.global_rank
         number = workers.first.workers if workers.engines else 0
-        together(host, {first: explaining(problem, act)}, number, self._alone)
+        together(host, {first: explaining(problem, act)}, number, is_alone(host))
 
     def _remove_old_side_files(self, path: Any, stem: str) -> None:
         """Remove side files of older checkpoints that ``path`` has overwritten.
@@ -221,7 +211,7 @@ class Saving:
         stems.append(stem)
         del stems[: -2 if wraps(self.host.checkpoint_io) else -1]
         # When workers save alone, only worker 0 knows that there is a new checkpoint.
-        if self.host.global_rank == 0 or (self.host.local_rank == 0 and not self._alone):
+        if self.host.global_rank == 0 or (self.host.local_rank == 0 and not is_alone(self.host)):
             side_files.remove(path, keep=stems)
 
     def remove(self, path: Any) -> None:
@@ -267,12 +257,11 @@ class Restoring:
             return
         if main is None and workers.first.memory.buffers and not self.off:
             self._log_rank0(f"{path} holds no error state: errors begin at zero.")
-        begin_at_zero(workers, control, main.get("step") if isinstance(main, dict) else 0)
+        begin_at_zero(workers, control, main)
 
     def _together(self, act: Callable[[], Any]) -> dict[int, Any]:
         first = self.host.local_workers.first
-        alone = bool(self.host.lightning_module.trainer.interrupted)
-        return together(self.host, {first.worker: act}, first.workers, alone)
+        return together(self.host, {first.worker: act}, first.workers, is_alone(self.host))
 
     def _agreed(self, main: Any, path: Any) -> list[WorkerState]:
         """Return each worker's state; raise on all workers if one fails or its file differs."""
@@ -288,8 +277,8 @@ class Restoring:
 
         said = self._together(check)
         if any(text.endswith(_LOST) for text in said.values()):
-            # What must be equal on all workers: without the compressor's state they would send
-            # messages of other shapes, without a memory's common buffers weights would differ.
+            # Drop state that must be equal on all workers. Without the compressor's state workers
+            # would send messages of other shapes; without common buffers weights would differ.
             memory = self.host.local_workers.configuration.memory
             gone = [CONTROLLER, "memory"] if memory.common else [CONTROLLER]
             states = [state.without(*gone) for state in states]
@@ -500,7 +489,7 @@ class FabricCheckpoint:
             handle.load_state_dict(found[name])
 
     def _read(self, path: Any, main: Any, found: dict[str, Any]) -> None:
-        """Read the states for this worker: its own, the mean, or those of another number."""
+        """Read this worker's state, the mean, or the states of another number of workers."""
         main = FABRIC.opened(main)
         others = [name for name in self.handles if name not in main["modules"]]
         if others:

@@ -19,7 +19,10 @@ import torch
 from fsspec.core import url_to_fs
 from torch import Tensor
 
+from lightning_gc.checkpoint.worker_state import shared_state
 from lightning_gc.control.control_loop import ControlLoop
+from lightning_gc.control.training_progress import metrics_due
+from lightning_gc.core.pytree import Tree
 from lightning_gc.exchange import Workers
 from lightning_gc.exchange.peers import all_or_raise, explaining
 from lightning_gc.transports.distributed import Distributed, gather_text
@@ -50,6 +53,21 @@ class Host(Ranks, Protocol):
     local_rank: int
     lightning_module: Any
     reduce: Callable[..., Tensor]
+
+
+def shared_of(host: Host) -> Tree:
+    """Return the state that is equal on all workers of a strategy, with the Trainer's metrics."""
+    trainer, control = host.lightning_module.trainer, host.control_loop
+    due = metrics_due(trainer) if control is not None else ()
+    return shared_state(host.local_workers, control, trainer.callback_metrics, due)
+
+
+def is_alone(host: Host) -> bool:
+    """Return whether this worker may be the only one that saves, as after an exception.
+
+    A collective would hang then.
+    """
+    return bool(host.lightning_module.trainer.interrupted)
 
 
 def together(

@@ -205,8 +205,9 @@ def apply(
             alone[index].load_own_states([part[name] for part in parts])
 
 
-def begin_at_zero(workers: Workers, control: ControlLoop | None, step: Any) -> None:
-    """Reset errors, rounds and controller, and continue from ``step`` if it is a number."""
+def begin_at_zero(workers: Workers, control: ControlLoop | None, shared: Any) -> None:
+    """Reset errors, rounds and controller; continue from the saved step, if there is one."""
+    step = shared.get("step") if isinstance(shared, dict) else 0
     for engine in workers.engines:
         engine.reset(step if isinstance(step, int) else 0)
     for rounds in workers.rounds:

@@ -17,14 +17,14 @@ from lightning_gc.transports.peer_error import naming_peers
 
 
 class Parts:
-    """A worker that is one process: what it has is whole."""
+    """A worker in one process, which has complete parameters."""
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum over the worker's processes."""
         return tensor
 
     def norms(self, norms: Tensor) -> Tensor:
-        """Return the norms of whole tensors, given those of this process's parts of them."""
+        """Return the norms of full tensors, given the norms of this process's parts."""
         return norms
 
     def norms_of(self, norms: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
@@ -64,7 +64,7 @@ class ShardParts(Parts):
         return there
 
     def norms(self, norms: Tensor) -> Tensor:
-        """Return the norms of whole tensors, in float64."""
+        """Return the norms of full tensors, in float64."""
         return self.total(norms.double().square()).sqrt()
 
     def norms_of(self, norms: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
@@ -102,7 +102,7 @@ class Peers:
         return mean
 
     def whole_of(self, rows: Iterable[Sequence[float]]) -> list[float]:
-        """Return the same of sums over elements, of which those of a worker's parts are added."""
+        """Return the mean over workers of sums over elements, for all parts of a worker."""
         mean: list[float] = self.parts.total(self.mean(self._packed(rows))).tolist()
         return mean
 
@@ -144,7 +144,7 @@ def all_or_raise(
     """Call every worker's act; return all results, or raise on all workers if one has failed.
 
     Args:
-        acts: worker -> act, of the workers in this process; its exception's text goes on after
+        acts: worker -> act, of the workers in this process; its exception's text follows
             "Worker 1 of 4".
         workers: W.
         gather: returns a text of each process, given this one's.

@@ -45,8 +45,8 @@ class Synchronizer:
         verify: what workers compare, as for ``CompressedDDPStrategy``.
         purpose: what is communicated, for error messages.
         groups: ranks of all groups whose members make a synchronizer now, of all processes
-            together; None: only ``process_group`` does. Several groups whose members make them
-            anew for each fit, without the other processes, have been seen to hang.
+            together; None: only ``process_group`` does. Several groups have hung where their
+            members made them again for each fit without the other processes.
 
     Communication pattern:
         One background thread exchanges the buckets over its own process group, so that it never
@@ -202,7 +202,7 @@ class Synchronizer:
         To close again does nothing.
 
         Args:
-            failed: whether this worker stops by an error of its own, elsewhere.
+            failed: whether this worker stops by its own error, elsewhere.
         """
         stopped = self._background.close()
         failed = failed or self._background.error is not None or bool(self._round)

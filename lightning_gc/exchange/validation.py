@@ -32,7 +32,7 @@ def check_controller(
     """Refuse a controller of a wrong type, or one that cannot work with the configuration.
 
     Args:
-        controller: as given; None is no controller.
+        controller: as given; None passes.
         compressor: with its wrappers.
         memory: the error feedback rule.
         whose: the class or function with this argument.
@@ -84,7 +84,7 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
 
 
 def refuse_second_hook(ddp: DistributedDataParallel) -> None:
-    """Raise RuntimeError if a module has a communication hook, of which DDP allows one.
+    """Raise RuntimeError if a module has a communication hook: DDP allows one.
 
     ``_apply_optimizer_in_backward`` makes DDP register one as well. ``_comm_hooks`` would not do: a
     copied module has the list of the original, but no hook.
@@ -129,7 +129,7 @@ def refuse_unsynchronised(
                 if param.requires_grad and param not in names:
                     raise RuntimeError(
                         f"Parameter group {number} of {type(optimizer).__name__} has a tensor of "
-                        f"shape {tuple(param.shape)} that is no parameter of the module, so its "
+                        f"shape {tuple(param.shape)} that is not a parameter of the module, so its "
                         f"gradient is not exchanged here, and workers may drift apart. Make it a "
                         f"parameter of the module before the fit, or let it require no gradient; "
                         f"if another module exchanges it, leave attach(optimizers=...) out."
@@ -179,7 +179,7 @@ def check_agreement(
 ) -> None:
     """Raise ValueError on all workers if one's configuration or model differs from worker 0's.
 
-    Of what ``arithmetic`` returns, the sentence says why it must be equal.
+    For a key of ``arithmetic``, the sentence says why it must be equal.
     """
     ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
     texts = [text.splitlines() for text in gather_text(ours, transport, device)]

@@ -1,4 +1,4 @@
-"""Verification: workers compare what must be the same on all, and stop where it is not."""
+"""Verification: workers compare digests of means, weights and messages, and stop if they differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SEE = (
 
 
 class Verification(abc.ABC):
-    """What a ``Synchronizer`` verifies of the exchange."""
+    """Rule by which a ``Synchronizer`` verifies the exchange."""
 
     def transport(self, inner: Transport) -> Transport:
         """Return the transport to use over ``inner``."""
@@ -59,7 +59,7 @@ class Means(Verification):
 
     Communication pattern:
         One all-gather after the last bucket of such a step, of 8 bytes per worker, however many
-        buckets there are. Where these differ another one tells of which bucket.
+        buckets there are. If they differ, another all-gather finds the bucket.
 
     Raises:
         ReplicaError: on all workers; it names those that differ from most, step and parameters.
@@ -76,7 +76,7 @@ class Means(Verification):
     def compare(self, step: int, weights: Iterable[Tensor]) -> Flow | None:
         if step % self.every:
             return None
-        # Here, not in the flow, beside which the optimizer may already change them.
+        # Here, not in the flow: the optimizer may change them while the flow runs.
         return self._compared(step, [digest(*weights)] if self.every > 1 else [])
 
     def _watched(self, flow: Flow, grad: Tensor, shapes: Mapping[str, Any]) -> Flow:

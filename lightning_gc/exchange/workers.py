@@ -336,8 +336,8 @@ def configure(
     Args:
         owner: the class or function with these arguments, for error messages.
         compressor: an instance, or a name from the registry; a bare one works layer by layer.
-        memory: likewise; None is the compressor's default.
-        scheme: likewise.
+        memory: an instance or a name; None: the compressor's default.
+        scheme: an instance or a name; None: the compressor's default.
         seed: of private random numbers.
 
     Raises:

@@ -8,6 +8,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+PRIVATE = {
+    "Trainer": ("_accelerator_connector", "_results", "_signal_connector"),
+    "LightningModule": ("_device_mesh", "_trainer"),
+    "Trainer's connectors": ("_layer_sync", "_parallel_devices", "_sigterm_notifier_fn"),
+    "loops": (
+        "_batches_that_stepped",
+        "_broadcast_sigterm_tensor",  # since 2.6
+        "_combined_loader",
+        "_data_fetcher",
+        "_results",
+        "_should_accumulate",
+        "_should_check_val_fx",
+    ),
+    "logged results": ("_forked_name",),
+    "strategies": (
+        "_accelerator",
+        "_configure_launcher",
+        "_data_parallel_size",
+        "_device_mesh",
+        "_launcher",
+        "_pl_static_graph_delay_done",  # since 2.6
+        "_register_ddp_hooks",
+        "_root_device",
+        "_save_distributed_checkpoint",
+        "_setup_distributed",
+        "_tensor_parallel_size",
+        "_timeout",
+    ),
+    "loading data": ("_auto_add_worker_init_fn", "_get_distributed_sampler", "_update_dataloader"),
+}
+"""Private names of Lightning that this library reads, by their owner; since 2.4 or as marked."""
+
 if TYPE_CHECKING:
     from datetime import timedelta
 
@@ -16,7 +48,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     class StrategyAPI:
-        """The members of a strategy that mixins call; those of Fabric's strategy are marked."""
+        """Members of a strategy that mixins call; members of Fabric's strategy are marked."""
 
         accelerator: Any
         checkpoint_io: Any

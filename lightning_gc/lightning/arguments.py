@@ -1,4 +1,4 @@
-"""Hook arguments: refuse those that would take DDP's only hook, or are for a DDP wrapper."""
+"""Refuse arguments that register another DDP hook, are unknown, or need a DDP wrapper."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def refuse_unknown(
     """Raise ValueError for an argument that nothing between ``strategy`` and its end takes.
 
     Args:
-        strategy: whose ``__init__``, and those of its bases, hand on what they do not know.
-        compressor: as given, whose own fields are told from what is misspelt.
+        strategy: a class. Its ``__init__`` and its bases' hand on arguments that they do not know.
+        compressor: as given; its own fields are not called misspelt.
         given: the arguments.
         takes_the_rest: what gets those that no base takes.
     """

@@ -1,4 +1,4 @@
-"""CompressedStrategy: Lightning hooks shared by the strategies for real and simulated DDP."""
+"""CompressedStrategy and RealWorker: forward Lightning's hooks to an ``Attached``."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -226,9 +226,9 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
             self._scaler(),
             self._timeout,
             self.verify,
+            self._more_workers,
             self._common_weights if share else None,
             self.control_loop,
-            self._more_workers,
         )
         self._attached = make(setup)
         self.control_loop = self._attached.control

@@ -72,7 +72,7 @@ class CompressedDDP(RealWorker):
             fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient.
 
     Warns:
-        UserWarning: one worker, whose gradients are compressed like those of several, for nothing.
+        UserWarning: one worker: gradients are compressed, but nothing is sent.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, TopK

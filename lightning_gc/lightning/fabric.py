@@ -1,4 +1,4 @@
-"""CompressedFabric: DDPStrategy of Lightning's Fabric with compressed gradient exchange.
+"""CompressedFabric: Fabric's DDPStrategy with compressed gradient exchange.
 
 Joined with the ``DDPStrategy`` of either package in ``fabric_for_pytorch_lightning.py`` and
 ``fabric_for_lightning.py``.
@@ -41,8 +41,8 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         scheme: how payloads become a mean.
         controller: chooses levels; the loop calls ``fabric.strategy.handle.begin_epoch``.
         seed: of the compressor's private random numbers.
-        state: errors in checkpoints. ``"full"``: ``fabric.save`` writes every worker's into a file
-            of its own, in the folder ``lightning_gc_state`` beside the checkpoint, and
+        state: errors in checkpoints. ``"full"``: ``fabric.save`` writes each worker's errors
+            into a separate file, in the folder ``lightning_gc_state`` beside the checkpoint, and
             ``fabric.load`` restores them: runs resume bit for bit. ``"mean"``: the checkpoint
             itself has the mean over workers. ``"off"``: errors begin at zero. If the number of
             workers has changed, each begins with the mean of the errors.
@@ -109,7 +109,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
 
     @property
     def handle(self) -> Attached:
-        """That of the one module that has been set up: levels, byte counts, controller.
+        """Handle of the one module that has been set up: levels, byte counts, controller.
 
         Raises:
             ValueError: none has been set up, or several have.
@@ -131,7 +131,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
     ) -> Any:
         """Wrap the module, and let its exchange know the optimizers from the first step on.
 
-        Of a module that is set up anew these are all: those of the phase before are forgotten.
+        If the module is set up again, these replace the optimizers of the phase before.
         """
         if module in self._attached:
             self._forget_optimizers_of(module)
@@ -143,7 +143,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         self._refuse_rates_unknown(module)
         ddp: DistributedDataParallel = super().setup_module(module)
         before = self._attached.pop(module, None)
-        if before is not None:  # set up anew, as for another phase of training
+        if before is not None:  # set up again, as for another phase of training
             before.close()
         setup = Setup.of_loop(
             type(self).__name__,
@@ -179,7 +179,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save ``state``, and the errors of each worker beside it."""
+        """Save ``state``, and each worker's errors in files next to it."""
         handles = self._handles_in(state) if self.state != "off" else {}
         if not handles:
             super().save_checkpoint(path, state, storage_options, filter)
@@ -191,7 +191,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         self._checkpoint(handles).save(path, state, write, storage_options)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Load ``state``, and this worker's errors from beside it."""
+        """Load ``state``, and this worker's errors."""
         left: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict) and state:
             self._checkpoint(self._handles_in(state)).restore(path, left)
@@ -232,7 +232,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
             )
 
     def _handles_in(self, state: Mapping[str, Any]) -> dict[str, Attached]:
-        """Return those of the modules among the values of ``state``, by the values' names."""
+        """Return the handles of modules in ``state``, by the modules' names there."""
         modules = {n: getattr(v, "module", v) for n, v in state.items() if isinstance(v, nn.Module)}
         return {name: self._attached[m] for name, m in modules.items() if m in self._attached}
 

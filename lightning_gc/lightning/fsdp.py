@@ -1,4 +1,4 @@
-"""CompressedFSDP: FSDP2 over all ranks, whose reduce-scatters are compressed.
+"""CompressedFSDP: FSDP2 over all ranks with compressed reduce-scatters.
 
 Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lightning.py`` and
 ``for_lightning.py``.
@@ -58,10 +58,10 @@ class CompressedFSDP(ShardedStrategy):
         does, each with other random numbers.
 
     Raises:
-        ValueError: a compressor with rounds of its own (PowerSGD) or that votes, a memory, an
+        ValueError: a compressor with several rounds (PowerSGD) or that votes, a memory, an
             unknown argument; at fit start, on all ranks, a model without ``fully_shard``, on a mesh
             of other ranks or of two dimensions, with trained parameters outside, tensor
-            parallelism, gradients reduced in float16, a reduce-scatter of its own or another
+            parallelism, gradients reduced in float16, a custom reduce-scatter or another
             divisor; ranks with other settings or units.
         RuntimeError: torch before 2.9; in a backward pass, parameters that were unfrozen since or,
             with torch before 2.13, that have no gradient; a pass after one that was interrupted.
@@ -77,7 +77,7 @@ class CompressedFSDP(ShardedStrategy):
 
     Reference:
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
-        Training", arXiv 2306.10209: qgZ, of which this is one hop.
+        Training", arXiv 2306.10209: one hop of its qgZ.
         ``torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter``.
 
     Attributes:
@@ -102,8 +102,8 @@ class CompressedFSDP(ShardedStrategy):
         refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
         if verify not in (0, "payload") or isinstance(verify, bool):
             raise ValueError(
-                f"{_OWNER}(verify={verify!r}): each rank gets the mean of its own shard, which no "
-                f"other rank has to compare. Give 'payload' to compare a checksum of every "
+                f"{_OWNER}(verify={verify!r}): each rank gets the mean of another shard, so no two "
+                f"ranks can compare. Give 'payload' to compare a checksum of every "
                 f"message, or 0."
             )
         self.verify = verify

@@ -4,8 +4,7 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 ``for_lightning.py``.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from lightning_gc.attachment.attached import Setup
@@ -41,12 +40,12 @@ class CompressedHSDP(ShardedStrategy):
 
     Args:
         compressor: as for ``CompressedDDPStrategy``, like the next three. It works on shards, each
-            with random numbers of its own; a low-rank method factors each shard. Limits of size,
-            as of ``SizeSwitch``, are those of whole parameters.
+            with its own random numbers; a low-rank method factors each shard. Limits of size, as of
+            ``SizeSwitch``, count full parameters.
         memory: the error feedback rule. Errors take 4 bytes per element of the shard, as much as a
             moment of Adam's.
         scheme: how payloads become a mean.
-        controller: chooses levels, epoch by epoch; it sees whole parameters.
+        controller: chooses levels, epoch by epoch; it sees full parameters.
         seed: of the compressor's private random numbers, equal on all ranks.
         replicas: R; it must divide the number of ranks. ``"auto"``: the number of nodes.
         bucket_cap_mb: megabytes of a rank's shard from which on a bucket is full. FSDP2's units are
@@ -72,7 +71,7 @@ class CompressedHSDP(ShardedStrategy):
         ValueError: what ``CompressedDDPStrategy`` refuses; a number of replicas that does not
             divide the number of ranks; at fit start, on all ranks, a model without ``fully_shard``,
             on another mesh than the node's, with trained parameters outside, tensor parallelism,
-            ``CPUOffloadPolicy``, a hook of its own or gradients reduced in float16.
+            ``CPUOffloadPolicy``, another all-reduce hook or gradients reduced in float16.
         RuntimeError: torch before 2.7; in a backward pass, parameters that were unfrozen since or,
             with torch before 2.13, that have no gradient.
 
@@ -130,12 +129,10 @@ class CompressedHSDP(ShardedStrategy):
     def _attached_to(self, setup: Setup) -> AttachedShards:
         return AttachedShards(self.model, setup, self._device_mesh, self.bucket_cap_mb)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Add up gradients of micro-batches; nodes exchange in the last one."""
         assert isinstance(self._attached, AttachedShards)
-        with self._attached.accumulating():
-            yield
+        return self._attached.accumulating()
 
 
 def replicas_of(owner: str, replicas: Any, ranks: int, nodes: int) -> int:

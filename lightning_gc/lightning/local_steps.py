@@ -1,4 +1,4 @@
-"""LocalSteps: workers train alone for H steps, then exchange, compressed, how far they have come.
+"""LocalSteps: local SGD; workers exchange compressed differences of weights every H steps.
 
 Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`` and
 ``for_lightning.py``.
@@ -55,7 +55,7 @@ class LocalHooks(CompressedStrategy):
     """
 
     _all_rounds: Sequence[LocalRounds] = ()
-    """Of the workers of this process, while fitting. Between steps the module is the first's."""
+    """Rounds of this process's workers, while fitting. Between steps the module is the first's."""
     _first_callback: type[FirstCallback]
     _first: FirstCallback | None = None
     _first_step: FirstStep
@@ -153,9 +153,9 @@ class LocalHooks(CompressedStrategy):
             warn_of_unlike_rates(self.lightning_module.trainer, self.lr_scheduler_configs)
 
     def on_train_end(self) -> None:
-        """End with common weights, and with those of worker 0 where callbacks have loaded others.
+        """End with common weights, or with worker 0's weights if a callback has loaded others.
 
-        The exchange has been by now, in the first callback, so that none compresses what is loaded.
+        The last exchange already ran in ``FirstCallback``, before other callbacks load weights.
         """
         super().on_train_end()
         self._end_rounds()
@@ -205,7 +205,7 @@ class LocalHooks(CompressedStrategy):
         super().save_checkpoint(*args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Restore each worker's own optimizers, not those of worker 0, where they were saved."""
+        """Restore each worker's own optimizers where they were saved, else worker 0's."""
         super().load_optimizer_state_dict(checkpoint)
         if self._all_rounds:
             for worker, own in enumerate(self._own):
@@ -246,7 +246,7 @@ class LocalHooks(CompressedStrategy):
         return dataclasses.replace(now, total_steps=steps, rates_to_come=None)
 
     def _check_optimizer(self, group: Any) -> None:
-        """Any momentum will do: a memory's is of rounds, an optimizer's of steps."""
+        """No check: a memory's momentum acts per round, an optimizer's per step."""
 
     def _reset_poisoned(self) -> None:
         """Empty the state of optimizers in which something is not finite."""
@@ -288,8 +288,8 @@ def warn_of_unlike_rates(trainer: Any, schedulers: Iterable[Any]) -> None:
     for metric in trainer._results.result_metrics:
         if metric.meta.name in watched and metric.is_tensor and not metric.meta.sync.should:
             warnings.warn(
-                f"ReduceLROnPlateau watches {metric.meta.name}, of which every worker has its own "
-                f"value, so their learning rates may part; log it with sync_dist=True.",
+                f"ReduceLROnPlateau watches {metric.meta.name}, and every worker has another value "
+                f"of it, so learning rates may differ; log it with sync_dist=True.",
                 stacklevel=2,
             )
 
@@ -404,7 +404,7 @@ class LocalSteps(LocalHooks, RealWorker):
         super().__init__(**ddp_kwargs)
 
     def configure_ddp(self) -> None:
-        """Let all workers start alike, and start the synchronizer; there is no wrapper."""
+        """Start the exchange at worker 0's weights, without a wrapper around the module."""
         module = self.model
         trainer = self.lightning_module.trainer
         refuse_in_trainer(type(self).__name__, trainer, module)

@@ -1,4 +1,4 @@
-"""ShardedStrategy: Lightning hooks of the strategies for models in shards of FSDP2.
+"""ShardedStrategy: Lightning hooks shared by the strategies for FSDP2 models.
 
 Joined with the ``ModelParallelStrategy`` of either package by its subclasses.
 """
@@ -65,7 +65,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks have data of their own, also those of one replica."""
+        """Each rank has its own data, also within one replica."""
         return {"num_replicas": self.workers, "rank": self.worker}
 
     def setup(self, trainer: Any) -> None:
@@ -106,7 +106,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
         }
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Restore weights and optimizers, and in a fit our state: there is no later call.
+        """Restore weights and optimizers, and in a fit our state: Lightning has no later call.
 
         Raises:
             RuntimeError: on all ranks, before anything is loaded, if files are not those that were

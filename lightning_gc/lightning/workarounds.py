@@ -1,4 +1,4 @@
-"""PeerNaming: collectives of Lightning's and of DDP's that fail end in a PeerError as well."""
+"""Work around Lightning: name dead peers, handle SIGTERM, join patiently, end child processes."""
 
 import contextlib
 import itertools
@@ -134,8 +134,8 @@ _log = logging.getLogger(__name__)
 def broadcast_only(when: Callable[[], bool], trainer: Any) -> Callable[[], None]:
     """Let the loop of a Trainer broadcast before those batches only for which ``when`` is true.
 
-    It must be so on all workers alike. A worker that gets SIGTERM itself stops as before. Returns
-    what undoes this.
+    ``when`` must be equal on all workers. A worker that gets SIGTERM itself stops as before. Return
+    a function that undoes this.
     """
     name = "_broadcast_sigterm_tensor"  # of Lightning's training loop, from 2.6 on
     loop = trainer.fit_loop.epoch_loop
@@ -148,10 +148,10 @@ def broadcast_only(when: Callable[[], bool], trainer: Any) -> Callable[[], None]
 def note_only(trainer: Any) -> Callable[[], None]:
     """Let a Trainer's handler of SIGTERM note the signal, and send nothing to other workers.
 
-    Lightning 2.6 broadcasts in the handler, at whatever line the signal has found the worker. The
-    other workers are elsewhere, so that the broadcast waits until the timeout, takes the place of
+    Lightning 2.6 broadcasts in the handler, wherever the signal interrupts the worker. The other
+    workers are elsewhere, so that the broadcast waits until the timeout, takes the place of
     another collective, or raises a bare error of the backend. Without it the loop ends after the
-    current step, as in Lightning before 2.6. Returns what undoes this.
+    current step, as in Lightning before 2.6. Return a function that undoes this.
     """
     connector = trainer._signal_connector
 

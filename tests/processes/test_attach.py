@@ -167,7 +167,7 @@ def interrupted(worker: int) -> list[Any]:
 
 def epochs(loop: Loop, start: int, stop: int) -> None:
     for begin in range(start, stop, 5):
-        if loop.handle._control is not None:
+        if loop.handle.control is not None:
             loop.handle.begin_epoch(begin // 5, {"loss": 1.0}, max_epochs=4)
         loop.run(begin, begin + 5)
 
@@ -293,6 +293,9 @@ def loading(worker: int) -> dict[str, Any]:
         except ValueError as error:
             said[name] = str(error)
         assert checksum(second.handle.state_dict()["engine"]) == empty, name
+    second.handle.load_state_dict(edited(whole, lambda state: state.update(format=2), anew=True))
+    assert checksum(second.handle.state_dict()["engine"]) == checksum(whole["engine"])
+    second.handle.reset()
     old = edited(whole, lambda state: state.update(format=1), anew=False)
     for name in ("run", "sha256"):
         del old[name]

@@ -102,6 +102,8 @@ def everything(rank: int) -> dict[str, Any]:
     other = {n: part for n, part in state["compression"].items() if n != CHECKSUM}
     other["shard"] = 1 - other["shard"]
     found["other shard"] = sentence(again.handle.load_state_dict, with_checksum(other))
+    again.handle.load_state_dict(again.handle.state_dict("mean"))
+    found["mean"] = again.left()
     again.handle.close()
 
     for name, accumulated in (("dense", 1), ("accumulated", 2)):
@@ -189,6 +191,13 @@ def test_it_resumes_bit_for_bit(found: Any) -> None:
     for rank in found:
         assert equal(rank["resumed"], rank["attached"])
         assert "has a state with shard=" in rank["other shard"]
+
+
+def test_the_mean_over_replicas_is_of_each_shard(found: Any) -> None:
+    for rank, own in enumerate(found):
+        both = [found[(rank + r) % RANKS]["resumed"] for r in (0, RANKS // 2)]
+        mean = {n: np.mean([each[n] for each in both], axis=0) for n in both[0]}
+        assert equal(own["mean"], mean, gap=1e-7)
 
 
 @pytest.mark.parametrize("how", ["dense", "accumulated"])

@@ -15,7 +15,7 @@ from torch import nn
 import lightning_gc
 from lightning_gc import QSGD, PowerSGD, Residual, TopK, flavours
 from lightning_gc.controllers import Accordion, Fixed
-from lightning_gc.core.checksum import with_checksum
+from lightning_gc.core.checksum import checksum, with_checksum
 from tests.processes.test_attach import Loop, Net, batches
 from tests.support.fitting import digest, unwarned
 from tests.support.processes import run_in_processes
@@ -236,6 +236,16 @@ def unusable(worker: int, folder: str) -> list[str]:
     loop.run(0, 3)
     state = {"model": loop.model}
     loop.fabric.save(path, state)
+    content = torch.load(path, weights_only=True)
+    new = content["lightning_gc"]
+    content["lightning_gc"] = {n: new[n] for n in ("stem", "workers", "modules")} | {"fabric": 1}
+    if worker == 0:
+        torch.save(content, f"{folder}/old.ckpt")
+    loop.fabric.barrier()
+    whole = checksum(loop.handle.state_dict())
+    loop.handle.reset()
+    loop.fabric.load(f"{folder}/old.ckpt", state)
+    assert checksum(loop.handle.state_dict()) == whole
     other = FabricLoop(package, worker, QSGD(4), None)
     say(lambda: other.fabric.load(path, {"model": other.model}))
     late = nn.Linear(16, 4)

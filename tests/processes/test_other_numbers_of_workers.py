@@ -60,7 +60,7 @@ def owed(loop: Any, start: int, stop: int) -> Tensors:
         twin.load_state_dict(loop.net.state_dict())
         x = loop.data[step]
         own = torch.autograd.grad((twin(x) - x[:, :4]).square().mean(), list(twin.parameters()))
-        if loop.handle._control is not None:
+        if loop.handle.control is not None:
             loop.handle.begin_epoch(step)
         loop.run(step, step + 1)
         for (name, param), grad in zip(loop.net.named_parameters(), own, strict=True):

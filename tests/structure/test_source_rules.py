@@ -14,10 +14,13 @@ import subprocess
 from pathlib import Path
 from typing import TypeGuard
 
+import lightning_fabric
 import pytest
+import pytorch_lightning
 
 import lightning_gc
 from lightning_gc import Compressor, Memory, Scheme, compressors, memories, schemes, transports
+from lightning_gc.lightning.api import PRIVATE
 from lightning_gc.transports import Transport
 
 ROOT = Path(__file__).parents[2]
@@ -256,6 +259,19 @@ def test_every_new_tensor_names_its_device_and_dtype() -> None:
     sources = [p for p in (ROOT / "lightning_gc").rglob("*.py") if "testing" not in p.parts]
     assert len(sources) > 40
     assert {p.name: u for p in sources if (u := left_to_defaults(p.read_text()))} == {}
+
+
+def test_private_names_of_lightning_are_declared_and_exist() -> None:
+    """Names of a Trainer, its loops and connectors, a module and its logged values."""
+    owners = r"(?:trainer|loop|fit|connector|lightning_module|logged)"
+    sources = "".join(p.read_text() for p in (ROOT / "lightning_gc").rglob("*.py"))
+    known = {name for names in PRIVATE.values() for name in names}
+    assert set(re.findall(rf"{owners}\.(_[a-z]\w*)", sources)) <= known
+    folders = [Path(str(each.__file__)).parent for each in (pytorch_lightning, lightning_fabric)]
+    theirs = "".join(p.read_text() for folder in folders for p in folder.rglob("*.py"))
+    since = {"_broadcast_sigterm_tensor", "_pl_static_graph_delay_done"}  # 2.6
+    missing = {name for name in known if not re.search(rf"\b{name}\b", theirs)}
+    assert missing <= since
 
 
 def test_controllers_are_imported_under_one_name() -> None:

@@ -1,4 +1,4 @@
-"""Communication: refuse what simulated workers cannot exchange, since they run one by one."""
+"""Communication: refuse collectives within a step of simulated workers, which run one by one."""
 
 from __future__ import annotations
 

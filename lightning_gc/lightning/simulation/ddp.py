@@ -56,7 +56,7 @@ class SimulatedDDP(SimulatedWorkers):
         RuntimeError: a collective, such as ``self.all_gather``, called by the user within a step.
 
     Warns:
-        UserWarning: one worker, whose gradients are compressed like those of several, for nothing;
+        UserWarning: one worker: gradients are compressed, but nothing is sent;
             code that reads ``trainer.world_size``, which is 1.
 
     Example:

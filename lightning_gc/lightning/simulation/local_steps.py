@@ -1,4 +1,4 @@
-"""SimulatedLocalSteps: W workers with local steps on one device, by turns."""
+"""SimulatedLocalSteps: W workers with local steps on one device, one after the other."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -112,7 +112,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         refuse_in_trainer(type(self).__name__, module.trainer, module)
         if self._scaler() is not None:
             raise ValueError(
-                f"{type(self).__name__}: every worker needs a loss scaler of its own, and the "
+                f"{type(self).__name__}: every worker needs its own loss scaler, and the "
                 f"Trainer has one. Use precision='bf16-mixed', or {self._of_processes} with "
                 f"processes."
             )
@@ -222,7 +222,7 @@ class Exchanges:
 
 
 class Sent:
-    """What one worker has sent, and waits for."""
+    """A message of one worker, and the result that it waits for."""
 
     def __init__(self, flow: Flow, result: Tensor, shapes: Shapes | None) -> None:
         self.flow, self.result, self.shapes = flow, result, shapes
@@ -244,7 +244,7 @@ class End:
         return self._send(Sent(flow, grad, shapes))
 
     def run(self, flow: Flow, result: Tensor) -> torch.futures.Future[Tensor]:
-        """Send by a flow of any other kind, likewise."""
+        """Send by a flow of any other kind."""
         return self._send(Sent(flow, result, None))
 
     def end_round(self, common: Sequence[Tensor] | None = None) -> None:

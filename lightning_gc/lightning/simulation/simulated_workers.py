@@ -94,10 +94,10 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         self._device_given = "device" in kwargs
 
     _of_processes = ""
-    """Name of the strategy whose workers have processes of their own."""
+    """Name of the strategy with one process for each worker."""
 
     def _begin_fit(self, module: Any) -> None:
-        """Make what workers have of their own; parameters are named and the engines exist."""
+        """Make each worker's gradients or weights; names and engines exist."""
         raise NotImplementedError
 
     def _begin_step(self) -> None:

@@ -26,7 +26,7 @@ from lightning_gc.sharded.unit_scatters import UnitScatter
         ({"tensor_parallel_size": 2}, "tensor parallelism has not been tried"),
         ({"find_unused_parameters": True}, "there is no such argument"),
         ({"seed": 0.5}, "the seed is a whole number"),
-        ({"verify": 1}, "which no other rank has to compare. Give 'payload'"),
+        ({"verify": 1}, "so no two ranks can compare. Give 'payload'"),
         ({"verify": True}, "verify=True"),
         ({"verify": None}, "verify=None"),
     ],
