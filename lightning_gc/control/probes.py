@@ -375,8 +375,12 @@ class Probes:
             return {}
         exchanges = self.statistics[0].exchanges()
         latency, bandwidth, r2 = fit_link(exchanges)
-        found = {"exchanges": exchanges, "latency_us": latency}
-        return found | {"bandwidth_gbps": bandwidth, "link_r2": r2}
+        return {
+            "exchanges": exchanges,
+            "latency_us": latency,
+            "bandwidth_gbps": bandwidth,
+            "link_r2": r2,
+        }
 
     def first_batch(self, peers: Peers) -> dict[str, Any]:
         """Return the gradient norms of the epoch's first batch, if declared."""
@@ -388,7 +392,7 @@ class Probes:
         """Return gradients, moments, errors and curves of an epoch, and begin the next one."""
         needs, first = self._needs, self._workers.first
         epochs = [each.epoch for each in self.statistics]
-        found = gradient_moments(epochs, steps, first.workers, peers)
+        found: dict[str, Any] = {**gradient_moments(epochs, steps, first.workers, peers)}
         norms = epochs[0].norms() if needs.gradients != "none" and steps else {}
         if needs.curves and steps and peers.decides:
             found["error_curves"] = error_curves(first, epochs[0].summed(), needs.curves)

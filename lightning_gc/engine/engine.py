@@ -51,7 +51,7 @@ def compressor_state(compressor: Compressor, shapes: Mapping[str, tuple[int, ...
 
 
 @dataclass
-class RoundCount:
+class RoundCounter:
     """Counts rounds and flows; a round synchronises each bucket of a step once."""
 
     step: int = 0  # finished rounds
@@ -110,7 +110,7 @@ class Engine:
         self.buffers = ErrorBuffers(names) if stored is None else NarrowBuffers(names, stored)
         self.compressor_state: dict[str, dict[str, Any]] = {}
         self._before: dict[str, dict[str, Any]] = {}  # the same at the start of this round
-        self.rounds = RoundCount()
+        self.rounds = RoundCounter()
         self.loss_scaling = LossScaling()
         self.learning_rates = LearningRates()
         self.statistics = Statistics()

@@ -24,8 +24,14 @@ from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wra
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
-from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, finished
-from lightning_gc.local_steps.local_state import CommonState, MeanDrift, OwnState
+from lightning_gc.local_steps.local_rounds import (
+    CommonState,
+    LocalRounds,
+    MeanDrift,
+    OwnState,
+    Waits,
+    finished,
+)
 from lightning_gc.local_steps.refusals import (
     FirstStep,
     check_rounds,

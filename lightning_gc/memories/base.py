@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
+import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Compressor
@@ -172,3 +173,38 @@ class OwnMomentum(Memory):
                     f"is {group[field]!r}; use torch.optim.SGD with momentum=0, AdamW with "
                     f"betas=(0.0, 0.999), or memory=Residual()."
                 )
+
+
+@dataclass(frozen=True)
+class GradientDifferences(Memory):
+    """Compresses ``g − h``, where h is a worker's estimate of its gradient, which follows it.
+
+    All workers keep the mean of all estimates too, to which they add the mean of what was sent.
+    """
+
+    # The first is what is compressed: compression in place must not change the estimate.
+    buffers = ("error", "estimate", "mean_estimate")
+    common = ("mean_estimate",)
+    # A gradient of zero differs from the estimate like any other, and the estimate follows: it is
+    # applied whether or not a worker sends.
+    unused = "send"
+    # A step's error is not added to a later gradient; the next difference contains it.
+    conserves = accumulates = False
+
+    @property
+    @abc.abstractmethod
+    def follows(self) -> float:
+        """Share of what was sent by which the estimate moves, in (0, 1]."""
+
+    def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
+        error, estimate, common = (state[name] for name in self.buffers)
+        sent = torch.sub(bucket.grad, estimate, out=error).clone()
+        mean = yield from exchange(error)
+        sent.sub_(error)
+        # Where a gradient was not finite, all workers leave their estimates, or these would never
+        # again have the mean that is kept of them.
+        valid = mean.isfinite().all()
+        estimate.add_(sent.mul_(self.follows).masked_fill_(~valid, 0))
+        moved = torch.where(valid, mean, 0).mul_(self.follows)
+        mean.add_(common)
+        common.add_(moved)

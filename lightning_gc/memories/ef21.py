@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gc.memories.gradient_differences import GradientDifferences
+from lightning_gc.memories.base import GradientDifferences
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gc.local_steps.common_weights import CommonBuffers
-from lightning_gc.local_steps.local_rounds import finished
-from lightning_gc.local_steps.local_state import CommonState, OwnState
+from lightning_gc.local_steps.local_rounds import CommonState, OwnState, finished
 from lightning_gc.transports import Simulated
 from lightning_gc.transports.accounting import COMMUNICATE
 from tests.units.local_steps.test_local_rounds import rounds_of

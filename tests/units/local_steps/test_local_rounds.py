@@ -12,8 +12,13 @@ from torch import nn
 from lightning_gc import GrowingRounds, NoMemory, OuterSGD, PerParameter, TopK
 from lightning_gc.exchange.workers import Workers, configure
 from lightning_gc.local_steps.common_weights import in_fragments
-from lightning_gc.local_steps.local_rounds import LOST_IN_A_ROW, LocalRounds, finished
-from lightning_gc.local_steps.local_state import CommonState, MeanDrift
+from lightning_gc.local_steps.local_rounds import (
+    LOST_IN_A_ROW,
+    CommonState,
+    LocalRounds,
+    MeanDrift,
+    finished,
+)
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.transports import Simulated
 
