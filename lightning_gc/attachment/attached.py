@@ -416,7 +416,7 @@ class Attached:
             group=self._peers.group,
             purpose="loading states",
         )
-        memory_store.resume(state, self._workers, self.control, self._setup.device, agreed)
+        memory_store.load(state, self._workers, self.control, self._setup.device, agreed)
 
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow.

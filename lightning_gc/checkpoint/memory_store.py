@@ -105,7 +105,7 @@ def state_dict(
     return with_checksum(saved if mean is None else saved | {"mode": "mean"})
 
 
-def resume(
+def load(
     given: Any,
     workers: Workers,
     control: ControlLoop | None,

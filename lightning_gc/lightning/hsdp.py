@@ -4,7 +4,8 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 ``for_lightning.py``.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from lightning_gc.attachment.attached import Setup
@@ -129,10 +130,12 @@ class CompressedHSDP(ShardedStrategy):
     def _attached_to(self, setup: Setup) -> AttachedShards:
         return AttachedShards(self.model, setup, self._device_mesh, self.bucket_cap_mb)
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
         """Add up gradients of micro-batches; nodes exchange in the last one."""
         assert isinstance(self._attached, AttachedShards)
-        return self._attached.accumulating()
+        with self._attached.accumulating():
+            yield
 
 
 def replicas_of(owner: str, replicas: Any, ranks: int, nodes: int) -> int:
