@@ -213,7 +213,7 @@ class TernGrad(Preset):
         _ = self.inner  # checks clip
 
     @functools.cached_property
-    def inner(self) -> Compressor:
+    def inner(self) -> _TernGrad | IndependentTernGrad:
         return _TernGrad(self.clip) if self.shared else IndependentTernGrad(self.clip)
 
     def __repr__(self) -> str:

@@ -156,7 +156,7 @@ def test_bound_of_integer_qsgd_is_the_worst_tensor(numel: int, bits: int) -> Non
     for degrees in (1.0, 2.0, 30.0):
         for x in draw.standard_t(degrees, (50, numel)):
             assert expected_error(x, s) <= omega * (1 + 1e-9) + 1e-12
-    assert TernGrad(None).bound(numel).omega == IntegerQSGD(2).bound(numel).omega
+    assert TernGrad(None).inner.bound(numel).omega == IntegerQSGD(2).bound(numel).omega
     errors = []
     for seed in range(64):
         given, sent, _ = synchronised(IntegerQSGD(bits), [torch.from_numpy(worst).float()], seed)
@@ -169,7 +169,7 @@ def test_bound_of_integer_qsgd_is_the_worst_tensor(numel: int, bits: int) -> Non
 def test_bound_of_terngrad(clip: float) -> None:
     """No tensor is worse; some come near: many quarters of the scale beside a huge element."""
     numel = 100_000
-    omega = TernGrad(clip).bound(numel).omega
+    omega = TernGrad(clip).inner.bound(numel).omega
     x = np.full(numel, 0.25)  # of S = c·σ = 1
     x[0] = math.sqrt(numel / clip**2 - (numel - 1) / 16) if clip < 4 else 1.0
     if clip >= 4:  # nothing is clipped, and the others are what is left
@@ -178,7 +178,7 @@ def test_bound_of_terngrad(clip: float) -> None:
     draw = np.random.default_rng(0)
     for degrees in (0.5, 1.0, 2.0, 30.0):
         for length in (1, 2, 5, 30, 3000):
-            allowed = TernGrad(clip).bound(length).omega * (1 + 1e-9) + 1e-12
+            allowed = TernGrad(clip).inner.bound(length).omega * (1 + 1e-9) + 1e-12
             for x in draw.standard_t(degrees, (20, length)):
                 assert expected_error(x, 1, clip) <= allowed
 
