@@ -19,7 +19,8 @@ from catalogue import is_direction
 from equal_budgets_models import MODELS, refuses
 from optuna.trial import FixedTrial
 
-from lightning_gc import COMPRESSORS, Compressor, PerParameter, SizeSwitch
+from lightning_gc import COMPRESSORS, PerParameter, SizeSwitch
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.traits import LEVEL
 from lightning_gc.core.search_space import Choice, Range, Space
 from lightning_gc.engine.compatibility import by_default

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import inspect
+import sys
+import warnings
 from collections.abc import Collection, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
@@ -25,6 +28,30 @@ def export(namespace: dict[str, Any], *more: str) -> None:
     kinds = (type, FunctionType)
     found = [n for n, v in namespace.items() if isinstance(v, kinds) and not n.startswith("_")]
     namespace["__all__"] = sorted([*found, *more])
+
+
+def moved(package: str, homes: Mapping[str, str], name: str) -> Any:
+    """Return what a package's ``__getattr__`` is asked for, if it has an old name or place.
+
+    Args:
+        package: the package's name.
+        homes: ``{old name: dotted path where it is now}``.
+        name: that is asked for.
+
+    Raises:
+        AttributeError: the name is not in ``homes``.
+
+    Warns:
+        DeprecationWarning: the name is old; the warning says what to write instead.
+    """
+    if name not in homes:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    home, _, now = homes[name].rpartition(".")
+    asking = sys._getframe(2).f_globals.get("__name__", "")  # ``__getattr__`` lies between
+    if not asking.startswith("jsonargparse."):  # it tries shorter paths of every annotated class
+        said = f"`from {package} import {name}` is deprecated; write `from {home} import {now}`."
+        warnings.warn(said, DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(home), now)
 
 
 def subclasses(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:

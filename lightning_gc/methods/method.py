@@ -223,7 +223,7 @@ class Rounds:
         ValueError: ``LocalStepsStrategy`` refuses a value.
 
     Example:
-        >>> from lightning_gc import Choice
+        >>> from lightning_gc.compressors import Choice
         >>> from lightning_gc.tuning import Method, Rounds
         >>> method = Method("qsgd", rounds=Rounds(), rounds_space=(Choice("every", (4, 16)),))
         >>> method.rounds.every, method.rounds_space[0].values

@@ -12,10 +12,11 @@ import pytest
 import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 
-from lightning_gc import DIANA, EF21, QSGD, GradiVeQ, Memory, NoMemory, PerParameter, Residual, TopK
+from lightning_gc import DIANA, EF21, QSGD, GradiVeQ, NoMemory, PerParameter, Residual, TopK
 from lightning_gc.checkpoint.side_files import FOLDER
 from lightning_gc.controllers import Fixed, Schedule
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
+from lightning_gc.memories import Memory
 from tests.support.processes import run_in_processes
 from tests.support.resuming import (
     checkpoint,

@@ -21,7 +21,6 @@ from lightning_gc import (
     Hierarchical,
     NoMemory,
     Residual,
-    Scheme,
     TopK,
     TwoHop,
     TwoShot,
@@ -32,6 +31,7 @@ from lightning_gc.core.flow import Exchange, Gather, Mean
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Distributed, Recording, distributed

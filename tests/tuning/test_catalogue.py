@@ -17,23 +17,25 @@ from lightning_gc import (
     MEMORIES,
     QSGD,
     SCHEMES,
-    AbsoluteError,
     Cast,
-    Codec,
-    Compressor,
-    Contraction,
     EFSignSGD,
     HardThreshold,
     Identity,
-    Knob,
-    Multiple,
     PowerSGD,
     Residual,
     SizeSwitch,
     TopK,
+    cli,
+)
+from lightning_gc.compressors import (
+    AbsoluteError,
+    Codec,
+    Compressor,
+    Contraction,
+    Knob,
+    Multiple,
     Unbounded,
     Variance,
-    cli,
 )
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.core.wire import Field, Wire

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_gc import Choice, Identity, NoMemory, Range
+from lightning_gc import Identity, NoMemory
+from lightning_gc.compressors import Choice, Range
 from lightning_gc.controllers import Fixed, Schedule, TotalErrorBudget
 from lightning_gc.tuning import Method
 from tests.support.tuning import experiment

@@ -16,17 +16,14 @@ import pytest
 from lightning_gc import (
     COMPRESSORS,
     QSGD,
-    Choice,
-    Codec,
     HardThreshold,
     Identity,
-    Knob,
     MomentumCorrection,
-    Range,
     Residual,
     TopK,
     cli,
 )
+from lightning_gc.compressors import Choice, Codec, Knob, Range
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.methods.declared_space import declared, traits_of
 from lightning_gc.methods.parameter_space import as_json, parse, parse_all

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from optuna.storages import BaseStorage
 
-from lightning_gc import AllGather, LocalMomentum, NetworkModel, NoMemory, Range, Residual, TwoShot
+from lightning_gc import AllGather, LocalMomentum, NetworkModel, NoMemory, Residual, TwoShot
+from lightning_gc.compressors import Range
 from lightning_gc.controllers import Accordion, Fixed
 from lightning_gc.tuning import Experiment, Method, Rounds, open_storage
 from lightning_gc.tuning.experiment import load_experiment

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import Compressor, HardThreshold, Residual, TopK
+from lightning_gc import HardThreshold, Residual, TopK
+from lightning_gc.compressors import Compressor
 from lightning_gc.testing import Lockstep
 
 WORKERS, D, STEPS = 4, 30, 60

@@ -19,7 +19,6 @@ from lightning_gc import (
     CompressionMonitor,
     HardThreshold,
     Identity,
-    Memory,
     NoMemory,
     PerParameter,
     Quantised,
@@ -37,6 +36,7 @@ from lightning_gc.core.elias_fano import encode
 from lightning_gc.core.flow import Flow
 from lightning_gc.exchange import Synchronizer, Workers, configure
 from lightning_gc.exchange.validation import refuse_sparse_gradients
+from lightning_gc.memories import Memory
 from lightning_gc.memories.base import GradientExchange
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightning_gc import (
     AllGather,
-    Compressor,
     HardThreshold,
     NoMemory,
     PerParameter,
@@ -17,7 +16,7 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.compressors import SIDCo, VarianceCriterion
+from lightning_gc.compressors import Compressor, SIDCo, VarianceCriterion
 from lightning_gc.core import elias_fano
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Exchange, Gather, Mean, Payload, resume

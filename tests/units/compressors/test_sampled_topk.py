@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_gc import DGC, AllGather, Compressor, Residual, Scheme, SparseReduce, TopK, TwoShot
+from lightning_gc import DGC, AllGather, Residual, SparseReduce, TopK, TwoShot
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.core.elias_fano import coded_bytes
+from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 
