@@ -110,7 +110,9 @@ def value(entry: Range | Choice, share: float) -> Any:
 
 def build(name: str, settings: Mapping[str, Any]) -> tasks.Method:
     """Return the compressor, memory and scheme of a method with these settings."""
-    method = dataclasses.replace(METHODS[name], every_tensor=settings.get("every_tensor", False))
+    method = dataclasses.replace(
+        METHODS[name], min_numel=0 if settings.get("every_tensor") else 1024
+    )
     prefixed = {PREFIX + LEVEL if field == LEVEL else field: x for field, x in settings.items()}
     trial = FixedTrial(prefixed)
     compressor: Compressor = method.suggest_compressor(trial)

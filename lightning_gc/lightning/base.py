@@ -134,9 +134,10 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         seed: int,
         state: Literal["full", "mean", "off"],
         state_dtype: Literal["float32", "bfloat16"],
+        min_numel: int,
     ) -> None:
         owner = type(self).__name__
-        configuration = configure(owner, compressor, memory, scheme, seed)
+        configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         self.compressor, self.memory = configuration.compressor, configuration.memory
         self.scheme, self.seed = configuration.scheme, configuration.seed
         if controller is not None:

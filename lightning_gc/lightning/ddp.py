@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import Synchronizer
 from lightning_gc.exchange.module_hooks import ModuleHook
@@ -35,10 +36,6 @@ class CompressedDDP(RealWorker):
     arguments of ``DDPStrategy``. By name: ``strategy="compressed_ddp"`` (bfloat16, the safe
     choice), ``"compressed_ddp_topk"`` and so on, after ``import lightning_gc``.
 
-    A bare compressor works layer by layer and leaves 1-D tensors and tensors under 1,024 elements
-    dense: ``PerParameter(SizeSwitch(compressor))``. ``PerParameter(compressor)`` compresses every
-    tensor, as does a bare compressor whose workers vote, such as ``SignSGD``.
-
     Args:
         compressor: an instance, or a name from the registry.
         memory: the error feedback rule. Default: ``Residual()`` for biased compressors,
@@ -57,6 +54,11 @@ class CompressedDDP(RealWorker):
             of the weights, and stop with a ``ReplicaError`` that names who differs, before the
             optimizer's step (on CUDA, one step later). ``"payload"``: as 1, and every message has a
             checksum, so that a damaged one is not decoded but named with its sender. 0: neither.
+        min_numel: tensors with fewer elements, and 1-D tensors, are sent uncompressed. 0 compresses
+            every tensor, also 1-D ones. ``PerParameter(compressor)`` compresses every tensor too,
+            and ``SizeSwitch(compressor, ...)`` has its own limits: with either, only the default is
+            allowed. So it is with ``Identity``, ``Cast`` and compressors whose workers vote, such
+            as ``SignSGD``, which compress every tensor.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
             ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ...
 
@@ -102,11 +104,12 @@ class CompressedDDP(RealWorker):
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         verify: Verify = 0,
+        min_numel: int = MIN_NUMEL,
         **ddp_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
         refuse_other_hooks("CompressedDDPStrategy", ddp_kwargs, "Trainer(precision='bf16-mixed')")
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         verification(verify, "CompressedDDPStrategy")
         self.verify = verify
         super().__init__(**ddp_kwargs)

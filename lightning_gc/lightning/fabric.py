@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_gc.attachment.attached import Attached, AttachedDDP
 from lightning_gc.checkpoint.of_fabric import FabricCheckpoint
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.validation import check_controller, refuse_rounds
@@ -45,6 +46,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
             of its own, in the folder ``lightning_gc_state`` beside the checkpoint, and
             ``fabric.load`` restores them: runs resume bit for bit. ``"off"``: errors begin at zero.
         verify: as for ``CompressedDDPStrategy``; errors are raised by ``fabric.backward``.
+        min_numel: as for ``CompressedDDPStrategy``.
         ddp_kwargs: as for Fabric's ``DDPStrategy``.
 
     Communication pattern:
@@ -75,6 +77,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         seed: int = 0,
         state: Literal["full", "off"] = "full",
         verify: Verify = 0,
+        min_numel: int = MIN_NUMEL,
         **ddp_kwargs: Any,
     ) -> None:
         owner = type(self).__name__
@@ -82,7 +85,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
         if state not in ("full", "off"):
             raise ValueError(f"{owner}(state={state!r}): use 'full' or 'off'.")
-        self.configuration = configure(owner, compressor, memory, scheme, seed)
+        self.configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         if controller is not None:
             parts = self.configuration
             check_controller(controller, parts.compressor, parts.memory, owner)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.exchange import Configuration
 from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
 from lightning_gc.exchange.peers import on_all_ranks
@@ -50,14 +51,13 @@ class CompressedFSDP(ShardedStrategy):
 
     Args:
         compressor: an unbiased one, as an instance or a name from the registry: ``QSGD(bits=8)``;
-            fewer bits send less and add more noise. A bare one works layer by layer and leaves 1-D
-            tensors and tensors under 1,024 elements dense, of whole parameters;
-            ``PerParameter(compressor)`` compresses every tensor.
+            fewer bits send less and add more noise.
         memory: None, or ``"none"`` for a biased compressor, whose errors are then dropped. Error
             feedback is refused: its errors would be of whole parameters on every rank, 4 bytes
             each, W times the shard.
         seed: of private random numbers, equal on all ranks; each draws its own by its rank, the
             parameter's name and the step. They are all of the state, so runs resume bit for bit.
+        min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter.
         model_parallel_kwargs: as for ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
@@ -106,11 +106,14 @@ class CompressedFSDP(ShardedStrategy):
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         seed: int = 0,
+        min_numel: int = MIN_NUMEL,
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
         check_settings(_OWNER, changed(type(self), model_parallel_kwargs))
-        self._configure(compressor, memory, ReduceScatter(), None, seed, "full", "float32")
+        self._configure(
+            compressor, memory, ReduceScatter(), None, seed, "full", "float32", min_numel
+        )
         check_memory(_OWNER, self.compressor, self.memory, memory is not None)
         self._scatters: UnitScatters | None = None
         super().__init__(**model_parallel_kwargs)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import Configuration
 from lightning_gc.exchange.peers import Peers
@@ -41,8 +42,7 @@ class CompressedHSDP(ShardedStrategy):
 
     Args:
         compressor: as for ``CompressedDDPStrategy``, like the next three. It works on shards, each
-            with random numbers of its own; a low-rank method factors each shard. Limits of size,
-            as of ``SizeSwitch``, are those of whole parameters.
+            with random numbers of its own; a low-rank method factors each shard.
         memory: the error feedback rule. Errors take 4 bytes per element of the shard, as much as a
             moment of Adam's.
         scheme: how payloads become a mean.
@@ -55,6 +55,7 @@ class CompressedHSDP(ShardedStrategy):
             replica; runs resume bit for bit, and on another mesh with the errors resharded, or
             their mean. ``"mean"``: their mean over replicas only. ``"off"``: none.
         state_dtype: ``"float32"``, or ``"bfloat16"`` for half the size at the price of rounding.
+        min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter.
         model_parallel_kwargs: as for ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
@@ -98,13 +99,14 @@ class CompressedHSDP(ShardedStrategy):
         bucket_cap_mb: float = 25,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
+        min_numel: int = MIN_NUMEL,
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
         check_settings(_OWNER, replicas, bucket_cap_mb, changed(type(self), model_parallel_kwargs))
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         refuse_whole_gradients(_OWNER, controller)
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._exchange: ShardExchange | None = None
         super().__init__(**model_parallel_kwargs)
 

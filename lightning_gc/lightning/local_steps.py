@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import Synchronizer
 from lightning_gc.exchange.peers import broadcast_all, take_over
@@ -67,6 +68,7 @@ class LocalSteps(LocalHooks, RealWorker):
         state_dtype: of errors in files, ``"float32"`` or ``"bfloat16"``.
         verify: n: in every n-th exchange workers compare their means, and for n > 1 the common
             weights; as for ``CompressedDDPStrategy``.
+        min_numel: as for ``CompressedDDPStrategy``.
         ddp_kwargs: as for Lightning's ``DDPStrategy``, but not what is for its wrapper:
             ``start_method``, ``process_group_backend``, ``timeout``, ...
 
@@ -122,13 +124,14 @@ class LocalSteps(LocalHooks, RealWorker):
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         verify: Verify = 0,
+        min_numel: int = MIN_NUMEL,
         **ddp_kwargs: Any,
     ) -> None:
         owner = "LocalStepsStrategy"
         given = changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
         refuse_wrapper_arguments(owner, given)
         refuse_unknown(type(self), compressor, given)
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._configure_rounds(every, outer, delay, merge, fragments, show, state)
         verification(verify, owner)
         self.verify = verify
