@@ -23,6 +23,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import check_checksum, checksum, with_checksum
 from lightning_gc.core.pytree import Tree, each_tensor
+from lightning_gc.core.registry import with_new_names
 from lightning_gc.core.state_structure import (
     COUNT,
     LEVEL,
@@ -338,7 +339,8 @@ def check_attached_state(state: Any, workers: Workers) -> str:
     except ValueError as error:
         raise _unusable(error) from error
     for what, own in _identity(workers).items():
-        if state.get(what) != own:
+        known = state.get(what)
+        if (with_new_names(known) if what == "configuration" else known) != own:
             raise ValueError(
                 f"has a state with {what}={state.get(what)!r}, but here it is {own!r}; give every "
                 f"worker the state that it has saved, and attach with the same arguments, or leave "
@@ -415,7 +417,7 @@ def check_settings(
     if memory.lookahead:
         raise ValueError(
             f"{memory!r} moves the weights around each forward pass, which a communication hook "
-            f"cannot; use CompressedDDPStrategy, or memory=Residual()."
+            f"cannot; use CompressedDDPStrategy, or memory=ErrorFeedback()."
         )
     if memory.lr_aware and not groups:
         raise ValueError(

@@ -27,6 +27,7 @@ from lightning_gc.checkpoint.validation import (
 )
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.pytree import Tree, average, each_tensor
+from lightning_gc.core.registry import with_new_names
 from lightning_gc.core.state_structure import Structure
 from lightning_gc.exchange.peers import explaining
 
@@ -274,6 +275,7 @@ def changes(
         shapes: parameter name -> shape, in this run.
         buffers: names of the buffers that this run's memory keeps per parameter.
     """
+    before = with_new_names(before)
     saved = own["averaged"].get("memory", {})
     units = [each.get("exchanged", "gradients") for each in (before, now)]
     dropped = bool(saved) and units[0] != units[1]
@@ -338,5 +340,5 @@ def _kept(had: Sequence[str], has: Sequence[str]) -> str:
             words.append(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {what}")
     said = ", ".join(words) if words else "neither has buffers"
     if "error" in had and "error" not in has:
-        said += ". To keep the errors, give a memory with an error buffer, such as Residual()"
+        said += ". To keep the errors, give a memory with an error buffer, such as ErrorFeedback()"
     return f"{said}."

@@ -6,6 +6,7 @@ from lightning_gc.compressors import Collective, Compressor, PerParameter, SizeS
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
+from lightning_gc.core.registry import make
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.schemes import AllGather, AllGatherOrTwoShot, AllReduce, Scheme, TwoShot
 
@@ -15,7 +16,7 @@ def combine(
 ) -> tuple[Compressor, Memory, Scheme | None]:
     """Fill in default memory and scheme, and refuse combinations that cannot work.
 
-    Memory: the one that the compressor names, else ``Residual()`` for biased compressors and
+    Memory: the one that the compressor names, else ``ErrorFeedback()`` for biased compressors and
     ``NoMemory()`` for unbiased ones. Scheme: ``AllReduce()`` for linear compressors, ``TwoShot()``
     for votes, ``AllGatherOrTwoShot()`` for other quantisers, ``AllGather()`` for the rest, none for
     a ``Collective``.
@@ -28,7 +29,8 @@ def combine(
     """
     traits = compressor.traits
     if memory is None:
-        memory = MEMORIES[traits.default_memory or ("none" if traits.unbiased else "residual")]()
+        default = traits.default_memory or ("none" if traits.unbiased else "error_feedback")
+        memory = make("memory", default, MEMORIES, Memory)
     if scheme is not None:
         scheme.check(compressor)
     elif not isinstance(compressor.method, Collective):
@@ -51,7 +53,7 @@ def combine(
     if traits.needs_sums and not memory.accumulates:
         raise ValueError(
             f"{compressor!r} sends what has added up over steps, but in {memory!r} nothing does, "
-            f"so that nothing would be sent; use Residual()."
+            f"so that nothing would be sent; use ErrorFeedback()."
         )
     if scheme is not None:
         scheme.check_memory(memory)

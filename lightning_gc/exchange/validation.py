@@ -41,7 +41,8 @@ def check_controller(controller: Any, compressor: Compressor, memory: Memory, wh
     controller.check(compressor.knob)
     if controller.needs.errors and not memory.buffers:
         raise ValueError(
-            f"{controller!r} watches the error, but {memory!r} keeps none; use memory=Residual()."
+            f"{controller!r} watches the error, but {memory!r} keeps none; "
+            f"use memory=ErrorFeedback()."
         )
 
 

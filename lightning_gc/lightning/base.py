@@ -231,7 +231,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         if share and not self.lightning_module.automatic_optimization:
             raise ValueError(
                 f"{self.memory!r} moves the weights around each forward and backward pass, which "
-                f"only automatic optimization tells apart; use that, or memory=Residual()."
+                f"only automatic optimization tells apart; use that, or memory=ErrorFeedback()."
             )
         here = {self.local_workers.local(param): name for param, name in self.names.items()}
         self._lookahead = Lookahead(share, here) if share else None

@@ -38,7 +38,7 @@ class CompressedDDP(RealWorker):
 
     Args:
         compressor: an instance, or a name from the registry.
-        memory: the error feedback rule. Default: ``Residual()`` for biased compressors,
+        memory: the error feedback rule. Default: ``ErrorFeedback()`` for biased compressors,
             ``NoMemory()`` for unbiased ones.
         scheme: how payloads become a mean. Default: ``AllReduce()`` for linear compressors,
             ``AllGatherOrTwoShot()`` for quantisers, ``AllGather()`` for sparsifiers.
@@ -87,7 +87,7 @@ class CompressedDDP(RealWorker):
         >>> from lightning_gc import CompressedDDPStrategy, TopK
         >>> strategy = CompressedDDPStrategy(TopK(density=0.01), start_method="spawn")
         >>> strategy.memory, strategy.scheme
-        (Residual(decay=1.0, lr_aware=False, gain=1.0), AllGather())
+        (ErrorFeedback(decay=1.0, lr_aware=False, gain=1.0), AllGather())
 
     Attributes:
         engine: state and configuration, once fitting has started; kept between fits.

@@ -81,7 +81,7 @@ class CompressedHSDP(ShardedStrategy):
         >>> from lightning_gc import CompressedHSDPStrategy, TopK
         >>> strategy = CompressedHSDPStrategy(TopK(density=0.01), replicas=2)
         >>> strategy.memory, strategy.scheme
-        (Residual(decay=1.0, lr_aware=False, gain=1.0), AllGather())
+        (ErrorFeedback(decay=1.0, lr_aware=False, gain=1.0), AllGather())
 
     Attributes:
         engine: state and configuration of this rank's shards, once fitting has started.

@@ -35,7 +35,7 @@ class LocalSteps(LocalHooks, RealWorker):
     from the common weights, ``Δ_i = θ − θ_i``, is compressed with error feedback and averaged like
     a gradient, ``outer`` makes a step of the common weights with the mean, and all go on from
     there. With H = 1, plain SGD and the default ``outer`` this is ``CompressedDDPStrategy`` with
-    ``Residual(lr_aware=True)``. There is no ``DistributedDataParallel`` wrapper, so unused
+    ``ErrorFeedback(lr_aware=True)``. There is no ``DistributedDataParallel`` wrapper, so unused
     parameters and sparse gradients need no settings.
 
     Validation, test and the ``state_dict`` of checkpoints see the common weights; buffers with

@@ -147,5 +147,5 @@ class OwnMomentum(Memory):
                 raise ValueError(
                     f"{self!r} has the momentum, so the optimizer must have none, but its {field} "
                     f"is {group[field]!r}; use torch.optim.SGD with momentum=0, AdamW with "
-                    f"betas=(0.0, 0.999), or memory=Residual()."
+                    f"betas=(0.0, 0.999), or memory=ErrorFeedback()."
                 )

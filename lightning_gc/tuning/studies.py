@@ -168,6 +168,8 @@ def agreed(study: str, known: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     known = dict(known) if isinstance(known, dict) else {}
     if "compressor" in known:  # rules of old studies name the compressor's file as well
         known["compressor"] = public_name(str(known["compressor"]))
+    if isinstance(memory := known.get("memory"), dict) and "class_path" in memory:
+        known["memory"] = memory | {"class_path": public_name(str(memory["class_path"]))}
     if "every_tensor" in known:
         known["min_numel"] = 0 if known.pop("every_tensor") else MIN_NUMEL
     if known and asked["bytes_counted"]:  # the first versions knew no others

@@ -19,10 +19,10 @@ from lightning_gc import (
     SCHEMES,
     Cast,
     EFSignSGD,
+    ErrorFeedback,
     HardThreshold,
     Identity,
     PowerSGD,
-    Residual,
     SizeSwitch,
     TopK,
     cli,
@@ -177,8 +177,8 @@ def test_every_reference_is_understood() -> None:
 
 
 def test_configurations_are_written_without_defaults() -> None:
-    assert written(Residual()) == "Residual()"
-    assert written(Residual(decay=0.9)) == "Residual(decay=0.9)"
+    assert written(ErrorFeedback()) == "ErrorFeedback()"
+    assert written(ErrorFeedback(decay=0.9)) == "ErrorFeedback(decay=0.9)"
     assert written(SizeSwitch(Identity(), min_dims=1)) == "SizeSwitch(inner=Identity(), min_dims=1)"
     assert written(TopK(0.5, selection="sampled")) == "TopK(density=0.5, selection='sampled')"
 

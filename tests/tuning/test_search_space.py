@@ -16,11 +16,11 @@ import pytest
 from lightning_gc import (
     COMPRESSORS,
     QSGD,
+    ErrorFeedback,
     HardThreshold,
     Identity,
     MomentumCorrection,
     PerParameter,
-    Residual,
     SizeSwitch,
     TopK,
     cli,
@@ -110,7 +110,7 @@ def test_memories_are_searched_too() -> None:
     mine = Method("dgc", memory=MomentumCorrection(clip=1.0), memory_space=narrow.memory_space)
     trial = optuna.trial.FixedTrial({"memory.momentum": 0.25})
     assert mine.suggest_memory(trial) == MomentumCorrection(0.25, clip=1.0)
-    assert Method("topk").suggest_memory(trial) == Residual()
+    assert Method("topk").suggest_memory(trial) == ErrorFeedback()
 
 
 def test_local_steps_are_searched_if_asked_for() -> None:
@@ -160,7 +160,7 @@ def test_spaces_are_written_down_as_plain_values() -> None:
     [
         (lambda: Method("topkk"), "'topkk'", "topk"),
         (lambda: Method("x", "no.such.Module"), "'no.such.Module'", "cannot be imported"),
-        (lambda: Method("x", "lightning_gc.Residual"), "'lightning_gc.Residual'", "topk"),
+        (lambda: Method("x", "lightning_gc.ErrorFeedback"), "'lightning_gc.ErrorFeedback'", "topk"),
         (lambda: Method("a/b", "topk"), "'a/b'", "use letters"),
         (lambda: Method("topk", fixed={"densty": 1}), "'densty'", "fields are density"),
         (lambda: Method("topk", fixed={"density": 2.0}), "to 2", "1e-05 to 1"),
@@ -176,7 +176,7 @@ def test_spaces_are_written_down_as_plain_values() -> None:
             "density",
             "do one",
         ),
-        (lambda: Method("dgc", memory="residul"), "'residul'", "'residual'"),
+        (lambda: Method("dgc", memory="residul"), "'residul'", "'error_feedback'"),
         (lambda: Method("topk", scheme="gather"), "'gather'", "'all_gather'"),
         (lambda: Method("topk", scheme="all_reduce"), "AllReduce()", "Use AllGather()"),
         (lambda: Method("topk", memory_space=(Range("m", 0, 1),)), "'m'", "fields are decay"),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from optuna.storages import BaseStorage
 
-from lightning_gc import AllGather, LocalMomentum, NetworkModel, NoMemory, Residual, TwoShot
+from lightning_gc import AllGather, ErrorFeedback, LocalMomentum, NetworkModel, NoMemory, TwoShot
 from lightning_gc.compressors import Range
 from lightning_gc.controllers import Accordion, Fixed
 from lightning_gc.tuning import Experiment, Method, Rounds, open_storage
@@ -72,8 +72,13 @@ def test_another_experiment_is_refused(
     [
         (topk(), topk(min_numel=0), "min_numel=1024", "min_numel=0"),
         (topk(), topk(fixed={"density": 0.1}), "space.density=", "fixed.density=0.1"),
-        (topk(), topk(memory=Residual(0.9)), "no memory.decay", "memory.decay=0.9"),
-        (topk(), topk(memory=NoMemory()), "lightning_gc.memories.Residual", "memories.NoMemory"),
+        (topk(), topk(memory=ErrorFeedback(0.9)), "no memory.decay", "memory.decay=0.9"),
+        (
+            topk(),
+            topk(memory=NoMemory()),
+            "lightning_gc.memories.ErrorFeedback",
+            "memories.NoMemory",
+        ),
         (topk(), topk(scheme=TwoShot()), "lightning_gc.schemes.AllGather", "schemes.TwoShot"),
         (
             topk(),
@@ -147,7 +152,7 @@ tune:
   metric: loss
   space: {model.x: {low: 0, high: 1}}
   methods:
-    topk: {memory: {class_path: lightning_gc.Residual, init_args: {decay: 0.9}}}
+    topk: {memory: {class_path: lightning_gc.ErrorFeedback, init_args: {decay: 0.9}}}
 """
 
 
@@ -168,7 +173,7 @@ def test_another_file_under_the_same_name_is_refused(
     open_study(rules, method, storage)
     shown = copy.deepcopy(sections)
     shown["trainer"]["enable_progress_bar"] = True
-    open_study(load_experiment(shown)[0], topk(memory=Residual(0.9)), storage)
+    open_study(load_experiment(shown)[0], topk(memory=ErrorFeedback(0.9)), storage)
     changed = copy.deepcopy(sections)
     *outer, last = path.split(".")
     node = changed

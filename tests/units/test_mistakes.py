@@ -41,21 +41,24 @@ MISTAKES = [
         "PerParameter is a class; give ...PerParameter(inner=...).",
     ),
     (
-        "CompressedDDPStrategy(TopK(), memory=Residual)",
-        "Residual is a class; give ...: Residual().",
+        "CompressedDDPStrategy(TopK(), memory=ErrorFeedback)",
+        "ErrorFeedback is a class; give ...: ErrorFeedback().",
     ),
     ("CompressedDDPStrategy(TopK(), scheme=AllGather)", "AllGather is a class; ...: AllGather()."),
     (
         "CompressedDDPStrategy(TopK(), memory='Residuals')",
-        "'Residuals' is not a memory (did you mean 'residual'?); ...: Residual().",
+        "'Residuals' is not a memory (did you mean 'error_feedback'?); ...: ErrorFeedback().",
     ),
     (
         "CompressedDDPStrategy(TopK(), memory='ef')",
-        "'ef' is not a memory (did you mean 'residual'?); ...: Residual().",
+        "'ef' is not a memory (did you mean 'error_feedback'?); ...: ErrorFeedback().",
     ),
+    ("CompressedDDPStrategy(TopK(), memory='error_feedback')", None),
+    ("CompressedDDPStrategy(TopK(), memory='residual')", None),  # its old name
+    ("CompressedDDPStrategy(TopK(), memory=Residual())", None),
     (
-        "CompressedDDPStrategy(TopK(), memory='error_feedback')",
-        "'error_feedback' is not a memory (did you mean 'residual'?); ...: Residual().",
+        "CompressedDDPStrategy(TopK(), memory='ErrorFeedback')",
+        "'ErrorFeedback' is not a memory (did you mean 'error_feedback'?); ...: ErrorFeedback().",
     ),
     (
         "SimulatedDDPStrategy('TopK', workers=2)",
@@ -72,7 +75,10 @@ MISTAKES = [
     ),
     ("TopK('0.05')", "TopK(density='0.05'): density is a number; write 0.05, without quotes."),
     ("QSGD('four')", "QSGD(bits='four'): bits is a number; write 4, without quotes."),
-    ("Residual(decay='90 %')", "Residual(decay='90 %'): decay is a number; write 0.9, ..."),
+    (
+        "ErrorFeedback(decay='90 %')",
+        "ErrorFeedback(decay='90 %'): decay is a number; write 0.9, ...",
+    ),
     (
         "NetworkModel(bandwidth_gbps='10 Gbit')",
         "NetworkModel(bandwidth_gbps='10 Gbit'): bandwidth_gbps is a number; write 10.0, ...",
@@ -101,7 +107,7 @@ MISTAKES = [
     ),
     # keyword arguments
     (
-        "CompressedDDPStrategy(TopK(), memmory=Residual())",
+        "CompressedDDPStrategy(TopK(), memmory=ErrorFeedback())",
         "CompressedDDPStrategy(memmory=...): there is no such argument (did you mean 'memory'?).",
     ),
     (

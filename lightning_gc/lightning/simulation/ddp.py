@@ -65,7 +65,7 @@ class SimulatedDDP(SimulatedWorkers):
         >>> from lightning_gc import NetworkModel, SimulatedDDPStrategy, TopK
         >>> strategy = SimulatedDDPStrategy(TopK(density=0.01), workers=4)
         >>> strategy.memory, strategy.workers, strategy.network.topology
-        (Residual(decay=1.0, lr_aware=False, gain=1.0), 4, 'parameter_server')
+        (ErrorFeedback(decay=1.0, lr_aware=False, gain=1.0), 4, 'parameter_server')
 
     Attributes:
         workers: W.
