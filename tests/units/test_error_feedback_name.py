@@ -96,7 +96,7 @@ def resume_attached(worker: int) -> None:
             with torch.no_grad():
                 for param in model.parameters():
                     assert param.grad is not None
-                    param -= 1e-3 * param.grad
+                    param.sub_(param.grad, alpha=1e-3)
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
