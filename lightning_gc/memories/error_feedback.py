@@ -78,3 +78,7 @@ class ErrorFeedback(Memory):
 
 Residual = ErrorFeedback
 """Old name of ``ErrorFeedback``; both may be used."""
+
+# LightningCLI looks for a short name in YAML, ``memory: Residual``, among subclasses. It then
+# imports the name from this module, and so finds the alias.
+_short_name = type("Residual", (ErrorFeedback,), {"__module__": __name__})

@@ -24,6 +24,7 @@ from lightning_gc import (
 )
 from lightning_gc.core.registry import public_name, with_new_names
 from lightning_gc.engine.compatibility import combine
+from lightning_gc.methods.yaml_config import methods_in
 from tests.support.fitting import fit
 from tests.support.models import Plain, common_batches
 from tests.support.processes import run_in_processes
@@ -53,6 +54,13 @@ def test_settings_of_then_are_read_with_the_new_name() -> None:
     assert public_name("lightning_gc.memories.Residual") == now
     assert public_name("lightning_gc.memories.residual.Residual") == now
     assert public_name("mine.Residual") == "mine.Residual"
+
+
+@pytest.mark.parametrize("path", ["", "lightning_gc.", "lightning_gc.memories."])
+def test_yaml_files_of_then_are_read(path: str) -> None:
+    for memory in (f"{path}Residual", {"class_path": f"{path}Residual"}):
+        methods = methods_in({"tune": {"methods": {"topk": {"memory": memory}}}})
+        assert methods["topk"].memory == ErrorFeedback()
 
 
 @contextlib.contextmanager
