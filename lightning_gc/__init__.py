@@ -100,11 +100,11 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
 
 
 _for_authors: dict[str, str] = {}
-"""``{name: where it is imported from}`` of what was here before: base classes, declarations."""
+"""``{name: dotted path}`` of base classes and declarations, which were at the top before."""
 
 
 def _import_all() -> None:
-    """List the public names: registries, and classes of which users make instances."""
+    """List the public names: registries, and classes that users can instantiate."""
     public = {}
     for package, family in _FAMILIES.items():
         module = _importlib.import_module(f"{__name__}.{package}")

@@ -31,7 +31,7 @@ _VARIANTS = {
     for launcher, how in _LAUNCHERS.items()
     for unused, what in _UNUSED.items()
 }
-"""What follows ``ddp`` in Lightning's names, which its messages advise -> arguments."""
+"""Suffix of ``ddp`` in the names that Lightning's messages advise -> arguments."""
 
 _KINDS: dict[str, tuple[str, Any, dict[str, dict[str, Any]]]] = {
     "ddp": ("DDP with compressed gradients", "cast", _VARIANTS),
