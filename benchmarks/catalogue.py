@@ -37,13 +37,8 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn  # noq
 from shared import hush  # noqa: E402
 from tune_language_model import LanguageModel, Text  # noqa: E402
 
-from lightning_gc import (  # noqa: E402
-    COMPRESSORS,
-    CompressionMonitor,
-    Compressor,
-    SimulatedDDPStrategy,
-    Unbounded,
-)
+from lightning_gc import COMPRESSORS, CompressionMonitor, SimulatedDDPStrategy  # noqa: E402
+from lightning_gc.compressors import Compressor, Unbounded  # noqa: E402
 from lightning_gc.methods.catalogue import written  # noqa: E402
 
 RATES = (20.0, 8.0)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import lightning_gc as gc
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import Codec
 from lightning_gc.core.flow import Flow
 from lightning_gc.core.text_table import markdown
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from images import resnet
 
 THRESHOLD = 10.0  # a random walk of steps of deviation 1 that starts at 0 reaches it in 100 steps
-METHODS: dict[str, gc.Compressor] = {
+METHODS: dict[str, Compressor] = {
     "Identity": gc.Identity(),
     "TopK(0.01)": gc.TopK(0.01),
     "TopK, sampled, bf16": gc.TopK(0.01, "bfloat16", "sampled"),
@@ -104,7 +105,7 @@ class Step:
             codecs, and ``all`` of the engine.
     """
 
-    def __init__(self, module: nn.Module, compressor: gc.Compressor, workers: int) -> None:
+    def __init__(self, module: nn.Module, compressor: Compressor, workers: int) -> None:
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         self.buckets = buckets(shapes)
         numels = [sum(torch.Size(s).numel() for s in bucket.values()) for bucket in self.buckets]
@@ -183,7 +184,7 @@ class Step:
         return measured
 
 
-def measure(module: nn.Module, compressor: gc.Compressor, workers: int, repeats: int) -> list[str]:
+def measure(module: nn.Module, compressor: Compressor, workers: int, repeats: int) -> list[str]:
     """Return copies that a step takes, those of its encoding and its decoding, and milliseconds."""
     step = Step(module, compressor, workers)
     found: dict[str, list[float]] = {}

@@ -25,10 +25,11 @@ from torch.utils.data import DataLoader
 import lightning_gc as gc
 from lightning_gc.bench.baselines import BASELINES, NONE, PLAIN, baseline_strategy
 from lightning_gc.bench.method_run import WARMUP_STEPS, StepTimer
+from lightning_gc.compressors import Compressor
 from lightning_gc.core.text_table import markdown
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
 
-METHODS: dict[str, gc.Compressor] = {
+METHODS: dict[str, Compressor] = {
     "Identity()": gc.Identity(),
     "Cast()": gc.Cast(),
     "TopK(0.01)": gc.TopK(0.01),

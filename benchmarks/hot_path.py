@@ -21,7 +21,8 @@ from typing import Any
 import dated_page
 import torch
 
-from lightning_gc import QSGD, Codec, HardThreshold, TopK
+from lightning_gc import QSGD, HardThreshold, TopK
+from lightning_gc.compressors import Codec
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.text_table import markdown
 

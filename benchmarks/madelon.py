@@ -42,11 +42,13 @@ from logistic_regression import Regression, madelon
 from rich.progress import track
 from torch import Tensor
 
-from lightning_gc import Compressor, HardThreshold, Identity, Memory, NoMemory, Residual, TopK
+from lightning_gc import HardThreshold, Identity, NoMemory, Residual, TopK
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.core.flow import Gather, Reply, Request
 from lightning_gc.engine import Engine
 from lightning_gc.engine.statistics import EpochStatistics
+from lightning_gc.memories import Memory
 from lightning_gc.transports import Simulated
 
 WORKERS, EPOCHS, OFFSET = 20, 30, 1e-4  # the last one: x₀ − x*, in every coordinate

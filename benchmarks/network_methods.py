@@ -21,7 +21,6 @@ from lightning_gc import (
     Cast,
     ChunkedTopK,
     CompressedDDPStrategy,
-    Compressor,
     HardThreshold,
     Identity,
     LocalStepsStrategy,
@@ -32,6 +31,7 @@ from lightning_gc import (
     TwoShot,
 )
 from lightning_gc.bench.baselines import BASELINES, NONE, HookStrategy, baseline_strategy
+from lightning_gc.compressors import Compressor
 
 LIMIT = timedelta(seconds=120)
 OURS: dict[str, tuple[Compressor, dict[str, Any]]] = {

@@ -35,17 +35,17 @@ from lightning_gc import (
     AllGather,
     AllReduce,
     Cast,
-    Compressor,
     Identity,
     RandomK,
-    Scheme,
     SparseReduce,
     TopK,
     TwoShot,
 )
 from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange, last_that_pays
 from lightning_gc.advice.traces import Pattern, Shapes, Trace, pattern, trace
+from lightning_gc.compressors import Compressor
 from lightning_gc.core.text_table import markdown
+from lightning_gc.schemes import Scheme
 
 FULL: Shapes = {
     "embedding": (10_000, 300),

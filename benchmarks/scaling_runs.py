@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_gc import Compressor, Scheme
 from lightning_gc.advice.traces import Shapes, engines, gradient
+from lightning_gc.compressors import Compressor
+from lightning_gc.schemes import Scheme
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.distributed import Distributed
 

@@ -32,8 +32,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import QSGD, Compressor, Hierarchical, PowerSGD, Scheme, TopK, attach
+from lightning_gc import QSGD, Hierarchical, PowerSGD, TopK, attach
+from lightning_gc.compressors import Compressor
 from lightning_gc.core.text_table import markdown
+from lightning_gc.schemes import Scheme
 
 NODES, LOCAL, WARMUP = 2, 2, 3
 LIMIT = timedelta(seconds=120)

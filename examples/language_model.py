@@ -35,12 +35,12 @@ from lightning_gc import (
     QSGD,
     CompressedDDPStrategy,
     CompressionMonitor,
-    Compressor,
     HardThreshold,
     Identity,
     PerParameter,
     TopK,
 )
+from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller, TotalErrorBudget
 
 hush()  # the workers import this file too, so this holds for them as well

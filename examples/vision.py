@@ -31,12 +31,12 @@ from lightning_gc import (
     QSGD,
     CompressedDDPStrategy,
     CompressionMonitor,
-    Compressor,
     HardThreshold,
     Identity,
     PerParameter,
     TopK,
 )
+from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import (
     Accordion,
     Controller,

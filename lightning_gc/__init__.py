@@ -1,6 +1,7 @@
 """Compress gradients of distributed training: compressors, error feedback, strategies.
 
 Names are imported when first used: ``import lightning_gc`` alone loads neither torch nor Lightning.
+Base classes and declarations for authors are in ``compressors``, ``memories`` and ``schemes``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if _TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_PACKAGES = ("compressors", "memories", "schemes")
+_FAMILIES = {"compressors": "Compressor", "memories": "Memory", "schemes": "Scheme"}
 _SINGLE = {
     "GrowingRounds": "local_steps",
     "NetworkModel": "transports.network_model",
@@ -73,6 +74,7 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
     def __getattr__(name: str) -> _Any:
         """Import a public name: a class for either Lightning, a submodule, or a registered class.
 
+        Names for authors are found too, with a warning that says where to import them from.
         ``import *`` asks for ``__all__``. Tools ask for other names that start with an underscore.
         """
         if name in _EITHER_LIGHTNING:
@@ -88,17 +90,37 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
                 _import_all()
             if name in globals():
                 return globals()[name]
+            return _importlib.import_module(f"{__name__}.core.registry").moved(
+                __name__, _for_authors, name
+            )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__getattr__("__all__")})
 
 
+_for_authors: dict[str, str] = {}
+"""``{name: dotted path}`` of base classes and declarations, which were at the top before."""
+
+
 def _import_all() -> None:
-    """Import the packages of compressors, memories and schemes, and list all public names."""
-    packages = [_importlib.import_module(f"{__name__}.{package}") for package in _PACKAGES]
-    names = {name: getattr(package, name) for package in packages for name in package.__all__}
-    globals().update(names, __all__=sorted([*names, *_SINGLE, *_EITHER_LIGHTNING]))
+    """List the public names: registries, and classes that users can instantiate."""
+    public = {}
+    for package, family in _FAMILIES.items():
+        module = _importlib.import_module(f"{__name__}.{package}")
+        _for_authors.update(getattr(module, "OLD_NAMES", {}))
+        for name in module.__all__:
+            value = getattr(module, name)
+            if name.isupper() or _is_final(value, getattr(module, family)):
+                public[name] = value
+            else:
+                _for_authors[name] = f"{__name__}.{package}.{name}"
+    globals().update(public, __all__=sorted([*public, *_SINGLE, *_EITHER_LIGHTNING]))
+
+
+def _is_final(value: _Any, family: type) -> bool:
+    a_class = isinstance(value, type) and issubclass(value, family)
+    return a_class and not value.__abstractmethods__
 
 
 _flavours.register_names()

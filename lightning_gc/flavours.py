@@ -1,7 +1,12 @@
 """Find the Lightning package that the program uses, and register our strategies in both packages.
 
 Importing our adaptor registers names such as ``"compressed_ddp"``. If Lightning is not imported
-yet, an import hook imports the adaptor later, as Lightning has no entry point for strategies.
+yet, an import hook in ``sys.meta_path`` imports the adaptor right after Lightning.
+
+Three other ways do not serve. Importing Lightning here would make ``import lightning_gc`` load
+torch. Lightning's entry points are for callbacks, and are read after the Trainer has looked up the
+strategy. Registering at the first use of our names is too late, because
+``strategy="compressed_ddp"`` uses none of them.
 """
 
 from __future__ import annotations

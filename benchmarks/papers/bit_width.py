@@ -18,16 +18,10 @@ import tasks
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
 from matplotlib.figure import Figure
 
-from lightning_gc import (
-    AllGather,
-    Compressor,
-    Memory,
-    NoMemory,
-    PerParameter,
-    Residual,
-    Uniform,
-)
+from lightning_gc import AllGather, NoMemory, PerParameter, Residual, Uniform
+from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Accordion, Controller, DynamicBitWidth, Schedule
+from lightning_gc.memories import Memory
 
 WHOLE = 1 << 24  # block size: one scale per tensor
 

@@ -18,7 +18,8 @@ import tasks
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
 from matplotlib.figure import Figure
 
-from lightning_gc import AllGather, Compressor, NoMemory, PerParameter, TopK, Uniform
+from lightning_gc import AllGather, NoMemory, PerParameter, TopK, Uniform
+from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller, Fixed, Schedule
 
 # Knob -> the compressor, and levels of five equal parts of the run, hardest compression first.

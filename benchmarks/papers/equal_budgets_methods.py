@@ -19,7 +19,8 @@ from catalogue import is_direction
 from equal_budgets_models import MODELS, refuses
 from optuna.trial import FixedTrial
 
-from lightning_gc import COMPRESSORS, Compressor, PerParameter, SizeSwitch
+from lightning_gc import COMPRESSORS, PerParameter, SizeSwitch
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.traits import LEVEL
 from lightning_gc.core.search_space import Choice, Range, Space
 from lightning_gc.engine.compatibility import by_default
@@ -109,7 +110,9 @@ def value(entry: Range | Choice, share: float) -> Any:
 
 def build(name: str, settings: Mapping[str, Any]) -> tasks.Method:
     """Return the compressor, memory and scheme of a method with these settings."""
-    method = dataclasses.replace(METHODS[name], every_tensor=settings.get("every_tensor", False))
+    method = dataclasses.replace(
+        METHODS[name], min_numel=0 if settings.get("every_tensor") else 1024
+    )
     prefixed = {PREFIX + LEVEL if field == LEVEL else field: x for field, x in settings.items()}
     trial = FixedTrial(prefixed)
     compressor: Compressor = method.suggest_compressor(trial)

@@ -16,7 +16,7 @@ import transformer_module
 from catalogue import is_direction
 from transformer import WIDTH
 
-from lightning_gc import Memory
+from lightning_gc.memories import Memory
 
 Cell = dict[str, Any]
 

@@ -38,18 +38,18 @@ from torch import Tensor
 from lightning_gc import (
     AbsoluteRounding,
     AllGather,
-    Compressor,
     HardThreshold,
     Identity,
-    Memory,
     NoMemory,
     Residual,
     TopK,
     Uniform,
 )
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.engine.statistics import EpochStatistics
+from lightning_gc.memories import Memory
 from lightning_gc.transports import Simulated
 
 WORKERS, STEPS, CONDITION = 20, 200, 20.0

@@ -22,7 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from lightning_gc import QSGD, Compressor, PowerSGD, TopK
+from lightning_gc import QSGD, PowerSGD, TopK
+from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import BySize, Controller, Fixed, LayerBudget
 
 TASKS: dict[str, Cell] = {

@@ -15,7 +15,8 @@ from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, 
 from matplotlib.figure import Figure
 from transformer_runs import Arm, run
 
-from lightning_gc import Memory, NarrowResidual, NoMemory, Residual, TopK
+from lightning_gc import NarrowResidual, NoMemory, Residual, TopK
+from lightning_gc.memories import Memory
 
 MEMORIES: dict[str, Memory] = {
     "float32": Residual(),

@@ -20,7 +20,8 @@ import tasks
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
 from matplotlib.figure import Figure
 
-from lightning_gc import DGC, QSGD, Compressor, HardThreshold, PerParameter, TopK
+from lightning_gc import DGC, QSGD, HardThreshold, PerParameter, TopK
+from lightning_gc.compressors import Compressor
 from lightning_gc.engine import Engine
 from lightning_gc.transports import Simulated
 

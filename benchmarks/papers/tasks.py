@@ -28,15 +28,11 @@ from torchmetrics import MeanMetric  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
 from tune_language_model import LanguageModel, Text  # noqa: E402
 
-from lightning_gc import (  # noqa: E402
-    CompressionMonitor,
-    Compressor,
-    Identity,
-    Memory,
-    Scheme,
-    SimulatedDDPStrategy,
-)
+from lightning_gc import CompressionMonitor, Identity, SimulatedDDPStrategy  # noqa: E402
+from lightning_gc.compressors import Compressor  # noqa: E402
 from lightning_gc.controllers import Controller  # noqa: E402
+from lightning_gc.memories import Memory  # noqa: E402
+from lightning_gc.schemes import Scheme  # noqa: E402
 
 Figures = dict[str, Any]
 CLIP = 0.25  # of the language model

@@ -26,7 +26,8 @@ from madelon_task import regression
 from matplotlib.figure import Figure
 from previous_budget import EvenBudget
 
-from lightning_gc import Compressor, HardThreshold, PerParameter, TopK
+from lightning_gc import HardThreshold, PerParameter, TopK
+from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import (
     Controller,
     Decision,

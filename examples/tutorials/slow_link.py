@@ -11,12 +11,12 @@ from lightning_gc import (
     QSGD,
     Cast,
     CompressionMonitor,
-    Compressor,
     Identity,
     NetworkModel,
     SimulatedDDPStrategy,
     TopK,
 )
+from lightning_gc.compressors import Compressor
 
 LINK = NetworkModel(latency_us=100, topology="ring")
 SPEEDS = (0.1, 1, 10)  # Gbit/s

@@ -17,7 +17,6 @@ from lightning_gc import (
     QSGD,
     CompressedDDPStrategy,
     CompressionMonitor,
-    Compressor,
     Identity,
     LocalStepsStrategy,
     NetworkModel,
@@ -25,6 +24,7 @@ from lightning_gc import (
     SimulatedLocalStepsStrategy,
     TopK,
 )
+from lightning_gc.compressors import Compressor
 
 LINK = NetworkModel(bandwidth_gbps=0.01, latency_us=20_000, topology="ring")
 METHODS: dict[str, tuple[Compressor, int]] = {

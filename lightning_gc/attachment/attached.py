@@ -142,7 +142,7 @@ class Setup:
         if memory.lookahead:
             raise ValueError(
                 f"{memory!r} moves the weights around each forward pass, which a communication "
-                f"hook cannot; use CompressedDDPStrategy, or memory=Residual()."
+                f"hook cannot; use CompressedDDPStrategy, or memory=ErrorFeedback()."
             )
         if memory.lr_aware and not groups:
             raise ValueError(

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc.attachment.attached import Attached, AttachedDDP, Setup
 from lightning_gc.attachment.attached_shards import AttachedShards
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.verification import Verify, verification
@@ -41,6 +42,7 @@ def attach(
     timeout: timedelta | None = None,
     verify: Verify = 0,
     bucket_cap_mb: float = 25,
+    min_numel: int = MIN_NUMEL,
 ) -> Attached:
     """Compress the gradients that a ``DistributedDataParallel`` or FSDP2 module exchanges.
 
@@ -53,7 +55,7 @@ def attach(
         module: a ``DistributedDataParallel`` module without a communication hook, or one that
             ``fully_shard`` was called on, after all of its parts.
         compressor: an instance, or a name from the registry. As with ``CompressedDDPStrategy``, a
-            bare one works layer by layer and leaves small and 1-D tensors dense.
+            bare one works per parameter; see ``min_numel``.
         memory: the error feedback rule; the compressor's default if left out.
         scheme: how payloads become a mean; the compressor's default if left out.
         controller: chooses levels; the training loop calls ``begin_epoch`` or ``begin_batch``.
@@ -68,6 +70,7 @@ def attach(
             forward pass, or ``close``.
         bucket_cap_mb: of a model in shards: megabytes of a rank's shards from which on a bucket is
             full, as for ``CompressedHSDPStrategy``. DDP has its own.
+        min_numel: as for ``CompressedDDPStrategy``.
 
     Returns:
         A handle for levels, byte counts, checkpoints and closing.
@@ -95,7 +98,7 @@ def attach(
             optimizer.step()
     """
     _refuse_other_modules(module)
-    configuration = configure("attach", compressor, memory, scheme, seed)
+    configuration = configure("attach", compressor, memory, scheme, seed, min_numel)
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
     verification(verify, "attach")

@@ -21,6 +21,7 @@ from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop
 from lightning_gc.control.probes import WorkerStatistics
 from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree
+from lightning_gc.core.registry import with_new_names
 from lightning_gc.core.state_structure import (
     COUNT,
     LEVEL,
@@ -188,7 +189,8 @@ def _opened(given: Any, workers: Workers) -> Tree:
     try:
         state = _STATE.opened(dict(given) if isinstance(given, Mapping) else given, {}, _MAYBE)
         for what, own in _settings(workers).items():
-            if state.get(what) != own:
+            known = state.get(what)
+            if (with_new_names(known) if what == "configuration" else known) != own:
                 raise _Other(
                     f"has a state with {what}={state.get(what)!r}, but here it is {own!r}; attach "
                     f"with the same arguments, on as many shards, {_ZERO}."

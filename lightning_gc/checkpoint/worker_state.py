@@ -18,6 +18,7 @@ from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import check_checksum
 from lightning_gc.core.pytree import Tree, average, each_tensor, reduced
+from lightning_gc.core.registry import with_new_names
 from lightning_gc.core.state_structure import (
     ANYTHING,
     COUNT,
@@ -244,6 +245,7 @@ def changes(
         shapes: parameter name -> shape, in this run.
         buffers: names of the buffers that this run's memory keeps per parameter.
     """
+    before = with_new_names(before)
     saved = state.averaged.get("memory", {})
     units = [each.get("exchanged", "gradients") for each in (before, now)]
     dropped = bool(saved) and units[0] != units[1]
@@ -308,7 +310,7 @@ def _kept(had: Sequence[str], has: Sequence[str]) -> str:
             words.append(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {what}")
     said = ", ".join(words) if words else "neither has buffers"
     if "error" in had and "error" not in has:
-        said += ". To keep the errors, give a memory with an error buffer, such as Residual()"
+        said += ". To keep the errors, give a memory with an error buffer, such as ErrorFeedback()"
     return f"{said}."
 
 
@@ -451,4 +453,5 @@ def check_own(
 
 
 def _same_compressor(shared: Tree, workers: Workers) -> bool:
-    return bool(shared["configuration"]["compressor"] == repr(workers.configuration.compressor))
+    saved = with_new_names(shared["configuration"])
+    return saved["compressor"] == repr(workers.configuration.compressor)

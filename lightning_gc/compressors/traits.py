@@ -97,7 +97,7 @@ class Traits:
             repeated on all workers treat elements one by one. They use neither matrix products nor
             sums of many elements nor a generator's numbers.
         default_memory: name of the default memory; None means ``"none"`` for unbiased compressors,
-            otherwise ``"residual"``.
+            otherwise ``"error_feedback"``.
         knob: the field that a controller sets, or None.
         space: fields worth tuning, with ranges. A knob missing here is tuned over its own range.
             ``level`` means a knob that is a field of the inner compressor.

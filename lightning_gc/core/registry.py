@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import inspect
+import re
+import sys
+import warnings
 from collections.abc import Collection, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_RENAMED = {"residual": "error_feedback", "Residual": "ErrorFeedback"}
+"""Old names, still accepted and read -> new ones: of the registry, and of classes in a ``repr``."""
+
+
+def with_new_names(words: Mapping[str, str]) -> dict[str, str]:
+    """Return settings as text, such as ``repr`` of a memory, with the classes' new names.
+
+    Checkpoints keep the names of their version. Compare their settings after this.
+
+    Example:
+        >>> with_new_names({"memory": "Residual(decay=0.9)"})
+        {'memory': 'ErrorFeedback(decay=0.9)'}
+    """
+    return {
+        name: re.sub(r"\w+(?=\()", lambda found: _RENAMED.get(found[0], found[0]), text)
+        for name, text in words.items()
+    }
 
 
 def export(namespace: dict[str, Any], *more: str) -> None:
@@ -25,6 +47,30 @@ def export(namespace: dict[str, Any], *more: str) -> None:
     kinds = (type, FunctionType)
     found = [n for n, v in namespace.items() if isinstance(v, kinds) and not n.startswith("_")]
     namespace["__all__"] = sorted([*found, *more])
+
+
+def moved(package: str, homes: Mapping[str, str], name: str) -> Any:
+    """Return what a package's ``__getattr__`` is asked for, if it has an old name or place.
+
+    Args:
+        package: the package's name.
+        homes: ``{old name: dotted path where it is now}``.
+        name: that is asked for.
+
+    Raises:
+        AttributeError: the name is not in ``homes``.
+
+    Warns:
+        DeprecationWarning: the name is old; the warning says what to write instead.
+    """
+    if name not in homes:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    home, _, now = homes[name].rpartition(".")
+    asking = sys._getframe(2).f_globals.get("__name__", "")  # ``__getattr__`` lies between
+    if not asking.startswith("jsonargparse."):  # it tries shorter paths of every annotated class
+        said = f"`from {package} import {name}` is deprecated; write `from {home} import {now}`."
+        warnings.warn(said, DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(home), now)
 
 
 def subclasses(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:
@@ -66,7 +112,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def public_name(path: str) -> str:
-    """Return the dotted path that users write; paths of other packages are unchanged.
+    """Return the dotted path that users write, with a class's new name, if it is of this package.
 
     Example:
         >>> public_name("lightning_gc.compressors.sparsifiers.topk.TopK")
@@ -75,7 +121,8 @@ def public_name(path: str) -> str:
     top, _, rest = path.partition(".")
     if top != __name__.partition(".")[0]:
         return path
-    return f"{top}.{rest.partition('.')[0]}.{rest.rpartition('.')[2]}"
+    name = rest.rpartition(".")[2]
+    return f"{top}.{rest.partition('.')[0]}.{_RENAMED.get(name, name)}"
 
 
 def path_of(cls: type) -> str:
@@ -91,6 +138,8 @@ def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T])
     """
     if isinstance(value, base):
         return value
+    if isinstance(value, str):
+        value = _RENAMED.get(value, value)
     if isinstance(value, str) and value in known:
         return known[value]()
     if isinstance(value, type) and issubclass(value, base):
@@ -115,13 +164,14 @@ def did_you_mean(value: object, known: Collection[str]) -> str:
     return "" if close is None else f" (did you mean {close!r}?)"
 
 
-_MEANT = {"ef": "residual", "errorfeedback": "residual", "h": "every"}
+_MEANT = {"ef": "error_feedback", "h": "every"}
 """Names used in the literature -> our names, where the spelling is too different to match."""
 
 
 def closest(value: object, known: Collection[str]) -> str | None:
     """Return the known name closest to ``value``, such as a class name or a misspelt name."""
     plain = {_plain(name): name for name in known}
+    plain |= {old: now for old, now in _RENAMED.items() if now in known}
     asked = _plain(str(value).partition("(")[0])
     if _MEANT.get(asked) in known:
         return _MEANT[asked]

@@ -22,7 +22,7 @@ class Range:
         ValueError: the range is empty or infinite, or is logarithmic and starts at or below 0.
 
     Example:
-        >>> from lightning_gc import Range
+        >>> from lightning_gc.compressors import Range
         >>> Range("density", 1e-4, 0.1, scale="log").high
         0.1
     """
@@ -59,7 +59,7 @@ class Choice:
         ValueError: ``values`` is empty, or a value has another type.
 
     Example:
-        >>> from lightning_gc import Choice
+        >>> from lightning_gc.compressors import Choice
         >>> Choice("norm", ("max", "l2")).values
         ('max', 'l2')
     """

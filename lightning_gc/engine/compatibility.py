@@ -5,6 +5,8 @@ from __future__ import annotations
 from lightning_gc.compressors import Collective, Compressor, PerParameter, SizeSwitch
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
+from lightning_gc.core.registry import make
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.schemes import AllGather, AllGatherOrTwoShot, AllReduce, Scheme, TwoShot
 
@@ -14,7 +16,7 @@ def combine(
 ) -> tuple[Compressor, Memory, Scheme | None]:
     """Fill in default memory and scheme, and refuse combinations that cannot work.
 
-    Memory: the one that the compressor names, else ``Residual()`` for biased compressors and
+    Memory: the one that the compressor names, else ``ErrorFeedback()`` for biased compressors and
     ``NoMemory()`` for unbiased ones. Scheme: ``AllReduce()`` for linear compressors, ``TwoShot()``
     for votes, ``AllGatherOrTwoShot()`` for other quantisers, ``AllGather()`` for the rest, none for
     a ``Collective``.
@@ -24,7 +26,8 @@ def combine(
     """
     traits = compressor.traits
     if memory is None:
-        memory = MEMORIES[traits.default_memory or ("none" if traits.unbiased else "residual")]()
+        default = traits.default_memory or ("none" if traits.unbiased else "error_feedback")
+        memory = make("memory", default, MEMORIES, Memory)
     if scheme is not None:
         scheme.check(compressor)
     elif not isinstance(compressor.method, Collective):
@@ -42,16 +45,42 @@ def _default_scheme(traits: Traits) -> Scheme:
     return AllGatherOrTwoShot() if traits.conserves else TwoShot()
 
 
-def by_default(compressor: Compressor) -> Compressor:
-    """Wrap a bare compressor so that it works layer by layer, with small and 1-D tensors dense.
+def by_default(
+    compressor: Compressor, min_numel: int = MIN_NUMEL, owner: str = "by_default"
+) -> Compressor:
+    """Wrap a bare compressor so that it works per parameter and sends small tensors uncompressed.
 
-    Elementwise compressors are not wrapped, nor is what a user has wrapped: ``PerParameter(c)``
-    compresses every tensor, ``SizeSwitch(c, ...)`` sets other limits. Compressors that vote
-    (``conserves`` is False) compress all tensors.
+    Three kinds of compressors are not wrapped in a ``SizeSwitch`` and compress every tensor:
+    elementwise ones, those whose workers vote (``conserves`` is False), and one that the user has
+    put in a ``PerParameter``. A ``SizeSwitch`` of the user's keeps its own limits.
+
+    Args:
+        compressor: bare, or in the user's wrappers.
+        min_numel: tensors with fewer elements, and 1-D tensors, are sent uncompressed. 0 compresses
+            every tensor, also 1-D ones.
+        owner: the class or function with this argument, for error messages.
+
+    Raises:
+        ValueError: ``min_numel`` is not a number of elements, or is changed where it has no effect.
     """
-    traits = compressor.traits
-    if traits.elementwise or isinstance(compressor, (PerParameter, SizeSwitch)):
+    if type(min_numel) is not int or min_numel < 0:
+        raise ValueError(
+            f"{owner}(min_numel={min_numel!r}): give the number of elements from which on a tensor "
+            f"is compressed; use {MIN_NUMEL}, or 0 for every tensor."
+        )
+    traits, changed = compressor.traits, min_numel != MIN_NUMEL
+    if isinstance(compressor, PerParameter | SizeSwitch):
+        if changed:
+            raise ValueError(
+                f"{owner}(min_numel={min_numel}): {compressor!r} says itself which tensors are "
+                f"compressed; leave min_numel out, or give the compressor without its wrapper."
+            )
         return layerwise(compressor)
-    if not traits.conserves:  # one learning rate for votes and for gradients suits neither
-        return PerParameter(compressor)
-    return PerParameter(SizeSwitch(compressor))
+    if traits.elementwise or not traits.conserves:
+        if changed and min_numel:
+            raise ValueError(
+                f"{owner}(min_numel={min_numel}): {compressor!r} compresses every tensor; leave "
+                f"min_numel out, or give SizeSwitch({compressor!r}, min_numel={min_numel})."
+            )
+        return layerwise(compressor)
+    return PerParameter(SizeSwitch(compressor, min_numel) if min_numel else compressor)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.flow import Flow
 from lightning_gc.core.registry import make
@@ -330,6 +331,7 @@ def configure(
     memory: Memory | str | None,
     scheme: Scheme | str | None,
     seed: int,
+    min_numel: int = MIN_NUMEL,
 ) -> Configuration:
     """Look names up, fill in defaults, and refuse combinations that cannot work.
 
@@ -339,9 +341,11 @@ def configure(
         memory: an instance or a name; None: the compressor's default.
         scheme: an instance or a name; None: the compressor's default.
         seed: of private random numbers.
+        min_numel: tensors with fewer elements, and 1-D tensors, are sent uncompressed.
 
     Raises:
-        ValueError: a combination that cannot work, an unknown name, a seed that is no integer.
+        ValueError: a combination that cannot work, an unknown name, a seed that is no integer, a
+            ``min_numel`` that ``by_default`` refuses.
     """
     if not isinstance(seed, int):
         raise ValueError(f"{owner}(seed={seed!r}): the seed is a whole number.")
@@ -350,4 +354,5 @@ def configure(
         memory = make("memory", memory, MEMORIES, Memory)
     if scheme is not None:
         scheme = make("scheme", scheme, SCHEMES, Scheme)
-    return Configuration(*combine(by_default(compressor), memory, scheme), seed)
+    compressor = by_default(compressor, min_numel, owner)
+    return Configuration(*combine(compressor, memory, scheme), seed)

@@ -149,9 +149,10 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         seed: int,
         state: Literal["full", "mean", "off"],
         state_dtype: Literal["float32", "bfloat16"],
+        min_numel: int,
     ) -> None:
         owner = type(self).__name__
-        configuration = configure(owner, compressor, memory, scheme, seed)
+        configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         self.compressor, self.memory = configuration.compressor, configuration.memory
         self.scheme, self.seed = configuration.scheme, configuration.seed
         check_controller(
@@ -213,7 +214,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         if share and not self.lightning_module.automatic_optimization:
             raise ValueError(
                 f"{self.memory!r} moves the weights around each forward and backward pass, which "
-                f"only automatic optimization distinguishes; use that, or memory=Residual()."
+                f"only automatic optimization distinguishes; use that, or memory=ErrorFeedback()."
             )
         self._close()
         self._failed = False

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.attachment.attached import AttachedDDP
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
@@ -28,13 +29,9 @@ class CompressedDDP(RealWorker):
     arguments of ``DDPStrategy``. By name: ``strategy="compressed_ddp"`` (bfloat16, the safe
     choice), ``"compressed_ddp_topk"`` and so on, after ``import lightning_gc``.
 
-    A bare compressor works layer by layer and leaves 1-D tensors and tensors under 1,024 elements
-    dense: ``PerParameter(SizeSwitch(compressor))``. ``PerParameter(compressor)`` compresses every
-    tensor, as does a bare compressor whose workers vote, such as ``SignSGD``.
-
     Args:
         compressor: an instance, or a name from the registry.
-        memory: the error feedback rule. Default: ``Residual()`` for biased compressors,
+        memory: the error feedback rule. Default: ``ErrorFeedback()`` for biased compressors,
             ``NoMemory()`` for unbiased ones.
         scheme: how payloads become a mean. Default: ``AllReduce()`` for linear compressors,
             ``AllGatherOrTwoShot()`` for quantisers, ``AllGather()`` for sparsifiers.
@@ -50,6 +47,11 @@ class CompressedDDP(RealWorker):
             of the weights, and stop with a ``ReplicaError`` that names who differs, before the
             optimizer's step (on CUDA, one step later). ``"payload"``: as 1, and every message has a
             checksum, so that a damaged one is not decoded but named with its sender. 0: neither.
+        min_numel: tensors with fewer elements, and 1-D tensors, are sent uncompressed. 0 compresses
+            every tensor, also 1-D ones. ``PerParameter(compressor)`` compresses every tensor too,
+            and ``SizeSwitch(compressor, ...)`` has its own limits: with either, only the default is
+            allowed. So it is with ``Identity``, ``Cast`` and compressors whose workers vote, such
+            as ``SignSGD``, which compress every tensor.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
             ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ...
 
@@ -79,7 +81,7 @@ class CompressedDDP(RealWorker):
         >>> from lightning_gc import CompressedDDPStrategy, TopK
         >>> strategy = CompressedDDPStrategy(TopK(density=0.01), start_method="spawn")
         >>> strategy.memory, strategy.scheme
-        (Residual(decay=1.0, lr_aware=False, gain=1.0), AllGather())
+        (ErrorFeedback(decay=1.0, lr_aware=False, gain=1.0), AllGather())
 
     Attributes:
         engine: state and configuration, once fitting has started; kept between fits.
@@ -96,11 +98,12 @@ class CompressedDDP(RealWorker):
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         verify: Verify = 0,
+        min_numel: int = MIN_NUMEL,
         **ddp_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
         refuse_other_hooks("CompressedDDPStrategy", ddp_kwargs, "Trainer(precision='bf16-mixed')")
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         verification(verify, "CompressedDDPStrategy")
         self.verify = verify
         super().__init__(**ddp_kwargs)

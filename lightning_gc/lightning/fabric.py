@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_gc.attachment.attached import Attached, AttachedDDP, Setup
 from lightning_gc.checkpoint.side_file_store import FabricCheckpoint
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.validation import check_controller
@@ -47,6 +48,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
             itself has the mean over workers. ``"off"``: errors begin at zero. If the number of
             workers has changed, each begins with the mean of the errors.
         verify: as for ``CompressedDDPStrategy``; errors are raised by ``fabric.backward``.
+        min_numel: as for ``CompressedDDPStrategy``.
         ddp_kwargs: as for Fabric's ``DDPStrategy``.
 
     Communication pattern:
@@ -76,6 +78,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         verify: Verify = 0,
+        min_numel: int = MIN_NUMEL,
         **ddp_kwargs: Any,
     ) -> None:
         owner = type(self).__name__
@@ -83,7 +86,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
         if state not in ("full", "mean", "off"):
             raise ValueError(f"{owner}(state={state!r}): use 'full', 'mean' or 'off'.")
-        self.configuration = configure(owner, compressor, memory, scheme, seed)
+        self.configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         parts = self.configuration
         check_controller(controller, parts.compressor, parts.memory, owner, rounds=False)
         verification(verify, owner)

@@ -11,4 +11,4 @@ class CompressedFabricStrategy(CompressedFabric, DDPStrategy):
     __doc__ = CompressedFabric.__doc__
 
 
-register(STRATEGY_REGISTRY, CompressedFabricStrategy)
+register(STRATEGY_REGISTRY, ddp=CompressedFabricStrategy)

@@ -16,12 +16,7 @@ from lightning_gc.lightning.fsdp import CompressedFSDP
 from lightning_gc.lightning.hsdp import CompressedHSDP
 from lightning_gc.lightning.local_steps import LocalSteps
 from lightning_gc.lightning.monitor import Monitor
-from lightning_gc.lightning.names import (
-    register,
-    register_fsdp,
-    register_hsdp,
-    register_local_steps,
-)
+from lightning_gc.lightning.names import register
 from lightning_gc.lightning.simulation.ddp import SimulatedDDP
 from lightning_gc.lightning.simulation.local_steps import SimulatedLocalSteps
 from lightning_gc.lightning.workarounds import FirstCallback
@@ -68,7 +63,10 @@ class CompressionMonitor(Monitor, Callback):
     __doc__ = Monitor.__doc__
 
 
-register(StrategyRegistry, CompressedDDPStrategy)
-register_hsdp(StrategyRegistry, CompressedHSDPStrategy)
-register_fsdp(StrategyRegistry, CompressedFSDPStrategy)
-register_local_steps(StrategyRegistry, LocalStepsStrategy)
+register(
+    StrategyRegistry,
+    ddp=CompressedDDPStrategy,
+    hsdp=CompressedHSDPStrategy,
+    fsdp=CompressedFSDPStrategy,
+    local_steps=LocalStepsStrategy,
+)

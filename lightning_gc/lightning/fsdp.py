@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.attached_shards import AttachedScatters
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.exchange import Configuration
 from lightning_gc.lightning.arguments import changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
@@ -34,9 +35,7 @@ class CompressedFSDP(ShardedStrategy):
 
     Args:
         compressor: an unbiased one, as an instance or a name from the registry: ``QSGD(bits=8)``;
-            fewer bits send less and add more noise. A bare one works layer by layer and leaves 1-D
-            tensors and tensors under 1,024 elements dense, of whole parameters;
-            ``PerParameter(compressor)`` compresses every tensor.
+            fewer bits send less and add more noise.
         memory: None, or ``"none"`` for a biased compressor, whose errors are then dropped. Error
             feedback is refused: its errors would be of whole parameters on every rank, 4 bytes
             each, W times the shard.
@@ -45,6 +44,7 @@ class CompressedFSDP(ShardedStrategy):
         verify: ``"payload"``: every message has a checksum, so that a damaged one is not decoded
             but named with its sender. A number of steps is refused: no two ranks have the same
             shard to compare.
+        min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter.
         model_parallel_kwargs: as for ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
@@ -94,11 +94,14 @@ class CompressedFSDP(ShardedStrategy):
         memory: Memory | str | None = None,
         seed: int = 0,
         verify: Literal[0, "payload"] = 0,
+        min_numel: int = MIN_NUMEL,
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
         refuse_settings(_OWNER, "FSDP", changed(type(self), model_parallel_kwargs))
-        self._configure(compressor, memory, ReduceScatter(), None, seed, "full", "float32")
+        self._configure(
+            compressor, memory, ReduceScatter(), None, seed, "full", "float32", min_numel
+        )
         refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
         if verify not in (0, "payload") or isinstance(verify, bool):
             raise ValueError(

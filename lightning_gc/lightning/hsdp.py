@@ -11,6 +11,7 @@ from typing import Any, Literal
 from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.attached_shards import AttachedShards
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import Configuration
 from lightning_gc.exchange.verification import Verify, verification
@@ -41,8 +42,7 @@ class CompressedHSDP(ShardedStrategy):
 
     Args:
         compressor: as for ``CompressedDDPStrategy``, like the next three. It works on shards, each
-            with its own random numbers; a low-rank method factors each shard. Limits of size, as of
-            ``SizeSwitch``, count full parameters.
+            with its own random numbers; a low-rank method factors each shard.
         memory: the error feedback rule. Errors take 4 bytes per element of the shard, as much as a
             moment of Adam's.
         scheme: how payloads become a mean.
@@ -58,6 +58,7 @@ class CompressedHSDP(ShardedStrategy):
         verify: as for ``CompressedDDPStrategy``: replicas compare the means and weights of their
             shards. Ranks that have them stop with a ``ReplicaError``, all others with a
             ``PeerError``.
+        min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter.
         model_parallel_kwargs: as for ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
@@ -83,7 +84,7 @@ class CompressedHSDP(ShardedStrategy):
         >>> from lightning_gc import CompressedHSDPStrategy, TopK
         >>> strategy = CompressedHSDPStrategy(TopK(density=0.01), replicas=2)
         >>> strategy.memory, strategy.scheme
-        (Residual(decay=1.0, lr_aware=False, gain=1.0), AllGather())
+        (ErrorFeedback(decay=1.0, lr_aware=False, gain=1.0), AllGather())
 
     Attributes:
         engine: state and configuration of this rank's shards, once fitting has started.
@@ -104,6 +105,7 @@ class CompressedHSDP(ShardedStrategy):
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         verify: Verify = 0,
+        min_numel: int = MIN_NUMEL,
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
@@ -116,7 +118,7 @@ class CompressedHSDP(ShardedStrategy):
         check_bucket_cap(_OWNER, bucket_cap_mb)
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         refuse_curves(_OWNER, controller)
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         verification(verify, _OWNER)
         self.verify = verify
         super().__init__(**model_parallel_kwargs)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.attachment.attached import AttachedRounds
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.control.training_progress import steps_of
 from lightning_gc.controllers import Controller
@@ -302,7 +303,7 @@ class LocalSteps(LocalHooks, RealWorker):
     from the common weights, ``Δ_i = θ − θ_i``, is compressed with error feedback and averaged like
     a gradient, ``outer`` makes a step of the common weights with the mean, and all go on from
     there. With H = 1, plain SGD and the default ``outer`` this is ``CompressedDDPStrategy`` with
-    ``Residual(lr_aware=True)``. There is no ``DistributedDataParallel`` wrapper, so unused
+    ``ErrorFeedback(lr_aware=True)``. There is no ``DistributedDataParallel`` wrapper, so unused
     parameters and sparse gradients need no settings.
 
     Validation, test and the ``state_dict`` of checkpoints see the common weights; buffers with
@@ -335,6 +336,7 @@ class LocalSteps(LocalHooks, RealWorker):
         state_dtype: of errors in files, ``"float32"`` or ``"bfloat16"``.
         verify: n: in every n-th exchange workers compare their means, and for n > 1 the common
             weights; as for ``CompressedDDPStrategy``.
+        min_numel: as for ``CompressedDDPStrategy``.
         ddp_kwargs: as for Lightning's ``DDPStrategy``, but not what is for its wrapper:
             ``start_method``, ``process_group_backend``, ``timeout``, ...
 
@@ -390,13 +392,14 @@ class LocalSteps(LocalHooks, RealWorker):
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         verify: Verify = 0,
+        min_numel: int = MIN_NUMEL,
         **ddp_kwargs: Any,
     ) -> None:
         owner = "LocalStepsStrategy"
         given = changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
         refuse_wrapper_arguments(owner, given)
         refuse_unknown(type(self), compressor, given)
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._configure_rounds(every, outer, delay, merge, fragments, show, state)
         verification(verify, owner)
         self.verify = verify

@@ -1,15 +1,20 @@
-"""Names of our strategies for processes in Lightning's registry, for each that ``ddp`` has."""
+"""Register names of our strategies with Lightning, and answer those that are not registered.
+
+Listed are each kind of training, and DDP with each method. Other combinations, such as
+``"compressed_hsdp_topk"`` or ``"compressed_ddp_topk_spawn"``, work without being listed.
+"""
 
 from __future__ import annotations
 
-import re
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
 from lightning_gc.compressors import COMPRESSORS, QSGD, BinMeans, ChunkedTopK, Quantised
+from lightning_gc.core.registry import closest
 from lightning_gc.local_steps import OuterSGD
-from lightning_gc.memories import Residual
+from lightning_gc.memories import ErrorFeedback
 
+_ALONE: dict[str, dict[str, Any]] = {"": {}}
 _UNUSED: dict[str, dict[str, Any]] = {
     "": {},
     "_find_unused_parameters_false": {"find_unused_parameters": False},
@@ -21,73 +26,106 @@ _LAUNCHERS: dict[str, dict[str, Any]] = {
     "_fork": {"start_method": "fork"},
     "_notebook": {"start_method": "fork"},
 }
-VARIANTS = {
+_VARIANTS = {
     launcher + unused: how | what
     for launcher, how in _LAUNCHERS.items()
     for unused, what in _UNUSED.items()
 }
-"""What follows ``ddp`` in Lightning's names -> the arguments that it stands for."""
+"""Suffix of ``ddp`` in the names that Lightning's messages advise -> arguments."""
+
+_KINDS: dict[str, tuple[str, Any, dict[str, dict[str, Any]]]] = {
+    "ddp": ("DDP with compressed gradients", "cast", _VARIANTS),
+    "hsdp": ("HSDP with compressed gradients between replicas", "cast", _ALONE),
+    "fsdp": ("FSDP with compressed reduce-scatters", QSGD(8), _ALONE),
+}
+"""Kind -> what it is, its default compressor, its variants."""
+
+_LOCAL_STEPS: dict[str, dict[str, Any]] = {
+    "local_steps": {"compressor": "cast"},
+    "diloco": {"compressor": "identity", "every": 100, "outer": OuterSGD.diloco()},
+    "sparseloco": {
+        "compressor": Quantised(ChunkedTopK(), BinMeans(2)),
+        "memory": ErrorFeedback(decay=0.95),
+        "every": 30,
+    },
+}
 
 
-def register(registry: Any, strategy: type) -> None:
-    """Register ``compressed_ddp``, with Lightning's suffixes, and the same for every compressor.
+def register(registry: Any, **strategies: type) -> None:
+    """Register the names of these strategies, and let the registry answer all other ones.
 
-    Lightning's messages advise names such as ``ddp_notebook``, which would drop the compression.
-    Likely misspellings are registered too, to be refused with the right name.
+    Args:
+        registry: of the Trainer's or of Fabric's strategies, of either Lightning package.
+        strategies: kind, ``ddp``, ``hsdp``, ``fsdp`` or ``local_steps`` -> class.
     """
-    for name, compressor in ({"": "cast"} | {f"_{name}": name for name in COMPRESSORS}).items():
-        for suffix, arguments in VARIANTS.items():
-            settings = {"compressor": compressor} | arguments
+    unlisted, ours = type(registry)(), set()
+    for kind, name, listed, what, settings in _entries():
+        where = registry if listed else unlisted
+        if kind in strategies and name not in where:
             words = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-            said = f"DDP with compressed gradients: {words}"
-            _add(registry, f"compressed_ddp{name}{suffix}", strategy, said, settings)
-    for name, cls in COMPRESSORS.items():
-        spelling = re.sub(_NEW_WORD, "_", cls.__name__).lower()
-        wrong, right = f"compressed_ddp_{spelling}", f"compressed_ddp_{name}"
-        said = f"refused: the name is {right!r}"
-        _add(registry, wrong, partial(_refuse, wrong, right), said, {})
+            where.register(name, strategies[kind], description=f"{what}: {words}", **settings)
+            ours.add(name)
+    # Lightning has no hook for names that are not registered.
+    registry.__class__ = type("StrategyRegistry", (_Answering, type(registry)), {})
+    registry.unlisted, registry.ours = unlisted, ours
 
 
-def register_hsdp(registry: Any, strategy: type) -> None:
-    """Register ``compressed_hsdp``, and the same for every compressor."""
-    for name, compressor in ({"": "cast"} | {f"_{name}": name for name in COMPRESSORS}).items():
-        said = f"HSDP with compressed gradients between replicas: compressor={compressor!r}"
-        _add(registry, f"compressed_hsdp{name}", strategy, said, {"compressor": compressor})
-
-
-def register_fsdp(registry: Any, strategy: type) -> None:
-    """Register ``compressed_fsdp``, and the same for every compressor; most biased are refused."""
-    every: dict[str, Any] = {"": QSGD(8)} | {f"_{name}": name for name in COMPRESSORS}
-    for name, compressor in every.items():
-        said = f"FSDP with compressed reduce-scatters: compressor={compressor!r}"
-        _add(registry, f"compressed_fsdp{name}", strategy, said, {"compressor": compressor})
-
-
-def register_local_steps(registry: Any, strategy: type) -> None:
-    """Register ``local_steps``, ``diloco`` and ``sparseloco``, with the suffixes of launchers."""
-    names: dict[str, dict[str, Any]] = {
-        "local_steps": {"compressor": "cast"},
-        "diloco": {"compressor": "identity", "every": 100, "outer": OuterSGD.diloco()},
-        "sparseloco": {
-            "compressor": Quantised(ChunkedTopK(), BinMeans(2)),
-            "memory": Residual(decay=0.95),
-            "every": 30,
-        },
-    }
-    for name, settings in names.items():
+def _entries() -> Iterator[tuple[str, str, bool, str, dict[str, Any]]]:
+    """Yield kind, name, whether it is listed, what it is, and arguments, of every name."""
+    for kind, (what, default, variants) in _KINDS.items():
+        for method in (None, *COMPRESSORS):
+            for variant, arguments in variants.items():
+                name = "_".join(filter(None, ("compressed", kind, method))) + variant
+                listed = not variant and (kind == "ddp" or method is None)
+                yield kind, name, listed, what, {"compressor": method or default} | arguments
+    what = "local steps with compressed exchanges"
+    for name, settings in _LOCAL_STEPS.items():
         for launcher, how in _LAUNCHERS.items():
-            words = ", ".join(f"{key}={value!r}" for key, value in (settings | how).items())
-            said = f"local steps with compressed exchanges: {words}"
-            _add(registry, name + launcher, strategy, said, settings | how)
+            yield "local_steps", name + launcher, not launcher, what, settings | how
 
 
-_NEW_WORD = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"  # in TopK, GTopK, PowerSGD
+class _Answering(dict[str, Any]):
+    """Mixin of Lightning's registry, which refuses a name that it does not list, or lists them all.
+
+    Attributes:
+        unlisted: a registry of names that work, but are not shown.
+        ours: all names of our strategies.
+    """
+
+    unlisted: Any
+    ours: set[str]
+
+    def __missing__(self, name: str) -> Any:
+        return self.unlisted[name]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.unlisted
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a strategy made by the entry, as Lightning's method does."""
+        if default is None:
+            self.refuse_misspelt(name)
+        return super().get(name, default)
+
+    def available_strategies(self) -> list[str]:
+        """Return the listed names. Lightning looks in this list for the name that a user gives."""
+        return _Names(self)
+
+    def refuse_misspelt(self, name: object) -> None:
+        """Raise ValueError if the name is not known, and closer to one of ours than to others."""
+        close = None if name in self else closest(name, [*self, *self.unlisted])
+        if close in self.ours:
+            raise ValueError(f"There is no strategy {name!r}; did you mean strategy={close!r}?")
 
 
-def _add(registry: Any, name: str, make: Any, said: str, arguments: dict[str, Any]) -> None:
-    if name not in registry:
-        registry.register(name, make, description=said, **arguments)
+class _Names(list[str]):
+    """The listed names. A search finds unlisted names too, and refuses misspelt ones."""
 
+    def __init__(self, registry: _Answering) -> None:
+        super().__init__(registry)
+        self._registry = registry
 
-def _refuse(wrong: str, right: str) -> NoReturn:
-    raise ValueError(f"There is no strategy {wrong!r}; did you mean strategy={right!r}?")
+    def __contains__(self, name: object) -> bool:
+        if isinstance(name, str):
+            self._registry.refuse_misspelt(name)
+        return name in self._registry

@@ -45,13 +45,13 @@ def refuse_settings(
     if memory.lr_aware:
         raise ValueError(
             f"{owner}(memory={memory!r}): differences of weights contain the learning rate "
-            f"already, so errors must not follow it; use memory=Residual()."
+            f"already, so errors must not follow it; use memory=ErrorFeedback()."
         )
     if memory.lookahead or memory.reads_weights:
         raise ValueError(
             f"{owner}(memory={memory!r}): it changes gradients by weights or weights by errors at "
             f"each optimizer step, but weights are exchanged only every H steps; use "
-            f"memory=Residual()."
+            f"memory=ErrorFeedback()."
         )
     if outer.momentum:
         try:
@@ -59,7 +59,7 @@ def refuse_settings(
         except ValueError:
             raise ValueError(
                 f"{owner}(memory={memory!r}, outer={outer!r}): the memory has the outer momentum; "
-                f"use outer=OuterSGD(lr={outer.lr!r}), or memory=Residual()."
+                f"use outer=OuterSGD(lr={outer.lr!r}), or memory=ErrorFeedback()."
             ) from None
     if controller is not None and (controller.needs.errors or controller.needs.scale):
         raise ValueError(

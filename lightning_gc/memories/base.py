@@ -131,7 +131,7 @@ class Memory(Settings, abc.ABC):
         if traits.needs_sums and not self.accumulates:
             raise ValueError(
                 f"{compressor!r} sends what has added up over steps, but {self!r} adds up nothing, "
-                f"so nothing would be sent; use Residual()."
+                f"so nothing would be sent; use ErrorFeedback()."
             )
         if self.feeds_back and not traits.conserves:
             raise ValueError(
@@ -171,7 +171,7 @@ class OwnMomentum(Memory):
                 raise ValueError(
                     f"{self!r} has the momentum, so the optimizer must have none, but its {field} "
                     f"is {group[field]!r}; use torch.optim.SGD with momentum=0, AdamW with "
-                    f"betas=(0.0, 0.999), or memory=Residual()."
+                    f"betas=(0.0, 0.999), or memory=ErrorFeedback()."
                 )
 
 

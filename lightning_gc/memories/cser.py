@@ -23,7 +23,7 @@ class CSER(Memory):
 
     The strategy moves the weights during the forward and backward pass and restores them bit for
     bit; validation, checkpoints and the optimizer see w, which is the mean of all models plus the
-    mean of ``γ·e``. Nothing is lost, as with ``Residual``. Costs one float32 per parameter and
+    mean of ``γ·e``. Nothing is lost, as with ``ErrorFeedback``. Costs one float32 per parameter and
     worker, a second one while a bucket is exchanged, a copy of the weights while they are moved,
     and a dense all-reduce every ``every`` steps: at 128, as many bytes as a density of about 0.8 %.
     Meant for SGD, whose step is γ times what is sent. Errors are in units of the gradient: after a

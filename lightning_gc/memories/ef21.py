@@ -15,7 +15,7 @@ class EF21(GradientDifferences):
     step's error ``g_t − h_t`` is not added to a later gradient: what is applied is an estimate of
     this step's gradient, and catches up with it where it is steady. The paper proves it for any
     contraction, with gradients of all samples, without assuming them bounded or similar on all
-    workers; with few samples a step h follows their noise, and ``Residual`` averages it.
+    workers; with few samples a step h follows their noise, and ``ErrorFeedback`` averages it.
 
     Costs three float32 per parameter and worker. The first step's estimate is 0, so with ``TopK`` a
     parameter is seen bit by bit; the paper sends the first gradient whole.

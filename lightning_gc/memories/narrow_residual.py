@@ -18,7 +18,7 @@ class NarrowResidual(Memory):
     """Add the stored error to the gradient, and store errors in 8 or 16 bits, not in 32.
 
     ``x_t = decay·e_{t−1} + g_t``, ``e_t = R(x_t − C(x_t))``, where R rounds at random, without
-    bias. ``"int8"`` costs 1.03 bytes per parameter and worker, where ``Residual`` costs 4, and
+    bias. ``"int8"`` costs 1.03 bytes per parameter and worker, where ``ErrorFeedback`` costs 4, and
     ``"bfloat16"`` 2. While a bucket is exchanged its errors are there in float32 too.
 
     Args:
@@ -65,8 +65,8 @@ class NarrowResidual(Memory):
     def __post_init__(self) -> None:
         if self.dtype not in _STORAGES:
             raise ValueError(
-                f"NarrowResidual(dtype={self.dtype!r}): use 'int8' or 'bfloat16', or Residual() "
-                f"for float32."
+                f"NarrowResidual(dtype={self.dtype!r}): use 'int8' or 'bfloat16', or "
+                f"ErrorFeedback() for float32."
             )
         if not 0 < self.decay <= 1:
             raise ValueError(

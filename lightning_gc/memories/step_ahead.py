@@ -23,13 +23,14 @@ class StepAhead(Memory):
     the mean error ē in place of e, in which surveys state the method; it makes every step as dense
     as without compression.
 
-    Nothing is lost, as with ``Residual``. Costs one float32 per parameter and worker, and a copy of
-    the weights while they are moved. Meant for SGD, whose step is γ times what is sent. Errors are
-    in units of the gradient: right after a change of γ the weights move by the new γ times an error
-    that arose at the old one.
+    Nothing is lost, as with ``ErrorFeedback``. Costs one float32 per parameter and worker, and
+    a copy of the weights while they are moved. Meant for SGD, whose step is γ times what is sent.
+    Errors are in units of the gradient: right after a change of γ the weights move by the new γ
+    times an error that arose at the old one.
 
     Args:
-        alpha: share of the worker's error by which its weights move, in [0, 1]. 0 is ``Residual``.
+        alpha: share of the worker's error by which its weights move, in [0, 1]. 0 is
+            ``ErrorFeedback``.
         average_every: steps from one mean of the errors to the next, each a dense all-reduce of 4
             bytes per parameter. 0: never, so that each worker moves by its own error alone. A step
             that an fp16 scaler skips takes its mean back too; the next one is n steps later.

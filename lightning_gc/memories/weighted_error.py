@@ -15,9 +15,9 @@ class WeightedError(Memory):
     """Add a share of the accumulated quantisation errors to the gradient.
 
     ``h_t = β·h_{t−1} + (g_{t−1} − q_{t−1})``, ``q_t = C(g_t + α·h_t)``. The error is relative to
-    the gradient, not to what was compressed. α = β = 1 is ``Residual``: h is then the error, and
-    nothing is lost. An unbiased quantiser's error may exceed the gradient's norm and would grow if
-    fed back whole; a small share of it reduces the variance. Costs two float32 per parameter and
+    the gradient, not to what was compressed. α = β = 1 is ``ErrorFeedback``: h is then the error,
+    and nothing is lost. An unbiased quantiser's error may exceed the gradient's norm and would grow
+    if fed back whole; a small share of it reduces the variance. Costs two float32 per parameter and
     worker.
 
     Args:

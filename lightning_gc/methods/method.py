@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_gc.compressors import COMPRESSORS, Compressor, Identity, PerParameter
+from lightning_gc.compressors import COMPRESSORS, Compressor, Identity
 from lightning_gc.compressors.traits import LEVEL
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.registry import did_you_mean, make
 from lightning_gc.core.search_space import Choice, Range, Space, check_field, merge
 from lightning_gc.core.settings import Settings
-from lightning_gc.engine.compatibility import combine
+from lightning_gc.engine.compatibility import by_default, combine
 from lightning_gc.exchange.validation import check_controller
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
 from lightning_gc.local_steps.round_plan import RoundPlan
@@ -55,8 +57,9 @@ class Method(Settings):
         memory_space: replaces the memory's declared space, field by field.
         rounds: local steps; None exchanges gradients in every step.
         rounds_space: fields of ``rounds`` that are tuned, such as ``every``.
-        every_tensor: compress biases and small tensors too, as the early papers do.
+        min_numel: as for ``CompressedDDPStrategy``; 0 compresses every tensor, as early papers do.
         budget: bytes that one worker may send in a run, in place of the experiment's.
+        every_tensor: the former spelling of ``min_numel=0``, deprecated.
 
     Raises:
         ValueError: an unknown compressor or field, a range outside the knob's or the compressor's
@@ -77,13 +80,18 @@ class Method(Settings):
     memory: Memory | str | None = None
     scheme: Scheme | str | None = None
     controller: Controller | None = None
-    every_tensor: bool = False
+    min_numel: int = MIN_NUMEL
     budget: float | None = None
     memory_space: Space = ()
     rounds: Rounds | None = None
     rounds_space: Space = ()
+    every_tensor: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, every_tensor: bool) -> None:
+        if every_tensor:
+            said = f"Method({self.name!r}, every_tensor=True) is deprecated; write min_numel=0."
+            warnings.warn(said, DeprecationWarning, stacklevel=4)
+            object.__setattr__(self, "min_numel", 0)
         if not self.name or "/" in self.name:
             raise ValueError(f"A method cannot be called {self.name!r}: use letters and digits.")
         check_budget(self.budget)
@@ -152,7 +160,8 @@ class Method(Settings):
         compressor = cls(**given)
         if level is not None:  # of the compressor inside
             compressor = compressor.at(level)
-        return PerParameter(compressor) if self.every_tensor else compressor
+        whole = by_default(compressor, self.min_numel, "Method")
+        return compressor if self.min_numel == MIN_NUMEL else whole
 
     def suggest_compressor(self, trial: optuna.trial.BaseTrial) -> Compressor:
         """Return the compressor of a trial."""
@@ -225,7 +234,7 @@ class Rounds:
         ValueError: ``LocalStepsStrategy`` refuses a value.
 
     Example:
-        >>> from lightning_gc import Choice
+        >>> from lightning_gc.compressors import Choice
         >>> from lightning_gc.tuning import Method, Rounds
         >>> method = Method("qsgd", rounds=Rounds(), rounds_space=(Choice("every", (4, 16)),))
         >>> method.rounds.every, method.rounds_space[0].values

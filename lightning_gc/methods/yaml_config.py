@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 import lightning_gc
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.search_space import Space
 from lightning_gc.memories import Memory
@@ -39,11 +40,12 @@ class MethodSettings:
     memory: Memory | None = None
     scheme: Scheme | None = None
     controller: Controller | None = None
-    every_tensor: bool = False
+    min_numel: int = MIN_NUMEL
     budget: float | None = None
     memory_space: dict[str, Any] = field(default_factory=dict)
     rounds: Rounds | None = None
     rounds_space: dict[str, Any] = field(default_factory=dict)
+    every_tensor: bool = False
 
     def method(self, name: str) -> Method:
         """Return the method."""

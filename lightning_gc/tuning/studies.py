@@ -13,6 +13,7 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.core.registry import given_fields, path_of, public_name
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.parameter_space import as_json
@@ -128,7 +129,7 @@ def rules_of(experiment: Experiment, method: Method) -> dict[str, Any]:
         "budget": budget,
         "bytes_counted": None if budget is None and not pareto else experiment.bytes_counted,
         "workers": max(experiment.workers, experiment.devices),
-        "every_tensor": method.every_tensor,
+        "min_numel": method.min_numel,
         "memory": memory,
         "memory_space": as_json(method.tuned_memory),
         "rounds": method.rounds,
@@ -165,6 +166,10 @@ def agreed(study: str, known: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     known = dict(known) if isinstance(known, dict) else {}
     if "compressor" in known:  # rules of old studies name the compressor's file as well
         known["compressor"] = public_name(str(known["compressor"]))
+    if isinstance(memory := known.get("memory"), dict) and "class_path" in memory:
+        known["memory"] = memory | {"class_path": public_name(str(memory["class_path"]))}
+    if "every_tensor" in known:
+        known["min_numel"] = 0 if known.pop("every_tensor") else MIN_NUMEL
     if known and asked["bytes_counted"]:  # the first versions knew no others
         known.setdefault("bytes_counted", "wire_bytes")
     unknown = [name for name in asked if name not in known and name not in _FIRST]

@@ -12,13 +12,13 @@ from torch import Tensor
 from lightning_gc import (
     QSGD,
     EFSignSGD,
+    ErrorFeedback,
     HardThreshold,
     Identity,
     NoMemory,
     OuterSGD,
     PowerSGD,
     Quantised,
-    Residual,
     SparseReduce,
     TopK,
 )
@@ -34,13 +34,13 @@ from tests.support.instances import ALL, ONE_MEMORY_EACH, schemes_for
 ROUNDS = 50
 SHAPES = {"matrix": (20, 15), "bias": (19,), "scalar": ()}
 FEW: tuple[tuple[Compressor, Memory, Scheme | None], ...] = (
-    (TopK(0.1), Residual(), None),
-    (TopK(0.1), Residual(), SparseReduce()),
-    (Quantised(TopK(0.1), QSGD(4)), Residual(), None),
+    (TopK(0.1), ErrorFeedback(), None),
+    (TopK(0.1), ErrorFeedback(), SparseReduce()),
+    (Quantised(TopK(0.1), QSGD(4)), ErrorFeedback(), None),
     (QSGD(4), NoMemory(), None),
-    (EFSignSGD(), Residual(), None),
-    (PowerSGD(1), Residual(), None),
-    (HardThreshold(0.05), Residual(), None),
+    (EFSignSGD(), ErrorFeedback(), None),
+    (PowerSGD(1), ErrorFeedback(), None),
+    (HardThreshold(0.05), ErrorFeedback(), None),
     (Identity(), NoMemory(), None),
 )
 
@@ -116,4 +116,4 @@ def test_memories_with_momentum_are_outer_momentum() -> None:
         assert fits(TopK(0.1), memory)
         with pytest.raises(ValueError, match="the memory has the outer momentum"):
             refuse_settings("LocalStepsStrategy", TopK(0.1), memory, None, OuterSGD.diloco())
-    refuse_settings("LocalStepsStrategy", TopK(0.1), Residual(), None, OuterSGD.diloco())
+    refuse_settings("LocalStepsStrategy", TopK(0.1), ErrorFeedback(), None, OuterSGD.diloco())

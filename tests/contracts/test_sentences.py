@@ -12,7 +12,8 @@ from hypothesis import Phase, settings
 from torch import Tensor
 
 import lightning_gc.testing.contracts as contracts
-from lightning_gc import AllGather, Codec, Contraction, Knob, Residual, TopK, Traits
+from lightning_gc import AllGather, Residual, TopK
+from lightning_gc.compressors import Codec, Contraction, Knob, Traits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Payload
 from lightning_gc.core.wire import Field, Wire

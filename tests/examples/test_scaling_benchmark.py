@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gc import QSGD, AllGather, AllReduce, Cast, RandomK, Scheme, TopK, TwoShot
+from lightning_gc import QSGD, AllGather, AllReduce, Cast, RandomK, TopK, TwoShot
+from lightning_gc.schemes import Scheme
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scaling

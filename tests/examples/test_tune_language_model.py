@@ -13,7 +13,8 @@ import optuna
 import pytest
 import torch
 
-from lightning_gc import QSGD, AllGather, Codec, NoMemory, RandomK, TopK
+from lightning_gc import QSGD, AllGather, NoMemory, RandomK, TopK
+from lightning_gc.compressors import Codec
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.methods import yaml_config
 from lightning_gc.tuning import Method

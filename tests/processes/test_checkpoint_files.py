@@ -12,10 +12,11 @@ import pytest
 import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 
-from lightning_gc import DIANA, EF21, QSGD, GradiVeQ, Memory, NoMemory, PerParameter, Residual, TopK
+from lightning_gc import DIANA, EF21, QSGD, ErrorFeedback, GradiVeQ, NoMemory, PerParameter, TopK
 from lightning_gc.checkpoint.side_files import FOLDER
 from lightning_gc.controllers import Fixed, Schedule
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
+from lightning_gc.memories import Memory
 from tests.support.processes import run_in_processes
 from tests.support.resuming import (
     checkpoint,
@@ -212,10 +213,10 @@ def test_another_compressor_keeps_the_errors(tmp_path: Path) -> None:
 
 def test_another_memory_says_so(tmp_path: Path) -> None:
     _, (sentence,) = changed(tmp_path, TOPK, memory=NoMemory())
-    assert "Memory Residual(decay=1.0, lr_aware=False, gain=1.0) is now NoMemory()" in sentence
+    assert "Memory ErrorFeedback(decay=1.0, lr_aware=False, gain=1.0) is now NoMemory()" in sentence
     assert "error is dropped" in sentence
     shutil.rmtree(tmp_path / "a")
-    _, (sentence,) = changed(tmp_path, TOPK, memory=Residual(decay=0.5))
+    _, (sentence,) = changed(tmp_path, TOPK, memory=ErrorFeedback(decay=0.5))
     assert "error is kept." in sentence
 
 

@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_gc import QSGD, Cast, HardThreshold, PerParameter, Residual, TopK
+from lightning_gc import QSGD, Cast, ErrorFeedback, HardThreshold, PerParameter, TopK
 from lightning_gc.controllers import (
     Accordion,
     Chain,
@@ -315,6 +315,8 @@ def test_controllers_that_cannot_turn_the_knob(
 
 
 def test_total_error_needs_a_memory() -> None:
-    with pytest.raises(ValueError, match=r"memory=Residual\(\)"):
+    with pytest.raises(ValueError, match=r"memory=ErrorFeedback\(\)"):
         CompressedDDPStrategy(HardThreshold(), memory="none", controller=TotalError(k_min=0.01))
-    CompressedDDPStrategy(HardThreshold(), memory=Residual(), controller=TotalError(k_min=0.01))
+    CompressedDDPStrategy(
+        HardThreshold(), memory=ErrorFeedback(), controller=TotalError(k_min=0.01)
+    )

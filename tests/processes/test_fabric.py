@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lightning_gc
-from lightning_gc import QSGD, PowerSGD, Residual, TopK, flavours
+from lightning_gc import QSGD, ErrorFeedback, PowerSGD, TopK, flavours
 from lightning_gc.controllers import Accordion, Fixed
 from lightning_gc.core.checksum import checksum, with_checksum
 from tests.processes.test_attach import Loop, Net, batches
@@ -77,7 +77,7 @@ METHODS: tuple[tuple[Any, ...], ...] = (
     (TopK(0.05),),
     (QSGD(4),),
     (PowerSGD(1),),
-    (TopK(0.05), Residual(lr_aware=True)),
+    (TopK(0.05), ErrorFeedback(lr_aware=True)),
     (TopK(0.05), None, None, Accordion(low=0.5, high=0.05, interval=1)),
 )
 
@@ -274,7 +274,7 @@ def unusable(worker: int, folder: str) -> list[str]:
 
 
 def refuse_lr_aware() -> None:
-    aware = strategy_of("lightning_fabric", TopK(0.1), Residual(lr_aware=True))
+    aware = strategy_of("lightning_fabric", TopK(0.1), ErrorFeedback(lr_aware=True))
     fabric_with("lightning_fabric", aware).setup_module(nn.Linear(4, 4))
 
 

@@ -16,12 +16,11 @@ from lightning_gc import (
     QSGD,
     SAEF,
     AllGather,
+    ErrorFeedback,
     ErrorReset,
     HardThreshold,
     Hierarchical,
     NoMemory,
-    Residual,
-    Scheme,
     TopK,
     TwoHop,
     TwoShot,
@@ -32,6 +31,7 @@ from lightning_gc.core.flow import Exchange, Gather, Mean
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Distributed, Recording, distributed
@@ -66,9 +66,9 @@ MANY += [
     (QSGD(4), NoMemory(), Hierarchical(2)),
     (QSGD(4), DIANA(), TwoShot()),
     (QSGD(4), DIANA(), AllGather()),
-    (TopK(0.1), Residual(), Hierarchical(2)),
-    (HardThreshold(0.5), Residual(), Hierarchical(2)),
-    (TopK(0.1, selection="sampled"), Residual(), TwoHop(2)),
+    (TopK(0.1), ErrorFeedback(), Hierarchical(2)),
+    (HardThreshold(0.5), ErrorFeedback(), Hierarchical(2)),
+    (TopK(0.1, selection="sampled"), ErrorFeedback(), TwoHop(2)),
 ]
 """Each instance of each; and nodes of two workers, of which there are two with four workers."""
 

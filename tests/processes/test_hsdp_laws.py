@@ -13,11 +13,11 @@ import torch
 from lightning_gc import (
     QSGD,
     EFSignSGD,
+    ErrorFeedback,
     Identity,
     NoMemory,
     PerParameter,
     PowerSGD,
-    Residual,
     StepAhead,
     TopK,
 )
@@ -32,8 +32,8 @@ Settings = tuple[Any, Any, Any]
 
 DAY: dict[str, Settings] = {
     "identity": (Identity(), None, None),
-    "topk of all": (PerParameter(TopK(0.05)), Residual(), None),
-    "qsgd with errors": (PerParameter(QSGD(4)), Residual(), None),
+    "topk of all": (PerParameter(TopK(0.05)), ErrorFeedback(), None),
+    "qsgd with errors": (PerParameter(QSGD(4)), ErrorFeedback(), None),
     "powersgd": (PowerSGD(2), None, None),
 }
 NIGHT: dict[str, Settings] = {

@@ -21,12 +21,12 @@ from pytorch_lightning.loggers import CSVLogger
 from lightning_gc import (
     QSGD,
     AllGather,
+    ErrorFeedback,
     GrowingRounds,
     Identity,
     NoMemory,
     OuterSGD,
     PerParameter,
-    Residual,
     TopK,
 )
 from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
@@ -40,11 +40,11 @@ pytestmark = [pytest.mark.processes, needs_two]
 STEPS = 8
 
 GATHERED: dict[str, dict[str, Any]] = {
-    "topk": {"compressor": PerParameter(TopK(0.1)), "every": 3, "memory": Residual()},
+    "topk": {"compressor": PerParameter(TopK(0.1)), "every": 3, "memory": ErrorFeedback()},
     "momenta": {
         "compressor": PerParameter(TopK(0.1)),
         "every": 3,
-        "memory": Residual(decay=0.9),
+        "memory": ErrorFeedback(decay=0.9),
         "verify": 2,
         "outer": OuterSGD.diloco(),
         "momentum": 0.9,
@@ -110,8 +110,10 @@ def everything(worker: int) -> dict[str, Any]:
         for name, case in GATHERED.items():
             found[f"{name} by a loop"] = by_a_plain_loop(WORKERS, STEPS, **case)
     every_step: dict[str, Any] = {"compressor": TopK(0.1), "steps": 12}
-    found["H=1"] = fit_local(worker, every=1, memory=Residual(), **every_step)
-    found["DDP"] = fit_local(worker, strategy=ddp, memory=Residual(lr_aware=True), **every_step)
+    found["H=1"] = fit_local(worker, every=1, memory=ErrorFeedback(), **every_step)
+    found["DDP"] = fit_local(
+        worker, strategy=ddp, memory=ErrorFeedback(lr_aware=True), **every_step
+    )
     kept = Kept((2, 3, 4))
     found["validated"] = fit_local(
         worker,

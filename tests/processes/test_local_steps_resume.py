@@ -13,6 +13,7 @@ import torch
 from lightning_gc import (
     QSGD,
     Cast,
+    ErrorFeedback,
     GrowingRounds,
     Identity,
     NoMemory,
@@ -20,7 +21,6 @@ from lightning_gc import (
     PerParameter,
     PowerSGD,
     Quantised,
-    Residual,
     TopK,
 )
 from lightning_gc.controllers import RoundSchedule, Schedule
@@ -48,11 +48,11 @@ FEW: list[dict[str, Any]] = [
 MANY: list[dict[str, Any]] = [
     {"compressor": compressor, "memory": memory, "every": every, "outer": outer}
     for compressor, memory in (
-        (TopK(0.1), Residual(decay=0.95)),
+        (TopK(0.1), ErrorFeedback(decay=0.95)),
         (TopK(0.1), GlobalMomentum(0.9)),
-        (QSGD(4), Residual()),
+        (QSGD(4), ErrorFeedback()),
         (QSGD(4), NoMemory()),
-        (Quantised(TopK(0.1), QSGD(2)), Residual(decay=0.95)),
+        (Quantised(TopK(0.1), QSGD(2)), ErrorFeedback(decay=0.95)),
         (Identity(), NoMemory()),
         (Cast(), NoMemory()),
     )
@@ -68,7 +68,7 @@ MANY += [
 MANY += [
     {
         "compressor": compressor,
-        "memory": Residual(),
+        "memory": ErrorFeedback(),
         "every": 12,
         "delay": delay,
         "fragments": fragments,

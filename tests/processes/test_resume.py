@@ -12,6 +12,7 @@ from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning_gc import (
     MEMORIES,
     QSGD,
+    ErrorFeedback,
     GradZip,
     HardThreshold,
     NarrowResidual,
@@ -19,7 +20,6 @@ from lightning_gc import (
     PerParameter,
     PowerSGD,
     RandomK,
-    Residual,
     SignSGD,
     TopK,
 )
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.processes
 FEW = [
     (TopK(0.1), NarrowResidual()),
     *((TopK(0.1), cls.examples()[0]) for cls in MEMORIES.values() if cls is not NarrowResidual),
-    *((PowerSGD(1), memory) for memory in (Residual(), NoMemory())),
+    *((PowerSGD(1), memory) for memory in (ErrorFeedback(), NoMemory())),
     *((c, combine(c)[1]) for c in (GradZip(1), SignSGD(), RandomK(0.1), HardThreshold(0.01))),
 ]
 """Each memory, errors in fewer bits first and so by day; then what keeps more than errors, what
@@ -181,7 +181,7 @@ def test_saved_when_validation_ends(
         {"find_unused_parameters": True},
         {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.005},
         {"accumulate": 3},
-        {"memory": Residual(lr_aware=True)},
+        {"memory": ErrorFeedback(lr_aware=True)},
     ],
     ids=str,
 )

@@ -1,6 +1,8 @@
 """What is imported when: nothing heavy for --help, no extra for list, names in either Lightning."""
 
+import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -40,20 +42,36 @@ def test_controllers_need_the_standard_library_only() -> None:
     run(BLOCK.format(names=("torch", "numpy")) + "import lightning_gc.controllers")
 
 
+EXTRAS = (
+    *("optuna", "jsonargparse", "rich", "matplotlib", "numba", "llvmlite", "sklearn", "scipy"),
+    *("accelerate", "transformers", "pytest", "hypothesis", "psycopg", "triton", "lightning"),
+)
+"""The modules of all extras that users install; the base install has none of them."""
+
+
 def test_without_extras_all_names_are_imported() -> None:
     """Advice and measurements need no Optuna; what needs an extra names it."""
-    code = """
-import importlib.machinery as machinery, inspect
-found = machinery.PathFinder.find_spec
+    code = f"""
+import importlib, importlib.machinery as machinery, importlib.metadata as metadata, inspect
+found, installed = machinery.PathFinder.find_spec, metadata.Distribution.from_name
 machinery.PathFinder.find_spec = lambda name, *rest, **more: (
-    None if name.partition(".")[0] in ("optuna", "jsonargparse") else found(name, *rest, **more)
+    None if name.partition(".")[0] in {EXTRAS!r} else found(name, *rest, **more)
 )
+metadata.Distribution.from_name = lambda name: installed(
+    "none" if name.partition("[")[0] in {EXTRAS!r} else name  # torchmetrics asks for metadata
+)
+for name in {EXTRAS!r}:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        continue
+    raise AssertionError(f"{{name}} is not hidden")
 from lightning_gc import *
 import lightning_gc, lightning_gc.bench.benchmark
 assert dict(inspect.getmembers(lightning_gc))["TopK"] is TopK
 assert advise.__module__ == "lightning_gc.advice.advising"
 from lightning_gc.methods.yaml_config import methods_in
-for use in (lambda: methods_in({"tune": {"methods": ["topk"]}}), lambda: lightning_gc.tuning):
+for use in (lambda: methods_in({{"tune": {{"methods": ["topk"]}}}}), lambda: lightning_gc.tuning):
     try:
         use()
     except ImportError as error:
@@ -61,7 +79,7 @@ for use in (lambda: methods_in({"tune": {"methods": ["topk"]}}), lambda: lightni
 """
     said = run(code)
     assert "Reading a YAML file needs jsonargparse" in said
-    assert "lightning_gc.tuning needs optuna" in said
+    assert "lightning_gc.tuning needs optuna, jsonargparse, rich, matplotlib" in said
     assert said.count("pip install 'lightning-gc[tune]'") == 2
 
 
@@ -107,3 +125,32 @@ def test_the_namespace_is_whole() -> None:
     assert set(lightning_gc.__all__) <= set(dir(lightning_gc))
     assert lightning_gc.compressors.TopK is lightning_gc.TopK
     assert not hasattr(lightning_gc, "TopKK")
+
+
+OLD_PLACES = [
+    ("lightning_gc", "Codec", "lightning_gc.compressors", "Codec"),
+    ("lightning_gc", "Memory", "lightning_gc.memories", "Memory"),
+    ("lightning_gc", "Scheme", "lightning_gc.schemes", "Scheme"),
+    ("lightning_gc", "ByteCodes", "lightning_gc.compressors", "Blockwise8Bit"),
+    ("lightning_gc.compressors", "ByteCodes", "lightning_gc.compressors", "Blockwise8Bit"),
+    ("lightning_gc.compressors", "Estimating", "lightning_gc.compressors", "ThresholdEstimator"),
+]
+
+
+@pytest.mark.parametrize(("package", "name", "home", "now"), OLD_PLACES)
+def test_an_old_place_warns_of_the_new_one(package: str, name: str, home: str, now: str) -> None:
+    """Whoever imports from there is named by file and line, and gets the same class."""
+    said = f"`from {package} import {name}` is deprecated; write `from {home} import {now}`."
+    names: dict[str, object] = {}
+    with pytest.warns(DeprecationWarning, match=f"^{re.escape(said)}$") as caught:
+        exec(compile(f"from {package} import {name}", "users.py", "exec"), names)
+    assert {warning.filename for warning in caught} == {"users.py"}
+    assert names[name] is getattr(importlib.import_module(home), now)
+    assert name not in importlib.import_module(package).__all__
+
+
+def test_every_name_for_authors_is_still_found_at_the_top() -> None:
+    for room in (lightning_gc.compressors, lightning_gc.memories, lightning_gc.schemes):
+        for name in set(room.__all__) - set(lightning_gc.__all__):
+            with pytest.warns(DeprecationWarning, match=f"import {name}`"):
+                assert getattr(lightning_gc, name) is getattr(room, name)

@@ -73,7 +73,7 @@ def test_names_of_ScaledSign() -> None:
     assert lightning_gc.COMPRESSORS["scaled_sign"] is lightning_gc.ScaledSign
     strategy = StrategyRegistry.get("compressed_ddp_scaled_sign")
     assert repr(strategy.compressor).startswith("PerParameter(inner=SizeSwitch(inner=ScaledSign()")
-    assert repr(strategy.memory) == "Residual(decay=1.0, lr_aware=False, gain=1.0)"
+    assert repr(strategy.memory) == "ErrorFeedback(decay=1.0, lr_aware=False, gain=1.0)"
     assert repr(strategy.scheme) == "AllGatherOrTwoShot()"
 """
 

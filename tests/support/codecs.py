@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import Codec
+from lightning_gc.compressors import Codec
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.testing.contracts import cases

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from lightning_gc import Compressor, PerParameter, TopK
+from lightning_gc import PerParameter, TopK
+from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller, Decision, Needs, Observation
 from lightning_gc.exchange import Workers

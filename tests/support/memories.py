@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_gc import Memory, TopK
+from lightning_gc import TopK
 from lightning_gc.engine import Engine
+from lightning_gc.memories import Memory
 from lightning_gc.testing import Lockstep
 
 Array = np.ndarray

@@ -17,23 +17,25 @@ from lightning_gc import (
     MEMORIES,
     QSGD,
     SCHEMES,
-    AbsoluteError,
     Cast,
+    EFSignSGD,
+    ErrorFeedback,
+    HardThreshold,
+    Identity,
+    PowerSGD,
+    SizeSwitch,
+    TopK,
+    cli,
+)
+from lightning_gc.compressors import (
+    AbsoluteError,
     Codec,
     Compressor,
     Contraction,
-    EFSignSGD,
-    HardThreshold,
-    Identity,
     Knob,
     Multiple,
-    PowerSGD,
-    Residual,
-    SizeSwitch,
-    TopK,
     Unbounded,
     Variance,
-    cli,
 )
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.core.wire import Field, Wire
@@ -175,8 +177,8 @@ def test_every_reference_is_understood() -> None:
 
 
 def test_configurations_are_written_without_defaults() -> None:
-    assert written(Residual()) == "Residual()"
-    assert written(Residual(decay=0.9)) == "Residual(decay=0.9)"
+    assert written(ErrorFeedback()) == "ErrorFeedback()"
+    assert written(ErrorFeedback(decay=0.9)) == "ErrorFeedback(decay=0.9)"
     assert written(SizeSwitch(Identity(), min_dims=1)) == "SizeSwitch(inner=Identity(), min_dims=1)"
     assert written(TopK(0.5, selection="sampled")) == "TopK(density=0.5, selection='sampled')"
 

@@ -8,19 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_gc import (
-    QSGD,
-    Choice,
-    Codec,
-    Compressor,
-    Induced,
-    Knob,
-    Quantised,
-    Range,
-    Rotated,
-    SizeSwitch,
-    TopK,
-)
+from lightning_gc import QSGD, Induced, Quantised, Rotated, SizeSwitch, TopK
+from lightning_gc.compressors import Choice, Codec, Compressor, Knob, Range
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.compressors.wrappers.wrapper import Preset
 from lightning_gc.methods.parameter_space import declared, traits_of

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_gc import Choice, Identity, NoMemory, Range
+from lightning_gc import Identity, NoMemory
+from lightning_gc.compressors import Choice, Range
 from lightning_gc.controllers import Fixed, Schedule, TotalErrorBudget
 from lightning_gc.tuning import Method
 from tests.support.tuning import experiment
@@ -26,7 +27,7 @@ def test_a_budget_is_a_number_of_bytes(make: Any, budget: Any) -> None:
     [
         ({"controller": "fixed"}, "controller='fixed'", "give an instance, such as"),
         ({"controller": Fixed}, "controller=Fixed", "Fixed(...)"),
-        ({"memory": NoMemory(), "controller": WATCHES}, "NoMemory()", "use memory=Residual()"),
+        ({"memory": NoMemory(), "controller": WATCHES}, "NoMemory()", "use memory=ErrorFeedback()"),
         ({"compressor": "cast", "controller": Fixed(0.1)}, "Fixed", "a level"),
         ({"space": {"density": [0.1, 0.2]}}, "space={'density'", "give a tuple of ranges"),
         ({"space": Range("density", 0.1, 1)}, "space=Range(", "give a tuple of ranges"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gc import Range
+from lightning_gc.compressors import Range
 from lightning_gc.tuning import Method, report
 from lightning_gc.tuning.studies import RULES, best_trial
 from tests.support.tuning import QUIET, compare, denser

@@ -16,19 +16,19 @@ import pytest
 from lightning_gc import (
     COMPRESSORS,
     QSGD,
-    Choice,
-    Codec,
+    ErrorFeedback,
     HardThreshold,
     Identity,
-    Knob,
     MomentumCorrection,
-    Range,
-    Residual,
+    PerParameter,
+    SizeSwitch,
     TopK,
     cli,
 )
+from lightning_gc.compressors import Choice, Codec, Knob, Range
 from lightning_gc.compressors.traits import Traits
 from lightning_gc.methods.parameter_space import as_json, declared, parse, parse_all, traits_of
+from lightning_gc.methods.yaml_config import methods_in
 from lightning_gc.tuning import Method, Rounds
 from tests.support.processes import run_in_processes
 
@@ -109,7 +109,7 @@ def test_memories_are_searched_too() -> None:
     mine = Method("dgc", memory=MomentumCorrection(clip=1.0), memory_space=narrow.memory_space)
     trial = optuna.trial.FixedTrial({"memory.momentum": 0.25})
     assert mine.suggest_memory(trial) == MomentumCorrection(0.25, clip=1.0)
-    assert Method("topk").suggest_memory(trial) == Residual()
+    assert Method("topk").suggest_memory(trial) == ErrorFeedback()
 
 
 def test_local_steps_are_searched_if_asked_for() -> None:
@@ -123,11 +123,28 @@ def test_local_steps_are_searched_if_asked_for() -> None:
     assert method.suggest_rounds(trial) == Rounds(16, delay=1, fragments=2)
 
 
-def test_every_tensor_means_no_size_limit() -> None:
-    compressor = Method("topk", fixed={"density": 0.1}, every_tensor=True).suggest_compressor(
-        optuna.trial.FixedTrial({})
-    )
-    assert compressor.compresses((3,))
+def test_the_smallest_tensor_that_is_compressed_is_a_setting_of_the_method() -> None:
+    trial = optuna.trial.FixedTrial({})
+    made = Method("topk", fixed={"density": 0.1}, min_numel=0).suggest_compressor(trial)
+    assert made == PerParameter(TopK(0.1))
+    made = Method("topk", fixed={"density": 0.1}, min_numel=9).suggest_compressor(trial)
+    assert made == PerParameter(SizeSwitch(TopK(0.1), 9))
+    assert Method("topk", fixed={"density": 0.1}).suggest_compressor(trial) == TopK(0.1)
+    with pytest.raises(ValueError, match=r"Method\(min_numel=1\): SignSGD.* every tensor"):
+        Method("sign_sgd", min_numel=1)
+
+
+def test_every_tensor_is_read_as_before() -> None:
+    """In a file and in Python; with a warning, and with the same compressor."""
+    with pytest.warns(
+        DeprecationWarning, match=r"every_tensor=True\) is deprecated; write min_numel=0"
+    ):
+        old = Method("topk", fixed={"density": 0.1}, every_tensor=True)
+    assert old == Method("topk", fixed={"density": 0.1}, min_numel=0)
+    settings = {"tune": {"methods": {"topk": {"every_tensor": True}}}}
+    with pytest.warns(DeprecationWarning, match="min_numel=0"):
+        assert methods_in(settings)["topk"] == Method("topk", min_numel=0)
+    assert methods_in({"tune": {"methods": {"topk": {"min_numel": 9}}}})["topk"].min_numel == 9
 
 
 def test_spaces_are_written_down_as_plain_values() -> None:
@@ -142,7 +159,7 @@ def test_spaces_are_written_down_as_plain_values() -> None:
     [
         (lambda: Method("topkk"), "'topkk'", "topk"),
         (lambda: Method("x", "no.such.Module"), "'no.such.Module'", "cannot be imported"),
-        (lambda: Method("x", "lightning_gc.Residual"), "'lightning_gc.Residual'", "topk"),
+        (lambda: Method("x", "lightning_gc.ErrorFeedback"), "'lightning_gc.ErrorFeedback'", "topk"),
         (lambda: Method("a/b", "topk"), "'a/b'", "use letters"),
         (lambda: Method("topk", fixed={"densty": 1}), "'densty'", "fields are density"),
         (lambda: Method("topk", fixed={"density": 2.0}), "to 2", "1e-05 to 1"),
@@ -158,7 +175,7 @@ def test_spaces_are_written_down_as_plain_values() -> None:
             "density",
             "do one",
         ),
-        (lambda: Method("dgc", memory="residul"), "'residul'", "'residual'"),
+        (lambda: Method("dgc", memory="residul"), "'residul'", "'error_feedback'"),
         (lambda: Method("topk", scheme="gather"), "'gather'", "'all_gather'"),
         (lambda: Method("topk", scheme="all_reduce"), "AllReduce()", "Use AllGather()"),
         (lambda: Method("topk", memory_space=(Range("m", 0, 1),)), "'m'", "fields are decay"),

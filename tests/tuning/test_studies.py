@@ -12,7 +12,7 @@ import pytest
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from lightning_gc import Range
+from lightning_gc.compressors import Range
 from lightning_gc.tuning import Method, MissingMetric, StorageError, TrialError, open_storage, tune
 from lightning_gc.tuning.comparison import Event
 from lightning_gc.tuning.failure_detector import counts

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from optuna.storages import BaseStorage
 
-from lightning_gc import AllGather, LocalMomentum, NetworkModel, NoMemory, Range, Residual, TwoShot
+from lightning_gc import AllGather, ErrorFeedback, LocalMomentum, NetworkModel, NoMemory, TwoShot
+from lightning_gc.compressors import Range
 from lightning_gc.controllers import Accordion, Fixed
 from lightning_gc.tuning import Experiment, Method, Rounds, open_storage
 from lightning_gc.tuning.experiment import load_experiment
@@ -69,10 +70,15 @@ def test_another_experiment_is_refused(
 @pytest.mark.parametrize(
     ("method", "other", "old", "new"),
     [
-        (topk(), topk(every_tensor=True), "every_tensor=False", "every_tensor=True"),
+        (topk(), topk(min_numel=0), "min_numel=1024", "min_numel=0"),
         (topk(), topk(fixed={"density": 0.1}), "space.density=", "fixed.density=0.1"),
-        (topk(), topk(memory=Residual(0.9)), "no memory.decay", "memory.decay=0.9"),
-        (topk(), topk(memory=NoMemory()), "lightning_gc.memories.Residual", "memories.NoMemory"),
+        (topk(), topk(memory=ErrorFeedback(0.9)), "no memory.decay", "memory.decay=0.9"),
+        (
+            topk(),
+            topk(memory=NoMemory()),
+            "lightning_gc.memories.ErrorFeedback",
+            "memories.NoMemory",
+        ),
         (topk(), topk(scheme=TwoShot()), "lightning_gc.schemes.AllGather", "schemes.TwoShot"),
         (
             topk(),
@@ -146,7 +152,7 @@ tune:
   metric: loss
   space: {model.x: {low: 0, high: 1}}
   methods:
-    topk: {memory: {class_path: lightning_gc.Residual, init_args: {decay: 0.9}}}
+    topk: {memory: {class_path: lightning_gc.ErrorFeedback, init_args: {decay: 0.9}}}
 """
 
 
@@ -167,7 +173,7 @@ def test_another_file_under_the_same_name_is_refused(
     open_study(rules, method, storage)
     shown = copy.deepcopy(sections)
     shown["trainer"]["enable_progress_bar"] = True
-    open_study(load_experiment(shown)[0], topk(memory=Residual(0.9)), storage)
+    open_study(load_experiment(shown)[0], topk(memory=ErrorFeedback(0.9)), storage)
     changed = copy.deepcopy(sections)
     *outer, last = path.split(".")
     node = changed
@@ -185,10 +191,26 @@ def test_a_study_of_a_version_that_wrote_less_down_goes_on_and_says_so(
     rules = study.user_attrs[RULES]
     first = "metric mode objective compressor fixed space budget workers".split()  # noqa: SIM905
     study.set_user_attr(RULES, {name: rules[name] for name in first})
-    with pytest.warns(UserWarning, match=r"'toy/topk' was made by an earlier .* every_tensor,"):
+    with pytest.warns(
+        UserWarning, match=r"'toy/topk' was made by an earlier .* min_numel, memory,"
+    ):
         open_study(experiment(), topk(), storage)
     open_study(experiment(), topk(), storage)  # they are written down by now
-    refused(storage, experiment(), topk(every_tensor=True), "every_tensor=False", "every_tensor")
+    refused(storage, experiment(), topk(min_numel=0), "min_numel=1024", "min_numel")
+
+
+@pytest.mark.parametrize(("every_tensor", "min_numel"), [(False, 1024), (True, 0)])
+def test_a_study_that_knows_every_tensor_goes_on(
+    storage: BaseStorage, every_tensor: bool, min_numel: int
+) -> None:
+    """Version 0.1 wrote that word down; a study of it is neither refused nor warned of."""
+    study = open_study(experiment(), topk(min_numel=min_numel), storage)
+    rules = study.user_attrs[RULES]
+    del rules["min_numel"]
+    study.set_user_attr(RULES, rules | {"every_tensor": every_tensor})
+    other = f"min_numel={min_numel}", "min_numel=7"
+    refused(storage, experiment(), topk(min_numel=7), *other)
+    open_study(experiment(), topk(min_numel=min_numel), storage)
 
 
 @pytest.mark.parametrize("stored", [None, 5, {}, {"metric": "loss"}])

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_gc import (
     COMPRESSORS,
     Cast,
-    Compressor,
     HardThreshold,
     Identity,
     NoMemory,
@@ -18,6 +17,7 @@ from lightning_gc import (
     Residual,
     TopK,
 )
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, join, split, together

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import QSGD, Compressor, GradiVeQ, PowerSGD, TopK
+from lightning_gc import QSGD, GradiVeQ, PowerSGD, TopK
+from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.control.probes import error_curves
 from lightning_gc.controllers import LayerBudget, Needs, Observation

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import DIANA, EF21, QSGD, SAEF, AllGather, Memory, TopK, TwoShot
+from lightning_gc import DIANA, EF21, QSGD, SAEF, AllGather, TopK, TwoShot
+from lightning_gc.memories import Memory
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.support.memories import (

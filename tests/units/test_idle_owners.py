@@ -8,9 +8,9 @@ import torch
 from lightning_gc import (
     QSGD,
     AllGather,
+    ErrorFeedback,
     GlobalMomentum,
     MomentumCorrection,
-    Residual,
     TopK,
     TwoHop,
     TwoShot,
@@ -22,7 +22,7 @@ WORKERS, STEPS, NUMEL = 4, 6, 300
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.1), QSGD(4)], ids=str)
-@pytest.mark.parametrize("memory", [Residual(), WeightedError(1.0, 1.0)], ids=str)
+@pytest.mark.parametrize("memory", [ErrorFeedback(), WeightedError(1.0, 1.0)], ids=str)
 @pytest.mark.parametrize("scheme", [AllGather(), TwoShot(), TwoHop(2)], ids=str)
 def test_what_is_applied_and_what_is_left_is_the_gradient(
     compressor: Any, memory: Any, scheme: Any

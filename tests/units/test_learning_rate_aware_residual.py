@@ -1,10 +1,11 @@
-"""Residual(lr_aware=True) matches Algorithm 1 of the total-error paper."""
+"""ErrorFeedback(lr_aware=True) matches Algorithm 1 of the total-error paper."""
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_gc import Compressor, HardThreshold, Residual, TopK
+from lightning_gc import ErrorFeedback, HardThreshold, TopK
+from lightning_gc.compressors import Compressor
 from lightning_gc.testing import Lockstep
 
 WORKERS, D, STEPS = 4, 30, 60
@@ -56,7 +57,7 @@ def algorithm_1(rates: list[float], compressor: Compressor) -> tuple[np.ndarray,
 
 
 def library(
-    rates: list[float], compressor: Compressor, memory: Residual, dtype: torch.dtype
+    rates: list[float], compressor: Compressor, memory: ErrorFeedback, dtype: torch.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the same of a run with the library: SGD on the means that it hands out."""
     problem, x, path = Quadratics(), np.zeros(D), []
@@ -80,7 +81,7 @@ COMPRESSORS: list[Compressor] = [TopK(0.1), HardThreshold(1.0), HardThreshold(0.
 def test_as_algorithm_1(rates: list[float], compressor: Compressor) -> None:
     """To float64's precision, errors in units of the update included."""
     path, errors = algorithm_1(rates, compressor)
-    ours, left = library(rates, compressor, Residual(lr_aware=True), torch.float64)
+    ours, left = library(rates, compressor, ErrorFeedback(lr_aware=True), torch.float64)
     np.testing.assert_allclose(ours, path, rtol=1e-11, atol=1e-13)
     np.testing.assert_allclose(left, errors, rtol=1e-9, atol=1e-13)
 
@@ -88,7 +89,7 @@ def test_as_algorithm_1(rates: list[float], compressor: Compressor) -> None:
 @pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
 def test_in_float32_as_near_as_float32_comes(rates: list[float]) -> None:
     path, _ = algorithm_1(rates[:20], TopK(0.1))
-    ours, _ = library(rates[:20], TopK(0.1), Residual(lr_aware=True), torch.float32)
+    ours, _ = library(rates[:20], TopK(0.1), ErrorFeedback(lr_aware=True), torch.float32)
     np.testing.assert_allclose(ours, path, rtol=1e-4, atol=1e-5)
 
 
@@ -96,7 +97,7 @@ def test_without_it_old_errors_enter_at_the_new_rate() -> None:
     """The same at a constant rate; not otherwise."""
     for rates, same in ((RATES["constant"], True), (RATES["steps down"], False)):
         path, _ = algorithm_1(rates, TopK(0.1))
-        ours, _ = library(rates, TopK(0.1), Residual(), torch.float64)
+        ours, _ = library(rates, TopK(0.1), ErrorFeedback(), torch.float64)
         assert np.allclose(ours, path, rtol=1e-9) == same
 
 
@@ -104,7 +105,7 @@ def test_without_it_old_errors_enter_at_the_new_rate() -> None:
 def test_nothing_is_lost_in_units_of_the_update(compressor: Compressor) -> None:
     """x₀ − x_T = mean_i Σ_t γ_t·g_i,t − mean_i e_i: what ``conserves`` cannot promise otherwise."""
     rates, problem = RATES["jumps"], Quadratics()
-    path, errors = library(rates, compressor, Residual(lr_aware=True), torch.float64)
+    path, errors = library(rates, compressor, ErrorFeedback(lr_aware=True), torch.float64)
     before = [np.zeros(D), *path[:-1]]
     due = sum(r * problem.gradients(before[t], t).mean(0) for t, r in enumerate(rates))
     np.testing.assert_allclose(-path[-1], due - errors.mean(0), rtol=1e-10, atol=1e-13)
@@ -115,12 +116,12 @@ def test_steps_at_rate_zero(zeros: tuple[int, ...]) -> None:
     """Where a warm-up begins, or anywhere: they add nothing to the error and take nothing out."""
     rates = [0.0 if t in zeros else 0.1 for t in range(STEPS)]
     path, _ = algorithm_1(rates, TopK(0.1))
-    ours, _ = library(rates, TopK(0.1), Residual(lr_aware=True), torch.float64)
+    ours, _ = library(rates, TopK(0.1), ErrorFeedback(lr_aware=True), torch.float64)
     np.testing.assert_allclose(ours, path, rtol=1e-11, atol=1e-13)
 
 
 def test_rates_of_parameters_are_followed_one_by_one() -> None:
-    run = Lockstep(1, TopK(0.5), Residual(lr_aware=True))
+    run = Lockstep(1, TopK(0.5), ErrorFeedback(lr_aware=True))
     (engine,) = run.engines
     for a, b in ((0.1, 0.2), (0.1, 0.1), (0.05, 0.1)):
         engine.learning_rates.now = {"a": a, "b": b}

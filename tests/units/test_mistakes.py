@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import STRATEGY_REGISTRY
 
 import lightning_gc
 from lightning_gc import controllers
@@ -41,21 +43,24 @@ MISTAKES = [
         "PerParameter is a class; give ...PerParameter(inner=...).",
     ),
     (
-        "CompressedDDPStrategy(TopK(), memory=Residual)",
-        "Residual is a class; give ...: Residual().",
+        "CompressedDDPStrategy(TopK(), memory=ErrorFeedback)",
+        "ErrorFeedback is a class; give ...: ErrorFeedback().",
     ),
     ("CompressedDDPStrategy(TopK(), scheme=AllGather)", "AllGather is a class; ...: AllGather()."),
     (
         "CompressedDDPStrategy(TopK(), memory='Residuals')",
-        "'Residuals' is not a memory (did you mean 'residual'?); ...: Residual().",
+        "'Residuals' is not a memory (did you mean 'error_feedback'?); ...: ErrorFeedback().",
     ),
     (
         "CompressedDDPStrategy(TopK(), memory='ef')",
-        "'ef' is not a memory (did you mean 'residual'?); ...: Residual().",
+        "'ef' is not a memory (did you mean 'error_feedback'?); ...: ErrorFeedback().",
     ),
+    ("CompressedDDPStrategy(TopK(), memory='error_feedback')", None),
+    ("CompressedDDPStrategy(TopK(), memory='residual')", None),  # its old name
+    ("CompressedDDPStrategy(TopK(), memory=Residual())", None),
     (
-        "CompressedDDPStrategy(TopK(), memory='error_feedback')",
-        "'error_feedback' is not a memory (did you mean 'residual'?); ...: Residual().",
+        "CompressedDDPStrategy(TopK(), memory='ErrorFeedback')",
+        "'ErrorFeedback' is not a memory (did you mean 'error_feedback'?); ...: ErrorFeedback().",
     ),
     (
         "SimulatedDDPStrategy('TopK', workers=2)",
@@ -72,7 +77,10 @@ MISTAKES = [
     ),
     ("TopK('0.05')", "TopK(density='0.05'): density is a number; write 0.05, without quotes."),
     ("QSGD('four')", "QSGD(bits='four'): bits is a number; write 4, without quotes."),
-    ("Residual(decay='90 %')", "Residual(decay='90 %'): decay is a number; write 0.9, ..."),
+    (
+        "ErrorFeedback(decay='90 %')",
+        "ErrorFeedback(decay='90 %'): decay is a number; write 0.9, ...",
+    ),
     (
         "NetworkModel(bandwidth_gbps='10 Gbit')",
         "NetworkModel(bandwidth_gbps='10 Gbit'): bandwidth_gbps is a number; write 10.0, ...",
@@ -101,7 +109,7 @@ MISTAKES = [
     ),
     # keyword arguments
     (
-        "CompressedDDPStrategy(TopK(), memmory=Residual())",
+        "CompressedDDPStrategy(TopK(), memmory=ErrorFeedback())",
         "CompressedDDPStrategy(memmory=...): there is no such argument (did you mean 'memory'?).",
     ),
     (
@@ -163,6 +171,22 @@ MISTAKES = [
         "There is no strategy 'compressed_ddp_power_sgd'; ...strategy='compressed_ddp_powersgd'?",
     ),
     (
+        "Trainer(strategy='compressed_fsdp_qsdg', devices=2, accelerator='cpu')",
+        "There is no strategy 'compressed_fsdp_qsdg'; ...strategy='compressed_fsdp_qsgd'?",
+    ),
+    (
+        "Trainer(strategy='local_step', devices=2, accelerator='cpu')",
+        "There is no strategy 'local_step'; did you mean strategy='local_steps'?",
+    ),
+    (
+        "Fabric(strategy='compressed_ddp_top_k', devices=2, accelerator='cpu')",
+        "There is no strategy 'compressed_ddp_top_k'; ...strategy='compressed_ddp_topk'?",
+    ),
+    (
+        "Trainer(strategy='ddp_spwan', devices=2, accelerator='cpu')",
+        "You selected an invalid strategy name: `strategy='ddp_spwan'`...",  # Lightning's own words
+    ),
+    (
         "Trainer(strategy=the_others.CompressedDDPStrategy(TopK()), accelerator='cpu')",
         "This CompressedDDPStrategy is for lightning.pytorch, but it was given to "
         "pytorch_lightning. For pytorch_lightning: `from "
@@ -187,7 +211,7 @@ class Halves(Controller):
 def test_each_gets_its_sentence(code: str, sentence: str | None) -> None:
     names = {name: getattr(lightning_gc, name) for name in lightning_gc.__all__}
     names |= {"controllers": controllers, "the_others": for_lightning, "Trainer": pl.Trainer}
-    names |= {"FIXED": controllers.Fixed(0.1)}
+    names |= {"FIXED": controllers.Fixed(0.1), "Fabric": Fabric}
     names |= {"Halves": Halves, "Observation": Observation, "decision_of": decision_of}
     if sentence is None:
         eval(code, names)  # noqa: S307 - the rows above
@@ -213,3 +237,27 @@ def test_names_that_lightnings_messages_advise() -> None:
     strategy: Any = registry.get("compressed_ddp_notebook_find_unused_parameters_true")
     assert strategy._start_method == "fork"
     assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+
+
+def test_few_names_are_listed_and_all_are_answered() -> None:
+    """Each kind, and DDP with each method; other methods and launchers work without a line."""
+    registry: Any = pl.strategies.StrategyRegistry
+    listed = {name for name in registry if name in registry.ours}
+    kinds = {"compressed_hsdp", "compressed_fsdp", "local_steps", "diloco", "sparseloco"}
+    methods = {f"compressed_ddp_{name}" for name in lightning_gc.COMPRESSORS}
+    assert listed == kinds | methods | {"compressed_ddp"}
+    assert set(registry.available_strategies()) == set(registry)
+    for name in registry.ours - listed:
+        assert name in registry
+        assert name in registry.available_strategies()
+        assert registry[name]["strategy_name"] == name
+    for name in ("compressed_ddp_topk_spawn", "local_steps_spawn"):
+        assert registry.get(name)._start_method == "spawn"
+    assert type(registry.get("compressed_hsdp_topk")).__name__ == "CompressedHSDPStrategy"
+    with pytest.raises(ValueError, match="did you mean strategy='compressed_ddp_topk'"):
+        registry.get("compressed_ddp_top_k")
+    assert registry.get("compressed_ddp_top_k", 5) == 5
+    with pytest.raises(KeyError, match="'nonsense' not found in registry"):
+        registry.get("nonsense")
+    fabrics: Any = STRATEGY_REGISTRY
+    assert {name for name in fabrics if name in fabrics.ours} == methods | {"compressed_ddp"}

@@ -264,7 +264,7 @@ def test_tensorboard_shows_the_models_hparams_too(made: type[Plain], tmp_path: P
     own = {"rate": 0.02, "width": 40.0} if made is Settled else {}
     assert shown == own | {
         "gc/compressor": "TopK(0.1)",
-        "gc/memory": "Residual()",
+        "gc/memory": "ErrorFeedback()",
         "gc/scheme": "AllGather()",
         "gc/controller": "Schedule(levels=(0.5, 0.1))",
         "gc/seed": 0.0,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_gc import QSGD, Memory, Residual, SignSGD, TopK, TwoShot
+from lightning_gc import QSGD, Residual, SignSGD, TopK, TwoShot
+from lightning_gc.memories import Memory
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import refused

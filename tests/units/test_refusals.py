@@ -16,6 +16,7 @@ from lightning_gc import (
     Cast,
     CompressedDDPStrategy,
     CompressionMonitor,
+    ErrorFeedback,
     HardThreshold,
     Identity,
     MomentumCorrection,
@@ -23,7 +24,6 @@ from lightning_gc import (
     PerParameter,
     Quantised,
     RandomK,
-    Residual,
     SimulatedDDPStrategy,
     SizeSwitch,
     TopK,
@@ -58,15 +58,19 @@ nan, inf = float("nan"), float("inf")
         (lambda: HardThreshold(nan), "threshold=nan", "use 0.01"),
         (lambda: HardThreshold(inf), "threshold=inf", "use 0.01"),
         (lambda: Cast("float8"), "dtype='float8'", "use 'bfloat16'"),  # type: ignore[arg-type]
-        (lambda: Residual(decay=0.0), "decay=0.0", "NoMemory()"),
+        (lambda: ErrorFeedback(decay=0.0), "decay=0.0", "NoMemory()"),
         (lambda: SizeSwitch(TopK(), min_numel=-1), "min_numel=-1", "0 turns a limit off"),
         (lambda: PerParameter("topk"), "'topk'", "TopK(0.01)"),  # type: ignore[arg-type]
         (lambda: Identity().at(0.5), "0.5", "no knob"),
         (lambda: TopK().at(nan), "nan", "give a number"),
         (lambda: Lockstep(2, TopK(), scheme=AllReduce()), "TopK(density=0.01,", "AllGather()"),
         (lambda: Lockstep(2, QSGD(), memory=MomentumCorrection()), "QSGD", "NoMemory()"),
-        (lambda: Lockstep(2, VarianceCriterion(), memory=NoMemory()), "NoMemory()", "Residual()"),
-        (lambda: Lockstep(2, VarianceCriterion(), memory=EF21()), "EF21()", "Residual()"),
+        (
+            lambda: Lockstep(2, VarianceCriterion(), memory=NoMemory()),
+            "NoMemory()",
+            "ErrorFeedback()",
+        ),
+        (lambda: Lockstep(2, VarianceCriterion(), memory=EF21()), "EF21()", "ErrorFeedback()"),
         (lambda: Lockstep(2, VarianceCriterion(), scheme=TwoShot()), "TwoShot()", "AllGather()"),
         (
             lambda: Lockstep(2, Quantised(VarianceCriterion(), QSGD(4)), scheme=TwoShot()),
@@ -75,7 +79,7 @@ nan, inf = float("nan"), float("inf")
         ),
         (lambda: Simulated(0), "workers=0", "at least one"),
         (lambda: CompressedDDPStrategy("topkk"), "'topkk'", "'topk'"),
-        (lambda: CompressedDDPStrategy(TopK(), memory="full"), "'full'", "'residual'"),
+        (lambda: CompressedDDPStrategy(TopK(), memory="full"), "'full'", "'error_feedback'"),
         (lambda: CompressedDDPStrategy(TopK(), scheme="ring"), "'ring'", "'all_gather'"),
         (lambda: CompressedDDPStrategy(TopK(), seed="7"), "seed='7'", "whole number"),  # type: ignore[arg-type]
         (lambda: CompressedDDPStrategy(TopK(), controller=1), "controller=1", "Fixed(0.01)"),  # type: ignore[arg-type]

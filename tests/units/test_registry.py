@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from lightning_gc import COMPRESSORS, Compressor, PerParameter, SizeSwitch, TopK
+from lightning_gc import COMPRESSORS, PerParameter, SizeSwitch, TopK
+from lightning_gc.compressors import Compressor
 from lightning_gc.core.registry import concrete, did_you_mean, make, path_of, required_fields
 
 

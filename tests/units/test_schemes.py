@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from lightning_gc import QSGD, AllGather, Scheme, SignSGD, TopK, TwoShot
+from lightning_gc import QSGD, AllGather, SignSGD, TopK, TwoShot
 from lightning_gc.compressors import Codec
+from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 
 

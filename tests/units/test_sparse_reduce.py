@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_gc import (
     COMPRESSORS,
     AllGather,
-    Compressor,
     HardThreshold,
     NoMemory,
     PerParameter,
@@ -23,6 +22,7 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
+from lightning_gc.compressors import Compressor
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 

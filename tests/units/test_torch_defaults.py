@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import Compressor
+from lightning_gc.compressors import Compressor
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts.cases import generator, label
 from tests.support.instances import FIRST, ONE_EACH

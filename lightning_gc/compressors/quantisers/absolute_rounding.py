@@ -70,7 +70,7 @@ class AbsoluteRounding(Codec):
     traits = Traits(
         kind="quantiser",
         unbiased=True,
-        default_memory="residual",
+        default_memory="error_feedback",
         knob=Knob("step", low=1e-9, high=1e3, more="compression"),
         space=(Range("step", 1e-5, 0.1, scale="log"),),
     )

@@ -26,7 +26,7 @@ class NaturalCompression(Codec):
     element; the paper's own code cuts exponents to a smaller range and spends 8. Below 2⁻¹²⁶ an
     element becomes that or zero; 2¹²⁷ and more becomes 2¹²⁷, since float32 has no 2¹²⁸.
 
-    Unbiased, so without error feedback by default; surveys list it with: ``memory=Residual()``.
+    Unbiased, so without error feedback by default; surveys list it with ``memory=ErrorFeedback()``.
 
     Example:
         >>> from lightning_gc import NaturalCompression

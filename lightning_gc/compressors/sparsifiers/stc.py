@@ -44,7 +44,7 @@ class STC(Preset, DensitySparsifier):  # type: ignore[override]
         from Non-IID Data", IEEE TNNLS 2020. Its code sends the same, but for k rounded up.
     """
 
-    memory_name = "residual"
+    memory_name = "error_feedback"
 
     @functools.cached_property
     def inner(self) -> Quantised:

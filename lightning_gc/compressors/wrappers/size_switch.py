@@ -12,6 +12,9 @@ from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow
 
+MIN_NUMEL = 1024
+"""Elements of the smallest tensor that is compressed by default."""
+
 
 @dataclass(frozen=True)
 class SizeSwitch(Wrapper):
@@ -20,7 +23,8 @@ class SizeSwitch(Wrapper):
     Biases and normalisation weights are few and sensitive. The code of DGC and of ACCORDION sends
     them dense; other papers compress every tensor. The difference is large at strong compression:
     with ``TopK(0.0001)`` an LSTM of 4.4 million parameters sends 1/6,704 of its gradient, but 1/815
-    with its 9,600 biases dense. ``PerParameter(TopK(0.0001))`` compresses every tensor.
+    with its 9,600 biases dense. Strategies put a bare compressor in a ``SizeSwitch`` with their
+    ``min_numel``; ``min_numel=0`` and ``PerParameter(TopK(0.0001))`` compress every tensor.
 
     Args:
         inner: the compressor of large tensors.
@@ -40,7 +44,7 @@ class SizeSwitch(Wrapper):
     """
 
     inner: Compressor
-    min_numel: int = 1024
+    min_numel: int = MIN_NUMEL
     min_dims: int = 2
 
     def __post_init__(self) -> None:

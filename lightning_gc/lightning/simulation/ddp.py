@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.memories import Memory
@@ -41,6 +42,7 @@ class SimulatedDDP(SimulatedWorkers):
         state: errors in checkpoints; the same files as real workers write, so that a simulated run
             can resume as a real one and vice versa.
         state_dtype: of errors in these files.
+        min_numel: as for ``CompressedDDPStrategy``.
         kwargs: as for ``SingleDeviceStrategy``: ``device`` (default: the Trainer's),
             ``checkpoint_io``, ``precision_plugin``, ...
 
@@ -63,7 +65,7 @@ class SimulatedDDP(SimulatedWorkers):
         >>> from lightning_gc import NetworkModel, SimulatedDDPStrategy, TopK
         >>> strategy = SimulatedDDPStrategy(TopK(density=0.01), workers=4)
         >>> strategy.memory, strategy.workers, strategy.network.topology
-        (Residual(decay=1.0, lr_aware=False, gain=1.0), 4, 'parameter_server')
+        (ErrorFeedback(decay=1.0, lr_aware=False, gain=1.0), 4, 'parameter_server')
 
     Attributes:
         workers: W.
@@ -83,10 +85,11 @@ class SimulatedDDP(SimulatedWorkers):
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
+        min_numel: int = MIN_NUMEL,
         **kwargs: Any,
     ) -> None:
         self._configure_workers(compressor, workers, network, kwargs)
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._gradients: Gradients | None = None
         super().__init__(**kwargs)
 

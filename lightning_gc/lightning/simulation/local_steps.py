@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.flow import Flow
 from lightning_gc.engine import Engine
@@ -57,6 +58,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         state: in checkpoints; the same files as real workers write, so that a simulated run can
             resume as a real one and vice versa.
         state_dtype: of errors in these files.
+        min_numel: as for ``CompressedDDPStrategy``.
         kwargs: as for ``SingleDeviceStrategy``.
 
     Communication pattern:
@@ -98,10 +100,11 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
+        min_numel: int = MIN_NUMEL,
         **kwargs: Any,
     ) -> None:
         self._configure_workers(compressor, workers, network, kwargs)
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype)
+        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._configure_rounds(every, outer, delay, merge, fragments, show, state)
         super().__init__(**kwargs)
 

@@ -12,7 +12,7 @@ from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.core import Bucket, Payload, wire
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.engine import compressor_state
-from lightning_gc.memories import NoMemory, Residual
+from lightning_gc.memories import ErrorFeedback, NoMemory
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import (
     EXCHANGE,
@@ -309,13 +309,13 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
     ) -> None:
         """Conservation over 20 steps, while the order of the bucket changes at every step.
 
-        With the compressor's default memory; if that does not conserve, with ``Residual`` for
+        With the compressor's default memory; if that does not conserve, with ``ErrorFeedback`` for
         biased and ``NoMemory`` for unbiased compressors.
         """
         compressor = conserving
         _, memory, _ = combine(compressor)
         if memory.buffers and not memory.conserves:
-            memory = NoMemory() if compressor.traits.unbiased else Residual()
+            memory = NoMemory() if compressor.traits.unbiased else ErrorFeedback()
         lockstep, on = Lockstep(workers, compressor, memory), f"{workers} workers in {dtype}"
         with telling(compressor, EXCHANGE, f"{on}, parameters of shapes {cases.SHAPES}"):
             lost = cases.lost(lockstep, 20, dtype)

@@ -25,10 +25,10 @@ class MemoryContract:
         compressors: to combine them with; refused combinations are left out.
 
     Example:
-        >>> from lightning_gc import Residual
+        >>> from lightning_gc import ErrorFeedback
         >>> from lightning_gc.testing.contracts import MemoryContract
         >>> class TestMine(MemoryContract):
-        ...     instances = (Residual(decay=0.5),)
+        ...     instances = (ErrorFeedback(decay=0.5),)
     """
 
     instances: tuple[Memory, ...] = ()

@@ -6,7 +6,7 @@ import torch
 
 from lightning_gc.compressors import QSGD, Compressor, HardThreshold, Identity, RandomK, TopK
 from lightning_gc.compressors.low_rank.powersgd import PowerSGD
-from lightning_gc.memories import Residual
+from lightning_gc.memories import ErrorFeedback
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import apart, broken
@@ -46,7 +46,7 @@ class SchemeContract:
     ) -> None:
         """Conservation over 20 steps with error feedback."""
         if fits(scheme, compressor):
-            lockstep = Lockstep(workers, compressor, Residual(), scheme)
+            lockstep = Lockstep(workers, compressor, ErrorFeedback(), scheme)
             lost = cases.lost(lockstep, 20)
             what = f"after 20 steps {lost:.2g} of the gradient is neither applied nor in errors"
             on = f"{compressor!r} and {workers} workers"
@@ -72,7 +72,7 @@ class SchemeContract:
     ) -> None:
         if fits(scheme, compressor):
             who = (scheme, compressor)
-            with_liar(who, lambda: Lockstep(3, compressor, Residual(), scheme), self.examples)
+            with_liar(who, lambda: Lockstep(3, compressor, ErrorFeedback(), scheme), self.examples)
 
     def test_2_without_compression_it_is_the_mean(self, scheme: Scheme, workers: int) -> None:
         """With ``Identity``, or ``TopK`` of all elements, any scheme returns the mean."""

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_gc import QSGD, Compressor, Identity, PowerSGD, TopK
+from lightning_gc import QSGD, Identity, PowerSGD, TopK
+from lightning_gc.compressors import Compressor
 
 METHODS: dict[str, Compressor | None] = {
     "plain": None,

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_gc import Compressor
+from lightning_gc.compressors import Compressor
 
 
 class Ended(Callback):

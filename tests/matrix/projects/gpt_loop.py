@@ -11,7 +11,8 @@ from comparison import compare, seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import Compressor, attach
+from lightning_gc import attach
+from lightning_gc.compressors import Compressor
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 65, 32, 64, 4, 2
 STEPS, MICRO_BATCHES, RATE = 12, 2, 1e-3

@@ -12,7 +12,7 @@ from comparison import compare, last, seed, seeded_steps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gc import Compressor
+from lightning_gc.compressors import Compressor
 
 FILES = {
     "train.yaml": """

@@ -10,7 +10,7 @@ from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
 from pytorch_forecasting.metrics import QuantileLoss
 from torch import nn
 
-from lightning_gc import Compressor
+from lightning_gc.compressors import Compressor
 
 
 def waves() -> TimeSeriesDataSet:

@@ -9,7 +9,7 @@ from comparison import compare, seed
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from lightning_gc import Compressor
+from lightning_gc.compressors import Compressor
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "transformers_trainer.py"
 

@@ -10,7 +10,7 @@ from comparison import compare, last, seed, trainer_settings
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lightning_gc import Compressor
+from lightning_gc.compressors import Compressor
 
 
 class Saving(Callback):

@@ -9,7 +9,6 @@ from lightning_gc import (
     QSGD,
     AbsoluteRounding,
     Cast,
-    Codec,
     CodedQSGD,
     HardThreshold,
     Identity,
@@ -20,6 +19,7 @@ from lightning_gc import (
     TopK,
     UnbiasedRandomK,
 )
+from lightning_gc.compressors import Codec
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import unpack
 from lightning_gc.core.bucket import Bucket

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import Codec, DynamicTree, Float4
+from lightning_gc import DynamicTree, Float4
+from lightning_gc.compressors import Codec
 from tests.support.codecs import KINDS, apply, each_kind
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import Codec, Float8, Int8
+from lightning_gc import Float8, Int8
+from lightning_gc.compressors import Codec
 from lightning_gc.testing.contracts import cases
 from tests.support import codecs
 from tests.support.codecs import STUDENT, apply

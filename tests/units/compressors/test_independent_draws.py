@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from lightning_gc import (
-    Codec,
     IndependentRandomK,
     IndependentRandomMask,
     IndependentUnbiasedRandomK,
     UnbiasedRandomK,
 )
+from lightning_gc.compressors import Codec
 from lightning_gc.compressors.sparsifiers.random_sparsifier import by_hash
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases

@@ -8,7 +8,6 @@ import torch
 
 from lightning_gc import (
     QSGD,
-    AbsoluteError,
     HardThreshold,
     Identity,
     Induced,
@@ -17,9 +16,9 @@ from lightning_gc import (
     SignSGD,
     TopK,
     UnbiasedRandomK,
-    Variance,
     VarianceCriterion,
 )
+from lightning_gc.compressors import AbsoluteError, Variance
 from lightning_gc.testing import Lockstep
 from tests.support.codecs import KINDS, apply, each_kind
 

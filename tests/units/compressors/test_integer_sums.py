@@ -12,20 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gc import (
-    AllReduce,
-    Compressor,
-    IntegerQSGD,
-    NoMemory,
-    Residual,
-    Scheme,
-    TernGrad,
-    TwoShot,
-)
+from lightning_gc import AllReduce, IntegerQSGD, NoMemory, Residual, TernGrad, TwoShot
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.core.flow import Exchange, Gather, Reply, Request
+from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.decoder import Lying

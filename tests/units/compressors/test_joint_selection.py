@@ -8,16 +8,15 @@ from torch import Tensor
 
 from lightning_gc import (
     AllGather,
-    Compressor,
+    ErrorFeedback,
     HardThreshold,
     NoMemory,
     PerParameter,
-    Residual,
     SizeSwitch,
     TopK,
     TwoShot,
 )
-from lightning_gc.compressors import SIDCo, VarianceCriterion
+from lightning_gc.compressors import Compressor, SIDCo, VarianceCriterion
 from lightning_gc.compressors.base import CodecScheme
 from lightning_gc.core import elias_fano
 from lightning_gc.core.bucket import Bucket
@@ -81,7 +80,7 @@ SCHEMES = pytest.mark.parametrize("scheme", APART, ids=repr)
 
 
 @SCHEMES
-@pytest.mark.parametrize("memory", [Residual(), NoMemory()], ids=repr)
+@pytest.mark.parametrize("memory", [ErrorFeedback(), NoMemory()], ids=repr)
 @pytest.mark.parametrize(
     "compressor",
     [
@@ -106,7 +105,9 @@ def test_results_are_those_of_parameters_by_themselves(
 
 def test_state_of_parameters_by_themselves() -> None:
     compressor = PerParameter(VarianceCriterion())
-    ours, slow = (train(compressor, Residual(), each) for each in (AllGather(), GatheredApart()))
+    ours, slow = (
+        train(compressor, ErrorFeedback(), each) for each in (AllGather(), GatheredApart())
+    )
     assert all(torch.equal(a, b) for a, b in zip(ours, slow, strict=True))
 
 
@@ -117,7 +118,7 @@ def test_shards_of_all_parameters_are_those_of_each_by_itself(workers: int) -> N
     Padding that was chosen is counted as sent then, up to as many elements as there are.
     """
     pair, compressor = (TwoShot(), CutApart()), PerParameter(TopK(0.05))
-    ours, slow = (train(compressor, Residual(), each, 2, workers) for each in pair)
+    ours, slow = (train(compressor, ErrorFeedback(), each, 2, workers) for each in pair)
     assert all(torch.equal(a, b) for a, b in zip(ours[:-1], slow[:-1], strict=True))
     assert workers == 70 or torch.equal(ours[-1], slow[-1])
 
@@ -195,7 +196,7 @@ class ByShape(SizeSwitch):
 @pytest.mark.parametrize("inner", [Halved(0.05), ByShape(TopK(0.05))], ids=repr)
 def test_what_cannot_be_joined_is_not(inner: Compressor, scheme: Scheme) -> None:
     pair = scheme, APART[scheme]
-    ours, slow = (train(PerParameter(inner), Residual(), each) for each in pair)
+    ours, slow = (train(PerParameter(inner), ErrorFeedback(), each) for each in pair)
     assert all(torch.equal(a, b) for a, b in zip(ours, slow, strict=True))
 
 

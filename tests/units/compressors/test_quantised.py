@@ -17,13 +17,10 @@ from lightning_gc import (
     AllGather,
     AtomoSVD,
     Cast,
-    Codec,
-    Contraction,
     EFSignSGD,
     GaussianK,
     HardThreshold,
     Identity,
-    Multiple,
     NaturalCompression,
     OneBitSGD,
     PerParameter,
@@ -35,6 +32,7 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
+from lightning_gc.compressors import Codec, Contraction, Multiple
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Bound
 from lightning_gc.compressors.wrappers.quantised import _coded_bytes, _count

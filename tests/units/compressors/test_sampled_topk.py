@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_gc import DGC, AllGather, Compressor, Residual, Scheme, SparseReduce, TopK, TwoShot
+from lightning_gc import DGC, AllGather, ErrorFeedback, SparseReduce, TopK, TwoShot
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.core.elias_fano import coded_bytes
+from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 
@@ -154,7 +156,7 @@ def test_of_any_tensor(kind: str, numel: int, density: float, step: int, value_d
 @pytest.mark.parametrize("scheme", [AllGather(), TwoShot(), SparseReduce()], ids=cases.label)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_nothing_is_lost_where_the_sample_is_a_part(scheme: Scheme, workers: int) -> None:
-    lockstep = Lockstep(workers, TopK(0.1, selection="sampled"), Residual(), scheme)
+    lockstep = Lockstep(workers, TopK(0.1, selection="sampled"), ErrorFeedback(), scheme)
     given = applied = torch.zeros(40_000)
     for step in range(8):
         xs = [draw("laplace", 40_000, 10 * step + worker) for worker in range(workers)]
@@ -170,7 +172,7 @@ def test_it_learns_as_fast_as_the_exact_one() -> None:
     target = draw("student t, 3", 10_000, 0)
 
     def distance(compressor: Compressor) -> float:
-        lockstep, w = Lockstep(2, compressor, Residual()), torch.zeros_like(target)
+        lockstep, w = Lockstep(2, compressor, ErrorFeedback()), torch.zeros_like(target)
         for _ in range(40):
             w = w - 0.1 * lockstep.step([{"w": w - target}] * 2).mean["w"]
         return float((w - target).norm() / target.norm())

@@ -8,7 +8,7 @@ import torch
 from lightning_gc.checkpoint.worker_state import WorkerState, changes
 from lightning_gc.core.pytree import average, each_tensor, reduced
 
-SAME = {"compressor": "TopK(density=0.1)", "memory": "Residual()", "controller": "None"}
+SAME = {"compressor": "TopK(density=0.1)", "memory": "ErrorFeedback()", "controller": "None"}
 SHAPES: dict[str, tuple[int, ...]] = {"a": (2, 3), "b": (4,)}
 
 
@@ -51,13 +51,14 @@ def test_errors_are_not_said_to_be_kept_and_dropped() -> None:
     other = {"compressor": "QSGD(bits=4)", "memory": "NoMemory()", "controller": "None"}
     assert changes(SAME, other, own(**SHAPES), SHAPES, ()).sentences == [
         "Compressor TopK(density=0.1) is now QSGD(bits=4): its own state is reset.",
-        "Memory Residual() is now NoMemory(): error is dropped. To keep the errors, give a memory "
-        "with an error buffer, such as Residual().",
+        "Memory ErrorFeedback() is now NoMemory(): error is dropped. To keep the errors, give a "
+        "memory with an error buffer, such as ErrorFeedback().",
     ]
     momentum = {**other, "memory": "MomentumCorrection()"}
     buffers = ("error", "velocity")
     assert changes(SAME, momentum, own(**SHAPES), SHAPES, buffers).sentences[1] == (
-        "Memory Residual() is now MomentumCorrection(): error is kept, velocity is zero at first."
+        "Memory ErrorFeedback() is now MomentumCorrection(): "
+        "error is kept, velocity is zero at first."
     )
     none = WorkerState({}, {}, ({"compressor": {}},))
     assert changes(other, {**other, "compressor": "Cast()"}, none, SHAPES, ()).sentences == [
@@ -65,7 +66,7 @@ def test_errors_are_not_said_to_be_kept_and_dropped() -> None:
     ]
     assert changes(other, SAME, none, SHAPES).sentences == [
         "Compressor QSGD(bits=4) is now TopK(density=0.1).",
-        "Memory NoMemory() is now Residual(): error is zero at first.",
+        "Memory NoMemory() is now ErrorFeedback(): error is zero at first.",
     ]
 
 

@@ -7,10 +7,10 @@ from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_gc import (
     QSGD,
+    ErrorFeedback,
     HardThreshold,
     Identity,
     OuterSGD,
-    Residual,
     SignSGD,
     StepAhead,
     TopK,
@@ -33,9 +33,9 @@ from lightning_gc.memories import MomentumCorrection
         ({"every": 4, "fragments": 5}, "use fragments=4 or fewer"),
         ({"merge": "replace"}, "use 'rebase' or 'mix'"),
         ({"show": "mine"}, "use 'common' or 'local'"),
-        ({"memory": Residual(lr_aware=True)}, "contain the learning rate already"),
-        ({"memory": StepAhead()}, r"use memory=Residual\(\)"),
-        ({"memory": MomentumCorrection(weight_decay=1e-4)}, r"use memory=Residual\(\)"),
+        ({"memory": ErrorFeedback(lr_aware=True)}, "contain the learning rate already"),
+        ({"memory": StepAhead()}, r"use memory=ErrorFeedback\(\)"),
+        ({"memory": MomentumCorrection(weight_decay=1e-4)}, r"use memory=ErrorFeedback\(\)"),
         (
             {"memory": MomentumCorrection(), "outer": OuterSGD.diloco()},
             "the memory has the outer momentum",
@@ -69,7 +69,7 @@ def test_names() -> None:
     assert made["diloco"].outer == OuterSGD(0.7, 0.9, True)
     assert made["diloco"].plan.every == 100
     assert made["diloco"].compressor.method == Identity()
-    assert made["sparseloco"].memory == Residual(decay=0.95)
+    assert made["sparseloco"].memory == ErrorFeedback(decay=0.95)
     assert made["sparseloco"].outer == OuterSGD()
     assert made["diloco_spawn"]._start_method == "spawn"
 

@@ -14,10 +14,10 @@ from lightning_gc import (
     MomentumCorrection,
     NoMemory,
     PerParameter,
-    SparseCodec,
     StepAhead,
     TopK,
 )
+from lightning_gc.compressors import SparseCodec
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.models import PlainSGD, common_batches

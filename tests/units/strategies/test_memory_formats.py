@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_gc import CSER, SAEF, Memory, MomentumCorrection, PerParameter, StepAhead, TopK
+from lightning_gc import CSER, SAEF, MomentumCorrection, PerParameter, StepAhead, TopK
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.memories import Memory
 from tests.support.fitting import quiet_trainer, unwarned
 
 

@@ -1,4 +1,4 @@
-"""Residual: error feedback, which adds the compression error to the next gradient."""
+"""ErrorFeedback: add the compression error to the next gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
 @dataclass(frozen=True)
-class Residual(Memory):
+class ErrorFeedback(Memory):
     """Add the stored error to the gradient before it is compressed.
 
     ``x_t = decay·e_{t−1} + gain·g_t``, ``e_t = x_t − C(x_t)``. Costs one float32 per parameter and
@@ -33,8 +33,8 @@ class Residual(Memory):
         ValueError: ``decay`` outside (0, 1], a ``gain`` that is not positive.
 
     Example:
-        >>> from lightning_gc import Residual
-        >>> Residual().conserves
+        >>> from lightning_gc import ErrorFeedback
+        >>> ErrorFeedback().conserves
         True
 
     Reference:
@@ -52,12 +52,13 @@ class Residual(Memory):
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
             raise ValueError(
-                f"Residual(decay={self.decay!r}): the weight of the old error must be in (0, 1]; "
-                f"use 1.0 to lose nothing, or NoMemory() to remember nothing."
+                f"ErrorFeedback(decay={self.decay!r}): the weight of the old error must be in "
+                f"(0, 1]; use 1.0 to lose nothing, or NoMemory() to remember nothing."
             )
         if not 0 < self.gain < math.inf:
             raise ValueError(
-                f"Residual(gain={self.gain!r}): the new gradient's weight must be above 0; use 1.0."
+                f"ErrorFeedback(gain={self.gain!r}): the new gradient's weight must be above "
+                f"0; use 1.0."
             )
 
     @property
@@ -71,5 +72,13 @@ class Residual(Memory):
         yield from exchange(error.add_(bucket.grad, alpha=self.gain))
 
     @classmethod
-    def examples(cls) -> tuple[Residual, ...]:
+    def examples(cls) -> tuple[ErrorFeedback, ...]:
         return (cls(), cls(decay=0.9, gain=0.5), cls(lr_aware=True))
+
+
+Residual = ErrorFeedback
+"""Old name of ``ErrorFeedback``; both may be used."""
+
+# LightningCLI looks for a short name in YAML, ``memory: Residual``, among subclasses. It then
+# imports the name from this module, and so finds the alias.
+_short_name = type("Residual", (ErrorFeedback,), {"__module__": __name__})
