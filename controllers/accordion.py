@@ -1,5 +1,7 @@
 """Compress less while gradient norms change fast (ACCORDION's critical regimes), else more."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Compress as little as a given time per step allows on the present link (BandwidthAware)."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from dataclasses import dataclass

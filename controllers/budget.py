@@ -17,6 +17,8 @@ takes about 1/density steps from the start; and c rises where the mean of gradie
 against their noise.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """Set levels by the number of elements of a parameter, for the complete run."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 

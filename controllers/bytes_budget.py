@@ -1,5 +1,7 @@
 """Choose levels by parameter that leave the least error within a budget of bytes."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from .base import Controller, Decision, Level, Needs, Observation, State

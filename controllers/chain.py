@@ -1,5 +1,7 @@
 """Use one controller for the first epochs, such as a warm-up, then another (Chain)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 from .base import Controller, Decision, KnobLike, Needs, Observation, State

@@ -1,5 +1,7 @@
 """Raise the level while exchanges are quick, cut it when they are slow (AIMD)."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

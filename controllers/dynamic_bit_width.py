@@ -1,5 +1,7 @@
 """Use more bits as a validation metric improves, and uncompressed epochs on a plateau."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from dataclasses import dataclass, replace

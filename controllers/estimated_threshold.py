@@ -1,5 +1,7 @@
 """Set the hard threshold from measured noise and dissimilarity of gradients."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

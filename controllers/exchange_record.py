@@ -1,5 +1,7 @@
 """Record bytes and seconds of a request, and fit a link to several (ExchangeRecord)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,5 +1,7 @@
 """Keep one level for the complete run (Fixed)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from .base import Controller, Decision, Level, Observation, State

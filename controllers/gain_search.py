@@ -1,5 +1,7 @@
 """Try levels one by one, and keep the one with most throughput times gain (GainSearch)."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Mapping

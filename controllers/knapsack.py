@@ -1,5 +1,7 @@
 """Solve the knapsack problem: one option per item, least total cost, a budget of total weight."""
 
+from __future__ import annotations
+
 import heapq
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """Choose levels by parameter that send fewest bytes at the error of one common level."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from .base import Controller, Decision, Level, Needs, Observation, State

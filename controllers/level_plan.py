@@ -1,5 +1,7 @@
 """Compute a level plan's error and bytes from error curves, and decide on its replacement."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

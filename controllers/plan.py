@@ -1,5 +1,7 @@
 """Set levels by the names of parameters, for the complete run (Plan)."""
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Set H of local steps by a fixed sequence, with another controller for levels."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from typing import Literal
 

@@ -1,5 +1,7 @@
 """Define the base class of controllers that choose HardThreshold's threshold."""
 
+from __future__ import annotations
+
 from .base import Controller, KnobLike, Needs, Observation
 
 

@@ -1,5 +1,7 @@
 """Set the hard threshold by the total-error paper's rule for a given Top-k (TotalError)."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import InitVar, dataclass
 

@@ -1,5 +1,7 @@
 """Adjust the hard threshold so that a run sends a given share of all elements."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

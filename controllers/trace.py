@@ -1,5 +1,7 @@
 """Write a controller's observations, states and decisions to a file, and replay them."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections.abc import Iterator
