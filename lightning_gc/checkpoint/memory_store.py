@@ -188,9 +188,9 @@ def _opened(given: Any, workers: Workers) -> Tree:
     """Return a saved state, checked, except for its worker and its number of workers."""
     try:
         state = _STATE.opened(dict(given) if isinstance(given, Mapping) else given, {}, _MAYBE)
+        state["configuration"] = with_new_names(state["configuration"])
         for what, own in _settings(workers).items():
-            known = state.get(what)
-            if (with_new_names(known) if what == "configuration" else known) != own:
+            if state.get(what) != own:
                 raise _Other(
                     f"has a state with {what}={state.get(what)!r}, but here it is {own!r}; attach "
                     f"with the same arguments, on as many shards, {_ZERO}."

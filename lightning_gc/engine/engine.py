@@ -55,7 +55,7 @@ class RoundCounter:
     """Counts rounds and flows; a round synchronises each bucket of a step once."""
 
     step: int = 0  # finished rounds
-    opened: int = -1  # step of the last round of which a flow has started to run
+    opened: int = -1  # step of the last round with a flow that has started to run
     begun: int = 0  # flows made
     ended: int = 0  # flows that have ended
     advanced: int = 0  # flows made in finished rounds

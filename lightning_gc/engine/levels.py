@@ -100,7 +100,7 @@ class RequestedLevels(Structure):
     def check(self, value: Any, place: str = "") -> None:
         """Raise ValueError if ``value``, found at ``place``, is something else."""
         knob = self.compressor.knob
-        level: Structure = Leaf("None, for there is no knob", lambda v: v is None)
+        level: Structure = Leaf("None, because the compressor has no knob", lambda v: v is None)
         if knob is not None:
             level = Optional(Number(knob.low, knob.high))
         Optional(Pair(level, Each(level))).check(value, place)

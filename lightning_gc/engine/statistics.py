@@ -156,7 +156,7 @@ class EpochStatistics:
         if self.errors and "total_error_update" not in state:
             warnings.warn(
                 "The checkpoint is of a version that kept no total_error_update, so that figure "
-                "counts from here; total_error goes on.",
+                "counts from here; total_error continues.",
                 stacklevel=2,
             )
         self._update_errors = float(state.get("total_error_update", 0.0))

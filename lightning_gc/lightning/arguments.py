@@ -69,7 +69,7 @@ def refuse_unknown(
     for name, value in given.items():
         if name not in known:
             raise ValueError(
-                f"{strategy.__name__}({name}=...): there is no such argument"
+                f"{strategy.__name__}({name}=...): unknown argument"
                 + (_of_compressor(compressor, name, value) or did_you_mean(name, known))
                 + "."
             )

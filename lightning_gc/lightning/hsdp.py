@@ -64,7 +64,7 @@ class CompressedHSDP(ShardedStrategy):
 
     Communication pattern:
         Between nodes one background thread on each rank exchanges buckets over a process group of
-        its own, while the backward pass goes on; the pass ends when all means have arrived. With
+        its own, while the backward pass continues; the pass ends when all means have arrived. With
         ``accumulate_grad_batches`` the node reduces in every micro-batch and nodes exchange in the
         last one only. Parameters without a gradient in a step, in units that took part in none
         either, are exchanged as zeros and get a gradient, maybe of zeros.

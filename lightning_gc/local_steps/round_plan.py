@@ -20,7 +20,7 @@ class RoundPlan:
     """When a round of H steps exchanges which fragment.
 
     Fragment i of P is exchanged after ``⌈(i + 1)·H/P⌉`` steps of the round, so each every H steps.
-    Its result is taken over ``delay`` steps later, while training goes on.
+    Its result is taken over ``delay`` steps later, while training continues.
 
     Args:
         owner: the strategy, for error messages.

@@ -34,7 +34,7 @@ class MomentumCorrection(OwnMomentum):
     there too, though others may have sent it.
 
     Use plain SGD without momentum and without weight decay: both are done here, in the right order.
-    Or AdamW with ``betas=(0.0, 0.999)``, whose weight decay is no part of the gradient.
+    Or AdamW with ``betas=(0.0, 0.999)``, whose weight decay is not part of the gradient.
     Costs two float32 per parameter and worker, and temporarily two more.
 
     Args:
@@ -47,7 +47,7 @@ class MomentumCorrection(OwnMomentum):
         masking: where u is set to zero. ``"sent"``: where something was sent, as in the paper and
             the authors' code. ``"sampled"``: where ``|v|`` exceeds the least magnitude of every
             hundredth element of the parameter, as a thesis on the method words it: nearly
-            everywhere. ``"none"``: nowhere, so that momentum goes on with what is delayed.
+            everywhere. ``"none"``: nowhere, so that momentum continues with delayed values.
 
     Law:
         Nothing is lost of the velocities: ``Σ mean_t + mean over workers of v_T`` is the sum over

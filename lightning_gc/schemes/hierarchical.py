@@ -33,7 +33,7 @@ class Hierarchical(NodeScheme):
     For links that are much slower between nodes than within them: Ethernet, beside NVLink or the
     memory of a machine. Each part is encoded by itself: ``TopK`` takes the largest of each.
 
-    If W is no multiple of L, or L is 1, it is ``AllGather()``. In a single node nothing is encoded.
+    If W is not a multiple of L, or L is 1, it is ``AllGather()``. A single node encodes nothing.
 
     Args:
         workers_per_node: L. As the machines are: it decides which messages stay within one. With
@@ -104,7 +104,7 @@ class Hierarchical(NodeScheme):
             yield from self._between(codec, bucket, buffer, mean, total)
         arrived = yield toward(neighbours, [(total,)] * near, workers, (size,))
         if workers == near:
-            buffer.zero_()  # by now nobody reads what was sent from it
+            buffer.zero_()  # nobody reads it any more
 
         if not bucket.wanted:
             return
@@ -124,7 +124,7 @@ class Hierarchical(NodeScheme):
         part = bucket.shard(local, size)
         payload = codec.send(mean, part)  # mean now holds the error
         arrived = yield toward(counterparts, [payload] * nodes, workers, limits)
-        buffer.zero_()  # all of it was sent, and by now nobody reads it
+        buffer.zero_()  # all of it was sent, and nobody reads it any more
         book(buffer, local * size, mean, near)
         for sender in counterparts:
             codec.receive(tuple(arrived[sender]), total, 1 / nodes, part, sender)

@@ -28,7 +28,7 @@ class TwoHop(NodeScheme):
     error of the third, are added to the errors of the workers that made them, so the mean over
     workers of the errors is exact.
 
-    If W is no multiple of L, or no more than L, or L is 1, it is ``TwoShot()``.
+    If W is not a multiple of L, or at most L, or L is 1, it is ``TwoShot()``.
 
     Args:
         workers_per_node: L. As the machines are: it decides which messages stay within one.

@@ -201,8 +201,8 @@ class UnitScatter:
     #   stream from the thread that FSDP2 calls in, in the place of FSDP2's own reduce-scatter and
     #   on the same communicator. So collectives have the same order on all ranks as without us, no
     #   second communicator competes, and what FSDP2 queues next (the cast, `.grad`, the event for
-    #   the optimizer) comes after. The backward pass goes on beside it; the host waits only where a
-    #   compressor does, or its message lengths vary.
+    #   the optimizer) comes after. The backward pass continues meanwhile. The host waits only where
+    #   a compressor does, or its message lengths vary.
     # - Lifetime. `input_tensor` belongs to another stream; FSDP2 keeps it until the event that it
     #   records after this call, and it is only read before. `output_tensor` and whatever is
     #   allocated here belong to the current stream, which is the one that uses them, so memory

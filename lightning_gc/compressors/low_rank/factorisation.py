@@ -56,7 +56,7 @@ class LowRank(BatchedCollective):
 
     @abc.abstractmethod
     def basis(self, p: Tensor) -> Tensor:
-        """Return P of g matrices, ``(g, n, r)``, of which every worker sends M_iᵀ·P, from M_i·Q."""
+        """Return P of g matrices, ``(g, n, r)``, from M_i·Q; every worker then sends M_iᵀ·P."""
 
     def fit(self, q: Tensor, p: Tensor) -> Tensor:
         """Return Q, ``(g, m, r)``, from the mean of M_iᵀ·P."""

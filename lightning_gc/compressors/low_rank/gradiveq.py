@@ -31,10 +31,10 @@ class GradiVeQ(Collective):
     A tensor is cut into rows of ``slice_size`` elements, a matrix M_i on worker i. In cycles of
     ``every`` steps the first ``dense_steps`` send everything, and all workers add up
     ``S = Σ MᵀM/‖M‖²`` of the mean M. Then U, the ``rank`` eigenvectors of S with the largest
-    eigenvalues, is used for the rest of the cycle: ``C(M_i) = M_i·U·Uᵀ``, of which ``M_i·U`` is
+    eigenvalues, is used for the rest of the cycle: ``C(M_i) = M_i·U·Uᵀ``; ``M_i·U`` is
     sent. That is linear: coordinates are added up on the way, and the bytes do not grow with W.
 
-    The method lives on slices being alike, over steps and within a tensor; what they have in common
+    The method needs similar slices, over steps and within a tensor; the part they share
     is found once a cycle, not in each step as by ``PowerSGD``.
 
     Our reading of the paper: principal components about zero, so that zeros stay zeros; slices in
@@ -136,7 +136,7 @@ class GradiVeQ(Collective):
         """Add ``MᵀM/‖M‖²`` to the moment S, unless the mean is zero or not finite."""
         rows = self._rows(mean)
         largest = rows.abs().amax()
-        rows = rows / largest.where(largest > 0, 1.0)  # squares of 1e30 are no numbers
+        rows = rows / largest.where(largest > 0, 1.0)  # squares of 1e30 overflow
         moment = rows.t() @ rows / rows.square().sum().clamp_min(1)
         moment = moment.where(moment.isfinite().all(), 0.0)
         kept = state.get("moment")

@@ -34,7 +34,7 @@ class PowerSGD(LowRank):
 
     State:
         Q of every parameter, of the step before. It is in checkpoints. When a controller moves
-        ``rank``, columns are dropped, or further ones drawn alike on all workers.
+        ``rank``, columns are dropped, or further ones drawn, equally on all workers.
 
     Raises:
         ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or

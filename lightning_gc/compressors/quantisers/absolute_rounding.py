@@ -61,7 +61,7 @@ class AbsoluteRounding(Codec):
 
     Reference:
         Sahu et al., "Rethinking gradient sparsification as total error minimization",
-        NeurIPS 2021 (absolute compressors, of which stochastic rounding with a bounded error is
+        NeurIPS 2021 (absolute compressors; stochastic rounding with a bounded error is
         one). Rounding: Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015.
     """
 

@@ -97,7 +97,7 @@ class CodedQSGD(Codec):
         """Return ω = min(d/(4s²), √d/s), the paper's but for a quarter; and float32's rounding.
 
         An element f steps above a multiple adds ``f·(1 − f)`` squared steps: at most a quarter, and
-        at most ``|x|/step``, of which the sum is ``‖x‖₁·‖x‖₂/s ≤ √d/s·‖x‖²``.
+        at most ``|x|/step``; their sum is ``‖x‖₁·‖x‖₂/s ≤ √d/s·‖x‖²``.
         """
         d, s = numel, self.levels
         rounding = (1 + 2 * _ROUNDING) ** 2

@@ -28,7 +28,7 @@ class QSGD(BlockwiseLevels):
     The defaults, the largest magnitude in blocks of 512, are those of the paper's experiments; its
     theory, and surveys, have ``norm="l2"``, where ``E‖error‖²`` may be ``√d/s`` times ``‖x‖²``. The
     paper codes the codes by their frequencies, as ``CodedQSGD`` does. Under ``TwoShot``, the
-    default among more than two workers, each worker's shard has blocks and norms of its own, and
+    default among more than two workers, each worker's shard has its own blocks and norms, and
     the mean is rounded a second time; under ``AllGather()`` every worker's tensor is rounded once,
     and bytes grow with W.
 

@@ -24,8 +24,8 @@ from lightning_gc.kernels import splitmix
 class Rotated(Codec):
     """Multiply by a random rotation, quantise, and rotate back on arrival.
 
-    ``C(x) = R⁻¹·Q(R·x)``, ``R = H·D/√n``: D has random signs, drawn alike by all workers in each
-    step, and H is the Hadamard matrix of n elements, n a power of two. A rotation changes no
+    ``C(x) = R⁻¹·Q(R·x)``, ``R = H·D/√n``: D has random signs, which all workers draw equally in
+    each step, and H is the Hadamard matrix of n elements, n a power of two. A rotation changes no
     length, so Q's bound is C's; but the largest of n rotated elements is ``O(√(log n / n))·‖x‖``
     with high probability, where one of x may be ``‖x‖``: the error of a quantiser whose levels are
     fractions of the largest element becomes nearly that for a normal tensor, whatever x is. Of

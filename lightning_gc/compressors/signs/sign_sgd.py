@@ -27,7 +27,7 @@ class SignSGD(Codec):
     vote at random; a tensor of zeros does not vote.
 
     Small tensors vote too, as their mean gradient would need another learning rate; with
-    ``SizeSwitch(SignSGD())`` they go dense all the same. There is no error feedback, as the length
+    ``SizeSwitch(SignSGD())`` they are sent dense anyway. It has no error feedback, as the length
     of what was sent is not known; see ``EFSignSGD``. 1 bit an element and 4 bytes.
 
     Communication pattern:

@@ -14,8 +14,8 @@ class Signum(Preset):
     """Vote on the sign of each worker's own moving average of gradients: ``SignSGD`` of a momentum.
 
     Its default memory is ``LocalMomentum(momentum=0.9)``. The optimizer must have no momentum.
-    A survey's table lists it with error feedback; its paper has none, for a vote is no mean of
-    gradients, and so leaves no error.
+    A survey's table lists it with error feedback. Its paper has none, because a vote is not a mean
+    of gradients, and so leaves no error.
 
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, Signum

@@ -40,7 +40,7 @@ class ModelTopK(DensitySparsifier, SparseCodec):
     So what is sent floats around k, is not limited, and follows a sudden change of scale steps
     later: where a test's gradients became a thousand times as large, five steps sent 7 to 46 times
     k, and where they became as much smaller, a third of k was sent for dozens of steps. Workers
-    have thresholds of their own. Tensors that are not compressed do not count.
+    have their own thresholds. Tensors that are not compressed do not count.
 
     Args:
         density: share of the model's compressed elements that is sent, in (0, 1]. Lower means more

@@ -19,7 +19,7 @@ from lightning_gc.kernels import splitmix
 
 _MOST_ROWS = 15  # numbers of a sequence that are 2^60 apart
 _SENDABLE = 2.0**-32
-"""Share of the largest float of which as many elements as there are can be added up."""
+"""Share of the largest float at which values are clamped, so that no sum overflows."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SketchedSGD(DensitySparsifier, Collective):
     """Add up small sketches of gradients, estimate the mean from them, and send its k largest.
 
     A count sketch has ``rows`` rows of c = columns·k sums. In row j an element i is added to the
-    sum ``h_j(i)`` with the sign ``s_j(i)``, both drawn alike by all workers in each step. Sketches
+    sum ``h_j(i)`` with the sign ``s_j(i)``, which all workers draw equally in each step. Sketches
     are linear: the mean of workers' sketches is that of the mean gradient. An element of it is
     estimated by the median over rows of ``s_j(i)·S_j[h_j(i)]``. Of the ``candidates·k`` elements
     with the largest estimates all workers send exact values; the k largest means are applied, and
@@ -43,7 +43,7 @@ class SketchedSGD(DensitySparsifier, Collective):
         density: k over the number of elements, in (0, 1]. Lower means more compression.
         rows: of the sketch, odd, 15 at most. Higher means better estimates and more bytes.
         columns: c/k, at least 1. Likewise.
-        candidates: elements per k of which exact values are sent, at least 1. Likewise.
+        candidates: elements per k that are sent exactly, at least 1; more sends more.
 
     Communication pattern:
         Two all-reduces one after the other: the sketch, then values. Per worker ``2·(W−1)/W`` times
@@ -80,7 +80,7 @@ class SketchedSGD(DensitySparsifier, Collective):
         super().__post_init__()
         if not 1 <= self.rows <= _MOST_ROWS or self.rows % 2 != 1:
             raise ValueError(
-                f"SketchedSGD(rows={self.rows!r}): an estimate is the median over rows, of which "
+                f"SketchedSGD(rows={self.rows!r}): an estimate is the median over rows, so "
                 f"there must be an odd number, {_MOST_ROWS} at most; use 5."
             )
         for field in ("columns", "candidates"):

@@ -23,7 +23,7 @@ from lightning_gc.core.search_space import Range
 from lightning_gc.kernels import select
 from lightning_gc.kernels.dispatch import fused
 
-_SMALL = 1 << 14  # elements, of which torch finds the largest before a sample would be taken
+_SMALL = 1 << 14  # up to this many elements torch finds the largest faster than a sample is drawn
 _PIECE = 1 << 16  # elements: 256 KB, so that a piece and what is made of it stay in the cache
 _HITS = 64, 256  # elements of a sample that are expected to be among the k largest: least, most
 _CANDIDATES = 16  # of the k largest, for each such element: of a small k the sample is smaller
@@ -182,7 +182,7 @@ class ThresholdEstimator(DensitySparsifier, SparseCodec):
             return reaching(buffer, lowest)
         magnitudes = buffer.abs()
         largest = magnitudes.amax()
-        # Squares of 1e30 and of 1e-30 are no numbers; of zeros nothing reaches the threshold.
+        # Squares of 1e30 overflow and those of 1e-30 vanish; zeros do not reach the threshold.
         magnitudes.div_(largest.clamp_min(lowest))
         threshold = (self.threshold(magnitudes, k) * largest).clamp_min(lowest)
         found = reaching(buffer, threshold.to(buffer.dtype))
@@ -211,7 +211,7 @@ def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:
 
     c is at least ``rank(k, numel)``, but for zeros; and at least 0.8·k if the sample is like the
     tensor. For an accelerator the host waits once, or three times if too few reach the threshold.
-    Every ``stride(k, numel)``-th element is in the sample, of which the first one moves on by one
+    Every ``stride(k, numel)``-th element is in the sample; the first one moves by one
     with every ``step``.
     """
     if not k:

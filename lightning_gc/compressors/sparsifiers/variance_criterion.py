@@ -98,7 +98,7 @@ class VarianceCriterion(SparseCodec):
             noise = gradient.abs()
         else:
             used_here(kept)
-            noise = torch.hypot(kept.to(gradient), gradient)  # squares of 1e30 are no numbers
+            noise = torch.hypot(kept.to(gradient), gradient)  # squares of 1e30 overflow
         # What is not a number must be sent, so the comparison is of those that stay.
         ambiguous = buffer.abs() <= noise * math.sqrt(self.alpha)
         if len(bucket.state) == 1:

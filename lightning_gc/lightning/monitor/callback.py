@@ -119,7 +119,7 @@ class Monitor(EitherLightning):
                     logger.log_hyperparams(config)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start counting; a checkpoint has been restored by now."""
+        """Start counting; a checkpoint is restored already."""
         engines, recordings = parts(trainer)
         self._rounds = engines[0].step
         control = trainer.strategy.control_loop
@@ -146,7 +146,7 @@ class Monitor(EitherLightning):
             engine.statistics.norms_wanted = recording.timing = logs
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Validation is no part of a step."""
+        """Stop the clock: validation does not count as part of a step."""
         self._clock.pause(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_batch_end(

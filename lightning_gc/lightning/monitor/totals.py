@@ -194,7 +194,7 @@ def ratio(dense_bytes: float, wire_bytes: float) -> float:
 
 
 _MARGIN = 1.01
-"""Headers and lengths of small models are no mistake."""
+"""Tolerance for headers and lengths, which matter in small models."""
 
 
 def more_than_plain(epoch: Totals, engine: Engine, *, controlled: bool) -> str:

@@ -5,7 +5,6 @@ import torch
 
 from lightning_gc import (
     QSGD,
-    Compressor,
     IndependentRandomK,
     IndependentRandomMask,
     IndependentTernGrad,
@@ -16,6 +15,7 @@ from lightning_gc import (
     UnbiasedRandomK,
     Uniform,
 )
+from lightning_gc.compressors import Compressor
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 
