@@ -125,6 +125,10 @@ class _Names(list[str]):
         super().__init__(registry)
         self._registry = registry
 
+    def __reduce__(self) -> tuple[type[list[str]], tuple[list[str]]]:
+        """Be a plain list in the processes that Lightning spawns, which look up no names."""
+        return list, (list(self),)
+
     def __contains__(self, name: object) -> bool:
         if isinstance(name, str):
             self._registry.refuse_misspelt(name)

@@ -80,7 +80,7 @@ def test_a_memory_that_must_add_weight_decay_does(monkeypatch) -> None:
     for name in ("dgc", "topk"):
         settings = methods.drawn(name, "resnet", 0, 1)
         models.train({"model": "resnet"}, settings, methods.build(name, settings))
-    assert found["Residual"][0] is None
+    assert found["ErrorFeedback"][0] is None
     decay, memory = found["MomentumCorrection"]
     assert (decay, memory.weight_decay) == (0.0, MODELS["resnet"].decay)
 

@@ -309,7 +309,7 @@ def test_names_and_refusals(package: str) -> None:
     with pytest.raises(ValueError, match="already belongs to a Fabric"):
         fabric.Fabric(accelerator="cpu", devices=2, strategy=ours)
     for wrong, said in (
-        ({"memmory": 1}, "no such argument .did you mean 'memory'"),
+        ({"memmory": 1}, "unknown argument .did you mean 'memory'"),
         ({"mixed_precision": 1}, r"Use Fabric\(precision='bf16-mixed'\) instead"),
         ({"state": "some"}, "use 'full', 'mean' or 'off'"),
     ):

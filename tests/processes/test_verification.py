@@ -190,7 +190,7 @@ def test_replicas_of_shards_that_differ_stop(verify: int, step: int, what: str) 
 
 def test_damaged_messages_between_shards_are_named() -> None:
     errors = run_in_processes(in_shards, 2, "payload")
-    assert errors[1].startswith(f"MessageError in step {HIT}: What worker 0 has sent"), errors
+    assert errors[1].startswith(f"MessageError in step {HIT}: The message of worker 0"), errors
     assert errors[0].startswith("PeerError"), errors
 
 
@@ -216,7 +216,7 @@ def test_lightnings_replicas_of_shards_are_compared() -> None:
 
 def test_damaged_reduce_scatters_are_named() -> None:
     errors = run_in_processes(fitted_in_shards, 2, True)
-    assert errors[1].startswith("MessageError: What worker 0 has sent"), errors
+    assert errors[1].startswith("MessageError: The message of worker 0"), errors
     assert errors[0].startswith("PeerError"), errors
 
 

@@ -36,7 +36,8 @@ CompressionMonitor GrowingRounds LocalStepsStrategy NetworkModel OuterSGD
 SimulatedDDPStrategy SimulatedLocalStepsStrategy
 advise attach
 Induced PerParameter Quantised SizeSwitch
-CSER DIANA EF21 ErrorReset GlobalMomentum LocalMomentum MomentumCorrection NarrowResidual NoMemory
+CSER DIANA EF21 ErrorFeedback ErrorReset GlobalMomentum LocalMomentum MomentumCorrection
+NarrowResidual NoMemory
 Residual SAEF StepAhead WeightedError
 AllGather AllGatherOrTwoShot AllReduce Hierarchical SparseReduce TwoHop TwoShot
 """.split()  # noqa: SIM905 - a list of thirty lines says no more

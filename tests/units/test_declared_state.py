@@ -70,7 +70,7 @@ def test_levels_that_cannot_be_set_are_refused() -> None:
     """Of a compressor without a knob."""
     RequestedLevels(SignSGD()).check(None)
     RequestedLevels(SignSGD()).check((None, {}))
-    with pytest.raises(ValueError, match="there is no knob"):
+    with pytest.raises(ValueError, match="the compressor has no knob"):
         RequestedLevels(SignSGD()).check((0.1, {}), "levels")
 
 

@@ -110,22 +110,21 @@ MISTAKES = [
     # keyword arguments
     (
         "CompressedDDPStrategy(TopK(), memmory=ErrorFeedback())",
-        "CompressedDDPStrategy(memmory=...): there is no such argument (did you mean 'memory'?).",
+        "CompressedDDPStrategy(memmory=...): unknown argument (did you mean 'memory'?).",
     ),
     (
         "CompressedDDPStrategy(TopK(), find_unused_params=True)",
-        "CompressedDDPStrategy(find_unused_params=...): there is no such argument (did you mean "
+        "CompressedDDPStrategy(find_unused_params=...): unknown argument (did you mean "
         "'find_unused_parameters'?).",
     ),
     (
         "CompressedDDPStrategy(TopK(), density=0.01)",
-        "CompressedDDPStrategy(density=...): there is no such argument; give an instance: "
+        "CompressedDDPStrategy(density=...): unknown argument; give an instance: "
         "TopK(density=0.01).",
     ),
     (
         "CompressedDDPStrategy('qsgd', bits=4)",
-        "CompressedDDPStrategy(bits=...): there is no such argument; give an instance: "
-        "QSGD(bits=4).",
+        "CompressedDDPStrategy(bits=...): unknown argument; give an instance: QSGD(bits=4).",
     ),
     (
         "SimulatedLocalStepsStrategy('topk', workers=2, density=0.1)",
@@ -133,17 +132,17 @@ MISTAKES = [
     ),
     (
         "CompressedDDPStrategy('topk', colour=4)",
-        "CompressedDDPStrategy(colour=...): there is no such argument.",
+        "CompressedDDPStrategy(colour=...): unknown argument.",
     ),
     (
         "LocalStepsStrategy(QSGD(4), H=8)",
-        "LocalStepsStrategy(H=...): there is no such argument (did you mean 'every'?).",
+        "LocalStepsStrategy(H=...): unknown argument (did you mean 'every'?).",
     ),
-    ("CompressedDDPStrategy(QSGD(4), H=8)", "CompressedDDPStrategy(H=...): ... such argument."),
+    ("CompressedDDPStrategy(QSGD(4), H=8)", "CompressedDDPStrategy(H=...): unknown argument."),
     ("CompressedDDPStrategy(TopK(), bucket_cap_mb=1, start_method='fork', timeout=None)", None),
     (
         "SimulatedDDPStrategy(TopK(), workers=2, devise='cpu')",
-        "SimulatedDDPStrategy(devise=...): there is no such argument (did you mean 'device'?).",
+        "SimulatedDDPStrategy(devise=...): unknown argument (did you mean 'device'?).",
     ),
     # controllers
     (
