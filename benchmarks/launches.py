@@ -1,0 +1,165 @@
+"""Operations that one worker starts on a GPU in a step, counted on a machine without a GPU.
+
+Two tables. The first has real models: launches per step and per bucket, bytes that pass through
+memory per element, and waits of the host. The second cuts one bucket of 2^20 elements into 1, 8 and
+64 parameters: the launches of a bucket should not depend on the number of its parameters. Prints
+the tables and writes a dated page. How launches are counted: ``tests/support/launches.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import dated_page
+import torch
+
+import lightning_gc as gc
+from lightning_gc.advice.timeline import DEFAULT_CAPS, layout
+from lightning_gc.core.text_table import markdown
+from lightning_gc.engine.compatibility import by_default
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.launches import Counts, Shapes, launches
+
+METHODS: dict[str, gc.Compressor] = {
+    "Identity()": gc.Identity(),
+    "Cast()": gc.Cast(),
+    "QSGD(4)": gc.QSGD(4),
+    "EFSignSGD()": gc.EFSignSGD(),
+    "RandomK(0.01)": gc.RandomK(0.01),
+    "TopK(0.01)": gc.TopK(0.01),
+    "TopK(0.01), bfloat16": gc.TopK(0.01, "bfloat16"),
+    "TopK(0.01), sampled": gc.TopK(0.01, selection="sampled"),
+    "HardThreshold(0.03)": gc.HardThreshold(0.03),
+    "ChunkedTopK()": gc.ChunkedTopK(),
+    "PowerSGD(2)": gc.PowerSGD(2),
+    "Quantised(TopK, QSGD)": gc.Quantised(gc.TopK(0.01), gc.QSGD(4, 64)),
+    "Quantised(ChunkedTopK, BinMeans(2))": gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)),
+}
+CUTS = (1, 8, 64)
+
+
+def gpt2() -> Shapes:
+    """Return the parameters of GPT-2 with 124 million parameters, in the order of use."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (50_257, 768), "positions": (1_024, 768)}
+    for block in range(12):
+        wide = {"qkv": (2_304, 768), "out": (768, 768), "up": (3_072, 768), "down": (768, 3_072)}
+        for name, (outputs, inputs) in wide.items():
+            shapes |= {f"{block}.{name}": (outputs, inputs), f"{block}.{name}.bias": (outputs,)}
+        shapes |= {f"{block}.norm{i}.{part}": (768,) for i in (1, 2) for part in ("weight", "bias")}
+    return shapes | {"norm.weight": (768,), "norm.bias": (768,)}
+
+
+def resnet50() -> Shapes:
+    """Return the parameters of ResNet-50 in the order of use."""
+    shapes: dict[str, tuple[int, ...]] = {"conv": (64, 3, 7, 7), "norm.w": (64,), "norm.b": (64,)}
+
+    def conv(name: str, *shape: int) -> None:
+        shapes.update({name: shape, f"{name}.w": shape[:1], f"{name}.b": shape[:1]})
+
+    inputs = 64
+    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
+        for block in range(blocks):
+            name = f"{stage}.{block}"
+            conv(f"{name}.1", width, inputs, 1, 1)
+            conv(f"{name}.2", width, width, 3, 3)
+            conv(f"{name}.3", 4 * width, width, 1, 1)
+            if block == 0:
+                conv(f"{name}.down", 4 * width, inputs, 1, 1)
+            inputs = 4 * width
+    return shapes | {"head": (1_000, 2_048), "head.bias": (1_000,)}
+
+
+def llama() -> Shapes:
+    """Return the parameters of a Llama-like model of 1.1 billion: large tensors, no biases."""
+    width, hidden = 2_048, 5_632
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (32_000, width)}
+    for block in range(22):
+        parts = {"q": (width, width), "k": (256, width), "v": (256, width), "o": (width, width)}
+        parts |= {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
+        shapes |= {f"{block}.{name}": shape for name, shape in parts.items()}
+        shapes |= {f"{block}.norm{i}": (width,) for i in (1, 2)}
+    return shapes | {"norm": (width,), "head": (32_000, width)}
+
+
+MODELS: dict[str, tuple[Callable[[], Shapes], int]] = {
+    "gpt2": (gpt2, 64),
+    "resnet50": (resnet50, 8),
+    "llama": (llama, 256),
+}
+"""Name -> shapes, and by how much the first dimension of matrices is divided to save time.
+
+Buckets are those of the undivided model, and the number of parameters is the same.
+"""
+
+
+def buckets(model: str) -> list[Shapes]:
+    """Return the shapes in each of DDP's buckets, with the first dimensions divided."""
+    make, divisor = MODELS[model]
+    full = make()
+    names = list(full)[::-1]
+    cuts = layout([4 * math.prod(full[name]) for name in names], DEFAULT_CAPS)
+
+    def divided(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if len(shape) == 1 else (max(2, shape[0] // divisor), *shape[1:])
+
+    return [{names[i]: divided(full[names[i]]) for i in cut} for cut in cuts]
+
+
+def cut(parameters: int) -> list[Shapes]:
+    """Return one bucket of 2^20 elements with so many equal parameters."""
+    return [{f"p{i}": (16, (1 << 16) // parameters) for i in range(parameters)}]
+
+
+def row(counts: Counts, number: int) -> list[str]:
+    """Return launches of a step and of a bucket, bytes per element and waits, as text."""
+    per_bucket = f"{counts.total / number:.0f}"
+    return [f"{counts.total:,}", per_bucket, f"{counts.bytes_per_element:.0f}", str(counts.waits)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Count, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add = parser.add_argument
+    add("--models", nargs="*", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    add("--workers", nargs="+", type=int, default=[2, 8], metavar="W")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows, growth = [], []
+    for method in options.methods:
+        compressor = by_default(METHODS[method])
+        by_cut = [launches(compressor, cut(number), 2) for number in CUTS]
+        waits = "/".join(str(each.waits) for each in by_cut)
+        growth.append([method, *(str(each.total) for each in by_cut), waits])
+        sys.stderr.write(f"{' '.join(growth[-1])}\n")
+        for model in options.models:
+            for workers in options.workers:
+                shapes = buckets(model)
+                counts = launches(compressor, shapes, workers)
+                rows.append([model, method, str(workers), *row(counts, len(shapes))])
+                sys.stderr.write(f"{' '.join(rows[-1])}\n")
+    head = ("model", "method", "W", "launches", "per bucket", "bytes per element", "host waits")
+    grown = ("method", *(f"{number} parameters" for number in CUTS), "host waits")
+    text = f"""{dated_page.title("Operations started on a GPU in a step")}
+
+`python benchmarks/launches.py` with {dated_page.versions("torch")}, on a machine without a GPU:
+one worker's second step, with the default memory and scheme. A launch is a Triton kernel, a
+collective, or an operation of torch that is neither a view nor an allocation. Some operations of
+torch start several kernels. Bytes are those of operands and results.
+
+{markdown(head, sorted(rows), left=("model", "method"))}
+## One bucket of 2^20 elements, cut into parameters, W = 2
+
+{markdown(grown, growth, left=("method",))}"""
+    sys.stdout.write(text)
+    dated_page.write(options.out, "launches", text)
+
+
+if __name__ == "__main__":
+    main()
