@@ -93,7 +93,7 @@ MODELS: dict[str, tuple[Callable[[], Shapes], int]] = {
 }
 """Name -> shapes, and by how much the first dimension of matrices is divided to save time.
 
-Buckets are those of the undivided model, and the number of parameters is the same.
+Buckets are cut from the undivided shapes, so the number of parameters per bucket is unchanged.
 """
 
 
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 `python benchmarks/launches.py` with {dated_page.versions("torch")}, on a machine without a GPU:
 one worker's second step, with the default memory and scheme. A launch is a Triton kernel, a
 collective, or an operation of torch that is neither a view nor an allocation. Some operations of
-torch start several kernels. Bytes are those of operands and results.
+torch start several kernels. Bytes count operands and results.
 
 {markdown(head, sorted(rows), left=("model", "method"))}
 ## One bucket of 2^20 elements, cut into parameters, W = 2

@@ -70,7 +70,7 @@ class MagnitudeSampling(Codec):
             return buffer.new_full((), least, dtype=torch.float32)
         magnitudes = buffer.abs()
         largest = magnitudes.amax()
-        # Squares of 1e30 and of 1e-30 are no numbers in float32.
+        # Squares of 1e30 overflow in float32, and squares of 1e-30 vanish.
         magnitudes.div_(largest.clamp_min(least))
         total = magnitudes.sum(dtype=torch.float64).clamp_min(least)
         every = MagnitudeSums(buffer.numel(), total, magnitudes.square().sum(dtype=torch.float64))
