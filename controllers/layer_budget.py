@@ -25,9 +25,9 @@ class LayerBudget(Controller):
     compare with a common level that sends equally many bytes.
 
     Args:
-        reference: the common level, one of ``levels``; that of all parameters until the end of the
-            first epoch.
-        levels: that a parameter may have. Leaving out those of fewest bytes is a floor.
+        reference: the common level, one of ``levels``. All parameters have it during the first
+            epoch.
+        levels: that a parameter may have. Leave out the lowest to set a floor.
         error: the budget in units of the reference's error; more sends less.
         relative: weigh each parameter's error by ``1/‖x_l‖²``, so that parameters of small
             gradients, which matter as much to Adam, are not starved.

@@ -13,9 +13,9 @@ from .schedule import turn_of
 class RoundSchedule(Controller):
     """Use a fixed sequence of H, the optimizer steps of a round, and keep the last one.
 
-    For ``LocalStepsStrategy`` and its simulation. A change takes effect with the next round; the
-    first value, with the first one, whatever ``every`` the strategy has. A larger H sends less, and
-    lets workers drift apart for longer; "post-local SGD" begins with H = 1.
+    For ``LocalStepsStrategy`` and its simulation. A change takes effect with the next round. The
+    first value replaces the strategy's ``every``. A larger H sends less, and lets workers drift
+    apart for longer; "post-local SGD" begins with H = 1.
 
     Args:
         every: H in order, each at least 1.
@@ -24,9 +24,9 @@ class RoundSchedule(Controller):
         levels: the controller of levels; None leaves them as they are.
 
     Raises:
-        ValueError: no values, or one below 1; an unknown ``by``; ``"progress"`` in a run without an
-            end; when the strategy is made, one that does not exchange every H steps, or an H too
-            short for its ``delay`` or ``fragments``.
+        ValueError: no values, or one below 1; an unknown ``by``. Also ``"progress"`` in a run
+            without an end. When the strategy is made: one that does not exchange every H steps, or
+            an H too short for its ``delay`` or ``fragments``.
 
     Example:
         >>> from lightning_gc.controllers import Observation, RoundSchedule

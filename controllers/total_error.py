@@ -15,8 +15,8 @@ class TotalError(ThresholdController):
 
     With this λ the paper expects at least the accuracy of Top-k at density ``k_min``: it is
     ``EstimatedThreshold``'s formula with the root over the gradient's statistics set to 1/4. It
-    knows no gradient: where theirs are much smaller, nothing reaches λ, and a warning says so after
-    the first epoch.
+    does not see gradients. If they are much smaller, no element reaches λ, and the controller warns
+    after the first epoch.
 
     What is proved of a constant λ: for a *fixed* sequence of tensors a_t, without error feedback,
     and any number of elements, there is one that leaves the least ``Σ‖a_t − C(a_t)‖²`` of all
@@ -33,7 +33,7 @@ class TotalError(ThresholdController):
         initial: refused; use ``TotalErrorBudget``.
 
     Raises:
-        ValueError: ``k_min`` out of range; a compressor without a threshold; a refused argument.
+        ValueError: ``k_min`` out of range, a compressor without a threshold, a refused argument.
 
     Example:
         >>> from lightning_gc.controllers import Observation, TotalError

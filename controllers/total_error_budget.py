@@ -16,9 +16,9 @@ _DECISIONS = 80  # per run; fewer find the threshold too late in short runs
 class TotalErrorBudget(ThresholdController):
     """Move λ of ``HardThreshold`` so that the density, averaged over the run, is ``budget``.
 
-    The density is the paper's average density: of *all* elements of the model, also those of
-    uncompressed tensors. In all tests it is exceeded by less than 2 %; once it is spent,
-    nothing but these is sent any more.
+    The density is the paper's average density: elements that are sent, over *all* elements of the
+    model. Uncompressed tensors count too. In all tests it is exceeded by less than 2 %. Once it is
+    spent, only uncompressed tensors are sent.
 
     The paper proves that one constant λ has the least total error for a budget, of errors that are
     not fed back, and does not say how to find it. With error feedback, where gradients are noise
@@ -36,7 +36,7 @@ class TotalErrorBudget(ThresholdController):
         initial: threshold of the first step, if it is to send something.
 
     Raises:
-        ValueError: settings out of range; a compressor without a threshold; at the first step, a
+        ValueError: settings out of range, or a compressor without a threshold. At the first step: a
             run without an end, or a budget below the share of uncompressed elements.
 
     Example:

@@ -407,8 +407,9 @@ class Attached:
                 same and no gradient is lost.
 
         Raises:
-            ValueError: on all workers, if one's state is damaged, is not such as the compressor and
-                its knob declare, or is that of another worker, configuration, model, step or run.
+            ValueError: on all workers, if one's state is damaged, differs from what the compressor
+                and its knob declare, or belongs to another worker, configuration, model, step or
+                run.
         """
         agreed = partial(
             on_all_ranks,

@@ -81,9 +81,9 @@ def attach(
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
-            differ, as for the strategies, a memory that needs more than a hook; a model in shards
-            without replicas, or on several meshes; a module of ``torch.compile`` or ``replicate``;
-            in a forward pass, a static graph that begins with accumulated gradients.
+            differ, as for the strategies, a memory that needs more than a hook, a model in shards
+            without replicas or on several meshes, a module of ``torch.compile`` or ``replicate``.
+            In a forward pass: a static graph that begins with accumulated gradients.
         RuntimeError: the module already has a communication hook; in a forward pass, a parameter
             that was unfrozen, added or replaced since; a model in shards with torch before 2.7.
         PeerError: in a forward or backward pass, an exchange has failed.

@@ -171,8 +171,8 @@ def cells(rows: Rows) -> list[list[str]]:
 
 _READ = """Seconds are the median over all workers and steps, with the quartiles in brackets:
 forward and backward pass, exchange and optimizer, without the time in which data are fetched.
-Bytes are the gradient bytes that one worker sends per step. The transport counts those of our
-methods, with indices, scales and lengths. Bytes of DDP and torch's hooks (*) are computed for a
+Bytes are the gradient bytes that one worker sends per step. The transport counts our methods'
+bytes, with indices, scales and lengths. Bytes of DDP and torch's hooks (*) are computed for a
 ring all-reduce. Both are without the network's headers. The loss is the mean over workers of the
 last quarter of a round's steps, each method from the same weights."""
 

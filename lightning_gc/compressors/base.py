@@ -73,7 +73,8 @@ class Compressor(Settings, abc.ABC):
     def keeps(self, shape: tuple[int, ...]) -> Structure:
         """Return the structure of ``bucket.state`` for a tensor of this shape, at any level.
 
-        The default is no state. Loaded state is checked against the structure before any change.
+        By default a compressor keeps no state. Loaded state is checked against the structure before
+        any change.
         """
         return NOTHING
 

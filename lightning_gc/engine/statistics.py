@@ -23,8 +23,8 @@ class EpochStatistics:
     """Adds up, on the device, the statistics that a controller declares.
 
     Args:
-        gradients: ``"epoch sum"`` of local raw gradients, or those of its ``"first batch"``,
-            or ``"none"``. Costs one float32 per parameter and one pass.
+        gradients: ``"epoch sum"`` of local raw gradients, ``"first batch"`` for the gradients of
+            an epoch's first batch, or ``"none"``. Costs one float32 per parameter and one pass.
         moments: also sum their squared norms, to separate gradient and noise; needs the epoch sum.
         errors: sum ``‖e_t‖²`` and ``γ_t²·‖e_t‖²`` over steps. Costs one pass over the error.
         scale: sum ``‖g_t‖²`` of local gradients since the last decision. Costs one pass over them.

@@ -1,4 +1,4 @@
-"""Synchronise gradients or weights between workers; refuse what cannot work; verify replicas."""
+"""Synchronise gradients or weights between workers, and verify replicas."""
 
 from lightning_gc.exchange.synchronizer import JOINING as JOINING
 from lightning_gc.exchange.synchronizer import Synchronizer as Synchronizer

@@ -33,7 +33,7 @@ class Synchronizer:
     """Exchanges the gradients of one real worker. Uses torch.distributed, but no Lightning.
 
     Args:
-        workers: this worker's engine, made by ``start`` if there is none, and parameter names.
+        workers: this worker's engine, or None until ``start`` makes it, and parameter names.
         device: of the gradients.
         process_group: the group whose members exchange; None is the default group.
         timeout: of every collective; on CUDA ``JOINING`` at least until all have joined.

@@ -34,7 +34,7 @@ class Verification(abc.ABC):
 
     @abc.abstractmethod
     def compare(self, step: int, weights: Iterable[Tensor]) -> Flow | None:
-        """Return a flow to run after those of all buckets of a step; None if there is nothing."""
+        """Return a flow to run after the flows of a step's buckets, or None."""
 
 
 class Nothing(Verification):

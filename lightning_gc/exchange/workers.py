@@ -119,11 +119,11 @@ class BelongsToWorker(Protocol):
         """Return nested dicts of tensors and plain values."""
 
     def load_own_states(self, states: Sequence[Any]) -> None:
-        """Resume from this worker's ``own_state()``; from all, if W has changed; from none."""
+        """Resume from this worker's ``own_state()``, or from all states if W has changed."""
 
 
 class HasRounds(Protocol):
-    """What exchanges every H steps."""
+    """A strategy that exchanges every H steps."""
 
     def set_every(self, every: int | None) -> None:
         """Set H from the next round on; None: the plan's."""
@@ -172,7 +172,7 @@ class Workers:
         self.names = {param: plain_name(name) for name, param in trained}
 
     def start(self, accounts: Sequence[Recorder], *, revocable: bool) -> None:
-        """Make an engine per account, or reuse those of an earlier fit.
+        """Make an engine per account, or reuse an earlier fit's engines.
 
         ``revocable``: optimizer steps may be skipped, as by a gradient scaler.
         """
@@ -226,7 +226,7 @@ class Workers:
         Args:
             state: parameter name -> the compressor's state, of the same compressor.
             levels: as ``Levels.requested`` returns them.
-            shapes: parameter name -> shape that ``state`` is of; those of this process's parts.
+            shapes: parameter name -> the shape of this process's part, when ``state`` was saved.
             place: where ``state`` lies.
         """
         compressor = self.configuration.compressor
@@ -344,8 +344,8 @@ def configure(
         min_numel: tensors with fewer elements, and 1-D tensors, are sent uncompressed.
 
     Raises:
-        ValueError: a combination that cannot work, an unknown name, a seed that is no integer, a
-            ``min_numel`` that ``by_default`` refuses.
+        ValueError: a combination that cannot work, an unknown name, a seed that is not an integer,
+            a ``min_numel`` that ``by_default`` refuses.
     """
     if not isinstance(seed, int):
         raise ValueError(f"{owner}(seed={seed!r}): the seed is a whole number.")

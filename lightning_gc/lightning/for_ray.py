@@ -17,6 +17,6 @@ from lightning_gc.lightning.ddp import CompressedDDP
 class CompressedRayStrategy(CompressedDDP, RayDDPStrategy):
     """``CompressedDDPStrategy`` in the workers of Ray Train, where ``prepare_trainer`` accepts it.
 
-    Arguments are those of ``CompressedDDPStrategy`` but for ``process_group_backend``, ``timeout``
-    of the group and ``start_method``, which belong into Ray's ``TorchConfig``.
+    It takes ``CompressedDDPStrategy``'s arguments, except ``process_group_backend``, the group's
+    ``timeout`` and ``start_method``, which belong into Ray's ``TorchConfig``.
     """

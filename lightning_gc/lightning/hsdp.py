@@ -33,9 +33,9 @@ class CompressedHSDP(ShardedStrategy):
     """HSDP whose replicas exchange compressed gradients.
 
     The model is sharded by FSDP2 over the S ranks of a node, and each of R nodes has a replica of
-    it. A backward pass reduces gradients within the node, dense; then each rank exchanges its
-    shard with the same rank of the other nodes, compressed and with error feedback. The
-    LightningModule is that of Lightning's ``ModelParallelStrategy``, unchanged: it calls
+    it. A backward pass reduces gradients within the node, dense; then each rank exchanges its shard
+    with the same rank of the other nodes, compressed and with error feedback. The LightningModule
+    is the same as for Lightning's ``ModelParallelStrategy``: it calls
     ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in ``configure_model``, which
     means the node here. By name: ``strategy="compressed_hsdp"`` (bfloat16),
     ``"compressed_hsdp_topk"`` and so on. Untested on several GPUs: see the page "HSDP".

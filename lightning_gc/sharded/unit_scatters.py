@@ -204,10 +204,10 @@ class UnitScatter:
     #   the optimizer) comes after. The backward pass continues meanwhile. The host waits only where
     #   a compressor does, or its message lengths vary.
     # - Lifetime. `input_tensor` belongs to another stream; FSDP2 keeps it until the event that it
-    #   records after this call, and it is only read before. `output_tensor` and whatever is
-    #   allocated here belong to the current stream, which is the one that uses them, so memory
-    #   that is freed is given again in that stream's order. A collective, which runs on a stream of
-    #   the backend's, is waited for by the current one before it goes on.
+    #   records after this call, and it is only read before. `output_tensor` and tensors allocated
+    #   here belong to the current stream, which is the one that uses them, so memory that is freed
+    #   is given again in that stream's order. A collective runs on the backend's stream; the
+    #   current one waits for it before it continues.
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class Distributed(Transport):
             an ``Exchange`` sends within a node are counted separately.
 
     Communication pattern:
-        ``Mean`` is one all-reduce per dtype; ``Gather`` one all-gather; ``Exchange`` one
+        ``Mean`` is one all-reduce per dtype, ``Gather`` one all-gather, ``Exchange`` one
         all-to-all. On the host an ``Exchange``, and a large ``Gather`` of two workers, is sent
         point to point in pieces. Ragged payloads send their lengths, 8 bytes per tensor: first, in
         an all-gather or all-to-all, or, in an ``Exchange`` on the host, in front of each message.

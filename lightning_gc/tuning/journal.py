@@ -62,8 +62,8 @@ class Journal(BaseJournalBackend):
         """
         logs, damaged = self._read(log_number_from)
         if damaged:
-            # Perhaps another process was just writing it: look again while none can. In a folder
-            # where there can be no lock nobody writes.
+            # Perhaps another process was just writing it: look again under the lock. A folder that
+            # cannot hold a lock has no writers.
             with contextlib.suppress(OSError), self._locked():
                 logs, damaged = self._read(log_number_from)
         if damaged:

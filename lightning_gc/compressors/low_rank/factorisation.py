@@ -38,9 +38,9 @@ class LowRank(BatchedCollective):
     """Send M as ``C = P·Qᵀ``: P from the mean of M_i·Q, then Q from the mean of M_iᵀ·P.
 
     Subclasses compute P from the first mean (``basis``) and Q from the second (``fit``), the same
-    on all workers. Q is that of the step before, orthonormalised, at first random. All apply C, and
-    worker i keeps ``M_i − C``. What is done to thin factors is done to those of all matrices of one
-    shape at once. Fields are as in ``PowerSGD``.
+    on all workers. Q is the previous step's, orthonormalised, and random at first. All apply C, and
+    worker i keeps ``M_i − C``. Thin factors of all matrices of one shape are computed together.
+    Fields are as in ``PowerSGD``.
     """
 
     rank: int = 2
@@ -165,7 +165,7 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
 def orthonormal(columns: Tensor) -> Tensor:
     """Return orthonormal bases whose spans hold those of ``(..., n, r)`` columns, zeros included.
 
-    Columns are scaled first: squares of 1e38 are not finite, and those of 1e-40 are zero.
+    Columns are scaled first: 1e38 squared is not finite, and 1e-40 squared is zero.
     """
     longest = columns.abs().amax(-2, keepdim=True)
     basis: Tensor = torch.linalg.qr(columns / longest.where(longest > 0, 1.0)).Q

@@ -234,7 +234,7 @@ def check_bits(name: str, bits: float) -> None:
 
 def _lengths(blocks: Tensor, most: Tensor) -> Tensor:
     """Return the L2 norm of each row; ``most`` is the row's largest magnitude."""
-    # Squares of 1e-30 and 1e30 leave float32's range; those of x / max do not.
+    # 1e-30 and 1e30 squared leave float32's range; x / max squared does not.
     unit = blocks / most.where(most > 0, 1.0).view(-1, 1)
     lengths: Tensor = torch.linalg.vector_norm(unit, dim=1)
     return most * lengths

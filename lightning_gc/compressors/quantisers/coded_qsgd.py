@@ -32,10 +32,10 @@ class CodedQSGD(Codec):
     width, as ``QSGD(norm="l2")`` has, is mostly wasted; here gaps between them, and their
     magnitudes, are entropy-coded, and the number of bits follows from s and the gradient.
 
-    Of a normal tensor of a million elements an element takes 0.011, 0.084, 0.56 and 2.4 bits with
-    s = 1, 10, 100 and 1,000. An element of 16 or more times the median magnitude of those sent goes
-    as it is, in float32, as in ``AbsoluteRounding``, which has one step for the whole model and all
-    of training, where here it follows each tensor's norm.
+    In a normal tensor of a million elements an element takes 0.011, 0.084, 0.56 and 2.4 bits with
+    s = 1, 10, 100 and 1,000. An element at least 16 times the median of the sent magnitudes goes
+    unquantised, in float32, as in ``AbsoluteRounding``, which has one step for the whole model and
+    all of training, where here it follows each tensor's norm.
 
     Where it differs from the paper: Golomb-Rice codes, whose parameters are fitted to each tensor,
     in place of Elias codes.

@@ -25,12 +25,12 @@ class QSGD(BlockwiseLevels):
 
     Codes are packed without padding. For 4 bits in blocks of 512 an element takes 4.06 bits.
 
-    The defaults, the largest magnitude in blocks of 512, are those of the paper's experiments; its
-    theory, and surveys, have ``norm="l2"``, where ``E‖error‖²`` may be ``√d/s`` times ``‖x‖²``. The
-    paper codes the codes by their frequencies, as ``CodedQSGD`` does. Under ``TwoShot``, the
-    default among more than two workers, each worker's shard has its own blocks and norms, and
-    the mean is rounded a second time; under ``AllGather()`` every worker's tensor is rounded once,
-    and bytes grow with W.
+    The paper's experiments have our defaults: the largest magnitude in blocks of 512. Its theory,
+    and surveys, have ``norm="l2"``, where ``E‖error‖²`` may be ``√d/s`` times ``‖x‖²``. The paper
+    codes the codes by their frequencies, as ``CodedQSGD`` does. Under ``TwoShot``, the default
+    among more than two workers, each worker's shard has its own blocks and norms, and the mean is
+    rounded a second time; under ``AllGather()`` every worker's tensor is rounded once, and bytes
+    grow with W.
 
     Raises:
         ValueError: ``bits`` outside 2..16, ``block_size`` below 1, an unknown ``norm``.

@@ -28,9 +28,9 @@ class Rotated(Codec):
     each step, and H is the Hadamard matrix of n elements, n a power of two. A rotation changes no
     length, so Q's bound is C's; but the largest of n rotated elements is ``O(√(log n / n))·‖x‖``
     with high probability, where one of x may be ``‖x‖``: the error of a quantiser whose levels are
-    fractions of the largest element becomes nearly that for a normal tensor, whatever x is. Of
+    fractions of the largest element becomes nearly that for a normal tensor, for any x. For
     Student's t with 3 degrees of freedom ``QSGD(4)`` has a variance of 0.26·‖x‖², and rotated 0.03.
-    Where a quantiser profits of many zeros, a rotation takes them away.
+    A rotation removes zeros, so a quantiser that profits from them sends more.
 
     Args:
         quantiser: Q, a codec of kind "quantiser" whose result is a mean, by default ``QSGD(2)``.
@@ -57,7 +57,7 @@ class Rotated(Codec):
     """
 
     # Never None after construction. With an instance as default, LightningCLI's parser would mix
-    # its fields into those of another class that YAML names.
+    # its fields into the fields of another class that YAML names.
     quantiser: Codec = None  # type: ignore[assignment]
     size: int = 1024
 

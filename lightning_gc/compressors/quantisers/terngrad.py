@@ -51,7 +51,7 @@ class _Ternary(Compressor):
         largest = integer_sums.largest(buffer)
         if self.clip is None:
             return largest
-        # Squares of 1e-30 and 1e30 leave float32's range; those of x / max do not.
+        # 1e-30 and 1e30 squared leave float32's range; x / max squared does not.
         unit = buffer / largest.where(largest > 0, 1.0)
         length: Tensor = torch.linalg.vector_norm(unit) / math.sqrt(max(1, buffer.numel()))
         return torch.minimum(largest, self.clip * (largest * length).float())

@@ -75,7 +75,7 @@ class SignSGD(Codec):
             out.masked_fill_(out.abs() < 0.5 / bucket.workers, 0).sign_()
 
     def bound(self, numel: int) -> Unbounded:
-        """Return no bound: a sign has length 1 whatever the gradient's."""
+        """Return no bound: a sign has length 1, and a gradient any length."""
         return Unbounded()
 
     def wire(self, numel: int) -> Wire:

@@ -25,7 +25,7 @@ class AdaComp(Codec):
     ``bin_size`` elements sends those with ``|H_i| ≥ max|G|`` of the bin as ``s·sign(G_i)``, s being
     the mean over bins of these maxima. The difference from G_i is the error. Many are sent where
     gradients change, few where an old error outweighs them. Our reading of the paper: the sign is
-    that of G, s is one number per tensor, and a shorter last bin counts as any other.
+    G's, s is one number per tensor, and a shorter last bin counts as a full one.
 
     dW is ``bucket.grad``, padded with zeros as the buffer is. Without a memory, and in the second
     encoding of a two-shot scheme, it is G, so elements of half the maximum are sent. A sent element

@@ -23,8 +23,8 @@ _LEAST = 2 / 3  # of the wanted share of a side, that rounding leaves: one eleme
 class FixedProportion(DensitySparsifier, Codec):
     """Send a fixed share of the positive and of the negative elements, each as its side's mean.
 
-    ``C(x)_i = mean{x_j : j in P}`` for i in P, the ``density·n₊`` greatest of n₊ positive elements;
-    likewise for the least of the negative ones; else 0. Both thresholds are exact. At density 1 % a
+    ``C(x)_i = mean{x_j : j in P}`` for i in P, the ``density·n₊`` greatest of n₊ positive elements,
+    and also for the least of the negative ones; else 0. Both thresholds are exact. At density 1 % a
     sent element takes 9.6 bits.
 
     Args:
@@ -69,9 +69,10 @@ class FixedProportion(DensitySparsifier, Codec):
     def bound(self, numel: int) -> Contraction:
         """Return δ = min(1/k, ⅔·density), for k = density·numel.
 
-        Of a side of n elements the k greatest, whose sum is A, take A²/k out of the side's squared
-        norm. That norm is greatest where one has A and the others nothing, A², or where all have
-        A/k, n·A²/k²; so they take 1/k of it or k/n. Of the share k/n rounding leaves ⅔ at least.
+        On a side of n elements, let A be the sum of the k greatest. Sending them takes A²/k out of
+        the side's squared norm. That norm is greatest where one has A and the others nothing, A²,
+        or where all have A/k, n·A²/k²; so they take 1/k of it or k/n. Of the share k/n rounding
+        leaves ⅔ at least.
         """
         k = max(1, self.count(numel))
         return Contraction(min(1 / k, _LEAST * self.density))

@@ -28,7 +28,7 @@ class GTopK(DensitySparsifier, Collective):
     The tree has ⌈log2 W⌉ levels and takes any W: at level l worker i·2^(l+1) adds what comes from
     worker i·2^(l+1) + 2^l, where there is one, to its own and keeps the k elements of greatest
     magnitude. The selection of worker 0 then goes back down the tree, and all apply it, divided by
-    W. So k elements are applied and at most k received in a round, whatever W is.
+    W. For any W, k elements are applied, and at most k are received in a round.
 
     An element that is not applied returns to the error of each worker that had selected it. Parts
     of applied elements that a merge dropped go into the error of the worker that merged. So nothing

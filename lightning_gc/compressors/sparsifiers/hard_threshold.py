@@ -26,10 +26,10 @@ class HardThreshold(SparseCodec):
     ``AllGather`` the error of an element is always below λ: an *absolute* compressor, whose error
     does not grow with the gradient.
 
-    What the paper proves of it: of all sparsifiers that send a given number of elements of a
-    *fixed* sequence of tensors, without feedback, one with a constant λ leaves the least sum of
-    squared errors (Lemma 3). With feedback, where what is sent changes what comes next, it calls
-    that minimum intractable and proves convergence only.
+    The paper proves (Lemma 3), for a *fixed* sequence of tensors without feedback: among
+    sparsifiers that send the same number of elements, one with a constant λ leaves the least sum of
+    squared errors. With feedback, where what is sent changes what comes next, it calls that minimum
+    intractable and proves convergence only.
 
     Args:
         threshold: λ, in units of the (unscaled) gradient, at least 0. Higher means more

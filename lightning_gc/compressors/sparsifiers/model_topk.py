@@ -30,12 +30,12 @@ class ModelTopK(DensitySparsifier, SparseCodec):
 
     ``C(x)_i = x_i`` if ``|x_i| ≥ λ_t``, else 0, with one λ_t for all tensors of a worker, where
     ``TopK`` sends the k largest of each: tensors with large gradients send more of their elements,
-    others fewer. Buckets are sent while others do not exist yet, so λ_t is that of the step before,
+    others fewer. Buckets are sent while others do not exist yet, so λ_t is the previous step's λ,
     corrected by how many elements reached it: as if in each tensor p the number that reaches λ were
     ``c_p·(λ_{t−1}/λ)^(1/h_p)``, a Pareto tail, with c_p elements that were sent and h_p the mean of
-    ``log(|x_i|/λ_{t−1})`` over them (Hill's estimate), λ_t is such that these numbers sum to
-    k = density·numel, summed over tensors. It is at most 4 times, and at least a quarter of, what
-    it was. In the first step each tensor sends its own k largest.
+    ``log(|x_i|/λ_{t−1})`` over them (Hill's estimate), λ_t is such that these numbers sum to k =
+    density·numel, summed over tensors. It is at most 4 times, and at least a quarter of, what it
+    was. In the first step each tensor sends its own k largest.
 
     So what is sent floats around k, is not limited, and follows a sudden change of scale steps
     later: where a test's gradients became a thousand times as large, five steps sent 7 to 46 times
@@ -49,9 +49,8 @@ class ModelTopK(DensitySparsifier, SparseCodec):
     At density 1 % a sent element takes 40.6 bits, if tensors send equal shares.
 
     State:
-        Of each tensor four numbers, λ, c, the sum of logarithms and k, and their step. They are in
-        checkpoints.
-        Shards of ``TwoShot`` keep none: there each shard sends its own k largest in every step.
+        Per tensor λ, c, the sum of logarithms, k, and their step. They are in checkpoints. Shards
+        of ``TwoShot`` keep none: there each shard sends its own k largest in every step.
 
     Raises:
         ValueError: ``density`` outside (0, 1].

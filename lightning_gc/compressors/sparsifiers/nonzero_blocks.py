@@ -23,10 +23,9 @@ from lightning_gc.core.wire import Field, Wire
 class NonzeroBlocks(Codec):
     """Send every block of elements that are not all zero: ``C(x) = x``.
 
-    For gradients that have many zeros of themselves, such as those of embeddings, of which a batch
-    meets few rows: with a block the length of a row, the rows that were met are sent. Nothing is
-    lost, so no memory is needed. Where all blocks have an element, it sends somewhat more than no
-    compression does, W − 1 times.
+    For gradients with many zeros, such as an embedding's, where a batch uses few rows. With blocks
+    as long as a row, only the used rows are sent. Nothing is lost, so no memory is needed. Where
+    all blocks have an element, it sends somewhat more than no compression does, W − 1 times.
 
     Args:
         block_size: elements of a block. Smaller means fewer zeros sent and more positions.

@@ -40,8 +40,8 @@ class ReusedThreshold(DensitySparsifier, SparseCodec):
     At density 1 % a sent element takes 40.6 bits.
 
     State:
-        Of each tensor τ, the step that found it, for how many steps it is used, and the density. It
-        is in checkpoints. Shards of ``TwoShot`` keep none: each finds a threshold in every step.
+        Per tensor τ, the step that found it, for how many steps it is used, and the density. They
+        are in checkpoints. Shards of ``TwoShot`` keep none: each finds a threshold in every step.
 
     Raises:
         ValueError: ``density`` outside (0, 1], ``every`` below 1.

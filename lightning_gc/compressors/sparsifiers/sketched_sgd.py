@@ -28,13 +28,13 @@ class SketchedSGD(DensitySparsifier, Collective):
 
     A count sketch has ``rows`` rows of c = columns·k sums. In row j an element i is added to the
     sum ``h_j(i)`` with the sign ``s_j(i)``, which all workers draw equally in each step. Sketches
-    are linear: the mean of workers' sketches is that of the mean gradient. An element of it is
-    estimated by the median over rows of ``s_j(i)·S_j[h_j(i)]``. Of the ``candidates·k`` elements
+    are linear: the mean of workers' sketches is the sketch of the mean gradient. An element of it
+    is estimated by the median over rows of ``s_j(i)·S_j[h_j(i)]``. Of the ``candidates·k`` elements
     with the largest estimates all workers send exact values; the k largest means are applied, and
     what is applied leaves each worker's error.
 
-    ``TopK`` sends what is largest on each worker, and up to W times k elements are applied. Here
-    they are those that are largest in the mean, up to the sketch's error: an estimate of one row
+    ``TopK`` sends what is largest on each worker, and up to W times k elements are applied. Here k
+    elements are applied, the largest of the mean, up to the sketch's error: an estimate of one row
     has a variance of at most ``‖x‖²/c``, so that it is off by more than ``2·‖x‖/√c`` with a
     probability of a quarter at most, and the median of several rows with less. Bytes do not grow
     with W. Tensors that a sketch would not make smaller go dense.
@@ -42,7 +42,7 @@ class SketchedSGD(DensitySparsifier, Collective):
     Args:
         density: k over the number of elements, in (0, 1]. Lower means more compression.
         rows: of the sketch, odd, 15 at most. Higher means better estimates and more bytes.
-        columns: c/k, at least 1. Likewise.
+        columns: c/k, at least 1. Higher means better estimates and more bytes.
         candidates: elements per k that are sent exactly, at least 1; more sends more.
 
     Communication pattern:
@@ -185,7 +185,7 @@ def _hashed(like: Tensor, seed: int, row: int, width: int) -> tuple[Tensor, Tens
 def _largest(numbers: Tensor, count: int) -> Tensor:
     """Return the ascending positions of the largest magnitudes; of equal ones the first.
 
-    All workers must choose the same, whatever their devices.
+    All workers must choose the same, on any device.
     """
     if numbers.device.type == "cpu":
         return topk_selection.best(numbers, torch.arange(numbers.numel(), device="cpu"), count)

@@ -96,7 +96,7 @@ def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> P
         buffer.index_fill_(0, indices, 0)
     else:
         whole, most = values, torch.finfo(dtype).max
-        # What is finite must not become infinite by rounding up, step after step.
+        # A finite value must not become infinite by rounding up, step after step.
         values = torch.where(whole.isfinite(), whole.clamp(-most, most), whole).to(dtype)
         buffer[indices] = whole - values.to(buffer.dtype)
     return values, elias_fano.encode(indices, buffer.numel())

@@ -182,7 +182,7 @@ class ThresholdEstimator(DensitySparsifier, SparseCodec):
             return reaching(buffer, lowest)
         magnitudes = buffer.abs()
         largest = magnitudes.amax()
-        # Squares of 1e30 overflow and those of 1e-30 vanish; zeros do not reach the threshold.
+        # 1e30 squared overflows and 1e-30 squared vanishes; zeros do not reach the threshold.
         magnitudes.div_(largest.clamp_min(lowest))
         threshold = (self.threshold(magnitudes, k) * largest).clamp_min(lowest)
         found = reaching(buffer, threshold.to(buffer.dtype))

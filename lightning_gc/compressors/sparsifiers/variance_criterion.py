@@ -99,7 +99,7 @@ class VarianceCriterion(SparseCodec):
         else:
             used_here(kept)
             noise = torch.hypot(kept.to(gradient), gradient)  # squares of 1e30 overflow
-        # What is not a number must be sent, so the comparison is of those that stay.
+        # NaN must be sent, so compare the elements that stay.
         ambiguous = buffer.abs() <= noise * math.sqrt(self.alpha)
         if len(bucket.state) == 1:
             most = torch.finfo(noise.dtype).max

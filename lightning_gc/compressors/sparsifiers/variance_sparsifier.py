@@ -45,8 +45,8 @@ class MagnitudeSampling(Codec):
         """Return m, 0-dim float64, given the elements that reach it; more elements never raise m.
 
         Args:
-            every: of all elements.
-            reaching: of those of magnitude m or more.
+            every: over all elements.
+            reaching: over the elements of magnitude m or more.
         """
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:

@@ -54,7 +54,7 @@ class Induced(Codec):
     """
 
     # Never None after construction. With instances as defaults, LightningCLI's parser would mix
-    # their fields into those of another class that YAML names.
+    # their fields into the fields of another class that YAML names.
     biased: Codec = None  # type: ignore[assignment]
     unbiased: Codec = None  # type: ignore[assignment]
 

@@ -144,8 +144,8 @@ def _joined(parts: tuple[ParameterSlice, ...]) -> _JointSelection | None:
 class _JointSelection(SparseCodec):
     """Choose elements in each part by the part's codec, and send one payload for all parts.
 
-    The elements and their mean equal those of separate payloads. Coding, checking and adding cost
-    once per bucket, not once per parameter.
+    The elements and their mean are the same as with separate payloads. Coding, checking and adding
+    cost once per bucket, not once per parameter.
 
     Args:
         parts: ascending; other elements of the bucket are not changed.
@@ -276,7 +276,7 @@ def flow_in_rows(
 ) -> Flow:
     """Exchange the parts of ``buffer`` in rows; ``codec`` encodes one row.
 
-    The contract is that of ``Compressor.flow``.
+    The contract is ``Compressor.flow``'s.
     """
     own = rows.of(buffer)
     mean = torch.empty_like(own)

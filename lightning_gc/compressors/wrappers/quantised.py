@@ -75,7 +75,7 @@ class Quantised(Codec):
     """
 
     # Never None after construction. With instances as defaults, LightningCLI's parser would mix
-    # their fields into those of another class that YAML names.
+    # their fields into the fields of another class that YAML names.
     sparsifier: SparseCodec = None  # type: ignore[assignment]
     quantiser: Codec = None  # type: ignore[assignment]
 

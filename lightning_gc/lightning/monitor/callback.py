@@ -63,8 +63,8 @@ class Monitor(EitherLightning):
     their number, ``drift`` worker 0's distance ``‖θ − θ_i‖`` from the common weights before the
     exchange, and ``outer_step`` the norm of what the outer step has changed them by.
 
-    With FSDP over all ranks ``dense_bytes`` are those of a reduce-scatter, half of what DDP sends,
-    and every micro-batch that is exchanged counts as a step.
+    With FSDP over all ranks ``dense_bytes`` count a reduce-scatter, half of DDP's bytes, and every
+    exchanged micro-batch counts as a step.
 
     Norms, and times on CUDA, are measured on the device in logging steps only.
 
@@ -135,10 +135,10 @@ class Monitor(EitherLightning):
         if batch_idx == 0:
             for sums in self._sums:
                 sums.epoch = Totals()
-        # Lightning's x axis for logging: optimizer steps, whatever the number of optimizers.
+        # Lightning's x axis for logging: optimizer steps, with one or several optimizers.
         self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
         self._clock.see(self._index, trainer.current_epoch)
-        # Of local steps few have an exchange: one is logged if such a step was in its round.
+        # Few local steps have an exchange; log it if its round holds a step to be logged.
         last = self._index - trainer.strategy.steps_since_exchange
         every = trainer.log_every_n_steps  # 0: never
         logs = bool(trainer.loggers and every) and (self._index + 1) // every > last // every
@@ -210,7 +210,7 @@ class Monitor(EitherLightning):
             warnings.warn(said, stacklevel=2)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return worker 0's totals: Lightning saves only these, the strategy those of all."""
+        """Return worker 0's totals: Lightning saves only these, the strategy all workers'."""
         return {"total": self._sums[0].own_state()["total"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

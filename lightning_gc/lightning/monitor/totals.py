@@ -56,8 +56,8 @@ class Totals:
 
         Args:
             workers: W.
-            network: model that estimates the communication of simulated workers, whatever its
-                ``schedule``; None: measured.
+            network: model that estimates the communication of simulated workers; its
+                ``schedule`` does not matter. None: measured.
         """
         steps = max(self.steps, 1)
         figures = {

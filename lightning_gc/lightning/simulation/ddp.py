@@ -22,9 +22,9 @@ class SimulatedDDP(SimulatedWorkers):
 
     Use it as ``Trainer(devices=1, strategy=SimulatedDDPStrategy(TopK(density=0.01), workers=4))``;
     the LightningModule need not change. Every worker has its own share of the data, its own errors
-    and byte count, and exchanges gradients by the same code as a real one. The mean gradient is
-    that of ``CompressedDDPStrategy`` with W processes: bit for bit where payloads are gathered, up
-    to the rounding of sums where they are all-reduced.
+    and byte count, and exchanges gradients by the same code as a real one. The mean gradient equals
+    ``CompressedDDPStrategy``'s with W processes: bit for bit where payloads are gathered, up to the
+    rounding of sums where they are all-reduced.
 
     A step takes W micro-batches, the i-th being worker i's. The Trainer's
     ``accumulate_grad_batches`` is set to W during the fit; ``k·W`` from the user means k

@@ -32,7 +32,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     Use it as ``Trainer(devices=1, strategy=SimulatedLocalStepsStrategy(QSGD(4), workers=4,
     every=8))``; the LightningModule need not change. Every worker has its own share of the data,
     weights, buffers, optimizer state and errors, and exchanges by the same code as a real one: the
-    weights are those of ``LocalStepsStrategy`` with W processes, bit for bit where payloads are
+    weights equal ``LocalStepsStrategy``'s with W processes, bit for bit where payloads are
     gathered.
 
     A step takes W micro-batches, the i-th being worker i's, as with ``SimulatedDDPStrategy``; then
@@ -145,7 +145,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._replicas.enter(worker)
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the last micro-batch; let every worker make its own step; exchange what is due."""
+        """Run the last micro-batch, every worker's own step, and the exchange that is due."""
         result, output = closure(), None
         for worker in range(self.workers):
             self._replicas.enter(worker)
@@ -263,7 +263,7 @@ class End:
 
 
 class Replicas:
-    """Lets a module and its optimizers be those of one worker at a time.
+    """Gives a module and its optimizers the tensors of one worker at a time.
 
     The module's tensors are pointed at the worker's own; nothing is copied. Costs W times weights,
     gradients and optimizer state. What optimizers keep in their parameter groups, such as a

@@ -18,7 +18,7 @@ from torch.utils.data import (
 class Dealt:
     """Interleaves the workers' loaders: batch i is worker ``i % W``'s.
 
-    What else a loader has, such as ``batch_size`` and ``dataset``, is that of worker 0's.
+    Other attributes, such as ``batch_size`` and ``dataset``, are read from worker 0's loader.
 
     Args:
         loaders: one per worker, of equal length.
@@ -82,8 +82,8 @@ class Replayed:
 def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
     """Return a loader that shards samples as Lightning would for W processes.
 
-    Like Lightning, this returns ``loader`` itself if it has a ``DistributedSampler``, an iterable
-    dataset, or is no ``DataLoader``; its batch i goes to worker ``i % W``.
+    Like Lightning, this returns ``loader`` itself if it has a ``DistributedSampler`` or an iterable
+    dataset, or is not a ``DataLoader``; its batch i goes to worker ``i % W``.
 
     Args:
         loader: the user's.

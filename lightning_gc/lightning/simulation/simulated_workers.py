@@ -59,8 +59,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     """Mixin, before Lightning's ``SingleDeviceStrategy``: a step takes W micro-batches.
 
     The i-th is worker i's. The Trainer's ``accumulate_grad_batches`` is set to W during the fit;
-    ``k·W`` from the user means k accumulated micro-batches per worker. A subclass says what a
-    worker has of its own, by ``_begin_fit``, ``_begin_step``, ``_enter``, ``_collect`` and
+    ``k·W`` from the user means k accumulated micro-batches per worker. A subclass defines each
+    worker's own part by ``_begin_fit``, ``_begin_step``, ``_enter``, ``_collect`` and
     ``_complete``.
     """
 
@@ -212,7 +212,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         self._lend(worker, first=self._done == 0)
         self.pre_backward(closure_loss)
         # Lightning has divided the loss l by k·W. The gradient's factor in (l / kW)·W is W/kW,
-        # rounded once, which equals that of a real worker's l / k.
+        # rounded once, which equals the factor of a real worker's l / k.
         loss = precision.pre_backward(closure_loss * self.workers, module)
         self._ledger.compute.start(self.root_device)
         precision.backward(loss, module, optimizer, *args, **kwargs)

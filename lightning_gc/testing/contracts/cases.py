@@ -197,7 +197,7 @@ def label(value: Any) -> str:
 
 
 EXCHANGE = "a law of exchanges"
-"""Those of whole rounds between workers have no numbers."""
+"""Laws of whole rounds between workers have no numbers."""
 
 
 def broken(who: object, law: str, what: str, on: str = "") -> str:

@@ -114,7 +114,7 @@ def exchanged(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the mean of an exchange without a memory, and each worker's error.
 
-    Of the first one that compresses: those before it, of the same gradients, say nothing.
+    It is the first exchange that compresses; earlier ones, of the same gradients, are dense.
     """
     lockstep = Lockstep(len(gradients), compressor, NoMemory(), seed=seed)
     for _ in range(compressor.compressing_step(0) + 1):
@@ -243,7 +243,7 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
             assert torch.equal(parts, whole), broken(sparse, law, what, on)
 
     def test_4_knob_moves_bytes_in_its_direction(self, codec: Codec) -> None:
-        """Of a matrix of 64 x 64."""
+        """Measured on a matrix of 64 x 64."""
         x = cases.tensors(4096)["normal"]
 
         def size(turned: Codec) -> int:
@@ -391,7 +391,7 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
             assert cases.flat(after.mean).isfinite().all(), broken(compressor, EXCHANGE, what, on)
 
     def test_3_keeps_what_it_declares(self, compressor: Compressor) -> None:
-        """What ``bucket.state`` has of each parameter, at several levels, is as ``keeps`` says."""
+        """``bucket.state`` has, per parameter and level, what ``keeps`` declares."""
         lockstep, knob = Lockstep(2, compressor), compressor.knob
         for step in range(8):
             if knob is not None and step in (3, 6):
