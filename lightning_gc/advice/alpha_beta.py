@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.advice.traces import Asked, Trace, volume
-from lightning_gc.core.flow import Exchange, Gather, Mean, Request
+from lightning_gc.core import Exchange, Gather, Mean, Request
 from lightning_gc.transports.distributed import Distributed
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.core.flow import Exchange, Gather, Mean, Reply, Request
+from lightning_gc.core import Exchange, Gather, Mean, Reply, Request
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default
 from lightning_gc.memories import Memory

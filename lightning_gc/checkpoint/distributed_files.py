@@ -26,9 +26,9 @@ from torch import Tensor
 
 from lightning_gc.checkpoint import side_files
 from lightning_gc.checkpoint.side_files import Ranks, in_short, on_all_ranks
+from lightning_gc.core import COUNT, TEXT, WHOLE, Each, Leaf, Record
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import check_checksum, with_checksum
-from lightning_gc.core.state_structure import COUNT, TEXT, WHOLE, Each, Leaf, Record
 from lightning_gc.transports.distributed import broadcast_text
 
 LAST = "meta.pt"

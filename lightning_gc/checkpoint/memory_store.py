@@ -19,21 +19,11 @@ from lightning_gc.checkpoint.worker_state import (
 )
 from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop
 from lightning_gc.control.probes import WorkerStatistics
+from lightning_gc.core import COUNT, TEXT, WHOLE, Each, Leaf, Listed, Optional, Pair, Record
 from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree
 from lightning_gc.core.registry import with_new_names
-from lightning_gc.core.state_structure import (
-    COUNT,
-    LEVEL,
-    TEXT,
-    WHOLE,
-    Each,
-    Leaf,
-    Listed,
-    Optional,
-    Pair,
-    Record,
-)
+from lightning_gc.core.state_structure import LEVEL
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.levels import RequestedLevels
 from lightning_gc.exchange.workers import Workers

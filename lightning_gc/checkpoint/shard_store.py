@@ -57,10 +57,11 @@ from lightning_gc.checkpoint.worker_state import (
     on_host,
     own_structure,
 )
+from lightning_gc.core import TEXT, WHOLE, Each, Leaf, Listed, Record
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree, average, each_tensor
-from lightning_gc.core.state_structure import FLOATS, TEXT, WHOLE, Each, Leaf, Listed, Record
+from lightning_gc.core.state_structure import FLOATS
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
 from lightning_gc.transports.distributed import broadcast_text
 

@@ -40,10 +40,7 @@ from lightning_gc.checkpoint.worker_state import (
     own_structure,
     worker_state,
 )
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import with_checksum
-from lightning_gc.core.pytree import Tree, average
-from lightning_gc.core.state_structure import (
+from lightning_gc.core import (
     ANYTHING,
     COUNT,
     TEXT,
@@ -54,6 +51,9 @@ from lightning_gc.core.state_structure import (
     Record,
     Structure,
 )
+from lightning_gc.core.checksum import NAME as CHECKSUM
+from lightning_gc.core.checksum import with_checksum
+from lightning_gc.core.pytree import Tree, average
 from lightning_gc.exchange.peers import explaining
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

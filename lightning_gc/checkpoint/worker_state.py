@@ -15,14 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import check_checksum
-from lightning_gc.core.pytree import Tree, average, each_tensor, reduced
-from lightning_gc.core.registry import with_new_names
-from lightning_gc.core.state_structure import (
+from lightning_gc.core import (
     ANYTHING,
     COUNT,
-    FLAG,
     TEXT,
     WHOLE,
     Leaf,
@@ -31,6 +26,11 @@ from lightning_gc.core.state_structure import (
     Record,
     Structure,
 )
+from lightning_gc.core.checksum import NAME as CHECKSUM
+from lightning_gc.core.checksum import check_checksum
+from lightning_gc.core.pytree import Tree, average, each_tensor, reduced
+from lightning_gc.core.registry import with_new_names
+from lightning_gc.core.state_structure import FLAG
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.error_buffers import to_host
 from lightning_gc.exchange.workers import HasWorkerState, Workers

@@ -91,11 +91,11 @@ from lightning_gc.compressors.wrappers.quantised import Quantised as Quantised
 from lightning_gc.compressors.wrappers.size_switch import SizeSwitch as SizeSwitch
 from lightning_gc.compressors.wrappers.wrapper import Preset as Preset
 from lightning_gc.compressors.wrappers.wrapper import Wrapper as Wrapper
+from lightning_gc.core import Choice as Choice
+from lightning_gc.core import Range as Range
 from lightning_gc.core.registry import concrete as _concrete
 from lightning_gc.core.registry import export as _export
 from lightning_gc.core.registry import moved as _moved
-from lightning_gc.core.search_space import Choice as Choice
-from lightning_gc.core.search_space import Range as Range
 
 COMPRESSORS = _concrete(globals(), Compressor)
 """``{name: class}`` of all compressors with default settings. Wrappers need an inner compressor."""

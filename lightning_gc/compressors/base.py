@@ -12,12 +12,19 @@ from typing import Any, Literal, Protocol, Self
 from torch import Tensor
 
 from lightning_gc.compressors.traits import Bound, Knob, Traits, Waits
-from lightning_gc.core import payload_validation
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Limits, Mean, Payload
+from lightning_gc.core import (
+    Bucket,
+    Flow,
+    Limits,
+    Mean,
+    Payload,
+    Structure,
+    Wire,
+    payload_validation,
+)
 from lightning_gc.core.settings import Settings
-from lightning_gc.core.state_structure import NOTHING, Structure
-from lightning_gc.core.wire import Wire, limits
+from lightning_gc.core.state_structure import NOTHING
+from lightning_gc.core.wire import limits
 
 Joint = Literal["no", "parts", "shards"]
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_gc.core.search_space import Choice, Range
+from lightning_gc.core import Choice, Range
 
 Kind = Literal["dense", "sparsifier", "quantiser", "low rank"]
 

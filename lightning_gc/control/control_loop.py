@@ -14,13 +14,9 @@ import torch
 from lightning_gc.control.probes import Probes, RatesToCome
 from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.controllers.trace import append
-from lightning_gc.core.state_structure import (
+from lightning_gc.core import (
     ANYTHING,
     COUNT,
-    FINITE,
-    FLAG,
-    INTEGER,
-    LEVEL,
     NUMBER,
     TEXT,
     WHOLE,
@@ -30,6 +26,7 @@ from lightning_gc.core.state_structure import (
     Pair,
     Record,
 )
+from lightning_gc.core.state_structure import FINITE, FLAG, INTEGER, LEVEL
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.exchange.workers import Workers
 from lightning_gc.transports.distributed import broadcast_text

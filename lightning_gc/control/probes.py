@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Point
 from lightning_gc.controllers.exchange_record import fit_link
-from lightning_gc.core.bucket import Bucket, Tally
-from lightning_gc.core.state_structure import FINITE, Record
+from lightning_gc.core import Bucket, Record, Tally
+from lightning_gc.core.state_structure import FINITE
 from lightning_gc.engine import Engine
 from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.exchange.peers import Peers

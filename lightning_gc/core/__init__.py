@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_gc.core.bucket import Bucket as Bucket
+    from lightning_gc.core.bucket import Tally as Tally
     from lightning_gc.core.flow import Exchange as Exchange
     from lightning_gc.core.flow import Flow as Flow
     from lightning_gc.core.flow import Gather as Gather
@@ -21,23 +22,36 @@ if TYPE_CHECKING:
     from lightning_gc.core.search_space import Range as Range
     from lightning_gc.core.search_space import Space as Space
     from lightning_gc.core.settings import Settings as Settings
+    from lightning_gc.core.state_structure import ANYTHING as ANYTHING
+    from lightning_gc.core.state_structure import COUNT as COUNT
+    from lightning_gc.core.state_structure import NUMBER as NUMBER
+    from lightning_gc.core.state_structure import TEXT as TEXT
+    from lightning_gc.core.state_structure import WHOLE as WHOLE
+    from lightning_gc.core.state_structure import Each as Each
+    from lightning_gc.core.state_structure import Leaf as Leaf
+    from lightning_gc.core.state_structure import Listed as Listed
+    from lightning_gc.core.state_structure import Number as Number
+    from lightning_gc.core.state_structure import Numbers as Numbers
+    from lightning_gc.core.state_structure import Optional as Optional
+    from lightning_gc.core.state_structure import Pair as Pair
+    from lightning_gc.core.state_structure import Record as Record
+    from lightning_gc.core.state_structure import Structure as Structure
     from lightning_gc.core.wire import Field as Field
     from lightning_gc.core.wire import Wire as Wire
 
 _FACE = {
-    "bucket": ("Bucket",),
-    "flow": (
-        *("Exchange", "Flow", "Gather", "Limits", "Mean"),
-        *("Payload", "Reply", "Request", "together"),
-    ),
-    "search_space": ("Choice", "Range", "Space"),
-    "settings": ("Settings",),
-    "wire": ("Field", "Wire"),
+    "bucket": "Bucket Tally",
+    "flow": "Exchange Flow Gather Limits Mean Payload Reply Request together",
+    "search_space": "Choice Range Space",
+    "settings": "Settings",
+    "state_structure": "ANYTHING COUNT NUMBER TEXT WHOLE Each Leaf Listed "
+    "Number Numbers Optional Pair Record Structure",
+    "wire": "Field Wire",
 }
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _FACE.items():
-        if name in names:
+        if name in names.split():
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

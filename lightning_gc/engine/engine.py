@@ -9,17 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.core.bucket import Bucket, Tally
-from lightning_gc.core.flow import Flow
-from lightning_gc.core.state_structure import (
-    ERRORS,
-    WHOLE,
-    Each,
-    Number,
-    Plain,
-    Record,
-    Structure,
-)
+from lightning_gc.core import WHOLE, Bucket, Each, Flow, Number, Record, Structure, Tally
+from lightning_gc.core.state_structure import ERRORS, Plain
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.error_buffers import (
     ErrorBuffers,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.core.bucket import Bucket
+from lightning_gc.core import Bucket
 from lightning_gc.kernels.dispatch import used_here
 from lightning_gc.memories.storage import Kept, Storage
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import dense
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Reply, Request, resume
+from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, Reply, Request
+from lightning_gc.core.flow import resume
 from lightning_gc.engine.error_buffers import Layouts
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.statistics import Statistics

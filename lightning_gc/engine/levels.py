@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_gc.compressors.base import Codec, Compressor
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter
-from lightning_gc.core.state_structure import Each, Leaf, Number, Optional, Pair, Structure
+from lightning_gc.core import Each, Leaf, Number, Optional, Pair, Structure
 
 
 class Levels:

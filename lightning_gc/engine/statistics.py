@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.core.bucket import Bucket, Tally
-from lightning_gc.core.state_structure import FINITE, FLOATS, NUMBER, Each, Record
+from lightning_gc.core import NUMBER, Bucket, Each, Record, Tally
+from lightning_gc.core.state_structure import FINITE, FLOATS
 from lightning_gc.engine.error_buffers import ErrorBuffers, to_host
 
 PIECE = 1 << 16

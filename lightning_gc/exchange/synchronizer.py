@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from lightning_gc.core.flow import Flow
+from lightning_gc.core import Flow
 from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
 from lightning_gc.exchange.validation import check_agreement, digest_of, refuse_unknown_device
 from lightning_gc.exchange.verification import Verify, verification

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_gc.core import Flow, Gather
 from lightning_gc.core.digest import ReplicaError, check_same, digest
-from lightning_gc.core.flow import Flow, Gather
 from lightning_gc.transports.base import Checksummed, Transport
 
 Verify = int | Literal["payload"]

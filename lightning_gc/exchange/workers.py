@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
+from lightning_gc.core import Flow, Structure
 from lightning_gc.core.bucket import in_memory_order
-from lightning_gc.core.flow import Flow
 from lightning_gc.core.registry import make
-from lightning_gc.core.state_structure import Structure
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default, combine
 from lightning_gc.engine.engine import compressor_state

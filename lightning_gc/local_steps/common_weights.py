@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_gc.core import Flow, Gather, Mean, Reply, Request
 from lightning_gc.core.digest import digest
-from lightning_gc.core.flow import Flow, Gather, Mean, Reply, Request
 from lightning_gc.local_steps.round_plan import OuterSGD
 
 

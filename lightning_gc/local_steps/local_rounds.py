@@ -12,21 +12,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_gc.core.flow import Flow
-from lightning_gc.core.pytree import Tree, average
-from lightning_gc.core.state_structure import (
+from lightning_gc.core import (
     ANYTHING,
     COUNT,
-    ERRORS,
-    FLOATS,
     NUMBER,
     TEXT,
     WHOLE,
     Each,
+    Flow,
     Listed,
     Optional,
     Record,
 )
+from lightning_gc.core.pytree import Tree, average
+from lightning_gc.core.state_structure import ERRORS, FLOATS
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import explaining
 from lightning_gc.exchange.workers import Shapes, plain_name

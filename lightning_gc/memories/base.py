@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Compressor
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Reply, Request
-from lightning_gc.core.search_space import Choice, Range
+from lightning_gc.core import Bucket, Choice, Flow, Range, Reply, Request
 from lightning_gc.core.settings import Settings
 from lightning_gc.memories.storage import Storage
 from lightning_gc.schemes.base import Scheme

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gc.core.search_space import Range
+from lightning_gc.core import Range
 from lightning_gc.memories.base import GradientDifferences
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow
-from lightning_gc.core.search_space import Range
+from lightning_gc.core import Bucket, Flow, Range
 from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
 
 

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Compressor
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow
-from lightning_gc.core.search_space import Range
+from lightning_gc.core import Bucket, Flow, Range
 from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
 from lightning_gc.schemes.base import Scheme
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow
+from lightning_gc.core import Bucket, Flow
 from lightning_gc.memories.base import GradientExchange, Memory, State
 from lightning_gc.memories.storage import BFloat16, Int8Blocks, Storage
 

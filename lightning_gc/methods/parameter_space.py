@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_gc.core.search_space import Choice, Range, Space
+from lightning_gc.core import Choice, Range, Space
+from lightning_gc.core.search_space import check_field
 
 if TYPE_CHECKING:
     import optuna
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.compressors.traits import LEVEL, Traits
 from lightning_gc.core.registry import required_fields
-from lightning_gc.core.search_space import check_field
 
 PREFIX, MEMORY_PREFIX, ROUNDS_PREFIX = "compressor.", "memory.", "rounds."
 PREFIXES = (PREFIX, MEMORY_PREFIX, ROUNDS_PREFIX)

@@ -17,7 +17,7 @@ import yaml
 import lightning_gc
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
-from lightning_gc.core.search_space import Space
+from lightning_gc.core import Space
 from lightning_gc.memories import Memory
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method, Rounds

@@ -8,8 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, Joint, limits_of
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Gather
+from lightning_gc.core import Bucket, Flow, Gather
 from lightning_gc.schemes.base import Scheme
 
 

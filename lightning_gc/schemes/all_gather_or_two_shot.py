@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow
+from lightning_gc.core import Bucket, Flow
 from lightning_gc.schemes.all_gather import AllGather
 from lightning_gc.schemes.base import Scheme
 from lightning_gc.schemes.two_shot import TwoShot

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, dense
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Mean
+from lightning_gc.core import Bucket, Flow, Mean
 from lightning_gc.schemes.base import Scheme
 
 

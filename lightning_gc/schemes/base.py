@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, Collective, Compressor, Joint, dense
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Exchange, Flow, Limits, Payload
+from lightning_gc.core import Bucket, Exchange, Flow, Limits, Payload
 from lightning_gc.core.settings import Settings
 
 

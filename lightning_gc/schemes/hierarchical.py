@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, wire_of
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow
+from lightning_gc.core import Bucket, Flow
 from lightning_gc.schemes.all_gather import AllGather
 from lightning_gc.schemes.base import NodeScheme, book, padded, toward, unpad
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Codec, Compressor
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.core import elias_fano
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Exchange, Flow, Gather, Limits, Mean
+from lightning_gc.core import Bucket, Exchange, Flow, Gather, Limits, Mean, elias_fano
 from lightning_gc.core.payload_validation import naming
 from lightning_gc.schemes.base import Scheme
 

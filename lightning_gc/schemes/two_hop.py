@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, limits_of, wire_of
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Gather, Limits
+from lightning_gc.core import Bucket, Flow, Gather, Limits
 from lightning_gc.schemes.base import NodeScheme, book, padded, toward, unpad
 from lightning_gc.schemes.two_shot import TwoShot
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, Joint, limits_of
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Exchange, Flow, Gather
+from lightning_gc.core import Bucket, Exchange, Flow, Gather
 from lightning_gc.schemes.base import Scheme, book, padded, unpad
 
 

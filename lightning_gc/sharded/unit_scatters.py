@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, Collective, Compressor, limits_of
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Exchange, Flow, Payload, together
+from lightning_gc.core import Bucket, Exchange, Flow, Payload, together
 from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import Unit, after_backward, refuse_interrupted
 from lightning_gc.sharded.shard_validation import refuse_pass

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 from lightning_gc.controllers.exchange_record import ExchangeRecord
-from lightning_gc.core.flow import Flow, Request, resume
+from lightning_gc.core import Flow, Request
+from lightning_gc.core.flow import resume
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.network_model import messages_sent
 

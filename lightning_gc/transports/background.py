@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_gc.core.flow import Flow
+from lightning_gc.core import Flow
 from lightning_gc.transports.accounting import Recording
 
 _log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_gc.core import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.core.digest import digest
-from lightning_gc.core.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.transports.peer_error import MessageError
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.core.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
+from lightning_gc.core import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Message,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.controllers.exchange_record import ExchangeRecord
-from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Reply, Request, resume
+from lightning_gc.core import Exchange, Flow, Gather, Mean, Reply, Request
+from lightning_gc.core.flow import resume
 from lightning_gc.transports.accounting import (
     COMMUNICATE,
     COMPRESS,

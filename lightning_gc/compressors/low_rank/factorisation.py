@@ -13,12 +13,20 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import BatchedCollective, dense
 from lightning_gc.compressors.traits import Contraction, Knob, Traits
-from lightning_gc.core import payload_validation
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Mean, together
-from lightning_gc.core.search_space import Range
-from lightning_gc.core.state_structure import NOTHING, Numbers, Record, Structure
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import (
+    Bucket,
+    Field,
+    Flow,
+    Mean,
+    Numbers,
+    Range,
+    Record,
+    Structure,
+    Wire,
+    payload_validation,
+    together,
+)
+from lightning_gc.core.state_structure import NOTHING
 from lightning_gc.kernels.dispatch import used_here
 
 RANK = Traits(

@@ -13,11 +13,19 @@ from torch.nn.functional import pad
 from lightning_gc.compressors.base import Collective, dense
 from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank
 from lightning_gc.compressors.traits import Contraction, Knob, Waits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Mean
-from lightning_gc.core.search_space import Choice, Range
-from lightning_gc.core.state_structure import Numbers, OneOf, Record, Structure
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import (
+    Bucket,
+    Choice,
+    Field,
+    Flow,
+    Mean,
+    Numbers,
+    Range,
+    Record,
+    Structure,
+    Wire,
+)
+from lightning_gc.core.state_structure import OneOf
 from lightning_gc.kernels.dispatch import used_here
 
 _SENDABLE = 2.0**-16  # as of ``LowRank``

@@ -12,10 +12,7 @@ from torch.nn.functional import pad
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.low_rank.factorisation import sides
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.core import payload_validation
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import Bucket, Field, Payload, Wire, payload_validation
 
 _EPS = 2.0**-23  # of float32: what is that much smaller than the greatest is its rounding
 

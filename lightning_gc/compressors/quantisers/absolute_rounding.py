@@ -11,10 +11,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.quantisers import coded_multiples
 from lightning_gc.compressors.traits import AbsoluteError, Knob, Traits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Range
-from lightning_gc.core.wire import Wire
+from lightning_gc.core import Bucket, Payload, Range, Wire
 
 _ROUNDING = 2.0**-9  # of float32, in steps: see bound
 

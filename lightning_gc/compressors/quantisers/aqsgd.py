@@ -11,12 +11,8 @@ from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.compressors.quantisers.blockwise_codes import BITS, BLOCK_SIZES, check_block_size
 from lightning_gc.compressors.traits import Knob, Variance
-from lightning_gc.core import payload_validation
+from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Range
-from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.quantise import in_blocks
 
 _SAMPLE = 4096  # elements by which levels are chosen, about

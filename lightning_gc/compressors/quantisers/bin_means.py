@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, BlockwiseCodes
 from lightning_gc.compressors.traits import Contraction, Knob, Traits
-from lightning_gc.core.search_space import Range
+from lightning_gc.core import Range
 
 _RANGE = 6  # standard deviations that the bins cover
 

@@ -14,12 +14,8 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.traits import Contraction, Knob, Traits, Variance
-from lightning_gc.core import payload_validation
+from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Choice, Range
-from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise
 
 BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.traits import Contraction, Traits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Choice
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import Bucket, Choice, Field, Payload, Wire
 from lightning_gc.kernels.quantise import add_bfloat16, round_to_bfloat16
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

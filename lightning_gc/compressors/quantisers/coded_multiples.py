@@ -18,12 +18,9 @@ from torch import Tensor
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.traits import Waits
-from lightning_gc.core import payload_validation
+from lightning_gc.core import Bucket, Field, Payload, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.elias_fano import check_count, decode_heights, encode_heights
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.accumulate import accumulate
 
 _LOW = 10  # most low bits of a level

@@ -13,10 +13,7 @@ from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.quantisers import coded_multiples
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.traits import Knob, Traits, Variance, Waits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Range
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import Bucket, Field, Payload, Range, Wire
 
 _MOST = 1 << 20  # levels: beyond, float32 has hardly as many
 _LARGEST, _SMALLEST = 2.0**127, 2.0**-149  # steps that float32 has

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES
 from lightning_gc.compressors.quantisers.minifloat import Minifloat
 from lightning_gc.compressors.traits import Traits
-from lightning_gc.core.search_space import Choice
+from lightning_gc.core import Choice
 
 
 @dataclass(frozen=True)

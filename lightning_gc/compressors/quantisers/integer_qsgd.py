@@ -10,9 +10,7 @@ from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.compressors.quantisers.blockwise_codes import BITS, check_bits
 from lightning_gc.compressors.traits import Variance
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow
-from lightning_gc.core.wire import Wire
+from lightning_gc.core import Bucket, Flow, Wire
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Compressor
-from lightning_gc.core import payload_validation
+from lightning_gc.core import (
+    Bucket,
+    Exchange,
+    Field,
+    Flow,
+    Gather,
+    Payload,
+    Reply,
+    Request,
+    Wire,
+    payload_validation,
+)
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Exchange, Flow, Gather, Payload, Reply, Request
-from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.quantise import quantise
 
 _BLOCK = 512  # elements that ``quantise`` takes at a time; the scale is the same for all of them

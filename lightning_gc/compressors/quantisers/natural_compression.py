@@ -9,10 +9,8 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.traits import Traits, Variance
+from lightning_gc.core import Bucket, Field, Payload, Wire
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.wire import Field, Wire
 
 _MANTISSA, _LARGEST = 23, 254  # bits of float32's mantissa; the exponent of its largest numbers
 

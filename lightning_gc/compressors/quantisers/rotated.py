@@ -13,10 +13,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.traits import Bound, Traits, Waits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Choice
-from lightning_gc.core.wire import Wire
+from lightning_gc.core import Bucket, Choice, Payload, Wire
 from lightning_gc.kernels import splitmix
 
 

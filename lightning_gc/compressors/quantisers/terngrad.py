@@ -14,12 +14,8 @@ from lightning_gc.compressors.base import Codec, Collective, Compressor
 from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.compressors.traits import Multiple, Traits, Variance
 from lightning_gc.compressors.wrappers.wrapper import Preset
-from lightning_gc.core import payload_validation
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Payload
+from lightning_gc.core import Bucket, Choice, Field, Flow, Payload, Wire, payload_validation
 from lightning_gc.core.registry import given_fields
-from lightning_gc.core.search_space import Choice
-from lightning_gc.core.wire import Field, Wire
 
 _BITS = 2  # of a ternary code
 

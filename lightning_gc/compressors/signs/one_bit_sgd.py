@@ -10,9 +10,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.traits import Contraction, Traits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import Bucket, Field, Payload, Wire
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.sparsifiers import sparse_codec
-from lightning_gc.core import elias_fano, payload_validation
+from lightning_gc.core import Field, Payload, Wire, elias_fano, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.accumulate import accumulate
 
 

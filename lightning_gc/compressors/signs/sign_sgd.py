@@ -10,11 +10,8 @@ from torch import Tensor
 from lightning_gc.compressors.base import Codec, CodecScheme
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.traits import Traits, Unbounded
-from lightning_gc.core import payload_validation
+from lightning_gc.core import Bucket, Field, Flow, Payload, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Payload
-from lightning_gc.core.wire import Field, Wire
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,7 @@ from torch.nn.functional import pad
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.traits import Knob, Multiple, Traits, Waits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Range
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import Bucket, Field, Payload, Range, Wire
 
 
 @dataclass(frozen=True)

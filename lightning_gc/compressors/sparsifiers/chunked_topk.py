@@ -11,7 +11,7 @@ from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Contraction
-from lightning_gc.core.bucket import Bucket
+from lightning_gc.core import Bucket
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Contraction, Waits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import Bucket, Field, Payload, Wire
 
 _LEAST = 2 / 3  # of the wanted share of a side, that rounding leaves: one element of 1.5
 

@@ -11,11 +11,18 @@ from lightning_gc.compressors.base import Collective
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Contraction, Waits
-from lightning_gc.core import elias_fano, payload_validation
-from lightning_gc.core.bucket import Bucket
+from lightning_gc.core import (
+    Bucket,
+    Exchange,
+    Flow,
+    Gather,
+    Payload,
+    Wire,
+    elias_fano,
+    payload_validation,
+)
 from lightning_gc.core.digest import check_same, digest
-from lightning_gc.core.flow import Exchange, Flow, Gather, Payload
-from lightning_gc.core.wire import Wire, limits
+from lightning_gc.core.wire import limits
 
 Sparse = tuple[Tensor, Tensor]  # ascending positions, values
 _DAMAGED = "A message was damaged on its way down the tree; resume from a checkpoint."

@@ -10,10 +10,7 @@ from torch import Tensor
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import AbsoluteError, Knob, Traits, Waits
-from lightning_gc.core import elias_fano
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Range
+from lightning_gc.core import Bucket, Payload, Range, elias_fano
 from lightning_gc.kernels.dispatch import fused
 from lightning_gc.kernels.select import select
 

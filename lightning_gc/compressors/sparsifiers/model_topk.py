@@ -14,8 +14,7 @@ from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Contraction, Waits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.state_structure import WHOLE, Numbers, Record, Structure
+from lightning_gc.core import WHOLE, Bucket, Numbers, Record, Structure
 from lightning_gc.kernels.dispatch import used_here
 
 _FURTHEST = math.log(4)  # beyond the thresholds of the step before, in units of the logarithm

@@ -12,11 +12,7 @@ from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.quantisers.blockwise_codes import check_block_size
 from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.compressors.traits import Contraction, Traits, Waits
-from lightning_gc.core import elias_fano, payload_validation
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Choice
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import Bucket, Choice, Field, Payload, Wire, elias_fano, payload_validation
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import torch
 
 from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
 from lightning_gc.compressors.traits import Contraction
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.wire import Field
+from lightning_gc.core import Bucket, Field
 
 
 class _Mask(RandomSparsifier):

@@ -14,13 +14,9 @@ from torch import Tensor
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Contraction, Traits, Variance
-from lightning_gc.core import payload_validation
-from lightning_gc.core.bucket import Bucket
+from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.elias_fano import check_count
-from lightning_gc.core.flow import Payload
 from lightning_gc.core.registry import given_fields
-from lightning_gc.core.search_space import Range
-from lightning_gc.core.wire import Field, Wire
 from lightning_gc.kernels.splitmix import words
 
 _SPARSE = 0.2  # share of elements above which a permutation is faster on the host

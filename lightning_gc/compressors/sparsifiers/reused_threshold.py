@@ -11,8 +11,7 @@ from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Contraction, Waits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.state_structure import COUNT, WHOLE, Number, Numbers, Record, Structure
+from lightning_gc.core import COUNT, WHOLE, Bucket, Number, Numbers, Record, Structure
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from lightning_gc.compressors.base import Collective, dense
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Contraction
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Mean
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import Bucket, Field, Flow, Mean, Wire
 from lightning_gc.kernels import splitmix
 
 _MOST_ROWS = 15  # numbers of a sequence that are 2^60 apart

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.core import elias_fano, payload_validation
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import Bucket, Field, Payload, Wire, elias_fano, payload_validation
 from lightning_gc.kernels.accumulate import accumulate
 
 Varies = Literal["no", "step", "worker"]

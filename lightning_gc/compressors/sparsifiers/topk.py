@@ -12,7 +12,7 @@ from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.traits import Contraction, Waits
-from lightning_gc.core.bucket import Bucket
+from lightning_gc.core import Bucket
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROUNDING = 2.0**-8  # of bfloat16, relative

@@ -12,9 +12,7 @@ from torch.nn.functional import pad
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Contraction, Knob, Traits, Waits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.search_space import Range
-from lightning_gc.core.state_structure import Numbers, Record, Structure
+from lightning_gc.core import Bucket, Numbers, Range, Record, Structure
 from lightning_gc.kernels.dispatch import used_here
 
 

@@ -14,11 +14,7 @@ from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.traits import Knob, Traits, Variance, Waits
-from lightning_gc.core import payload_validation
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.search_space import Range
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.kernels.accumulate import accumulate
 
 _PASSES = 4  # beside the host, before it waits to see whether they were enough

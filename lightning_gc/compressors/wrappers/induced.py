@@ -20,10 +20,7 @@ from lightning_gc.compressors.traits import (
     Variance,
     Waits,
 )
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.state_structure import Structure
-from lightning_gc.core.wire import Wire
+from lightning_gc.core import Bucket, Payload, Structure, Wire
 
 
 @dataclass(frozen=True)

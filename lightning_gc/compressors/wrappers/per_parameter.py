@@ -16,8 +16,7 @@ from lightning_gc.compressors.base import BatchedCollective, CodecScheme, Compre
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.traits import Contraction, Traits
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow, Mean, Payload, together
+from lightning_gc.core import Bucket, Flow, Mean, Payload, together
 
 
 @dataclass(frozen=True)

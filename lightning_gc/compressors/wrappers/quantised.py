@@ -28,11 +28,15 @@ from lightning_gc.compressors.traits import (
     Unbounded,
     Waits,
 )
-from lightning_gc.core import elias_fano, payload_validation
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
-from lightning_gc.core.state_structure import Structure
-from lightning_gc.core.wire import Field, Wire
+from lightning_gc.core import (
+    Bucket,
+    Field,
+    Payload,
+    Structure,
+    Wire,
+    elias_fano,
+    payload_validation,
+)
 
 _STEP = 16  # positions; that many more always take at least one byte more
 

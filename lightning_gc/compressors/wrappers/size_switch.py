@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import CodecScheme, Compressor, dense
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow
+from lightning_gc.core import Bucket, Flow
 
 MIN_NUMEL = 1024
 """Elements of the smallest tensor that is compressed by default."""

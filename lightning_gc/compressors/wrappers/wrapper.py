@@ -12,10 +12,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import CodecScheme, Compressor
 from lightning_gc.compressors.traits import Bound, Traits, Waits
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Flow
-from lightning_gc.core.state_structure import Structure
-from lightning_gc.core.wire import Wire
+from lightning_gc.core import Bucket, Flow, Structure, Wire
 
 
 class _Around(Compressor):

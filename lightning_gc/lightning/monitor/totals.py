@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_gc.core.state_structure import NUMBER, Record
+from lightning_gc.core import NUMBER, Record
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Parts
 from lightning_gc.schemes import SparseReduce, TwoShot

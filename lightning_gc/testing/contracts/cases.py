@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.core.bucket import Bucket
+from lightning_gc.core import Bucket
 from lightning_gc.testing.lockstep import Lockstep, Round
 
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -10,9 +10,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc.compressors import Codec, Compressor, Preset
-from lightning_gc.core import Bucket, payload_validation, wire
+from lightning_gc.core import (
+    Bucket,
+    Exchange,
+    Gather,
+    Limits,
+    Mean,
+    Payload,
+    Reply,
+    Request,
+    payload_validation,
+    wire,
+)
 from lightning_gc.core.digest import ReplicaError
-from lightning_gc.core.flow import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import broken, named
 from lightning_gc.testing.lockstep import Lockstep

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.core.flow import Exchange, Gather, Mean, Payload, Reply, Request
+from lightning_gc.core import Exchange, Gather, Mean, Payload, Reply, Request
 from lightning_gc.memories import MomentumCorrection
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import broken
