@@ -3,10 +3,18 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from lightning_gc.compressors.base import AbsoluteError as AbsoluteError
 from lightning_gc.compressors.base import BatchedCollective as BatchedCollective
 from lightning_gc.compressors.base import Codec as Codec
 from lightning_gc.compressors.base import Collective as Collective
 from lightning_gc.compressors.base import Compressor as Compressor
+from lightning_gc.compressors.base import Contraction as Contraction
+from lightning_gc.compressors.base import Knob as Knob
+from lightning_gc.compressors.base import Multiple as Multiple
+from lightning_gc.compressors.base import Traits as Traits
+from lightning_gc.compressors.base import Unbounded as Unbounded
+from lightning_gc.compressors.base import Variance as Variance
+from lightning_gc.compressors.base import Waits as Waits
 from lightning_gc.compressors.identity import Identity as Identity
 from lightning_gc.compressors.low_rank.atomo_svd import AtomoSVD as AtomoSVD
 from lightning_gc.compressors.low_rank.factorisation import LowRank as LowRank
@@ -77,14 +85,6 @@ from lightning_gc.compressors.sparsifiers.variance_criterion import (
 from lightning_gc.compressors.sparsifiers.variance_sparsifier import (
     VarianceSparsifier as VarianceSparsifier,
 )
-from lightning_gc.compressors.traits import AbsoluteError as AbsoluteError
-from lightning_gc.compressors.traits import Contraction as Contraction
-from lightning_gc.compressors.traits import Knob as Knob
-from lightning_gc.compressors.traits import Multiple as Multiple
-from lightning_gc.compressors.traits import Traits as Traits
-from lightning_gc.compressors.traits import Unbounded as Unbounded
-from lightning_gc.compressors.traits import Variance as Variance
-from lightning_gc.compressors.traits import Waits as Waits
 from lightning_gc.compressors.wrappers.induced import Induced as Induced
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter as PerParameter
 from lightning_gc.compressors.wrappers.quantised import Quantised as Quantised

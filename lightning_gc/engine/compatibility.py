@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_gc.compressors import Collective, Compressor, PerParameter, SizeSwitch
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.base import Traits
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.core.registry import make

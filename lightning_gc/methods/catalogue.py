@@ -12,8 +12,7 @@ import torch
 
 from lightning_gc import controllers
 from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import (
+from lightning_gc.compressors.base import (
     AbsoluteError,
     Contraction,
     Knob,
@@ -22,6 +21,7 @@ from lightning_gc.compressors.traits import (
     Variance,
     Waits,
 )
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Field, Range, text_table
 from lightning_gc.core.registry import path_of, required_fields, subclasses

@@ -10,7 +10,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_gc.compressors import COMPRESSORS, Compressor, Identity
-from lightning_gc.compressors.traits import LEVEL
+from lightning_gc.compressors.base import LEVEL
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Range, Space

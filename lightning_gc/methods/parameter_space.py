@@ -11,8 +11,7 @@ from lightning_gc.core.search_space import check_field
 
 if TYPE_CHECKING:
     import optuna
-from lightning_gc.compressors.base import Compressor
-from lightning_gc.compressors.traits import LEVEL, Traits
+from lightning_gc.compressors.base import LEVEL, Compressor, Traits
 from lightning_gc.core.registry import required_fields
 
 PREFIX, MEMORY_PREFIX, ROUNDS_PREFIX = "compressor.", "memory.", "rounds."

@@ -20,12 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.core.bucket import Bucket
+from lightning_gc.compressors.base import Codec, Contraction, Traits
+from lightning_gc.core import Bucket, Field, Payload, Wire
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.core.wire import Field, Wire
-from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.traits import Contraction, Traits
-from lightning_gc.core.flow import Payload
 
 
 @dataclass(frozen=True)

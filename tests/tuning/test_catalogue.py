@@ -37,7 +37,7 @@ from lightning_gc.compressors import (
     Unbounded,
     Variance,
 )
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.base import Traits
 from lightning_gc.core.wire import Field, Wire
 from lightning_gc.methods import catalogue
 from lightning_gc.methods.catalogue import (

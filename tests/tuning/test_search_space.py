@@ -26,7 +26,7 @@ from lightning_gc import (
     cli,
 )
 from lightning_gc.compressors import Choice, Codec, Knob, Range
-from lightning_gc.compressors.traits import Traits
+from lightning_gc.compressors.base import Traits
 from lightning_gc.methods.parameter_space import as_json, declared, parse, parse_all, traits_of
 from lightning_gc.methods.yaml_config import methods_in
 from lightning_gc.tuning import Method, Rounds

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Variance, Waits
 from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank, sides
 from lightning_gc.compressors.low_rank.singular_triplets import SingularTriplets
-from lightning_gc.compressors.traits import Variance, Waits
 from lightning_gc.core import Bucket
 
 

@@ -11,8 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import BatchedCollective, dense
-from lightning_gc.compressors.traits import Contraction, Knob, Traits
+from lightning_gc.compressors.base import BatchedCollective, Contraction, Knob, Traits, dense
 from lightning_gc.core import (
     Bucket,
     Field,

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.compressors.base import Collective, dense
+from lightning_gc.compressors.base import Collective, Contraction, Knob, Waits, dense
 from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank
-from lightning_gc.compressors.traits import Contraction, Knob, Waits
 from lightning_gc.core import (
     Bucket,
     Choice,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import AbsoluteError, Knob, Traits, Waits
 from lightning_gc.compressors.low_rank.factorisation import sides
 from lightning_gc.compressors.low_rank.singular_triplets import SingularTriplets
-from lightning_gc.compressors.traits import AbsoluteError, Knob, Traits, Waits
 from lightning_gc.core import Bucket, Range
 
 _LARGEST = 2.0**16  # times the threshold: above that length float32's rounding might reach it

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import AbsoluteError, Codec, Knob, Traits
 from lightning_gc.compressors.quantisers import coded_multiples
-from lightning_gc.compressors.traits import AbsoluteError, Knob, Traits
 from lightning_gc.core import Bucket, Payload, Range, Wire
 
 _ROUNDING = 2.0**-9  # of float32, in steps: see bound

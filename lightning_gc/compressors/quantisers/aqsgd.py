@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Knob, Variance
 from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.compressors.quantisers.blockwise_codes import BITS, BLOCK_SIZES, check_block_size
-from lightning_gc.compressors.traits import Knob, Variance
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.kernels.quantise import in_blocks

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Contraction, Knob, Traits
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, BlockwiseCodes
-from lightning_gc.compressors.traits import Contraction, Knob, Traits
 from lightning_gc.core import Range
 
 _RANGE = 6  # standard deviations that the bins cover

@@ -12,8 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.traits import Contraction, Knob, Traits, Variance
+from lightning_gc.compressors.base import Codec, Contraction, Knob, Traits, Variance
 from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise

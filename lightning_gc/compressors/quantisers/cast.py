@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.traits import Contraction, Traits
+from lightning_gc.compressors.base import Codec, Contraction, Traits
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire
 from lightning_gc.kernels.quantise import add_bfloat16, round_to_bfloat16
 

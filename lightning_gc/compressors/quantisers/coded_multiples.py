@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Waits
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
-from lightning_gc.compressors.traits import Waits
 from lightning_gc.core import Bucket, Field, Payload, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.core.elias_fano import check_count, decode_heights, encode_heights

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Knob, Traits, Variance, Waits
 from lightning_gc.compressors.quantisers import coded_multiples
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.compressors.traits import Knob, Traits, Variance, Waits
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire
 
 _MOST = 1 << 20  # levels: beyond, float32 has hardly as many

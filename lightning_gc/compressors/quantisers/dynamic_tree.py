@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Contraction, Traits
 from lightning_gc.compressors.quantisers.blockwise_codes import (
     BLOCK_SIZES,
     Blockwise8Bit,
     LookupTable,
 )
-from lightning_gc.compressors.traits import Contraction, Traits
 
 _DECADES = 7
 _ROUNDING = 1.0001

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from lightning_gc.compressors.base import Traits
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES
 from lightning_gc.compressors.quantisers.minifloat import Minifloat
-from lightning_gc.compressors.traits import Traits
 from lightning_gc.core import Choice
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Contraction, Traits
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, Blockwise8Bit
-from lightning_gc.compressors.traits import Contraction, Traits
 
 _STEPS = 255
 _LARGEST_BLOCK = 1 << 16

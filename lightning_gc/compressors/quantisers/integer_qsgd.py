@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import Collective
+from lightning_gc.compressors.base import Collective, Variance
 from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.compressors.quantisers.blockwise_codes import BITS, check_bits
-from lightning_gc.compressors.traits import Variance
 from lightning_gc.core import Bucket, Flow, Wire
 
 

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Contraction
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseCodes, LookupTable
-from lightning_gc.compressors.traits import Contraction
 
 _MANTISSA, _BIAS = 23, 127  # of float32
 _ROUNDING = 1.0001  # factor by which float32's rounding, at most 2^−22, may raise squared errors

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Bound, Codec, Traits, Waits
 from lightning_gc.compressors.quantisers.qsgd import QSGD
-from lightning_gc.compressors.traits import Bound, Traits, Waits
 from lightning_gc.core import Bucket, Choice, Payload, Wire
 from lightning_gc.kernels import splitmix
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.compressors.base import Codec, Collective, Compressor
+from lightning_gc.compressors.base import Codec, Collective, Compressor, Multiple, Traits, Variance
 from lightning_gc.compressors.quantisers import integer_sums
-from lightning_gc.compressors.traits import Multiple, Traits, Variance
 from lightning_gc.compressors.wrappers.wrapper import Preset
 from lightning_gc.core import Bucket, Choice, Field, Flow, Payload, Wire, payload_validation
 from lightning_gc.core.registry import given_fields

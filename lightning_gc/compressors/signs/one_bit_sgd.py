@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Contraction, Traits
 from lightning_gc.compressors.signs import sign_payload
-from lightning_gc.compressors.traits import Contraction, Traits
 from lightning_gc.core import Bucket, Field, Payload, Wire
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, CodecScheme
+from lightning_gc.compressors.base import Codec, CodecScheme, Traits, Unbounded
 from lightning_gc.compressors.signs import sign_payload
-from lightning_gc.compressors.traits import Traits, Unbounded
 from lightning_gc.core import Bucket, Field, Flow, Payload, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Knob, Multiple, Traits, Waits
 from lightning_gc.compressors.signs import sign_payload
-from lightning_gc.compressors.traits import Knob, Multiple, Traits, Waits
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from lightning_gc.compressors.base import Variance
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.compressors.sparsifiers.variance_sparsifier import (
     MagnitudeSampling,
     MagnitudeSums,
     VarianceSparsifier,
 )
-from lightning_gc.compressors.traits import Variance
 
 
 @dataclass(frozen=True)

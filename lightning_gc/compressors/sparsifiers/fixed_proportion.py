@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Contraction, Waits
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Contraction, Waits
 from lightning_gc.core import Bucket, Field, Payload, Wire
 
 _LEAST = 2 / 3  # of the wanted share of a side, that rounding leaves: one element of 1.5

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Collective
+from lightning_gc.compressors.base import Collective, Contraction, Waits
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Contraction, Waits
 from lightning_gc.core import (
     Bucket,
     Exchange,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_gc.compressors.base import AbsoluteError, Knob, Traits, Waits
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import AbsoluteError, Knob, Traits, Waits
 from lightning_gc.core import Bucket, Payload, Range, elias_fano
 from lightning_gc.kernels.dispatch import fused
 from lightning_gc.kernels.select import select

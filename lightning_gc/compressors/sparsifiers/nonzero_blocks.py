@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Contraction, Traits, Waits
 from lightning_gc.compressors.quantisers.blockwise_codes import check_block_size
 from lightning_gc.compressors.sparsifiers import sparse_codec
-from lightning_gc.compressors.traits import Contraction, Traits, Waits
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire, elias_fano, payload_validation
 
 

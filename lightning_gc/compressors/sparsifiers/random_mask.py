@@ -7,8 +7,8 @@ from typing import Self
 
 import torch
 
+from lightning_gc.compressors.base import Contraction
 from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
-from lightning_gc.compressors.traits import Contraction
 from lightning_gc.core import Bucket, Field
 
 

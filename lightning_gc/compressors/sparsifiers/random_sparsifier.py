@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Contraction, Traits, Variance
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Contraction, Traits, Variance
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.elias_fano import check_count
 from lightning_gc.core.registry import given_fields

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Waits
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator
-from lightning_gc.compressors.traits import Waits
 from lightning_gc.core import payload_validation
 
 _AT_ONCE = 3  # halvings beside the host, for one wait

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_gc.compressors.base import Contraction, Waits
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Contraction, Waits
 from lightning_gc.core import COUNT, WHOLE, Bucket, Number, Numbers, Record, Structure
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Collective, dense
+from lightning_gc.compressors.base import Collective, Contraction, dense
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Contraction
 from lightning_gc.core import Bucket, Field, Flow, Mean, Wire
 from lightning_gc.kernels import splitmix
 

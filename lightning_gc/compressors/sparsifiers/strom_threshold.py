@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Contraction, Knob, Traits, Waits
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.compressors.traits import Contraction, Knob, Traits, Waits
 from lightning_gc.core import Bucket, Payload, Range, Wire
 
 

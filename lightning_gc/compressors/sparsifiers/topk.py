@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Contraction, Waits
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
-from lightning_gc.compressors.traits import Contraction, Waits
 from lightning_gc.core import Bucket
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Compressor
+from lightning_gc.compressors.base import Compressor, Contraction, Knob, Traits, Waits
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Contraction, Knob, Traits, Waits
 from lightning_gc.core import Bucket, Range, payload_validation
 from lightning_gc.kernels import select
 from lightning_gc.kernels.dispatch import fused

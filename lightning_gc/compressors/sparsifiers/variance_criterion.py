@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_gc.compressors.base import Contraction, Knob, Traits, Waits
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Contraction, Knob, Traits, Waits
 from lightning_gc.core import Bucket, Numbers, Range, Record, Structure
 from lightning_gc.kernels.dispatch import used_here
 

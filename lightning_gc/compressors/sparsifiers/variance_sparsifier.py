@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Knob, Traits, Variance, Waits
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
-from lightning_gc.compressors.traits import Knob, Traits, Variance, Waits
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.kernels.accumulate import accumulate
 

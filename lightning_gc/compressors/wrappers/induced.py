@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.quantisers.qsgd import QSGD
-from lightning_gc.compressors.sparsifiers.topk import TopK
-from lightning_gc.compressors.traits import (
+from lightning_gc.compressors.base import (
     AbsoluteError,
     Bound,
+    Codec,
     Contraction,
     Traits,
     Unbounded,
     Variance,
     Waits,
 )
+from lightning_gc.compressors.quantisers.qsgd import QSGD
+from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.core import Bucket, Payload, Structure, Wire
 
 

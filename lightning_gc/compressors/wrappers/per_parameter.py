@@ -12,9 +12,15 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import BatchedCollective, CodecScheme, Compressor, Joint
+from lightning_gc.compressors.base import (
+    BatchedCollective,
+    CodecScheme,
+    Compressor,
+    Contraction,
+    Joint,
+    Traits,
+)
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Contraction, Traits
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Flow, Mean, Payload, together
 

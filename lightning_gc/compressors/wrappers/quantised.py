@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import (
+    AbsoluteError,
+    Bound,
+    Codec,
+    Contraction,
+    Multiple,
+    Traits,
+    Unbounded,
+    Waits,
+)
 from lightning_gc.compressors.quantisers.natural_compression import NaturalCompression
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD
@@ -19,15 +28,6 @@ from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.compressors.sparsifiers.hard_threshold import HardThreshold
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk import TopK
-from lightning_gc.compressors.traits import (
-    AbsoluteError,
-    Bound,
-    Contraction,
-    Multiple,
-    Traits,
-    Unbounded,
-    Waits,
-)
 from lightning_gc.core import (
     Bucket,
     Field,

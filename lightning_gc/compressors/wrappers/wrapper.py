@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import CodecScheme, Compressor
-from lightning_gc.compressors.traits import Bound, Traits, Waits
+from lightning_gc.compressors.base import Bound, CodecScheme, Compressor, Traits, Waits
 from lightning_gc.core import Bucket, Flow, Structure, Wire
 
 

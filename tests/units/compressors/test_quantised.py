@@ -33,8 +33,8 @@ from lightning_gc import (
     TwoShot,
 )
 from lightning_gc.compressors import Codec, Contraction, Multiple
+from lightning_gc.compressors.base import Bound
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.compressors.traits import Bound
 from lightning_gc.compressors.wrappers.quantised import _coded_bytes, _count
 from lightning_gc.core import wire
 from lightning_gc.testing import Lockstep
