@@ -30,12 +30,12 @@ test: $(VENV)/.test ## everything that CI runs; the first two keep one core busy
 	@$(MAKE) --no-print-directory -j 2 -O check docs
 	@$(MAKE) --no-print-directory tests
 
-# Without processes, without the laws of every method, and without two files that start Python again
-# and again.
+# Without processes, without the laws of every method, without tests that take seconds, and without
+# two files that start Python again and again.
 QUICK := tests/units tests/structure --ignore tests/structure/test_new_compressor.py \
 	--ignore tests/units/strategies/test_two_lightning_packages.py
 quick: check ## check, then the tests of modules and of the sources, without processes (90 s): ARGS="-k topk"
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not processes and not nightly" $(QUICK) $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not processes and not nightly and not slow" $(QUICK) $(ARGS)
 
 check: $(VENV)/.test ## linter, formatter, types, import arrows
 	$(BIN)/ruff check .

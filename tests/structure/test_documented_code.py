@@ -161,6 +161,7 @@ def schemas(part: Any) -> Iterator[tuple[str, set[str]]]:
             yield from schemas(value)
 
 
+@pytest.mark.slow
 def test_the_schema_for_editors_knows_the_file_of_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

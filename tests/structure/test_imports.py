@@ -49,6 +49,7 @@ EXTRAS = (
 """The modules of all extras that users install; the base install has none of them."""
 
 
+@pytest.mark.slow
 def test_without_extras_all_names_are_imported() -> None:
     """Advice and measurements need no Optuna; what needs an extra names it."""
     code = f"""
@@ -83,6 +84,7 @@ for use in (lambda: methods_in({{"tune": {{"methods": ["topk"]}}}}), lambda: lig
     assert said.count("pip install 'lightning-gc[tune]'") == 2
 
 
+@pytest.mark.slow
 def test_without_extras_the_catalogue_is_listed_and_contracts_name_theirs() -> None:
     extras = ("optuna", "jsonargparse", "rich", "matplotlib", "hypothesis", "pytest")
     code = """

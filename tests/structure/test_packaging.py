@@ -52,6 +52,7 @@ def in_tree() -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_tree_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())

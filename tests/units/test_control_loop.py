@@ -95,6 +95,7 @@ def test_estimates_of_a_mean_are_not_off() -> None:
         assert abs(figures.mean()) < 3 * figures.std() / len(figures) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 4])
 def test_the_estimated_threshold_of_gradients_as_in_the_papers_model(workers: int) -> None:
     """λ by NumPy from all gradients, and by the model's own M, σ² and ζ² that made them."""

@@ -44,6 +44,7 @@ def test_a_loop_in_numpy(nodes: int) -> None:
         np.testing.assert_allclose(found["w"].numpy(), error[:SIZE], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [4, 6])
 @pytest.mark.parametrize("compressor", [TopK(0.1), QSGD(4, 64), RandomK(0.1)], ids=str)
 def test_nothing_is_lost(compressor: Compressor, workers: int) -> None:

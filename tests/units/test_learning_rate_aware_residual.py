@@ -76,6 +76,7 @@ def library(
 COMPRESSORS: list[Compressor] = [TopK(0.1), HardThreshold(1.0), HardThreshold(0.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 @pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
 def test_as_algorithm_1(rates: list[float], compressor: Compressor) -> None:
@@ -111,6 +112,7 @@ def test_nothing_is_lost_in_units_of_the_update(compressor: Compressor) -> None:
     np.testing.assert_allclose(-path[-1], due - errors.mean(0), rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zeros", [(0,), (7,), (0, 1, 2, 30)])
 def test_steps_at_rate_zero(zeros: tuple[int, ...]) -> None:
     """Where a warm-up begins, or anywhere: they add nothing to the error and take nothing out."""

@@ -185,6 +185,7 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("state", ["full", "off"])
 @pytest.mark.parametrize("step", [4, 6])

@@ -115,6 +115,7 @@ def test_each_step_is_that_of_error_feedback(
                 assert moved.any() or name != "matrix"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 1.1), ("bfloat16", 2.01)])
 def test_bytes_kept_of_a_parameter(dtype: Literal["int8", "bfloat16"], most: float) -> None:
     """Of all tensors that are left after a step, but the gradient's."""
@@ -129,6 +130,7 @@ def test_bytes_kept_of_a_parameter(dtype: Literal["int8", "bfloat16"], most: flo
     assert numel < sum(storages.values()) <= most * numel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_small_gradients_beside_a_large_error_add_up(dtype: Literal["int8", "bfloat16"]) -> None:
     """Rounded to the nearest, none of them would ever be seen: a step is 1/64, or 1/256 of 1.
@@ -149,6 +151,7 @@ def test_small_gradients_beside_a_large_error_add_up(dtype: Literal["int8", "bfl
     assert abs(float(grown.mean()) - 1) < 4 * 0.125 / math.sqrt(grown.numel())
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_on_average() -> None:
     """What is neither applied nor in the error, over seeds of the rounding alone."""
 

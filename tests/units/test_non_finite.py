@@ -27,6 +27,7 @@ def test_no_buffer_of_a_memory_keeps_it(memory: Memory, bad: float) -> None:
     assert cases.flat(lockstep.step(cases.gradients(2, 2)).mean).isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ALL_MEMORIES, ids=cases.label)
 def test_no_buffer_of_a_memory_overflows(memory: Memory) -> None:
     compressor = next(c for c in (TopK(0.1), SignSGD()) if not refused(memory, c))

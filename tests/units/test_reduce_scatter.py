@@ -81,6 +81,7 @@ def test_it_is_the_mean_of_what_was_decoded() -> None:
         np.testing.assert_allclose(ours.numpy(), np.concatenate(pieces), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_mean_over_steps_has_no_bias() -> None:
     """4 bits; the mean of 400 steps comes 20 times as close as one, with new noise in each."""
     every, grads, steps = engines(QSGD(4)), gradients(), 400
@@ -168,6 +169,7 @@ def test_what_is_not_finite_is_seen_on_every_worker(value: float) -> None:
     assert not any(bool(shard.isfinite().all()) for shard in shards)
 
 
+@pytest.mark.slow
 def test_every_method_gives_the_mean_of_what_it_took() -> None:
     """Gradients less what is left of them; rounds of a method's own, and votes, are refused."""
     codecs = [c for c in ALL if isinstance(c.method, Codec) and c.traits.conserves]

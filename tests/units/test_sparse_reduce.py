@@ -100,6 +100,7 @@ def gradients(workers: int, numel: int, kind: str, step: int) -> list[Tensor]:
     return xs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("numel", [1, 2, 3, 7, 500, 70_001])
 @pytest.mark.parametrize("kind", ["random", "one shard", "apart"])
@@ -187,6 +188,7 @@ def test_one_bad_element_reaches_all_and_stays_nowhere(workers: int, bad: float)
     assert after.mean["w"].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounded_values_leave_the_rest_in_errors(dtype: str) -> None:
     compressor = TopK(0.05, value_dtype=dtype)  # type: ignore[arg-type]

@@ -70,6 +70,7 @@ def test_what_is_on_the_wire() -> None:
     assert read(gaps[:gap_low], gaps[gap_low:], 4, gap_low) == [2, 0, 36, 56]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("far", [15.9, 16.1, 1e6])
 def test_unbiased_on_either_side_of_the_limit(far: float) -> None:
     """What is sent as it is must not depend on what was drawn."""
@@ -127,6 +128,7 @@ def test_no_more_bits_than_promised() -> None:
         assert 8 * taken < most * numel
 
 
+@pytest.mark.slow
 def test_over_many_steps_errors_are_those_of_one() -> None:
     """With feedback; without, they add up as a random walk does."""
     x, rounds = torch.full((200,), 0.3), 100
@@ -142,6 +144,7 @@ def test_over_many_steps_errors_are_those_of_one() -> None:
     assert gaps[Residual()] < 1 < 3 < gaps[NoMemory()]
 
 
+@pytest.mark.slow
 def test_under_two_shot_mean_errors_are_two_steps_at_most() -> None:
     three = Lockstep(3, AbsoluteRounding(1.0))
     for step in range(20):

@@ -106,6 +106,7 @@ def test_probabilities_of_zeros_are_zero() -> None:
     assert probabilities(torch.tensor([2.0, 1.0, 0.0, 0.0]), 3).tolist() == [1, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_triplets_come_as_often_as_they_should() -> None:
     """Chi-square of their frequencies, and the variance that follows from the probabilities."""
     spectrum = 0.8 ** np.arange(ROWS)
@@ -143,6 +144,7 @@ def test_a_matrix_of_that_rank_is_sent_exactly(rank: int) -> None:
     np.testing.assert_allclose(sent, x.view(-1).numpy(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_dimension_is_folded_and_shards_too() -> None:
     """101 elements in 10 rows of 11; unbiased also where two encodings follow each other."""
     x = cases.tensors(101)["normal"]

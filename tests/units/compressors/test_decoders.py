@@ -104,6 +104,7 @@ def test_a_dtype_that_is_too_narrow() -> None:
         unpack(torch.zeros(4, dtype=torch.uint8), 32, 1, torch.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=cases.label)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_no_error_and_not_lost(codec: Codec, bad: float) -> None:

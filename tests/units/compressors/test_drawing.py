@@ -70,6 +70,7 @@ def test_k_different_ones(way: Way, numel: int, share: float, seed: int) -> None
     assert draw(way, numel, k, seed) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("numel", "k"), [(10, 2), (11, 1), (6, 3)])
 def test_all_sets_are_equally_likely(way: Way, numel: int, k: int) -> None:

@@ -44,6 +44,7 @@ def test_workers_and_steps_have_sets_of_their_own(codec: Codec) -> None:
             assert 40 < len(one & other) < 160
 
 
+@pytest.mark.slow
 def test_scaled_elements_are_right_on_average_and_the_more_so_the_more_workers() -> None:
     """``E‖mean − x‖²`` is ``(d/k − 1)·‖x‖²/W`` with sets of their own, W times that with one."""
     x = torch.tensor(np.random.default_rng(0).standard_normal(200), dtype=torch.float32)

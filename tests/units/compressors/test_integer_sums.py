@@ -96,6 +96,7 @@ def test_sums_never_overflow(bits: int, workers: int) -> None:
     assert (sent == x).all()
 
 
+@pytest.mark.slow
 def test_sums_of_more_workers_than_int32_holds() -> None:
     """At 16 bits 32,769 workers need 32 bits: the owner's side alone, driven by hand."""
     workers, out = 40_000, torch.zeros(1)

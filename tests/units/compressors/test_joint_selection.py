@@ -79,6 +79,7 @@ def train(
 SCHEMES = pytest.mark.parametrize("scheme", APART, ids=repr)
 
 
+@pytest.mark.slow
 @SCHEMES
 @pytest.mark.parametrize("memory", [ErrorFeedback(), NoMemory()], ids=repr)
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ def test_topk_and_levels(kind: str, bits: int) -> None:
             assert (np.abs(levels - x[block] / unit) < 1 + 1e-4).all()
 
 
+@pytest.mark.slow
 def test_the_mean_of_what_is_sent_is_what_was_selected() -> None:
     """With an unbiased quantiser: each selected value to 4 sigma."""
     x = KINDS["Student t, 2 degrees"]

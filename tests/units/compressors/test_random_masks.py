@@ -141,6 +141,7 @@ def test_variance_sparsifier_spends_its_budget_on_as_few_as_it_can(
         assert np.minimum(1, other * high).sum() >= p.sum() * (1 - 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "Student t, 2 degrees", "tiny", "huge"])
 def test_variance_sparsifier_sends_as_often_as_it_should(kind: str) -> None:
     """Chi-square over all elements that are drawn; the number sent; and the variance."""

@@ -59,6 +59,7 @@ def reference(x: Tensor, density: float, step: int) -> NDArray[np.int64]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("numel", [1, 2, 1000, 50_000, 200_000])
@@ -73,6 +74,7 @@ def test_it_is_its_formula(kind: str, density: float, numel: int) -> None:
             np.testing.assert_array_equal(chosen.numpy(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SMOOTH)
 @pytest.mark.parametrize(("density", "numel"), [(0.01, 100_000), (0.001, 500_000), (0.1, 50_000)])
 def test_the_density_that_is_asked_for(kind: str, density: float, numel: int) -> None:

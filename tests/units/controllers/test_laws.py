@@ -148,6 +148,7 @@ def hold(examples: int, law: Callable[[list[Observation]], None]) -> None:
     settings(patient, max_examples=examples, derandomize=examples < 100)(drawn)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
 @often
 def test_law_1_it_is_pure(controller: Controller, examples: int) -> None:

@@ -70,6 +70,7 @@ def compiled(name: str, constants: dict[str, Any], target: tuple[Any, ...]) -> d
     return stages
 
 
+@pytest.mark.slow
 @each_kernel
 def test_compiles(operation: str, name: str, constants: dict[str, Any]) -> None:
     code = compiled(name, constants, ("cuda", 80, 32))["ptx"]

@@ -111,6 +111,7 @@ def test_what_torch_does_not_write_is_refused(folder: Path, name: str) -> None:
     assert str(raised.value).startswith(f"{folder / '.metadata'} ")
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_refused_or_harmless(folder: Path) -> None:
     """Each raises ValueError, or reads something that has the form of metadata."""
     data = (folder / ".metadata").read_bytes()
