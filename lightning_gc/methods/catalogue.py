@@ -327,20 +327,19 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
 
 def _lines(family: str, entries: Sequence[Entry], width: int) -> str:
     """Return one line per class: its name, then what it does, cut at ``width``."""
-    size = max(len(entry.name) for entry in entries)
-
-    def line(name: str, text: str) -> str:
-        cut = textwrap.shorten(
-            text.replace("``", ""), max(width - size - 4, 20), placeholder=" ..."
-        )
-        return f"  {name:{size}}  {cut}".rstrip()
-
-    found = []
+    blocks = {family.capitalize(): {entry.name: entry.what for entry in entries}}
     if family == "compressors":
-        found += ["Start here", *(line(*pair) for pair in START.items()), "", "All compressors"]
-    else:
-        found += [family.capitalize()]
-    return "\n".join([*found, *(line(entry.name, entry.what) for entry in entries)]) + "\n"
+        blocks = {"Start here": START} | blocks
+    found = []
+    for title, texts in blocks.items():
+        size = max(map(len, texts))
+        found.append(title)
+        for name, text in texts.items():
+            room = max(width - size - 4, 20)
+            cut = textwrap.shorten(text.replace("``", ""), room, placeholder=" ...")
+            found.append(f"  {name:{size}}  {cut}")
+        found.append("")
+    return "\n".join(found)
 
 
 def markdown(family: str) -> str:

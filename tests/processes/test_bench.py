@@ -198,7 +198,7 @@ def disagree(worker: int, folder: str) -> tuple[int, str]:
         (["line.yaml"], {"accelerator: cpu": "accelerator: tpu"}, "trainer.accelerator='tpu'"),
         (["line.yaml"], {"accelerator: cpu": "accelerator: gpu"}, "start one worker per GPU"),
         (["line.yaml"], {"accelerator: cpu": "precision: 7"}, "The configuration is refused"),
-        (["line.yaml"], {"model:": "modell:"}, "needs a section model"),
+        (["line.yaml"], {"model:": "modell:"}, "has no section model"),
         (["line.yaml"], {"test_bench.Line": "test_bench.Lime"}, "Lime"),
     ],
 )
