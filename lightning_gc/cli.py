@@ -140,12 +140,12 @@ def _parser() -> argparse.ArgumentParser:
     add = command(
         _list,
         "compressors, memories, schemes, controllers, waits for accelerators, and wire formats",
-        "List the registered classes and their declarations. Bounds and bits per element are for "
-        "the default instance and a 512 x 512 matrix.",
+        "List the registered classes, one line each, beginning with the compressors to try first. "
+        "Bounds and bits per element are for the default instance and a 512 x 512 matrix.",
     )
-    families = "compressors, memories, schemes, controllers, waits, wire (default: all)"
+    families = "compressors, memories, schemes, controllers, waits, wire (default: the first four)"
     add("families", nargs="*", metavar="FAMILY", help=families)
-    add("--wide", action="store_true", help="all columns, also the ranges to tune")
+    add("--wide", action="store_true", help="tables of all declarations, also the ranges to tune")
     add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
     return parser
 
@@ -244,7 +244,12 @@ def _list(options: argparse.Namespace) -> int:
         if family not in FAMILIES:
             raise ValueError(f"{family!r} is not a family; choose from {', '.join(FAMILIES)}.")
     width = max(shutil.get_terminal_size((120, 24)).columns, 220 if options.wide else 0)
-    families = options.families or FAMILIES
+    short = [f for f in FAMILIES if options.wide or options.markdown or f not in ("waits", "wire")]
+    families = options.families or short
     texts = (markdown(f) if options.markdown else plain(f, width, options.wide) for f in families)
     sys.stdout.write("\n".join(texts))
+    if not (options.wide or options.markdown or options.families):
+        sys.stdout.write(
+            "\nNext: lightning-gc list --wide, for bounds, bits, knobs and defaults.\n"
+        )
     return OK

@@ -262,17 +262,10 @@ def run(options: argparse.Namespace) -> None:
 def show(advice: Advice, config: Path, out: Path) -> None:
     """Print the table and the verdict, and write the files."""
     table, width = advice.table(), shutil.get_terminal_size(fallback=(120, 24)).columns
-    preparation.print_line(plain(report.COLUMNS, table, width))
+    verdict = verdict_line(advice)
+    preparation.print_line(f"{verdict}\n\n{plain(report.COLUMNS, table, width)}")
     lines = [limits(advice.situation)]
     lines += [f"Not predicted: {name}: {why}." for name, why in advice.missing.items()]
-    if advice.verdict is None:
-        best = next(row for row in advice.rows if row.every == 1)
-        lines.append(
-            f"Predicted, not measured, so no verdict: the shortest step is {best.name}'s, "
-            f"{best.seconds:.4f} s."
-        )
-    else:
-        lines.append(f"{advice.verdict} Accuracy is not judged: tune the learning rate again.")
     preparation.print_line("\n".join(lines))
     # Not with_suffix, which would cut "lm-1.5".
     page, figures, drawing, suggested = (
@@ -289,7 +282,8 @@ def show(advice: Advice, config: Path, out: Path) -> None:
         "link": report.link_line(advice.situation.link),
     }
     report.write_json(figures, facts)
-    text = f"# {config.stem}\n\n{markdown(report.COLUMNS, table)}\n" + "\n\n".join(lines) + "\n"
+    parts = [f"# {config.stem}", verdict, markdown(report.COLUMNS, table), *lines]
+    text = "\n\n".join(parts) + "\n"
     page.write_text(text, encoding="utf-8")
     advice.plot(drawing)
     written = [page, figures, drawing]
@@ -299,6 +293,22 @@ def show(advice: Advice, config: Path, out: Path) -> None:
     preparation.print_line("\n".join(map(str, written)))
     if advice.suggestion() is not None:
         preparation.print_line(f"Next: lightning-gc fit {suggested}")
+    preparation.print_line(verdict)
+
+
+def verdict_line(advice: Advice) -> str:
+    """Return the verdict as the first and the last line of the command's output.
+
+    What to do next follows a suggestion only.
+    """
+    if advice.verdict is None:
+        best = next(row for row in advice.rows if row.every == 1)
+        return (
+            f"Predicted, not measured, so no verdict: the shortest step is {best.name}'s, "
+            f"{best.seconds:.4f} s."
+        )
+    further = " Accuracy is not judged: tune the learning rate again."
+    return f"Verdict: {advice.verdict}{further if advice.verdict.choice else ''}"
 
 
 def limits(situation: Situation) -> str:

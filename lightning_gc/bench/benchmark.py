@@ -134,14 +134,14 @@ def bench(options: argparse.Namespace) -> None:
         rows = compare(setup, methods, options.rounds, device, say)
     if worker.rank == 0:
         width = shutil.get_terminal_size(fallback=(120, 24)).columns
-        say(f"{plain(COLUMNS, cells(rows), width)}\n{FOOTNOTE}")
+        say(f"{plain(COLUMNS, cells(rows), width)}\n{FOOTNOTE}\n\n{verdict(rows)}")
         for path in write(options.out, options.config, setup, options.rounds, rows):
             say(str(path))
 
 
 Rows = Mapping[str, Mapping[str, Any]]
-COLUMNS = ("", "s per step", "times faster than DDP", "times the limit", "bytes per step", "loss")
-FOOTNOTE = "* computed; the others are counted"
+COLUMNS = ("", "s per step", "speed relative to DDP", "times the limit", "bytes per step", "loss")
+FOOTNOTE = "* computed; the others are counted. A speed below 1 is slower than plain DDP."
 
 
 def cells(rows: Rows) -> list[list[str]]:
@@ -169,6 +169,47 @@ def cells(rows: Rows) -> list[list[str]]:
     return found
 
 
+LEAST_GAIN = 0.05
+"""Minimum relative difference to plain DDP; smaller ones count as equally fast."""
+
+
+def verdict(rows: Rows) -> str:
+    """Return which method was faster than plain DDP, or that noise hides it, in a sentence or two.
+
+    A method is faster if its median is at least 5 % shorter and its quartiles do not overlap plain
+    DDP's. Accuracy is not judged.
+
+    Args:
+        rows: by method ``seconds`` and the quartiles ``low`` and ``high``.
+
+    Example:
+        >>> def row(seconds): return dict(seconds=seconds, low=seconds, high=seconds)
+        >>> verdict({"plain DDP": row(0.4), "topk": row(0.2)}).partition(" Compare")[0]
+        "Verdict: topk was fastest, at 2.00 times plain DDP's speed."
+    """
+    dense = rows[PLAIN]
+    others = {name: row for name, row in rows.items() if name not in (PLAIN, NONE)}
+    gains = {name: 1 - row["seconds"] / dense["seconds"] for name, row in others.items()}
+    clear = [n for n, r in others.items() if gains[n] >= LEAST_GAIN and r["high"] < dense["low"]]
+    if clear:
+        best = max(clear, key=gains.__getitem__)
+        speed = dense["seconds"] / rows[best]["seconds"]
+        return (
+            f"Verdict: {best} was fastest, at {speed:.2f} times plain DDP's speed. Compare "
+            f"accuracy with lightning-gc tune."
+        )
+    best = max(gains, key=gains.__getitem__)
+    if gains[best] >= LEAST_GAIN or (gains[best] > 0 and dense["high"] > 1.2 * dense["low"]):
+        return (
+            f"Verdict: too noisy to tell. The quartiles of {best} and plain DDP overlap. Measure "
+            f"on an idle machine, or with more --rounds."
+        )
+    return (
+        f"Verdict: stay with plain DDP. The best method, {best}, took "
+        f"{rows[best]['seconds']:.4f} s per step against {dense['seconds']:.4f} s."
+    )
+
+
 _READ = """Seconds are the median over all workers and steps, with the quartiles in brackets:
 forward and backward pass, exchange and optimizer, without the time in which data are fetched.
 Bytes are the gradient bytes that one worker sends per step. The transport counts our methods'
@@ -187,7 +228,8 @@ def write(
     if setup.backend == "gloo":
         notes.append("PowerSGD's hook has one bucket: with several it can dead-lock over Gloo.")
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
-    text = f"# {config.stem}, {about['date']}\n\n{markdown(COLUMNS, cells(rows))}\n{facts}\n\n"
+    table = markdown(COLUMNS, cells(rows))
+    text = f"# {config.stem}, {about['date']}\n\n{verdict(rows)}\n\n{table}\n{facts}\n\n"
     page, data = folder / f"{config.stem}.md", folder / f"{config.stem}.json"
     page.write_text(text + "\n\n".join(notes) + "\n", encoding="utf-8")
     data.write_text(json.dumps({**about, "rows": _finite(rows)}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Format tables of text cells as Markdown, or as plain text that fits a terminal."""
+"""Format numbers of bytes, and tables of text cells as Markdown or for a terminal."""
 
 import itertools
 import textwrap
@@ -48,3 +48,16 @@ def plain(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> 
             lines.append("  ".join(padded).rstrip())
         lines.append("" if row is not columns else "  ".join("-" * size for size in widths))
     return "\n".join(lines)
+
+
+def human_bytes(nbytes: float) -> str:
+    """Return a number of bytes with three digits and a decimal unit.
+
+    Example:
+        >>> human_bytes(812), human_bytes(1_327_600), human_bytes(999_900)
+        ('812 B', '1.33 MB', '1 MB')
+    """
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes, units = nbytes / 1000, units[1:]
+    return f"{nbytes:.3g} {units[0]}"

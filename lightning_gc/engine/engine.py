@@ -23,6 +23,7 @@ from lightning_gc.engine.error_buffers import (
 from lightning_gc.engine.guard import BucketExchange, Guard
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.statistics import Statistics
+from lightning_gc.kernels.segments import clean
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.base import all_reduce_bytes, reduce_scatter_bytes
@@ -199,7 +200,7 @@ class Engine:
         exchange = BucketExchange(bucket, self.levels, self.scheme, guard, statistics)
         yield from memory.flow(bucket, state, exchange)
         for buffer in state.values():  # else NaN and overflow would stay in it
-            buffer.nan_to_num_(0.0, 0.0, 0.0)
+            clean(buffer)
         if guard is not None:
             guard.release()
         for live, copy in resting:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from lightning_gc.core import Bucket
 from lightning_gc.kernels.dispatch import used_here
+from lightning_gc.kernels.segments import Segments
 from lightning_gc.memories.storage import Kept, Storage
 
 
@@ -26,7 +27,7 @@ class Buffers(abc.ABC):
         buffers: names of the buffers of every parameter.
 
     Attributes:
-        layouts: starts and lengths of the buckets' parameters, on the device.
+        layouts: places of the buckets' parameters, on the host and on the device.
     """
 
     def __init__(self, buffers: tuple[str, ...]) -> None:
@@ -122,24 +123,21 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 class Layouts:
-    """Keeps starts and lengths of a bucket's parameters, for each layout of a bucket.
+    """Keeps the segments of each layout of a bucket.
 
     Numbers that come from the host make it wait for the device, so they are copied once: layouts
     change when DDP rebuilds its buckets, after the first step.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._known: dict[tuple[Any, ...], Segments] = {}
 
-    def of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Return starts and lengths of the parameters that are not empty, ``(n,)`` int64 each."""
+    def of(self, bucket: Bucket) -> Segments:
+        """Return the places of the bucket's parameters that are not empty."""
         key = (bucket.grad.device, *bucket.shapes.items())
         if key not in self._known:
-            spans = [(start, stop - start) for _, start, stop in bucket.spans() if stop > start]
-            starts, lengths = (
-                torch.tensor(spans, dtype=torch.int64, device=bucket.grad.device).t().contiguous()
-            )
-            self._known[key] = starts, lengths
+            spans = [(start, stop) for _, start, stop in bucket.spans() if stop > start]
+            self._known[key] = Segments(spans, bucket.grad.device)
         return self._known[key]
 
 

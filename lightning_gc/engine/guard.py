@@ -14,6 +14,7 @@ from lightning_gc.core.flow import resume
 from lightning_gc.engine.error_buffers import Layouts
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.statistics import Statistics
+from lightning_gc.kernels.segments import Idle, peaks, silence
 from lightning_gc.memories.base import Unused
 from lightning_gc.schemes import Scheme
 
@@ -43,71 +44,49 @@ class Guard:
         *,
         scatters: bool = False,
     ) -> None:
-        grad = bucket.grad
-        self._bucket, self._layouts, self._scatters = bucket, layouts, scatters
-        self._unused = unused
-        self._spans = [(start, stop) for _, start, stop in bucket.spans() if stop > start]
-        peaks = _peaks([grad[start:stop] for start, stop in self._spans])  # (parameters,)
-        self.idle = peaks == 0
-        self.finite = peaks.isfinite().all()
+        self._bucket, self._scatters, self._unused = bucket, scatters, unused
+        self._segments = layouts.of(bucket)
+        found = peaks(bucket.grad, self._segments)  # (parameters,)
+        self.idle = Idle(found, self._segments)
+        self.flag = found.mul(0).sum(0, keepdim=True)  # (1,): NaN if the gradient is not finite
         self.verdict: Tensor | None = None  # (1,): NaN if any worker's gradient is not finite
-        self._on_host = grad.device.type == "cpu"  # flags can be read without waiting
-        self._of_elements: Tensor | None = None
+        self._on_host = bucket.grad.device.type == "cpu"  # flags can be read without waiting
         self._held: list[tuple[Tensor, Tensor]] = []
         self._error: Tensor | None = None  # of the held buffers
         self._booked: Tensor | None = None  # by the scheme to idle parameters' errors
-        if not self._on_host:
-            grad.masked_fill_(~self.finite, 0)
-        elif not self.finite:
-            grad.zero_()
-
-    def set_aside(self, buffer: Tensor) -> Tensor | None:
-        """Move the errors of idle parameters out of ``buffer`` and return them, or None."""
-        if self._on_host and not self.idle.any():
-            return None
-        aside = self._of_idle(buffer)
-        buffer.masked_fill_(self._mask(buffer), 0)
-        return aside
-
-    def _of_idle(self, flat: Tensor) -> Tensor:
-        """Return a copy with zeros where parameters are not idle."""
-        return flat.masked_fill(~self._mask(flat), 0)  # not a product: infinity times zero is NaN
-
-    def _mask(self, like: Tensor) -> Tensor:
-        """Return a mask of the elements of idle parameters, made once."""
-        if self._of_elements is None:
-            _, lengths = self._layouts.of(self._bucket)
-            numel = like.numel()
-            self._of_elements = self.idle.repeat_interleave(lengths, output_size=numel)
-        return self._of_elements
+        silence(bucket.grad, self.flag)
 
     def hold(self, flats: Sequence[Tensor]) -> None:
         """Copy idle parameters' parts of ``flats``, the error first, for ``release``."""
-        if self._unused != "restore":
+        if self._unused != "restore" or self.idle.none:
             return
-        parts = list(flats)
-        if self._on_host:
-            idle = [slice(*s) for s, i in zip(self._spans, self.idle.tolist(), strict=True) if i]
-            parts = [flat[part] for flat in flats for part in idle]
-        self._error, self._held = flats[0], [(part, part.clone()) for part in parts]
+        self._error, self._held = flats[0], [(flat, torch.empty_like(flat)) for flat in flats]
+        for live, copy in self._held:
+            self.idle.move("copy", copy, live)
 
     def release(self) -> None:
         """Restore the held parts; keep what the scheme has added to their errors."""
         for live, copy in self._held:
-            live.copy_(copy if self._on_host else torch.where(self._mask(live), copy, live))
+            self.idle.move("copy", live, copy)
         if self._error is not None and self._booked is not None:
-            self._error.add_(self._booked.nan_to_num_(0.0, 0.0, 0.0))
+            self.idle.move("add", self._error, self._booked)
 
     def around(self, flow: Flow, own: Tensor, mean: Tensor, *, keeps: bool) -> Flow:
         """Run the exchange of ``own``, which leaves the mean over workers in ``mean``.
 
-        ``keeps``: a memory keeps what is left in ``own``.
+        ``keeps``: a memory keeps what is left in ``own``. Idle parameters' parts are then set
+        aside, and zeros are sent.
         """
-        aside = self.set_aside(own) if keeps and self._unused != "send" else None
+        aside = None
+        if keeps and self._unused != "send" and not self.idle.none:
+            aside = torch.empty_like(own)
+            self.idle.move("take", aside, own)
         yield from self.watch(flow)
         if aside is not None:
-            self._booked = None if self._error is None else self._of_idle(own)
-            own.add_(aside)
+            if self._error is not None:
+                self._booked = torch.empty_like(own)
+                self.idle.move("copy", self._booked, own)
+            self.idle.move("add", own, aside)
         self.poison(mean)
 
     def watch(self, flow: Flow) -> Flow:
@@ -129,17 +108,15 @@ class Guard:
         """Make every parameter's result NaN if any worker's gradient was not finite."""
         if self.verdict is None or (self._on_host and bool(self.verdict.isfinite())):
             return
-        starts, lengths = self._layouts.of(self._bucket)
+        starts = self._segments.starts
         if self._scatters:
-            starts = starts + lengths * self._bucket.worker // self._bucket.workers
+            starts = starts + self._segments.lengths * self._bucket.worker // self._bucket.workers
         out.index_add_(0, starts, self.verdict.to(out.dtype).expand(len(starts)))
 
     def _with_flag(self, request: Request) -> Request:
-        dtype = request.tensors[0].dtype if isinstance(request, Mean) else torch.float32
-        flag = torch.zeros(1, dtype=dtype, device=self.finite.device)
-        flag.masked_fill_(~self.finite, float("nan"))
         if isinstance(request, Mean):
-            return Mean((*request.tensors, flag))
+            return Mean((*request.tensors, self.flag.to(request.tensors[0].dtype, copy=True)))
+        flag = self.flag.float()
         limits = None if request.limits is None else (*request.limits, None)
         if isinstance(request, Exchange):
             return Exchange(tuple((*payload, flag) for payload in request.payloads), limits)
@@ -151,21 +128,6 @@ class Guard:
             return reply[:-1]
         self.verdict = torch.stack([payload[-1] for payload in reply]).mul(0).sum(0)
         return [payload[:-1] for payload in reply]
-
-
-def _peaks(slices: list[Tensor]) -> Tensor:
-    """Return a number per slice that is zero, or not finite, exactly if the slice is.
-
-    On CPU the largest magnitude takes ten times as long as the L2 norm, so it is only computed if
-    the norm, whose squares may leave float32's range, is 0 or not finite.
-    """
-    if slices[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(slices, float("inf")))
-    norms = torch._foreach_norm(slices)
-    sure = [0 < norm < float("inf") for norm in torch.stack(norms).tolist()]
-    return torch.stack(
-        [norm if ok else s.abs().max() for norm, s, ok in zip(norms, slices, sure, strict=True)]
-    )
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""Triton kernels of ``accumulate``, ``select``, ``quantise`` and ``dequantise``; imported lazily.
+"""Triton kernels of the functions in this folder; imported lazily.
 
 They use only features of Triton 3.2 (torch 2.6). To equal the torch reference bit for bit, all are
 launched with ``EXACT``, divide with ``div_rn`` (``/`` is approximate), and take no minimum or
-maximum of NaN, on which devices differ. No kernel uses atomics.
+maximum of NaN, on which devices differ. Atomics are of integers only: their maximum does not
+depend on the order.
 
 Triton compiles a variant of a kernel for each kind of argument: numbers that are 1 or multiples of
 16, tensors that begin at multiples of 16 bytes. Parameters lie anywhere in buckets and payloads
@@ -28,6 +29,8 @@ PAYLOAD_BLOCK = 512
 """Elements of a payload that one program of ``accumulate`` adds."""
 SELECT_BLOCK = 2048
 """Elements that one program of ``select`` reads; 16 to a thread."""
+ROW = 1024
+"""Elements of a piece that a program reads at a time."""
 GROUPS = 128
 """Groups of eight codes that one program of ``quantise`` or ``dequantise`` converts."""
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
@@ -299,6 +302,98 @@ def dequantise(
         )
 
 
+@kernel()
+def largest(buffer, pieces, count, found, BLOCK: tl.constexpr):
+    """Raise ``found`` of each piece's parameter to the bits of its largest magnitude."""
+    piece = tl.program_id(0)
+    at = tl.load(pieces + count + piece)
+    stop = tl.load(pieces + 2 * count + piece)
+    most = tl.zeros([BLOCK], tl.int32)
+    while at < stop:
+        here = at + tl.arange(0, BLOCK)
+        x = tl.load(buffer + here, mask=here < stop, other=0.0)
+        most = tl.maximum(most, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # NaN is above infinity
+        at += BLOCK
+    tl.atomic_max(found + tl.load(pieces + piece), tl.max(most, axis=0))
+
+
+def peaks(flat: Tensor, pieces: Tensor, segments: int) -> Tensor:
+    """Return the largest magnitudes, ``(segments,)`` float32; see ``kernels.segments``."""
+    found = torch.zeros(segments, dtype=torch.int32, device=flat.device)
+    count = pieces.shape[1]
+    with torch.cuda.device_of(flat):
+        largest[(count,)](flat, pieces, count, found, BLOCK=ROW, **EXACT)
+    return found.view(torch.float32)
+
+
+@kernel()
+def move_pieces(
+    target, source, peaks, pieces, count, ADD: tl.constexpr, TAKE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Copy, take or add a piece of ``source`` if its parameter's peak is zero."""
+    piece = tl.program_id(0)
+    if tl.load(peaks + tl.load(pieces + piece)) == 0.0:
+        at = tl.load(pieces + count + piece)
+        stop = tl.load(pieces + 2 * count + piece)
+        while at < stop:
+            here = at + tl.arange(0, BLOCK)
+            x = tl.load(source + here, mask=here < stop, other=0.0)
+            if ADD:
+                finite = (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+                kept = tl.load(target + here, mask=here < stop, other=0.0)
+                x = kept + tl.where(finite, x, 0.0)
+            tl.store(target + here, x, mask=here < stop)
+            if TAKE:
+                tl.store(source + here, tl.zeros([BLOCK], tl.float32), mask=here < stop)
+            at += BLOCK
+
+
+def move_idle(how: str, target: Tensor, source: Tensor, peaks: Tensor, pieces: Tensor) -> None:
+    """Move elements of idle parameters; see ``kernels.segments``."""
+    count = pieces.shape[1]
+    with torch.cuda.device_of(target):
+        move_pieces[(count,)](
+            *(target, source, peaks, pieces, count),
+            ADD=how == "add",
+            TAKE=how == "take",
+            BLOCK=ROW,
+            **EXACT,
+        )
+
+
+@kernel("buffer", "numel")
+def zero_if(buffer, flag, numel, BLOCK: tl.constexpr):
+    """Zero BLOCK elements if the flag is not."""
+    if tl.load(flag) != 0.0:  # true for NaN
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(buffer + at, tl.zeros([BLOCK], tl.float32), mask=at < numel)
+
+
+def silence(flat: Tensor, flag: Tensor) -> None:
+    """Zero ``flat`` if ``flag`` is NaN; see ``kernels.segments``."""
+    with torch.cuda.device_of(flat):
+        zero_if[(triton.cdiv(flat.numel(), SELECT_BLOCK),)](
+            flat, flag, flat.numel(), BLOCK=SELECT_BLOCK, **EXACT
+        )
+
+
+@kernel("buffer", "numel")
+def zero_non_finite(buffer, numel, BLOCK: tl.constexpr):
+    """Zero the elements among BLOCK that are not finite; others are only read."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(buffer + at, mask=at < numel, other=0.0)
+    bad = (x.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
+    tl.store(buffer + at, tl.zeros([BLOCK], tl.float32), mask=(at < numel) & bad)
+
+
+def clean(flat: Tensor) -> None:
+    """Set elements that are not finite to zero; see ``kernels.segments``."""
+    with torch.cuda.device_of(flat):
+        zero_non_finite[(triton.cdiv(flat.numel(), SELECT_BLOCK),)](
+            flat, flat.numel(), BLOCK=SELECT_BLOCK, **EXACT
+        )
+
+
 _NORM_BLOCK = 64
 _BITS = (5, 8, 12)  # codes with a rest only, with whole bytes only, with both
 
@@ -379,7 +474,32 @@ def _norms(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return norms, norms.repeat_interleave(_NORM_BLOCK)[: numbers.numel()]
 
 
+def _segments(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    halves = [[0, 1], [0, 500], [500, 1000]]
+    pieces = torch.tensor(halves, dtype=torch.int32, device=numbers.device)
+    flat, other = numbers.clone(), numbers.flip(0)
+    flat[500:] = 0
+    found = peaks(flat, pieces, 2)
+    yield found, flat.abs().view(2, 500).amax(1)
+    taken, source = numbers.clone(), other.clone()
+    move_idle("take", taken, source, found, pieces)
+    yield taken, torch.cat([numbers[:500], other[500:]])
+    yield source, torch.cat([other[:500], torch.zeros_like(other[500:])])
+    move_idle("add", taken, other, found, pieces)
+    yield taken, torch.cat([numbers[:500], 2 * other[500:]])
+    for flag, wanted in ((0.0, 2 * numbers), (float("nan"), 0 * numbers)):
+        given = 2 * numbers
+        silence(given, numbers.new_full((1,), flag))
+        yield given, wanted
+    bad = numbers.masked_fill(numbers > 0.5, float("inf")).masked_fill_(
+        numbers < -0.5, float("nan")
+    )
+    clean(bad)
+    yield bad, numbers.masked_fill(numbers.abs() > 0.5, 0)
+
+
 _ATTEMPTS = {
+    "segments": _segments,
     "accumulate": _accumulate,
     "select": _select,
     "quantise": _quantise,

@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -293,30 +293,53 @@ _FIGURES = ("waits", "wire")
 _CODE = re.compile(r"(`+[^`]*`+)")
 
 
+START = {
+    "cast": "16 bits: half the bytes, nothing to tune",
+    "qsgd": "4 bits: about 1/8 of the bytes, the same hyper-parameters",
+    "topk": "1% of the elements: about 1/70 of the bytes; tune the learning rate",
+    "powersgd": "low rank, by all-reduce: the bytes do not grow with the workers",
+}
+"""Compressors to try first -> what to expect of their default instance."""
+
+
 def plain(family: str, width: int, all_columns: bool = False) -> str:
-    """Return one family as a table of at most ``width`` characters a line.
+    """Return one family as text of at most ``width`` characters a line.
 
     Args:
         family: one of ``FAMILIES``.
         width: see ``text_table.plain``.
-        all_columns: give everything its own column. Otherwise memory and scheme share a column,
-            class and name share one, and ranges to tune are left out.
+        all_columns: give each declaration its own column. Otherwise each class has one line; waits
+            and wire formats, which have no description, are tables anyway.
     """
     entries, table = FAMILIES[family](), []
+    if not all_columns and family not in _FIGURES:
+        return _lines(family, entries, width)
     for entry in entries:
-        cells = dict(entry.cells)
         if all_columns:
-            cells = {"class": entry.cls.__name__, "name": entry.name, **cells, "what": entry.what}
+            named = {"class": entry.cls.__name__, "name": entry.name}
+            cells = {**named, **entry.cells, "what": entry.what}
         else:
-            cells = {"class\nname": f"{entry.cls.__name__}\n{entry.name}", **cells}
-            cells.pop("tuned", None)
-            if "scheme" in cells:
-                cells["memory\nscheme"] = f"{cells.pop('memory')}\n{cells.pop('scheme')}"
-            elif family not in _FIGURES:
-                cells["what"] = entry.what
+            cells = {"class\nname": f"{entry.cls.__name__}\n{entry.name}", **entry.cells}
         table.append({heading: text.replace("``", "") for heading, text in cells.items()})
     lines = text_table.plain(list(table[0]), [list(cells.values()) for cells in table], width)
     return f"{family.capitalize()}\n\n{lines}\n"
+
+
+def _lines(family: str, entries: Sequence[Entry], width: int) -> str:
+    """Return one line per class: its name, then what it does, cut at ``width``."""
+    blocks = {family.capitalize(): {entry.name: entry.what for entry in entries}}
+    if family == "compressors":
+        blocks = {"Start here": START} | blocks
+    found = []
+    for title, texts in blocks.items():
+        size = max(map(len, texts))
+        found.append(title)
+        for name, text in texts.items():
+            room = max(width - size - 4, 20)
+            cut = textwrap.shorten(text.replace("``", ""), room, placeholder=" ...")
+            found.append(f"  {name:{size}}  {cut}")
+        found.append("")
+    return "\n".join(found)
 
 
 def markdown(family: str) -> str:

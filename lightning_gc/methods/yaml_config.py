@@ -18,6 +18,7 @@ import lightning_gc
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Space
+from lightning_gc.core.registry import did_you_mean
 from lightning_gc.memories import Memory
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method, Rounds
@@ -108,13 +109,22 @@ def methods_in(sections: Mapping[str, Any]) -> dict[str, Method]:
 def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[str, Any]:
     """Return the sections of a file; raise ValueError if one is missing or unknown."""
     sections = read_any(path)
-    if not set(needed) <= set(sections):
-        names, called = " and ".join(needed), "sections called" if needed[1:] else "a section"
-        raise ValueError(f"{path} needs {called} {names}; see docs/tune.md.")
+    for name in needed:
+        if name not in sections:
+            raise ValueError(
+                f"{path} has no section {name}; it has {', '.join(sections)}. Add one, such as "
+                f"{_EXAMPLES[name]}."
+            )
     for name in sections:
         if name not in SECTIONS:
             raise ValueError(f"{path} has a section {name!r}; known are {', '.join(SECTIONS)}.")
     return sections
+
+
+_EXAMPLES = {
+    "model": "model: {class_path: my_module.MyModel}",
+    "tune": "tune: {name: first, metric: val_loss, space: {}, methods: [topk, qsgd]}",
+}
 
 
 def read_any(path: str | Path) -> dict[str, Any]:
@@ -127,7 +137,22 @@ def read_any(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(sections, dict):
         raise ValueError(f"{path} has no sections, such as model and trainer; see docs/tune.md.")
+    _refuse_misspelt(sections)
     return sections
+
+
+def _refuse_misspelt(value: Any) -> None:
+    """Raise ValueError if a part of a file names a class that this package does not have."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _refuse_misspelt(each)
+    elif isinstance(value, str) and value.startswith("lightning_gc."):
+        name = value.removeprefix("lightning_gc.")
+        if name.isidentifier() and not hasattr(lightning_gc, name):
+            meant = did_you_mean(name, lightning_gc.__all__)
+            raise ValueError(f"{value} does not exist{meant}; lightning-gc list prints all names.")
 
 
 def mapping(key: str, given: Any, example: str, more: str = "") -> dict[str, Any]:

@@ -259,6 +259,24 @@ def test_local_steps_are_never_suggested(
 
 
 @pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        (Verdict(None, "the best method took longer.", True), "Do nothing: the best"),
+        (Verdict(None, "quartiles overlap.", False), "No verdict: quartiles"),
+        (Verdict("cast", "it is shorter.", True), "Use cast: it is shorter. Accuracy"),
+    ],
+)
+def test_the_verdict_is_the_first_and_the_last_line(
+    verdict: Verdict, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(advice(verdict), tmp_path / "line.yaml", tmp_path)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == last
+    assert first.startswith(f"Verdict: {words}")
+    assert ("learning rate" in first) == (verdict.choice is not None)
+
+
+@pytest.mark.parametrize(
     ("controller", "written"),
     [
         (

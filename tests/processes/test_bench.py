@@ -27,7 +27,7 @@ from lightning_gc.bench.baselines import (
     keep_local,
     low_rank_numel,
 )
-from lightning_gc.bench.benchmark import COLUMNS, cells
+from lightning_gc.bench.benchmark import COLUMNS, cells, verdict
 from lightning_gc.core.text_table import markdown
 from tests.support.fitting import unwarned
 from tests.support.processes import run_in_processes
@@ -134,6 +134,8 @@ def test_two_workers(folder: Path) -> None:
     assert rows[NONE]["loss"] != rows[PLAIN]["loss"]
     page = Path("runs", "bench", "line.md").read_text()
     assert markdown(COLUMNS, cells(rows)) in page
+    assert verdict(rows) in page
+    assert verdict(rows) in said
     assert "PowerSGD's hook has one bucket" in page
 
 
@@ -196,7 +198,7 @@ def disagree(worker: int, folder: str) -> tuple[int, str]:
         (["line.yaml"], {"accelerator: cpu": "accelerator: tpu"}, "trainer.accelerator='tpu'"),
         (["line.yaml"], {"accelerator: cpu": "accelerator: gpu"}, "start one worker per GPU"),
         (["line.yaml"], {"accelerator: cpu": "precision: 7"}, "The configuration is refused"),
-        (["line.yaml"], {"model:": "modell:"}, "needs a section model"),
+        (["line.yaml"], {"model:": "modell:"}, "has no section model"),
         (["line.yaml"], {"test_bench.Line": "test_bench.Lime"}, "Lime"),
     ],
 )
@@ -269,3 +271,24 @@ def test_power_sgd_sends_what_torch_says(shape: tuple[int, ...]) -> None:
     worth, dense, low = powerSGD_hook._should_compress(rows, columns, min(rows, columns, 2), 2)
     assert low_rank_numel(tensor) == (low if worth else dense)
     assert computed_bytes(POWER_SGD, [tensor], 2) == 4 * (low if worth else dense)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spread", "said"),
+    [
+        (0.5, 0.1, "Verdict: topk was fastest, at 2.00 times plain DDP's speed."),
+        (0.8, 0.2, "Verdict: too noisy to tell. The quartiles of topk and plain DDP overlap."),
+        (0.98, 0.2, "Verdict: too noisy to tell."),
+        (0.98, 0.01, "Verdict: stay with plain DDP. The best method, topk, took 0.98"),
+        (2.0, 0.2, "Verdict: stay with plain DDP."),
+    ],
+)
+def test_the_verdict_needs_quartiles_that_do_not_overlap(
+    seconds: float, spread: float, said: str
+) -> None:
+    rows = {
+        name: {"seconds": s, "low": s * (1 - spread), "high": s * (1 + spread)}
+        for name, s in ((NONE, 0.1), (PLAIN, 1.0), ("topk", seconds))
+    }
+    assert verdict(rows).startswith(said)
+    assert COLUMNS[2] == "speed relative to DDP"

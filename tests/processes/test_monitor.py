@@ -1,6 +1,8 @@
 """CompressionMonitor logs the bytes that the transport counted, to every logger."""
 
 import csv
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,31 @@ def test_tensorboard_layout_and_hparams(tmp_path: Path) -> None:
 def test_without_a_logger_the_totals_are_still_there(tmp_path: Path) -> None:
     metrics = run_in_processes(train, 2, str(tmp_path), "none")[0]["metrics"]
     assert metrics["compression/total_ratio"] > 10
+
+
+def heard(worker: int, folder: str) -> list[str]:
+    """Return what the monitor says on this worker."""
+    said: list[str] = []
+    ear = logging.Handler()
+    ear.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pytorch_lightning").addHandler(ear)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(worker, folder, "none")
+    said += [str(each.message) for each in caught]
+    return [text for text in said if "ompression" in text]
+
+
+def test_worker_0_alone_says_what_was_saved_and_warns(tmp_path: Path) -> None:
+    said, silence = run_in_processes(heard, 2, str(tmp_path))
+    assert silence == []
+    line, warning = said
+    dense, sent = 24 * 5050 * 4, 24 * WIRE
+    assert line.startswith(
+        f"Compression: TopK(0.01) sent {sent / 1e3:.3g} kB instead of {dense / 1e3:.3g} kB per "
+        f"worker, {dense / sent:.0f} times less. Compressing took "
+    )
+    assert warning.startswith("CompressionMonitor has no logger")
 
 
 def test_totals_go_on_after_a_resume(tmp_path: Path) -> None:

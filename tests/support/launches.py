@@ -27,7 +27,8 @@ from lightning_gc.core import payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, resume
 from lightning_gc.engine import Engine
-from lightning_gc.kernels import accumulate, quantise, select, triton_kernels
+from lightning_gc.kernels import accumulate, quantise, segments, select, triton_kernels
+from lightning_gc.kernels.segments import Segments
 from lightning_gc.transports import distributed
 from tests.support import counted_waits
 from tests.support.counted_waits import Accelerator, Elsewhere, on_device
@@ -158,8 +159,35 @@ def _kernels(counts: Counting) -> list[tuple[Any, str, Any]]:
         counts.note("triton compact", values, found, found)
         return Elsewhere(values), Elsewhere(found)
 
-    stand_ins = (add, pack, unpack, reaching, take)
-    names = ("accumulate", "quantise", "dequantise", "reaching", "select")
+    def peaks(flat: Tensor, pieces: Tensor, parameters: int) -> Tensor:
+        spans = [(0, 0)] * parameters
+        for index, start, stop in _held(pieces).t().tolist():
+            first = spans[index][0] if spans[index][1] else start
+            spans[index] = (first, stop)
+        found = segments.peaks(_held(flat), Segments(spans, torch.device("cpu")))
+        counts.note("zeros")
+        counts.note("triton largest", flat)
+        return Elsewhere(found)
+
+    def move_idle(
+        how: segments.Move, target: Tensor, source: Tensor, found: Tensor, pieces: Tensor
+    ) -> None:
+        counts.note("triton move_pieces")
+        assert bool((_held(found) != 0).all()), "gradients here are not zero: nothing is moved"
+
+    def silence(flat: Tensor, flag: Tensor) -> None:
+        counts.note("triton zero_if")
+        segments.silence(_held(flat), _held(flag))
+
+    def clean(flat: Tensor) -> None:
+        counts.note("triton zero_non_finite", flat)
+        segments.clean(_held(flat))
+
+    stand_ins = (add, pack, unpack, reaching, take, peaks, move_idle, silence, clean)
+    names = (
+        *("accumulate", "quantise", "dequantise", "reaching", "select"),
+        *("peaks", "move_idle", "silence", "clean"),
+    )
     return [(triton_kernels, name, each) for name, each in zip(names, stand_ins, strict=True)]
 
 

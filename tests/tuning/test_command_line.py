@@ -120,16 +120,30 @@ def test_fit_that_ctrl_c_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert code == cli.INTERRUPTED
 
 
-def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_one_line_per_class(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert run("list") == cli.OK
-    said = capsys.readouterr().out
-    for name in (*COMPRESSORS, *MEMORIES, *SCHEMES, "accordion"):
-        assert name in said
-    assert "density" in said
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines if line.startswith("  ")]
+    four = ["cast", "qsgd", "topk", "powersgd"]
+    assert lines[0] == "Start here"
+    assert names[:4] == four
+    assert {*COMPRESSORS, *MEMORIES, *SCHEMES, "accordion"} <= set(names)
+    assert all(names[4:].count(name) == 1 for name in COMPRESSORS)
+    assert max(map(len, lines)) <= 80
     assert run("list", "schemes", "memories") == cli.OK
     said = capsys.readouterr().out
     assert said.index("Schemes") < said.index("Memories")
-    assert "Compressors" not in said
+    assert "ompressors" not in said
+
+
+def test_list_wide_has_all_declarations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list", "--wide", "compressors") == cli.OK
+    said = capsys.readouterr().out
+    for name in (*COMPRESSORS, "error bound", "tuned", "density: "):
+        assert name in said
 
 
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +222,8 @@ def test_the_help_names_the_default_methods(capsys: pytest.CaptureFixture[str]) 
         ("max_epochs: 1", "devices: auto", "trainer.devices='auto'"),
         ("max_epochs: 1", "strategy: ddp", "trainer.strategy='ddp'"),
         ("max_epochs: 1", "accumulate_grad_batches: 3", "accumulate_grad_batches=3"),
-        ("tune:", "tuning:", "needs sections called model and tune"),
+        ("tune:", "tuning:", "has no section tune; it has model, data, trainer, tuning. Add one"),
+        ("topk, fixed", "lightning_gc.TopKK, fixed", "TopKK does not exist (did you mean 'TopK'?)"),
         ("trainer: {", "trainer: [", "is not valid YAML"),
         ("trainer:", "trainr:", "a section 'trainr'"),
     ],

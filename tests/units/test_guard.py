@@ -8,6 +8,7 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Reply, Request
 from lightning_gc.engine.error_buffers import Layouts
 from lightning_gc.engine.guard import Guard
+from lightning_gc.kernels.segments import Idle, Move, Segments
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
 
@@ -104,20 +105,44 @@ def test_nothing_asked_nothing_sent() -> None:
     assert guard.verdict is None
 
 
+def moved(gradients: list[float], buffer: list[float], *, on_host: bool = True) -> list[float]:
+    """Return what is set aside of ``buffer`` for parameters of one element each."""
+    grad = torch.tensor(gradients)
+    guard = Guard(Bucket(grad, {str(i): (1,) for i in range(len(grad))}), Layouts())
+    if not on_host:
+        guard.idle._spans = None
+    aside = torch.zeros(len(grad))
+    guard.idle.move("take", aside, torch.tensor(buffer))
+    return aside.tolist()
+
+
 @pytest.mark.parametrize("small", [1e-12, 1e-30, 1e-45])
 def test_a_small_gradient_is_not_an_absent_one(small: float) -> None:
-    assert guarded(0.0, small).idle.tolist() == [False]
-    assert guarded(0.0, 0.0).idle.tolist() == [True]
+    assert moved([small, 0.0], [1.0, 2.0]) == [0.0, 2.0]
 
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_only_what_is_idle_is_set_aside(on_host: bool) -> None:
     """What is not finite elsewhere is sent, and must not come back as NaN."""
-    grad = torch.tensor([1.0, 1.0, 0.0])
-    guard = Guard(Bucket(grad, {"used": (2,), "idle": (1,)}), Layouts())
-    guard._on_host = on_host
-    buffer = torch.tensor([float("inf"), 2.0, 3.0])
-    aside = guard.set_aside(buffer)
-    assert aside is not None
-    assert aside.tolist() == [0.0, 0.0, 3.0]
-    assert buffer.tolist() == [float("inf"), 2.0, 0.0]
+    buffer = [float("inf"), 2.0, 3.0]
+    assert moved([1.0, 1.0, 0.0], buffer, on_host=on_host) == [0.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_moves_of_idle_parameters(on_host: bool) -> None:
+    """Each move against its definition, element by element."""
+    inf = float("inf")
+    segments = Segments([(0, 2), (2, 3)], torch.device("cpu"))
+    idle = Idle(torch.tensor([1.0, 0.0]), segments)
+    if not on_host:
+        idle._spans = None
+    moves: list[tuple[Move, list[float], list[float]]] = [
+        ("copy", [1.0, 2.0, inf], [inf, 5.0, inf]),
+        ("take", [1.0, 2.0, 6.0], [inf, 5.0, 0.0]),
+        ("add", [1.0, 2.0, 9.0], [inf, 5.0, 6.0]),
+    ]
+    for how, target, source in moves:
+        to = torch.tensor([1.0, 2.0, 3.0])
+        of = torch.tensor([inf, 5.0, inf if how == "copy" else 6.0])
+        idle.move(how, to, of)
+        assert (to.tolist(), of.tolist()) == (target, source), how

@@ -1,6 +1,7 @@
 """Figures of the monitor: per step, per epoch, and of levels."""
 
 import csv
+import logging
 import re
 import warnings
 from functools import partial
@@ -35,7 +36,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedLocalStepsStrategy,
 )
 from lightning_gc.lightning.monitor.callback import level_figures
-from lightning_gc.lightning.monitor.totals import Totals
+from lightning_gc.lightning.monitor.totals import Totals, summary
 from tests.support.fitting import fit, unwarned
 from tests.support.models import Plain, common_batches
 
@@ -133,6 +134,63 @@ def test_no_more_bytes_than_plain_ddp(compressor: Any, workers: int) -> None:
         warnings.simplefilter("always")
         fit(strategy, Plain, lambda: common_batches(64, 2), callbacks=[CompressionMonitor()])
     assert not [each for each in caught if "what plain" in str(each.message)]
+
+
+def last_line(caplog: pytest.LogCaptureFixture) -> str:
+    lines = [r.getMessage() for r in caplog.records if r.name == "pytorch_lightning"]
+    (line,) = (line for line in lines if line.startswith("Compression: "))
+    return line
+
+
+@pytest.mark.parametrize(
+    ("workers", "kind", "said"),
+    [
+        (2, TensorBoardLogger, r"RandomK\(0\.1\) sent \d.* instead of \d.* less\."),
+        (2, None, r".* Totals: trainer\.callback_metrics\.$"),
+        (2, CSVLogger, r".* Figures: logs/run$"),
+        (1, None, r".* had one worker, which sends nothing\. It encoded .* as .* times less\."),
+    ],
+)
+def test_a_fit_ends_with_one_line(
+    workers: int,
+    kind: Any,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, Any] = {"logger": kind("logs", name="", version="run") if kind else False}
+    strategy = SimulatedDDPStrategy(RandomK(0.1), workers=workers)
+    with caplog.at_level(logging.INFO, "pytorch_lightning"), unwarned():
+        monitor = CompressionMonitor()
+        settings |= {"max_epochs": 2, "callbacks": [monitor]}
+        metrics = fit(strategy, Plain, lambda: common_batches(48, 4), **settings)["metrics"]
+    line = last_line(caplog)
+    assert re.match(f"Compression: {said}", line), line
+    assert re.search(r"Compressing would take \d+% of a step, messages .* (\d+|under 1)%\.", line)
+    if workers == 2:
+        ratio = metrics["compression/total_ratio"]
+        assert f"{ratio:.{0 if ratio >= 9.95 else 1}f} times less" in line
+    if kind is TensorBoardLogger:
+        assert line.endswith("Charts: tensorboard --logdir logs")
+
+
+@pytest.mark.parametrize(
+    ("wire", "dense", "said"),
+    [(2e6, 13e6, "6.5 times less"), (3e6, 2e6, "1.5 times more"), (2e6, 2e6, "as much as")],
+)
+def test_the_line_says_more_less_or_as_much(wire: float, dense: float, said: str) -> None:
+    total = Totals(steps=1, wire_bytes=wire, dense_bytes=dense)
+    assert said in summary("Cast()", total, {})
+
+
+def test_shares_are_of_a_measured_step() -> None:
+    spent = {"compress_seconds": 0.02, "decode_seconds": 0.01, "communicate_seconds": 0.001}
+    line = summary("Cast()", Totals(steps=1, wire_bytes=1, dense_bytes=2), spent)
+    assert line.endswith(" 2.0 times less.")  # no step is known
+    line = summary("Cast()", Totals(steps=1), spent | {"step_seconds": 0.3})
+    assert line.endswith("Compressing took 10% of a step, messages and waiting under 1%.")
 
 
 def test_levels_in_figures() -> None:

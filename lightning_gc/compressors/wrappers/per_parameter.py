@@ -79,9 +79,9 @@ class PerParameter(Wrapper):
         elif whole:
             flows.append(_average([buffer[span] for span in whole.values()], means))
         yield from together(flows, bucket.workers)
-        for span, mean in zip(whole.values(), means, strict=True):
-            buffer[span].zero_()
-            out[span].copy_(mean)
+        if whole:
+            torch._foreach_zero_([buffer[span] for span in whole.values()])
+            torch._foreach_copy_([out[span] for span in whole.values()], means)
 
     def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
         return dataclasses.replace(self, levels=tuple(levels.items()), others_dense=dense)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,8 @@ from lightning_gc.control.probes import StepClock
 from lightning_gc.controllers import Decision
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default
-from lightning_gc.flavours import EitherLightning
-from lightning_gc.lightning.monitor.totals import Sums, Totals, more_than_plain, ratio
+from lightning_gc.flavours import EitherLightning, package_of
+from lightning_gc.lightning.monitor.totals import Sums, Totals, more_than_plain, ratio, summary
 from lightning_gc.transports.accounting import Recorder
 
 _log = logging.getLogger(__name__)
@@ -68,11 +69,15 @@ class Monitor(EitherLightning):
 
     Norms, and times on CUDA, are measured on the device in logging steps only.
 
+    At the end of ``fit`` worker 0 writes one line into Lightning's log, as Lightning does: the
+    method, its bytes compared with plain DDP's, its shares of a step, and where the figures are.
+
     Raises:
         ValueError: at fit start, when the strategy does not compress.
 
     Warns:
-        UserWarning: no logger; after the first epoch, a method that sends more than plain DDP.
+        UserWarning: on worker 0, no logger; after the first epoch, a method that sends more than
+            plain DDP.
 
     Example:
         >>> from lightning_gc import CompressionMonitor
@@ -101,7 +106,7 @@ class Monitor(EitherLightning):
         # Lightning loads a checkpoint's totals before the number of workers is known.
         self._sums += [Sums(replace(first.total)) for _ in engines[len(self._sums) :]]
         trainer.strategy.local_workers.kept["monitor"] = self._sums
-        if not trainer.loggers:
+        if not trainer.loggers and trainer.is_global_zero:
             warnings.warn(
                 "CompressionMonitor has no logger to write to, so its totals are in "
                 "trainer.callback_metrics only; use Trainer(logger=True).",
@@ -198,6 +203,20 @@ class Monitor(EitherLightning):
                 for name, value in figures.items()
             }
         )
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Summarise bytes and seconds of the fit in one line, on worker 0."""
+        total, strategy = self._sums[0].total, trainer.strategy
+        if not trainer.is_global_zero or not total.steps:
+            return
+        engine, method = strategy.engine, short(strategy.compressor)
+        if strategy.control_loop is not None:
+            method += f" with {type(strategy.controller).__name__}"
+        if engine.tally.local_steps:
+            method += f" in {engine.step} exchanges"
+        line = summary(method, total, total.averages(engine.workers, strategy.network))
+        # Lightning's own logger: it has a handler, and who silences Lightning silences this.
+        logging.getLogger(package_of(type(self))).info(f"{line} {where(trainer.loggers)}")
 
     def _warn_of_bytes(self, trainer: Any, epoch: Totals) -> None:
         """Warn, after the first epoch only, if plain DDP would send less."""
@@ -335,6 +354,25 @@ def configuration(trainer: Any) -> dict[str, Any]:
     if strategy.network is not None:
         config["gc/network"] = short(strategy.network)
     return config
+
+
+def where(loggers: Sequence[Any]) -> str:
+    """Return a sentence that says where the logged figures are.
+
+    Args:
+        loggers: the Trainer's. TensorBoard's come first; of the others the first one is named.
+    """
+    found = sorted(loggers, key=lambda each: type(each).__name__ != "TensorBoardLogger")
+    if not found:
+        return "Totals: trainer.callback_metrics."
+    first = found[0]
+    charts = type(first).__name__ == "TensorBoardLogger"
+    folder = str((first.root_dir if charts else getattr(first, "log_dir", None)) or "")
+    here = os.getcwd()
+    folder = "." if folder == here else folder.removeprefix(here + os.sep).rstrip(os.sep)
+    if charts:
+        return f"Charts: tensorboard --logdir {folder}"
+    return f"Figures: {folder or type(first).__name__}"
 
 
 def hparams_of(trainer: Any) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from lightning_gc.core import NUMBER, Record
+from lightning_gc.core.text_table import human_bytes
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Parts
 from lightning_gc.schemes import SparseReduce, TwoShot
@@ -191,6 +193,66 @@ def ratio(dense_bytes: float, wire_bytes: float) -> float:
     if wire_bytes:
         return dense_bytes / wire_bytes
     return math.inf if dense_bytes else 1.0
+
+
+def summary(method: str, total: Totals, averages: Mapping[str, float]) -> str:
+    """Return what compression saved and what it cost, as one line.
+
+    Args:
+        method: the compressor, as tables show it.
+        total: worker 0's totals of the fit.
+        averages: ``total.averages()``.
+
+    Example:
+        >>> total = Totals(steps=4, wire_bytes=2e6, dense_bytes=8e6)
+        >>> seconds = dict(compress_seconds=0.1, decode_seconds=0.1, communicate_seconds=0.5)
+        >>> summary("QSGD(8)", total, seconds | {"step_seconds": 2.0}).split(". ")[0]
+        'Compression: QSGD(8) sent 2 MB instead of 8 MB per worker, 4.0 times less'
+        >>> summary("QSGD(8)", total, seconds | {"step_seconds": 2.0}).split(". ")[1]
+        'Compressing took 10% of a step, messages and waiting 25%.'
+    """
+    sent, dense = total.wire_bytes, total.dense_bytes
+    if not dense:
+        gradients, encoded = human_bytes(total.gradient_bytes), human_bytes(total.encoded_bytes)
+        text = (
+            f"Compression: {method} had one worker, which sends nothing. It encoded {gradients} of "
+            f"gradients as {encoded}"
+        )
+        sent, dense = total.encoded_bytes, total.gradient_bytes
+    else:
+        text = (
+            f"Compression: {method} sent {human_bytes(sent)} instead of {human_bytes(dense)} per "
+            f"worker"
+        )
+    return f"{text}, {_times(ratio(dense, sent))}.{_shares(averages)}"
+
+
+def _times(saved: float) -> str:
+    """Return a ratio in words, with two digits."""
+    if abs(saved - 1) < 0.005:
+        return "as much as uncompressed"
+    factor = max(saved, 1 / saved) if saved else math.inf
+    return f"{factor:.{0 if factor >= 9.95 else 1}f} times {'less' if saved > 1 else 'more'}"
+
+
+def _shares(averages: Mapping[str, float]) -> str:
+    """Return which shares of a step compression and messages took, or nothing if not timed."""
+    if "compress_seconds" not in averages:
+        return ""
+    compressing = averages["compress_seconds"] + averages["decode_seconds"]
+    estimated = averages.get("communication_seconds_estimated")
+    if estimated is None:
+        sending, step, how = averages["communicate_seconds"], averages.get("step_seconds"), "took"
+    else:  # simulated workers overlap nothing
+        sending, how = estimated, "would take"
+        step = averages["compute_seconds"] + compressing + sending
+    if not step:
+        return ""
+    shares = [
+        f"{share:.0%}" if share >= 0.005 else "under 1%"
+        for share in (compressing / step, sending / step)
+    ]
+    return f" Compressing {how} {shares[0]} of a step, messages and waiting {shares[1]}."
 
 
 _MARGIN = 1.01

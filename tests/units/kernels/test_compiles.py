@@ -16,13 +16,19 @@ pytestmark = pytest.mark.skipif(
 POINTERS = {
     "threshold": "*fp32", "bitmap": "*u8", "counts": "*i32", "ends": "*i32", "values": "*fp32",
     "positions": "*i64", "out": "*fp32", "buffer": "*fp32", "norms": "*fp32", "noise": "*fp32",
-    "packed": "*u8", "scale": "fp32", "seed": "i64",
+    "packed": "*u8", "scale": "fp32", "seed": "i64", "pieces": "*i32", "found": "*i32",
+    "peaks": "*fp32", "target": "*fp32", "source": "*fp32", "flag": "*fp32",
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
     ("select", "compact", {"MOVE": True, "BLOCK": 2048}),
     ("select", "compact", {"MOVE": False, "BLOCK": 2048}),
     ("accumulate", "scatter_add", {"BLOCK": 512}),
+    ("segments", "largest", {"BLOCK": 1024}),
+    ("segments", "move_pieces", {"ADD": False, "TAKE": True, "BLOCK": 1024}),
+    ("segments", "move_pieces", {"ADD": True, "TAKE": False, "BLOCK": 1024}),
+    ("segments", "zero_if", {"BLOCK": 2048}),
+    ("segments", "zero_non_finite", {"BLOCK": 2048}),
     *(
         (
             "quantise",
@@ -38,7 +44,7 @@ KERNELS = [
 ]
 
 
-NUMBERS = {"numel", "chosen", "block_size"}
+NUMBERS = {"numel", "chosen", "block_size", "count"}
 TARGETS = [
     *(("cuda", 70, 32), ("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32)),
     ("hip", "gfx942", 64),
@@ -78,7 +84,8 @@ def test_compiles(operation: str, name: str, constants: dict[str, Any]) -> None:
     assert bool(fused) == (operation == "dequantise"), "a product is rounded before it is added"
     assert "div.full" not in code
     assert "approx" not in code
-    assert "atom" not in code
+    atomics = set(re.findall(r"\batom\.\S+|\bred\.\S+", code))
+    assert all(re.search(r"\.max\.s32$", each) for each in atomics), "sums depend on the order"
     flushed = set(re.findall(r"\S*\.ftz\S*", code))
     allowed = {"cvt.rmi.ftz.f32.f32", "div.rn.ftz.f32"}  # a floor; a quotient that is floored
     assert flushed <= allowed, "subnormal numbers count"

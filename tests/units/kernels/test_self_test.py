@@ -15,6 +15,10 @@ KERNELS = [
     ("select", "compact"),
     ("quantise", "round_and_pack"),
     ("dequantise", "unpack_and_add"),
+    ("segments", "largest"),
+    ("segments", "move_pieces"),
+    ("segments", "zero_if"),
+    ("segments", "zero_non_finite"),
 ]
 
 

@@ -1,0 +1,69 @@
+"""Kernels over pieces of parameters match torch's operations, parameter by parameter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.segments import PIECE, Idle, Segments, clean, peaks, silence
+from tests.support.kernel_device import DEVICE, here, marks, same, some, tensors
+
+pytestmark = marks
+LAYOUTS = [
+    [1],
+    [3, 1, 700, 1024, 1025],
+    [1] * 200,
+    [PIECE, 5, PIECE + 1],
+    [2 * PIECE + 17, 4096],
+]
+
+
+def layout(lengths: list[int]) -> Segments:
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    spans = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    return Segments(spans, torch.device(DEVICE))
+
+
+def per_parameter(x: Tensor, segments: Segments) -> Tensor:
+    """Largest magnitude of each parameter; NaN if it has one."""
+    return torch.stack([x[span].abs().max() for span in segments.spans])
+
+
+@pytest.mark.parametrize("lengths", some(LAYOUTS, LAYOUTS[:4]), ids=lambda found: str(len(found)))
+def test_peaks(lengths: list[int]) -> None:
+    segments = layout(lengths)
+    for name, x in tensors(sum(lengths)).items():
+        assert fused(here(x))
+        assert same(peaks(here(x), segments), per_parameter(x, segments)), name
+
+
+@pytest.mark.parametrize("lengths", some(LAYOUTS, LAYOUTS[1:4]), ids=lambda found: str(len(found)))
+@pytest.mark.parametrize("how", ["copy", "take", "add"])
+def test_moves(how: str, lengths: list[int]) -> None:
+    """Of every third parameter, and of nothing else: others may hold anything."""
+    segments, numel = layout(lengths), sum(lengths)
+    found = torch.tensor([float(i % 3) for i in range(len(lengths))])
+    for name in ("normal", "some of all", "tiny"):
+        source, target = tensors(numel)[name], torch.arange(numel, dtype=torch.float32)
+        wanted = target.clone(), source.clone()
+        for span, peak in zip(segments.spans, found.tolist(), strict=True):
+            if peak == 0:
+                part = source[span]
+                clean_part = part.nan_to_num(0.0, 0.0, 0.0)
+                wanted[0][span] = target[span] + clean_part if how == "add" else part
+                wanted[1][span] = 0.0 if how == "take" else part
+        ours = here(target), here(source)
+        Idle(here(found), segments).move(how, *ours)  # type: ignore[arg-type]
+        assert all(same(a, b) for a, b in zip(ours, wanted, strict=True)), name
+
+
+@pytest.mark.parametrize("numel", [1, 2048, 5000])
+def test_silence_and_clean(numel: int) -> None:
+    for name, x in tensors(numel).items():
+        for flag, wanted in ((0.0, x), (float("nan"), torch.zeros_like(x))):
+            flat = here(x)
+            silence(flat, here(torch.tensor([flag])))
+            assert same(flat, wanted), name
+        flat = here(x)
+        clean(flat)
+        assert same(flat, x.nan_to_num(0.0, 0.0, 0.0)), name
