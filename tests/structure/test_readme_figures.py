@@ -1,4 +1,4 @@
-"""The picture and the sentence at the top of README are those of the newest measurements."""
+"""The picture and the table at the top of README are those of the newest measurements."""
 
 import importlib
 import json
@@ -10,6 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = " ".join((ROOT / "README.md").read_text().split())
+RESULTS = "time_to_loss_lstm8_200_20261123.md"
+SHOWN = {
+    "plain DDP": "plain DDP",
+    "torch's PowerSGD hook": "torch PowerSGD hook",
+    "QSGD(4)": "QSGD(4)",
+    "TopK(0.01)": "TopK(0.01)",
+}
+"""Rows of README's table by their names in the results."""
 
 
 @pytest.fixture
@@ -25,24 +33,31 @@ def test_pictures_are_drawn_from_them(plot: Any) -> None:
         assert drawn in image, "stale: run python benchmarks/network_plot.py"
 
 
-def test_sentence_holds_for_the_picture(plot: Any) -> None:
-    rows = plot.seconds(plot.newest())
-    ours = [name for name, (_, colour) in plot.METHODS.items() if colour == plot.OURS]
-    slow = [rows[link]["plain DDP"] / rows[link][m] for link in plot.LINKS[:2] for m in ours]
-    assert f"{min(slow):.1f} to {max(slow):.0f} times as fast as with plain DDP" in README
-    fast = rows["10 Gbit/s"]
-    most = max(fast["plain DDP"] / fast[method] for method in ours)
-    assert f"At 10 Gbit/s none of them was more than {most:.2f} times as fast" in README
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Return first cell -> other cells of a page's tables, without markup."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    return {first.split("`,")[0]: others for first, *others in cells}
 
 
-def test_sentence_holds_for_what_is_not_in_the_picture(plot: Any) -> None:
-    theirs = ("no synchronisation", "plain DDP", "torch", "GRACE")
-    factors = [
-        part["rows"]["plain DDP"]["seconds"] / row["seconds"]
+def test_seconds_to_a_loss_are_the_measured_ones() -> None:
+    found = rows_of((ROOT / "benchmarks" / "results" / RESULTS).read_text())
+    assert RESULTS in README
+    shown = rows_of((ROOT / "README.md").read_text())
+    for ours, theirs in SHOWN.items():
+        measured = [float(cell.split(" ± ")[0]) for cell in found[theirs][-3:]]
+        assert [abs(float(a) - b) <= 0.55 for a, b in zip(shown[ours], measured, strict=True)] == [
+            True
+        ] * 3, ours
+
+
+def test_shares_of_the_bytes_are_those_of_the_same_model(plot: Any) -> None:
+    part = next(
+        part
         for part in json.loads(plot.newest().read_text())
-        if (part["workers"], part["model"]) != (2, "lstm8")
-        and part["link"] in ("100 Mbit/s", "1 Gbit/s")
-        for name, row in part["rows"].items()
-        if not name.startswith(theirs)
-    ]
-    assert f"they were {min(factors):.1f} to {max(factors):.0f} times as fast" in README
+        if (part["workers"], part["model"], part["link"]) == (2, "lstm8", "1 Gbit/s")
+    )
+    dense = part["rows"]["plain DDP"]["bytes"]
+    for method, ratio in (("QSGD(4)", 8), ("TopK(0.01)", 72)):
+        assert f"`{method}`, 1/{ratio} of the bytes" in README
+        assert abs(dense / part["rows"][method]["bytes"] - ratio) < 0.6, method
