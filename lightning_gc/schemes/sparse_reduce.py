@@ -33,8 +33,9 @@ class SparseReduce(Scheme):
 
     Ranges: every worker proposes cuts that split its own selection into W equal parts; their mean
     is used. If workers select similar elements, all owners receive equally much, even if large
-    elements lie. If not, an owner may receive more, at worst all W·k elements; what exceeds 1.25
-    times its share of the survivors returns to errors. Nothing is lost, but that is delayed.
+    elements are neighbours. If not, an owner may receive more, at worst all W·k elements; what
+    exceeds 1.25 times its share of the survivors returns to errors. Nothing is lost, but that is
+    delayed.
 
     Communication pattern:
         One all-reduce of W numbers; one ragged all-to-all of ``(W−1)/W`` times the worker's own
