@@ -1,4 +1,4 @@
-"""The picture of the home page: seconds per step on three links, from the rows of benchmarks/network.py.
+"""The picture of the home page: seconds per step on three links, of benchmarks/network.py.
 
 Files for light and for dark pages, with transparent backgrounds: the panels beside each other, and
 one below the other for narrow screens.
