@@ -299,7 +299,7 @@ def show(advice: Advice, config: Path, out: Path) -> None:
 def verdict_line(advice: Advice) -> str:
     """Return the verdict as the first and the last line of the command's output.
 
-    What to do next follows a suggestion only.
+    Name next steps only after a suggestion.
     """
     if advice.verdict is None:
         best = next(row for row in advice.rows if row.every == 1)

@@ -1,7 +1,7 @@
 """Per-parameter operations of a flat bucket: largest magnitudes, and moves of idle parameters.
 
-On a GPU each is one kernel over pieces of all parameters, whatever their number. A program whose
-parameter is not idle ends at once, so moves cost no memory traffic in most steps.
+On a GPU each operation is one kernel over pieces of all parameters. A program ends at once if its
+parameter is not idle, so moves cost no memory traffic in most steps.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Idle:
         """Change idle parameters' elements of ``target``, without making the host wait.
 
         Args:
-            how: ``"copy"`` sets them to those of ``source``. ``"take"`` also zeroes ``source``
-                there. ``"add"`` adds finite elements of ``source``.
+            how: ``"copy"`` sets them to the elements of ``source``. ``"take"`` also zeroes
+                ``source`` there. ``"add"`` adds finite elements of ``source``.
             target: ``(numel,)``, changed in place.
             source: ``(numel,)``.
         """

@@ -1,4 +1,4 @@
-"""The picture and the table at the top of README are those of the newest measurements."""
+"""The picture and the table at the top of README show the newest measurements."""
 
 import importlib
 import json
