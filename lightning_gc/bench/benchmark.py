@@ -198,6 +198,8 @@ def verdict(rows: Rows) -> str:
             f"Verdict: {best} was fastest, at {speed:.2f} times plain DDP's speed. Compare "
             f"accuracy with lightning-gc tune."
         )
+    if not gains:
+        return "Verdict: none, since no method was compared with plain DDP."
     best = max(gains, key=gains.__getitem__)
     if gains[best] >= LEAST_GAIN or (gains[best] > 0 and dense["high"] > 1.2 * dense["low"]):
         return (

@@ -111,7 +111,7 @@ def test_without_any_data(pair: Pair) -> None:
 
 
 def counted(run: Run) -> list[str]:
-    """What the host waits for in a step, without what happens in the first: a new layout."""
+    """Return what the host waits for in a step, except for a new layout in the first step."""
     first = not any(engine.buffers.layouts._known for engine in run.engines)
     with Accelerator() as counting:
         run.step()

@@ -40,7 +40,7 @@ def test_peaks(lengths: list[int]) -> None:
 @pytest.mark.parametrize("lengths", some(LAYOUTS, LAYOUTS[1:4]), ids=lambda found: str(len(found)))
 @pytest.mark.parametrize("how", ["copy", "take", "add"])
 def test_moves(how: str, lengths: list[int]) -> None:
-    """Of every third parameter, and of nothing else: others may hold anything."""
+    """Every third parameter is moved and no other, even if others are not finite."""
     segments, numel = layout(lengths), sum(lengths)
     found = torch.tensor([float(i % 3) for i in range(len(lengths))])
     for name in ("normal", "some of all", "tiny"):
