@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gc.core.segments import Pending
+
 
 @dataclass
 class Tally:
@@ -75,6 +77,7 @@ class Bucket:
         wanted: False if this worker need not decode the mean: simulated workers except worker 0.
         weights: parameter name -> value, for memories that read it; otherwise empty.
         cache: tensors computed once per round, shared by parts and shards.
+        pending: the engine's work, for a codec of whole buckets that ``absorbs`` it; else None.
         before: parameter name -> the compressor's state for it at the start of the round, for the
             full model; read-only. For methods that treat the model as one tensor.
     """
@@ -92,6 +95,7 @@ class Bucket:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     cache: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
     before: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    pending: Pending | None = field(default=None, repr=False)
 
     @property
     def numel(self) -> int:
@@ -124,7 +128,7 @@ class Bucket:
         """Return a bucket of the single parameter at ``grad[start:stop]``."""
         grad, shapes = self.grad[start:stop], {name: self.shapes[name]}
         state = {name: self.state[name]} if name in self.state else {}
-        return replace(self, grad=grad, shapes=shapes, state=state)
+        return replace(self, grad=grad, shapes=shapes, state=state, pending=None)
 
     def shard(self, index: int, size: int) -> Bucket:
         """Return a bucket of shard ``index`` with ``size`` elements and other random numbers."""

@@ -20,8 +20,8 @@ SHAPES = {"even": (32, 32), "odd": (33, 34), "even elsewhere": (32, 32), "odd el
 def compile_kernels(engine: Engine, device: torch.device) -> None:
     """Exchange made-up gradients with a like engine, if kernels are used on ``device``.
 
-    Kernels are compiled once for each set of constants and alignment; see ``triton_kernels``. What
-    a controller changes later, such as the number of bits, is compiled then.
+    Kernels are compiled once for each set of constants and alignment; see ``kernels.gpu.launch``.
+    What a controller changes later, such as the number of bits, is compiled then.
     """
     if not dispatch.may_compile(device):
         return

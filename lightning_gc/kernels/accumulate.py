@@ -28,9 +28,9 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
         tensor([ 0.5000,  0.0000, -1.0000])
     """
     if fused(out) and positions.is_contiguous() and values.is_contiguous():
-        from lightning_gc.kernels import triton_kernels
+        from lightning_gc.kernels.gpu import tensors as gpu
 
-        triton_kernels.accumulate(out, positions, values, scale)
+        gpu.accumulate(out, positions, values, scale)
     else:
         reference(out, positions, values, scale)
 

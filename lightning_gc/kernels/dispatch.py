@@ -63,9 +63,9 @@ def _numba_works() -> bool:
     if find_spec("numba") is None:
         return False
     try:
-        from lightning_gc.kernels import numba_kernels
+        from lightning_gc.kernels.host import tensors as host
 
-        numba_kernels.self_test()
+        host.self_test()
     except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
         warnings.warn(
             f"numba's kernels do not run here ({type(error).__name__}: {error}); torch's "
@@ -87,9 +87,9 @@ def _works(device: torch.device) -> bool:
     if not _found():
         return False
     try:
-        from lightning_gc.kernels import triton_kernels
+        from lightning_gc.kernels.gpu import tensors as gpu
 
-        triton_kernels.self_test(device)
+        gpu.self_test(device)
     except Exception as error:  # any exception of a compiler or driver
         warnings.warn(
             f"Triton's kernels do not run on {device} ({type(error).__name__}: {error}); torch's "

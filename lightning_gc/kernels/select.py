@@ -29,9 +29,9 @@ def select(buffer: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
         tensor([0.0000, 0.2500, 0.0000])
     """
     if fused(buffer):
-        from lightning_gc.kernels import triton_kernels
+        from lightning_gc.kernels.gpu import tensors as gpu
 
-        return triton_kernels.select(buffer, threshold)
+        return gpu.select(buffer, threshold)
     return reference(buffer, threshold)
 
 
@@ -42,9 +42,9 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     bytes per element; torch operations allocate an absolute value, two masks and a count.
     """
     if fused(buffer):
-        from lightning_gc.kernels import triton_kernels
+        from lightning_gc.kernels.gpu import tensors as gpu
 
-        return triton_kernels.reaching(buffer, threshold)
+        return gpu.reaching(buffer, threshold)
     return reaching_reference(buffer, threshold)
 
 

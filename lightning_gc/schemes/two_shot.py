@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,8 +32,10 @@ class TwoShot(Scheme):
         its own buffer.
     """
 
-    joint: ClassVar[Joint] = "shards"
     cuts = True
+
+    def joint(self, workers: int) -> Joint:
+        return "shards"
 
     def encodings(self, workers: int) -> int:
         return workers + 1

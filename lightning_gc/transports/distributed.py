@@ -9,13 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, Payload, Reply, Request
+from lightning_gc.core.message import Message, as_bytes
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
-    Message,
     Transport,
     all_gather_bytes,
     all_reduce_bytes,
-    as_bytes,
     by_leg,
     check_lengths,
     laid_out,
@@ -115,7 +114,7 @@ class Distributed(Transport):
 
     def _gather(self, request: Gather) -> Reply:
         own, limits = request.tensors, request.limits
-        layouts = [Message(own)] * self.workers
+        layouts = [Message.of(own)] * self.workers
         if limits is not None:
             # All workers get the same lengths, so that sizes agree.
             ours = _as_tensor(lengths_of(own), own)
@@ -143,7 +142,7 @@ class Distributed(Transport):
         self.sent_bytes += away
         self.node_bytes += within
         if limits is None:
-            layouts = [Message(own)] * self.workers
+            layouts = [Message.of(own)] * self.workers
         elif own[0].device.type == "cpu":
             return self._exchange_ragged(request.payloads, messages, limits)
         else:
@@ -177,7 +176,7 @@ class Distributed(Transport):
         def measure(sender: int, first: Tensor) -> int:
             announced = first[:head].view(torch.int64).tolist()
             check_lengths(announced, own, limits, sender)
-            layouts[sender] = Message(own, announced)
+            layouts[sender] = Message.of(own, announced)
             return head + layouts[sender].nbytes
 
         headers = [as_bytes(_as_tensor(lengths_of(payload), own)) for payload in payloads]
@@ -194,7 +193,7 @@ class Distributed(Transport):
         for sender, arriving in enumerate(announced):
             check_lengths(arriving, own, limits, sender)
         self.sent_bytes += all_gather_bytes(LENGTH_BYTES * len(own), self.workers)
-        return [Message(own, arriving) for arriving in announced]
+        return [Message.of(own, arriving) for arriving in announced]
 
 
 def _as_tensor(lengths: Sequence[int] | Sequence[Sequence[int]], like: Payload) -> Tensor:

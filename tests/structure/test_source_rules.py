@@ -324,7 +324,7 @@ def modules() -> list[str]:
         names = [name for name in names if not name.endswith("for_ray")]
     if importlib.util.find_spec("triton"):
         return names
-    return [name for name in names if not name.endswith(".kernels.triton_kernels")]
+    return [name for name in names if ".kernels.gpu." not in name]
 
 
 @pytest.mark.parametrize("name", modules())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Contraction, Part, Traits, clear_parts
 from lightning_gc.core import Bucket, Field, Payload, Wire, elias_fano, payload_validation
 from lightning_gc.kernels.accumulate import accumulate
 
@@ -37,6 +39,13 @@ class SparseCodec(Codec):
     def sent_dtype(self) -> torch.dtype:
         """The dtype of sent values; the rounding error stays in the error."""
         return torch.float32
+
+    @property
+    def joint_kind(self) -> Hashable:
+        return (SparseCodec, self.sent_dtype) if self.joins else None
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        return JointSelection(parts)
 
     @abc.abstractmethod
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
@@ -68,6 +77,56 @@ class SparseCodec(Codec):
 
     def sent(self, payload: Payload, numel: int) -> int:
         return payload[0].numel()
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
+class JointSelection(SparseCodec):
+    """Choose elements in each part by the part's codec, and send one payload for all parts.
+
+    The elements and their mean are the same as with separate payloads. Coding, checking and adding
+    cost once per bucket, not once per parameter.
+
+    Args:
+        parts: ascending; other elements of the bucket are not changed.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def traits(self) -> Traits:
+        return self.parts[0].codec.traits  # type: ignore[no-any-return]
+
+    @property
+    def ragged(self) -> bool:
+        return any(part.codec.ragged for part in self.parts)
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        return self.parts[0].codec.sent_dtype  # type: ignore[no-any-return]
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        found = []
+        for part in self.parts:
+            inner = bucket.part(part.name, part.start, part.stop)
+            chosen = part.codec.choose(buffer[part.start : part.stop], inner)
+            found.append(chosen.add_(part.start))
+        return torch.cat(found)
+
+    def most(self, numel: int) -> int:
+        return sum(part.codec.most(part.numel) for part in self.parts)
+
+    def elements(self, numel: int) -> int:
+        return sum(part.numel for part in self.parts)
+
+    def clear(self, out: Tensor) -> None:
+        clear_parts(self.parts, out)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 0; each part keeps its codec's bound."""
+        return Contraction(0.0)
+
+    def __repr__(self) -> str:
+        return f"PerParameter({self.parts[0].codec!r})"
 
 
 def wire(most: int, numel: int, varies: Varies, dtype: torch.dtype = torch.float32) -> Wire:

@@ -23,10 +23,10 @@ from lightning_gc.core import (
     wire,
 )
 from lightning_gc.core.digest import ReplicaError
+from lightning_gc.core.message import as_bytes
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import broken, named
 from lightning_gc.testing.lockstep import Lockstep
-from lightning_gc.transports.base import as_bytes
 from lightning_gc.transports.simulated import Simulated
 
 

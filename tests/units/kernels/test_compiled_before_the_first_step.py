@@ -62,7 +62,7 @@ class Recorded:
 )
 def test_all_are_known(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[Any] = set()
-    path = "lightning_gc.kernels.triton_kernels"
+    path = "lightning_gc.kernels.gpu.tensors"
     for name, aligned in ALIGNED.items():
         kernel = getattr(importlib.import_module(path), name)
         monkeypatch.setattr(f"{path}.{name}", Recorded(kernel, aligned, seen))

@@ -58,7 +58,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(name: str) -> Any:
-    return getattr(importlib.import_module("lightning_gc.kernels.triton_kernels"), name)
+    return getattr(importlib.import_module("lightning_gc.kernels.gpu.tensors"), name)
 
 
 def compiled(name: str, constants: dict[str, Any], target: tuple[Any, ...]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_there_are_few_variants(name: str) -> None:
 
 
 def test_these_are_all_kernels() -> None:
-    file = importlib.import_module("lightning_gc.kernels.triton_kernels").__file__
+    file = importlib.import_module("lightning_gc.kernels.gpu.tensors").__file__
     text = Path(str(file)).read_text()
     declared = set(re.findall(r"^@kernel\(.*\)\ndef (\w+)", text, re.MULTILINE))
     assert declared == {name for _, name, _ in KERNELS}

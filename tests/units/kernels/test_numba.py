@@ -102,12 +102,12 @@ def test_what_a_codec_sends_does_not_depend_on_numba(
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_gc.kernels import numba_kernels
+    from lightning_gc.kernels.host import tensors as host
 
     def less(out: Tensor, values: Tensor, scale: float) -> None:
         out.add_(values.float(), alpha=scale * 0.999)
 
-    monkeypatch.setattr(numba_kernels, "add_bfloat16", less)
+    monkeypatch.setattr(host, "add_bfloat16", less)
     dispatch._numba_works.cache_clear()
     try:
         with pytest.warns(UserWarning, match="bfloat16 differs from torch's"):

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc.core.flow import Exchange, Gather, Reply, Request
+from lightning_gc.core.message import Message, as_bytes
 from lightning_gc.exchange.peers import ShardParts
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.transports import Simulated, Transport
-from lightning_gc.transports.base import Message, as_bytes, check_lengths, laid_out, lengths_of
+from lightning_gc.transports.base import check_lengths, laid_out, lengths_of
 from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text
 from lightning_gc.transports.peer_error import PeerError
 
@@ -44,7 +45,7 @@ def own_payload(data: st.DataObject) -> tuple[Tensor, ...]:
 def test_unpack_takes_any_bytes_and_refuses_too_few(examples: int) -> None:
     def law(data: st.DataObject) -> None:
         own = own_payload(data)
-        layout = Message(own)
+        layout = Message.of(own)
         assert layout.pack(own).numel() == layout.nbytes
         surplus = data.draw(st.integers(-8, 16))
         size = max(layout.nbytes + surplus, 0)
@@ -65,7 +66,7 @@ def test_unpack_takes_any_bytes_and_refuses_too_few(examples: int) -> None:
 
 
 def test_what_is_no_string_of_bytes() -> None:
-    layout = Message((torch.zeros(2),))
+    layout = Message.of((torch.zeros(2),))
     for message in (torch.zeros(8), torch.zeros(1, 8, dtype=torch.uint8)):
         with pytest.raises(ValueError, match="8 bytes was expected"):
             layout.unpack(message)
@@ -89,8 +90,8 @@ def test_lengths_are_refused_or_make_a_layout_within_limits(examples: int) -> No
                 check_lengths(announced, own, limits, 3)
             return
         check_lengths(announced, own, limits, 3)
-        layout = Message(own, announced)
-        assert 8 <= layout.nbytes <= Message(tuple(t.new_zeros(20) for t in own)).nbytes + 8
+        layout = Message.of(own, announced)
+        assert 8 <= layout.nbytes <= Message.of(tuple(t.new_zeros(20) for t in own)).nbytes + 8
         sent = tuple(t.new_zeros(n) for t, n in zip(own, announced, strict=True))
         tensors = layout.unpack(layout.pack(sent))
         assert all(t.numel() <= m for t, m in zip(tensors, most, strict=True))
@@ -106,10 +107,10 @@ def test_a_message_of_other_lengths_than_announced_is_refused(examples: int) -> 
         other = [data.draw(st.integers(0, 9), label="announced") for _ in own]
         message = torch.nn.functional.pad(layout.pack(own), (0, 800))
         if other == lengths_of(own):
-            assert len(Message(own, other).unpack(message)) == len(own)
+            assert len(Message.of(own, other).unpack(message)) == len(own)
         else:
             with pytest.raises(ValueError, match=r"does not end after \d+ bytes, as announced"):
-                Message(own, other).unpack(message)
+                Message.of(own, other).unpack(message)
 
     hold(examples, law)
 

@@ -1,22 +1,8 @@
-"""Triton kernels of the functions in this folder; imported lazily.
-
-They use only features of Triton 3.2 (torch 2.6). To equal the torch reference bit for bit, all are
-launched with ``EXACT``, divide with ``div_rn`` (``/`` is approximate), and take no minimum or
-maximum of NaN, on which devices differ. Atomics are of integers only: their maximum does not
-depend on the order.
-
-Triton compiles a variant of a kernel for each kind of argument: numbers that are 1 or multiples of
-16, tensors that begin at multiples of 16 bytes. Parameters lie anywhere in buckets and payloads
-anywhere in messages, so that would be dozens, compiled in the midst of training. With ``kernel``
-there is one variant for each set of constants and element types, and a few more where a kernel is
-faster for what is ``aligned``.
-"""
+"""Triton kernels of the functions in this folder that work on one tensor; imported lazily."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -24,34 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gc.core.bit_packing import packed_bytes, unpack
+from lightning_gc.kernels.gpu import segments
+from lightning_gc.kernels.gpu.launch import kernel, launch
 
 PAYLOAD_BLOCK = 512
 """Elements of a payload that one program of ``accumulate`` adds."""
 SELECT_BLOCK = 2048
 """Elements that one program of ``select`` reads; 16 to a thread."""
-ROW = 1024
-"""Elements of a piece that a program reads at a time."""
 GROUPS = 128
 """Groups of eight codes that one program of ``quantise`` or ``dequantise`` converts."""
-EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Launch options: a product and a sum round twice, as two torch operations do."""
-
-
-def kernel(*aligned: str) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that declares a kernel.
-
-    Args:
-        aligned: arguments whose alignment makes a kernel faster: the tensor that is loaded in
-            vectors, and its number of elements.
-    """
-
-    def declare(function: Callable[..., None]) -> Any:
-        arguments = inspect.signature(function).parameters.values()
-        numbers = {argument.name for argument in arguments if argument.annotation is argument.empty}
-        others = sorted(numbers - set(aligned))
-        return triton.jit(do_not_specialize=others, do_not_specialize_on_alignment=others)(function)
-
-    return declare
 
 
 @kernel()
@@ -71,12 +38,12 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
     chosen = positions.numel()
     if not chosen:
         return
-    with torch.cuda.device_of(out):
-        scatter_add[(triton.cdiv(chosen, PAYLOAD_BLOCK),)](
-            *(out, positions, values, float(scale), chosen, out.numel()),
-            BLOCK=PAYLOAD_BLOCK,
-            **EXACT,
-        )
+    launch(
+        scatter_add,
+        (triton.cdiv(chosen, PAYLOAD_BLOCK),),
+        *(out, positions, values, float(scale), chosen, out.numel()),
+        BLOCK=PAYLOAD_BLOCK,
+    )
 
 
 @kernel("buffer", "numel")
@@ -134,24 +101,19 @@ def _selected(buffer: Tensor, threshold: float | Tensor, move: bool) -> tuple[Te
     blocks = triton.cdiv(numel, SELECT_BLOCK)
     bitmap = torch.empty(triton.cdiv(numel, 8), dtype=torch.uint8, device=device)
     counts = torch.empty(blocks, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(buffer):
-        mark[(blocks,)](buffer, limit, bitmap, counts, numel, GROUPS=SELECT_BLOCK // 8, **EXACT)
-        ends = counts.cumsum(0, dtype=torch.int32)
-        reached = int(ends[-1])
-        positions = torch.empty(reached, dtype=torch.int64, device=device)
-        values = torch.empty(reached, device=device, dtype=buffer.dtype) if move else buffer
-        if reached:
-            compact[(blocks,)](
-                buffer,
-                bitmap,
-                ends,
-                values,
-                positions,
-                numel,
-                MOVE=move,
-                BLOCK=SELECT_BLOCK,
-                **EXACT,
-            )
+    launch(mark, (blocks,), buffer, limit, bitmap, counts, numel, GROUPS=SELECT_BLOCK // 8)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    reached = int(ends[-1])
+    positions = torch.empty(reached, dtype=torch.int64, device=device)
+    values = torch.empty(reached, device=device, dtype=buffer.dtype) if move else buffer
+    if reached:
+        launch(
+            compact,
+            (blocks,),
+            *(buffer, bitmap, ends, values, positions, numel),
+            MOVE=move,
+            BLOCK=SELECT_BLOCK,
+        )
     return values, positions
 
 
@@ -229,16 +191,16 @@ def quantise(
     draw = isinstance(noise, torch.Generator)
     seed = noise.initial_seed() if isinstance(noise, torch.Generator) else 0
     numbers = noise if isinstance(noise, Tensor) else buffer  # unused
-    with torch.cuda.device_of(buffer):
-        round_and_pack[(triton.cdiv(numel, 8 * GROUPS),)](
-            *(buffer, norms, numbers, packed, seed, numel, block_size),
-            DRAW=draw,
-            NEAREST=noise is None,
-            STEPS=float(2 ** (bits - 1) - 1),
-            BITS=bits,
-            GROUPS=GROUPS,
-            **EXACT,
-        )
+    launch(
+        round_and_pack,
+        (triton.cdiv(numel, 8 * GROUPS),),
+        *(buffer, norms, numbers, packed, seed, numel, block_size),
+        DRAW=draw,
+        NEAREST=noise is None,
+        STEPS=float(2 ** (bits - 1) - 1),
+        BITS=bits,
+        GROUPS=GROUPS,
+    )
     return packed
 
 
@@ -292,106 +254,14 @@ def dequantise(
 ) -> None:
     """Add the values of the codes; see ``kernels.dequantise``."""
     numel = out.numel()
-    with torch.cuda.device_of(out):
-        unpack_and_add[(triton.cdiv(numel, 8 * GROUPS),)](
-            *(packed, norms, out, float(scale), numel, block_size),
-            STEPS=2 ** (bits - 1) - 1,
-            BITS=bits,
-            GROUPS=GROUPS,
-            **EXACT,
-        )
-
-
-@kernel()
-def largest(buffer, pieces, count, found, BLOCK: tl.constexpr):
-    """Raise ``found`` of each piece's parameter to the bits of its largest magnitude."""
-    piece = tl.program_id(0)
-    at = tl.load(pieces + count + piece)
-    stop = tl.load(pieces + 2 * count + piece)
-    most = tl.zeros([BLOCK], tl.int32)
-    while at < stop:
-        here = at + tl.arange(0, BLOCK)
-        x = tl.load(buffer + here, mask=here < stop, other=0.0)
-        most = tl.maximum(most, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # NaN is above infinity
-        at += BLOCK
-    tl.atomic_max(found + tl.load(pieces + piece), tl.max(most, axis=0))
-
-
-def peaks(flat: Tensor, pieces: Tensor, segments: int) -> Tensor:
-    """Return the largest magnitudes, ``(segments,)`` float32; see ``kernels.segments``."""
-    found = torch.zeros(segments, dtype=torch.int32, device=flat.device)
-    count = pieces.shape[1]
-    with torch.cuda.device_of(flat):
-        largest[(count,)](flat, pieces, count, found, BLOCK=ROW, **EXACT)
-    return found.view(torch.float32)
-
-
-@kernel()
-def move_pieces(
-    target, source, peaks, pieces, count, ADD: tl.constexpr, TAKE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Copy, take or add a piece of ``source`` if its parameter's peak is zero."""
-    piece = tl.program_id(0)
-    if tl.load(peaks + tl.load(pieces + piece)) == 0.0:
-        at = tl.load(pieces + count + piece)
-        stop = tl.load(pieces + 2 * count + piece)
-        while at < stop:
-            here = at + tl.arange(0, BLOCK)
-            x = tl.load(source + here, mask=here < stop, other=0.0)
-            if ADD:
-                finite = (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
-                kept = tl.load(target + here, mask=here < stop, other=0.0)
-                x = kept + tl.where(finite, x, 0.0)
-            tl.store(target + here, x, mask=here < stop)
-            if TAKE:
-                tl.store(source + here, tl.zeros([BLOCK], tl.float32), mask=here < stop)
-            at += BLOCK
-
-
-def move_idle(how: str, target: Tensor, source: Tensor, peaks: Tensor, pieces: Tensor) -> None:
-    """Move elements of idle parameters; see ``kernels.segments``."""
-    count = pieces.shape[1]
-    with torch.cuda.device_of(target):
-        move_pieces[(count,)](
-            *(target, source, peaks, pieces, count),
-            ADD=how == "add",
-            TAKE=how == "take",
-            BLOCK=ROW,
-            **EXACT,
-        )
-
-
-@kernel("buffer", "numel")
-def zero_if(buffer, flag, numel, BLOCK: tl.constexpr):
-    """Zero BLOCK elements if the flag is not."""
-    if tl.load(flag) != 0.0:  # true for NaN
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(buffer + at, tl.zeros([BLOCK], tl.float32), mask=at < numel)
-
-
-def silence(flat: Tensor, flag: Tensor) -> None:
-    """Zero ``flat`` if ``flag`` is NaN; see ``kernels.segments``."""
-    with torch.cuda.device_of(flat):
-        zero_if[(triton.cdiv(flat.numel(), SELECT_BLOCK),)](
-            flat, flag, flat.numel(), BLOCK=SELECT_BLOCK, **EXACT
-        )
-
-
-@kernel("buffer", "numel")
-def zero_non_finite(buffer, numel, BLOCK: tl.constexpr):
-    """Zero the elements among BLOCK that are not finite; others are only read."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(buffer + at, mask=at < numel, other=0.0)
-    bad = (x.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
-    tl.store(buffer + at, tl.zeros([BLOCK], tl.float32), mask=(at < numel) & bad)
-
-
-def clean(flat: Tensor) -> None:
-    """Set elements that are not finite to zero; see ``kernels.segments``."""
-    with torch.cuda.device_of(flat):
-        zero_non_finite[(triton.cdiv(flat.numel(), SELECT_BLOCK),)](
-            flat, flat.numel(), BLOCK=SELECT_BLOCK, **EXACT
-        )
+    launch(
+        unpack_and_add,
+        (triton.cdiv(numel, 8 * GROUPS),),
+        *(packed, norms, out, float(scale), numel, block_size),
+        STEPS=2 ** (bits - 1) - 1,
+        BITS=bits,
+        GROUPS=GROUPS,
+    )
 
 
 _NORM_BLOCK = 64
@@ -474,32 +344,8 @@ def _norms(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return norms, norms.repeat_interleave(_NORM_BLOCK)[: numbers.numel()]
 
 
-def _segments(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    halves = [[0, 1], [0, 500], [500, 1000]]
-    pieces = torch.tensor(halves, dtype=torch.int32, device=numbers.device)
-    flat, other = numbers.clone(), numbers.flip(0)
-    flat[500:] = 0
-    found = peaks(flat, pieces, 2)
-    yield found, flat.abs().view(2, 500).amax(1)
-    taken, source = numbers.clone(), other.clone()
-    move_idle("take", taken, source, found, pieces)
-    yield taken, torch.cat([numbers[:500], other[500:]])
-    yield source, torch.cat([other[:500], torch.zeros_like(other[500:])])
-    move_idle("add", taken, other, found, pieces)
-    yield taken, torch.cat([numbers[:500], 2 * other[500:]])
-    for flag, wanted in ((0.0, 2 * numbers), (float("nan"), 0 * numbers)):
-        given = 2 * numbers
-        silence(given, numbers.new_full((1,), flag))
-        yield given, wanted
-    bad = numbers.masked_fill(numbers > 0.5, float("inf")).masked_fill_(
-        numbers < -0.5, float("nan")
-    )
-    clean(bad)
-    yield bad, numbers.masked_fill(numbers.abs() > 0.5, 0)
-
-
 _ATTEMPTS = {
-    "segments": _segments,
+    "segments": segments.attempt,
     "accumulate": _accumulate,
     "select": _select,
     "quantise": _quantise,

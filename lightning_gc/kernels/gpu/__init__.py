@@ -1,0 +1,1 @@
+"""Triton kernels, one module for each family; imported when a tensor on a GPU needs them."""
