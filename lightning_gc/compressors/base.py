@@ -28,6 +28,7 @@ from lightning_gc.core import (
 from lightning_gc.core.settings import Settings
 from lightning_gc.core.state_structure import NOTHING
 from lightning_gc.core.wire import limits
+from lightning_gc.kernels.dispatch import fused
 
 Kind = Literal["dense", "sparsifier", "quantiser", "low rank"]
 
@@ -428,6 +429,12 @@ class Codec(Compressor):
             payload_validation.fields(payload, wire_of(self, out.numel()))
             self.decode(payload, out, scale, bucket)
 
+    def check(self, payloads: Sequence[Payload], bucket: Bucket, *, averaged: bool = False) -> None:
+        """Raise ValueError, which names the sender, if tensors of a payload have wrong lengths."""
+        for sender, payload in enumerate(payloads):
+            with payload_validation.naming(self, bucket, None if averaged else sender):
+                payload_validation.fields(tuple(payload), wire_of(self, bucket.numel))
+
     def clear(self, out: Tensor) -> None:
         """Zero the elements of ``out``, ``(numel,)``, that ``decode`` adds to."""
         out.zero_()
@@ -454,6 +461,11 @@ class Codec(Compressor):
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         assert scheme is not None
         yield from scheme.flow(self, bucket, buffer, out)
+
+
+def absorbed(bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+    """Return whether kernels of whole buckets can be used: on a GPU, without shards."""
+    return scheme is not None and scheme.joint(bucket.workers) == "parts" and fused(buffer)
 
 
 class Part(NamedTuple):

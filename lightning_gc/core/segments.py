@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_gc.core.message import Packed
+
 PIECE = 1 << 15
 """Elements of a parameter that one program of a kernel reads at most."""
 
@@ -106,3 +108,13 @@ class Pending:
     gain: float = 1.0
     flagged: bool = True
     flags: list[Tensor] = field(default_factory=list)
+
+    @property
+    def flag_field(self) -> list[tuple[torch.dtype, int]]:
+        """Dtype and length of the flag in a payload that carries it."""
+        return [(torch.float32, 1)] if self.flagged else []
+
+    def ending(self, packed: Packed) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return what ``end_message`` needs: the flag, its place, the padding and its length."""
+        place = packed.flag if self.flagged else torch.empty_like(self.flag)
+        return self.flag, place, packed.padding, packed.layout.padding

@@ -87,9 +87,9 @@ def _works(device: torch.device) -> bool:
     if not _found():
         return False
     try:
-        from lightning_gc.kernels.gpu import tensors as gpu
+        from lightning_gc.kernels.gpu import self_test
 
-        gpu.self_test(device)
+        self_test.self_test(device)
     except Exception as error:  # any exception of a compiler or driver
         warnings.warn(
             f"Triton's kernels do not run on {device} ({type(error).__name__}: {error}); torch's "

@@ -22,7 +22,7 @@ needs_kernels = pytest.mark.skipif(
 )
 marks = [
     needs_kernels,
-    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.usefixtures("poisoned", "fused_once"),
     # The interpreter computes with numpy, which warns of what floats do.
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Contraction, Traits
+from lightning_gc.compressors.base import Codec, CodecScheme, Contraction, Traits, absorbed
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire
 from lightning_gc.kernels.quantise import add_bfloat16, round_to_bfloat16
 
@@ -51,7 +52,14 @@ class Cast(Codec):
             raise ValueError(f"Cast(dtype={self.dtype!r}): use 'bfloat16' or 'float16'.")
         object.__setattr__(self, "dtype", name)
 
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        return absorbed(bucket, buffer, scheme)
+
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        if bucket.pending is not None:
+            from lightning_gc.kernels.gpu import casts
+
+            return casts.encode(buffer, _TYPES[self.dtype], bucket.pending)
         if self.dtype == "bfloat16":
             return (round_to_bfloat16(buffer),)
         largest = torch.finfo(torch.float16).max
@@ -61,6 +69,17 @@ class Cast(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         add_bfloat16(out, payload[0], scale)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        if bucket.pending is None:
+            super().receive_all(payloads, out, bucket, averaged=averaged)
+            return
+        from lightning_gc.kernels.gpu import casts
+
+        self.check(payloads, bucket, averaged=averaged)
+        casts.average([values for (values,) in payloads], out, bucket.pending)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1 − 2⁻¹⁶ for bfloat16; 0 for float16, which may round all to zero."""

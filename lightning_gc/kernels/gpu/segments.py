@@ -165,7 +165,7 @@ def take_pieces(
 ):
     """Move a piece out of ``buffer``; of an idle parameter zeros are taken and the rest stays."""
     piece = tl.program_id(0)
-    idle = (tl.load(peaks + tl.load(table + piece)) == 0.0) & ADD
+    idle = tl.load(peaks + tl.load(table + piece)) == 0.0
     at = tl.load(table + count + piece)
     stop = tl.load(table + 2 * count + piece)
     place = tl.load(table + 3 * count + piece) - at
@@ -173,8 +173,11 @@ def take_pieces(
         here = at + tl.arange(0, BLOCK)
         inside = here < stop
         x = compensated(buffer, grad, here, inside, decay, gain, ADD)
-        tl.store(taken + place + here, tl.where(idle, 0.0, x), mask=inside)
-        left = tl.where(idle & is_finite(x), x, 0.0)
+        left = tl.zeros([BLOCK], tl.float32)
+        if ADD:
+            left = tl.where(idle, tl.where(is_finite(x), x, 0.0), 0.0)
+            x = tl.where(idle, 0.0, x)
+        tl.store(taken + place + here, x, mask=inside)
         tl.store(buffer + here, left, mask=inside)
         at += BLOCK
 
@@ -245,6 +248,15 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def sample(numbers: Tensor) -> Pending:
+    """Return work for tests of kernels, for a bucket of ``(1000,)``: an idle parameter of two."""
+    segments = Segments([(0, 500), (500, 1000)], numbers.device)
+    peak = torch.tensor([1.0, 0.0], device=numbers.device)
+    flag = torch.zeros(1, dtype=torch.float32, device=numbers.device)
+    work = Workspace(segments)
+    return Pending(segments, peak, flag, work, numbers.flip(0), decay=0.5, flags=[flag, flag])
+
+
 def attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield results of all kernels for ``numbers``, ``(1000,)``, beside torch's."""
     segments = Segments([(0, 500), (500, 1000)], numbers.device)
@@ -269,3 +281,11 @@ def attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     )
     clean(bad)
     yield bad, numbers.masked_fill(numbers.abs() > 0.5, 0)
+    pending = sample(numbers)
+    places = torch.tensor([[0, 1], [0, 500], [500, 1000], [0, 500]], device=numbers.device).int()
+    left, out = numbers.clone(), numbers.clone()
+    taken, x = take(left, places, 1000, pending), 0.5 * numbers + numbers.flip(0)
+    yield taken, torch.cat([x[:500], torch.zeros_like(x[500:])])
+    yield left, torch.cat([torch.zeros_like(x[:500]), x[500:]])
+    put(taken, out, places, pending)
+    yield out, taken

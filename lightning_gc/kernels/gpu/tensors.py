@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gc.core.bit_packing import packed_bytes, unpack
-from lightning_gc.kernels.gpu import segments
 from lightning_gc.kernels.gpu.launch import kernel, launch
 
 PAYLOAD_BLOCK = 512
@@ -268,25 +267,6 @@ _NORM_BLOCK = 64
 _BITS = (5, 8, 12)  # codes with a rest only, with whole bytes only, with both
 
 
-def self_test(device: torch.device) -> None:
-    """Compare every kernel with torch on a small tensor of ``device``; the host waits.
-
-    A kernel that does not compile or run would else fail in a training step, perhaps on one worker.
-    Tests compare bit for bit; this is for an unknown compiler or device.
-
-    Raises:
-        RuntimeError: a kernel does not compile or run, or its result differs from torch's.
-    """
-    numbers = torch.linspace(-1, 1, 1000, dtype=torch.float32, device=device)
-    for name, attempt in _ATTEMPTS.items():
-        try:
-            for ours, theirs in attempt(numbers):
-                if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-6):
-                    raise ArithmeticError("its result differs from torch's")
-        except Exception as error:  # any exception of a compiler or driver
-            raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
-
-
 def _accumulate(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     out, values = numbers.clone(), numbers[::3].contiguous()
     places = torch.arange(0, numbers.numel(), 3, device=numbers.device)
@@ -344,10 +324,10 @@ def _norms(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return norms, norms.repeat_interleave(_NORM_BLOCK)[: numbers.numel()]
 
 
-_ATTEMPTS = {
-    "segments": segments.attempt,
+ATTEMPTS = {
     "accumulate": _accumulate,
     "select": _select,
     "quantise": _quantise,
     "dequantise": _dequantise,
 }
+"""Name -> function that yields results of kernels for ``(1000,)`` numbers, beside torch's."""

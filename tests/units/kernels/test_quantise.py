@@ -69,7 +69,8 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 7])
 def test_the_first_tile_of_the_largest_tensor(bits: int) -> None:
     """Which need not be there: a tile that is told of as many elements as there may be."""
-    from lightning_gc.kernels.gpu.tensors import EXACT, GROUPS, round_and_pack, unpack_and_add
+    from lightning_gc.kernels.gpu.launch import EXACT
+    from lightning_gc.kernels.gpu.tensors import GROUPS, round_and_pack, unpack_and_add
 
     x, s, numel = tensors(TILE)["normal"], 2 ** (bits - 1) - 1, MAX_NUMEL - 1
     norms, left, out = here(norms_of(x, TILE)), x.clone(), torch.zeros(TILE)

@@ -10,20 +10,24 @@ from tests.support.kernel_device import DEVICE, marks
 
 pytestmark = marks
 KERNELS = [
-    ("accumulate", "scatter_add"),
-    ("select", "mark"),
-    ("select", "compact"),
-    ("quantise", "round_and_pack"),
-    ("dequantise", "unpack_and_add"),
-    ("segments", "largest"),
-    ("segments", "move_pieces"),
-    ("segments", "zero_if"),
-    ("segments", "zero_non_finite"),
+    ("accumulate", "tensors", "scatter_add"),
+    ("select", "tensors", "mark"),
+    ("select", "tensors", "compact"),
+    ("quantise", "tensors", "round_and_pack"),
+    ("dequantise", "tensors", "unpack_and_add"),
+    *(
+        ("segments", "segments", kernel)
+        for kernel in (
+            *("largest", "move_pieces", "zero_if", "zero_non_finite"),
+            *("take_pieces", "put_pieces"),
+        )
+    ),
+    *(("casts", "casts", kernel) for kernel in ("round_pieces", "average_pieces")),
 ]
 
 
-def kernels() -> Any:
-    return importlib.import_module("lightning_gc.kernels.gpu.tensors")
+def module(name: str) -> Any:
+    return importlib.import_module(f"lightning_gc.kernels.gpu.{name}")
 
 
 class DoesNothing:
@@ -39,17 +43,17 @@ class DoesNotCompile:
 
 
 def test_all_are_right() -> None:
-    kernels().self_test(torch.device(DEVICE))
+    module("self_test").self_test(torch.device(DEVICE))
 
 
-@pytest.mark.parametrize(("operation", "kernel"), KERNELS)
+@pytest.mark.parametrize(("operation", "family", "kernel"), KERNELS)
 @pytest.mark.parametrize("fails", [DoesNotCompile, DoesNothing])
 def test_one_that_fails_is_found(
-    operation: str, kernel: str, fails: type, monkeypatch: pytest.MonkeyPatch
+    operation: str, family: str, kernel: str, fails: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is left in memory was another tensor before; hence zeros, which are no result."""
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    monkeypatch.setattr(kernels(), kernel, fails())
+    monkeypatch.setattr(module(family), kernel, fails())
     with pytest.raises(RuntimeError, match=f"^{operation}: ") as found:
-        kernels().self_test(torch.device(DEVICE))
+        module("self_test").self_test(torch.device(DEVICE))
     assert ("unsupported" in str(found.value)) == (fails is DoesNotCompile)

@@ -1,0 +1,45 @@
+"""Kernels of whole buckets give the bits of torch's operations, parameter by parameter."""
+
+import pytest
+
+import lightning_gc as gc
+from lightning_gc import ErrorFeedback, NoMemory
+from lightning_gc.compressors import Compressor
+from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits
+from tests.support.kernel_device import marks, some
+
+pytestmark = marks
+METHODS: list[Compressor] = [gc.Cast(), gc.Cast("float16")]
+methods = pytest.mark.parametrize("compressor", METHODS, ids=repr)
+
+
+@methods
+@pytest.mark.parametrize("kind", some(KINDS, KINDS))
+def test_same_bits(compressor: Compressor, kind: str) -> None:
+    assert_same_bits(compressor, kind, "some")
+
+
+@methods
+@pytest.mark.parametrize("layout", some(LAYOUTS, ("one", "several")))
+def test_layouts(compressor: Compressor, layout: str) -> None:
+    for kind in ("normal", "idle"):
+        assert_same_bits(compressor, kind, layout)
+
+
+@methods
+@pytest.mark.parametrize("workers", some((1, 3, 4, 8), (1, 3)))
+def test_workers(compressor: Compressor, workers: int) -> None:
+    assert_same_bits(compressor, "not finite", "some", workers=workers, scheme=gc.AllGather())
+
+
+@methods
+def test_memories(compressor: Compressor) -> None:
+    for memory in (NoMemory(), ErrorFeedback(decay=0.5, gain=0.25)):
+        assert_same_bits(compressor, "idle", "some", memory=memory)
+
+
+@methods
+@pytest.mark.parametrize("workers", [2, 3])
+def test_with_uncompressed_parameters(compressor: Compressor, workers: int) -> None:
+    if not compressor.traits.elementwise:
+        assert_same_bits(compressor, "idle", "some", workers=workers, min_numel=1000)
