@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import dated_page
 import torch

@@ -19,13 +19,12 @@ from lightning_gc.compressors.base import (
     Multiple,
     Unbounded,
     Variance,
-    Waits,
 )
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Field, Range, text_table
 from lightning_gc.core.registry import path_of, required_fields, subclasses
-from lightning_gc.engine.compatibility import combine
+from lightning_gc.engine.compatibility import combine, waits_of_step
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.methods.parameter_space import declared
 from lightning_gc.schemes import SCHEMES, Scheme
@@ -200,13 +199,6 @@ def waits_entry(name: str, cls: type[Compressor]) -> Entry:
         f"a tensor in a step of {WORKERS} workers": str(waits_of_step(compressor, scheme, WORKERS)),
     }
     return Entry(name, cls, cells)
-
-
-def waits_of_step(compressor: Compressor, scheme: Scheme | None, workers: int) -> Waits:
-    """Return how often the exchange of one tensor makes a worker wait, apart from its messages."""
-    encodings, own = (1, 0) if scheme is None else (scheme.encodings(workers), scheme.waits)
-    each = compressor.waits
-    return Waits(encodings * each.least + own, encodings * each.limit + own)
 
 
 def _knob(knob: Knob) -> str:
