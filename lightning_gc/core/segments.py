@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +37,11 @@ class Segments:
         self.starts, self.lengths = (
             torch.tensor(table, dtype=torch.int64, device=device).view(-1, 2).t().contiguous()
         )
+
+    @functools.cached_property
+    def bounds(self) -> np.ndarray[Any, Any]:
+        """First element and end of each parameter, ``(n, 2)`` int64, for kernels of the host."""
+        return np.array([(span.start, span.stop) for span in self.spans], np.int64).reshape(-1, 2)
 
     @functools.cached_property
     def pieces(self) -> Tensor:
@@ -113,6 +120,12 @@ class Pending:
     def flag_field(self) -> list[tuple[torch.dtype, int]]:
         """Dtype and length of the flag in a payload that carries it."""
         return [(torch.float32, 1)] if self.flagged else []
+
+    def end(self, packed: Packed) -> None:
+        """Write the flag and the padding of a message on the host."""
+        if self.flagged:
+            packed.flag.copy_(self.flag)
+        packed.padding.zero_()
 
     def ending(self, packed: Packed) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return what ``end_message`` needs: the flag, its place, the padding and its length."""

@@ -1,9 +1,11 @@
 """Choose between a compiled kernel and its torch reference, for all kernels."""
 
 import functools
+import importlib
 import os
 import warnings
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -37,6 +39,17 @@ def compiled(tensor: Tensor) -> bool:
     """
     suitable = tensor.dtype == torch.float32 and tensor.is_contiguous()
     return suitable and tensor.device.type == "cpu" and tensor.numel() > 0 and _numba_works()
+
+
+def family(name: str, tensor: Tensor) -> ModuleType:
+    """Return the module of a family's kernels for ``tensor``: of Triton, else of numba.
+
+    Args:
+        name: of the modules in ``kernels.gpu`` and ``kernels.host``.
+        tensor: for which ``fused`` or ``compiled`` returns True.
+    """
+    where = "gpu" if fused(tensor) else "host"
+    return importlib.import_module(f"lightning_gc.kernels.{where}.{name}")
 
 
 def may_compile(device: torch.device) -> bool:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, CodecScheme, Contraction, Traits, absorbed
+from lightning_gc.compressors.base import Codec, CodecScheme, Contraction, Traits
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire
+from lightning_gc.kernels.dispatch import compiled, family, fused
 from lightning_gc.kernels.quantise import add_bfloat16, round_to_bfloat16
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _kernels(tensor: Tensor) -> Any:
+    return family("casts", tensor)
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,13 @@ class Cast(Codec):
         object.__setattr__(self, "dtype", name)
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return absorbed(bucket, buffer, scheme)
+        one_round = scheme is not None and scheme.joint(bucket.workers) == "parts"
+        return one_round and (fused(buffer) or (self.dtype == "bfloat16" and compiled(buffer)))
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if bucket.pending is not None:
-            from lightning_gc.kernels.gpu import casts
-
-            return casts.encode(buffer, _TYPES[self.dtype], bucket.pending)
+            payload: Payload = _kernels(buffer).encode(buffer, _TYPES[self.dtype], bucket.pending)
+            return payload
         if self.dtype == "bfloat16":
             return (round_to_bfloat16(buffer),)
         largest = torch.finfo(torch.float16).max
@@ -76,10 +81,8 @@ class Cast(Codec):
         if bucket.pending is None:
             super().receive_all(payloads, out, bucket, averaged=averaged)
             return
-        from lightning_gc.kernels.gpu import casts
-
         self.check(payloads, bucket, averaged=averaged)
-        casts.average([values for (values,) in payloads], out, bucket.pending)
+        _kernels(out).average([values for (values,) in payloads], out, bucket.pending)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1 − 2⁻¹⁶ for bfloat16; 0 for float16, which may round all to zero."""

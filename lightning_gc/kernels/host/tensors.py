@@ -71,13 +71,13 @@ def _round_to_bfloat16(x, bits, rounded):
     for start in range(0, x.size, wide.size):
         stop = min(start + wide.size, x.size)
         part = slice(start, stop)
-        _upper_half(bits[part], rounded[part])
-        _widen(rounded[part], wide)
-        _subtract(x[part], wide.view(np.float32))
+        upper_half(bits[part], rounded[part])
+        widen(rounded[part], wide)
+        subtract(x[part], wide.view(np.float32))
 
 
 @jit
-def _upper_half(bits, rounded):
+def upper_half(bits, rounded):
     """Round to the nearest, and halves to even; NaN stays NaN."""
     for i in range(bits.size):
         x = bits[i]
@@ -87,13 +87,15 @@ def _upper_half(bits, rounded):
 
 
 @jit
-def _widen(rounded, wide):
+def widen(rounded, wide):
+    """Write bfloat16 numbers, given as uint16, to ``wide`` as bits of float32."""
     for i in range(rounded.size):
         wide[i] = np.uint32(rounded[i]) << np.uint32(16)
 
 
 @jit
-def _subtract(x, rounded):
+def subtract(x, rounded):
+    """Subtract ``rounded`` from ``x``."""
     for i in range(x.size):
         x[i] -= rounded[i]
 
@@ -103,7 +105,7 @@ def _add_bfloat16(out, values, scale):
     wide = np.empty(1024, np.uint32)
     for start in range(0, out.size, wide.size):
         part = slice(start, min(start + wide.size, out.size))
-        _widen(values[part], wide)
+        widen(values[part], wide)
         _add_wide(out[part], wide.view(np.float32), scale)
 
 

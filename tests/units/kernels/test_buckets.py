@@ -1,4 +1,9 @@
-"""Kernels of whole buckets give the bits of torch's operations, parameter by parameter."""
+"""Kernels of whole buckets give the bits of torch's operations, parameter by parameter.
+
+On a GPU and in the interpreter these are Triton's kernels, elsewhere numba's.
+"""
+
+from importlib.util import find_spec
 
 import pytest
 
@@ -6,9 +11,15 @@ import lightning_gc as gc
 from lightning_gc import ErrorFeedback, NoMemory
 from lightning_gc.compressors import Compressor
 from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits
-from tests.support.kernel_device import marks, some
+from tests.support.kernel_device import DEVICE, INTERPRETED, marks_anywhere, some
 
-pytestmark = marks
+pytestmark = [
+    *marks_anywhere,
+    pytest.mark.skipif(
+        find_spec("numba") is None and not INTERPRETED and DEVICE == "cpu",
+        reason="no kernels run here",
+    ),
+]
 METHODS: list[Compressor] = [gc.Cast(), gc.Cast("float16")]
 methods = pytest.mark.parametrize("compressor", METHODS, ids=repr)
 
