@@ -209,6 +209,10 @@ class CodecScheme(Protocol):
         """Return whether parameters may share a payload: no, as parts of a bucket, or as shards."""
 
     @property
+    def averages(self) -> bool:
+        """Whether payloads are averaged before they are decoded."""
+
+    @property
     def scatters(self) -> bool:
         """Whether each worker gets only its shard of the mean."""
 

@@ -104,22 +104,22 @@ class Message:
 class Packed(tuple[Tensor, ...]):
     """A payload whose tensors are views of the message in which it is sent.
 
+    The message may have room for tensors of others, such as the guard's flag. They are not in the
+    payload before ``more`` adds them.
+
     Attributes:
         message: ``(nbytes,)`` uint8. Kernels write all of it, zeros into the padding too.
         layout: of the message.
+        room: tensors in the message that are not in the payload.
     """
 
     message: Tensor
     layout: Message
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the message has one more tensor, the guard's flag."""
-        return len(self) < len(self.layout.spans)
+    room: int
 
     @property
     def flag(self) -> Tensor:
-        """The guard's flag, the last tensor, ``(1,)``."""
+        """The guard's flag, the last tensor of a complete payload, ``(1,)``."""
         return self[-1]
 
     @property
@@ -128,18 +128,20 @@ class Packed(tuple[Tensor, ...]):
         end = self.layout.nbytes - (SEAL_BYTES if self.layout.seal is not None else 0)
         return self.message[end - self.layout.padding : end]
 
-    def head(self) -> Packed:
-        """Return the payload without the guard's flag, in the same message."""
-        return _packed(self[:-1], self.message, self.layout)
+    def first(self, count: int) -> Packed:
+        """Return a payload of the first ``count`` tensors; the message has room for the others."""
+        return _packed(self[:count], self.message, self.layout)
 
-    def with_flag(self) -> Packed:
-        """Return the payload of ``head`` with the guard's flag again."""
-        return _packed(self.layout.unpack(self.message), self.message, self.layout)
+    def more(self) -> Packed:
+        """Return the payload with the first tensor for which there is room."""
+        tensors = self.layout.unpack(self.message)
+        return _packed(tensors[: len(self) + 1], self.message, self.layout)
 
 
 def _packed(tensors: Sequence[Tensor], message: Tensor, layout: Message) -> Packed:
     packed = Packed(tensors)
     packed.message, packed.layout = message, layout
+    packed.room = len(layout.spans) - len(tensors)
     return packed
 
 
@@ -149,10 +151,10 @@ def _layout(fields: tuple[tuple[torch.dtype, int], ...]) -> Message:
 
 
 def reserve(fields: Sequence[tuple[torch.dtype, int]], device: torch.device) -> Packed:
-    """Return a payload whose contents are not written yet.
+    """Return a complete payload whose contents are not written yet.
 
     Args:
-        fields: dtype and length of each tensor. A flag of the guard is the last one.
+        fields: dtype and length of each tensor.
         device: of the message.
 
     Example:

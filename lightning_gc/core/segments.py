@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.core.message import Packed
+from lightning_gc.core.message import Packed, reserve
 
 PIECE = 1 << 15
 """Elements of a parameter that one program of a kernel reads at most."""
@@ -103,6 +103,7 @@ class Pending:
         grad: g, ``(numel,)``; None if the buffer is the gradient, whose leftover nobody keeps.
         decay, gain: weights of the error and of the gradient.
         flagged: whether the payload carries the flag. Otherwise an earlier message does.
+        uncompressed: elements of uncompressed parameters for which the message has room.
         flags: the flags that have arrived: each worker's, or their mean; set by the guard.
     """
 
@@ -114,12 +115,17 @@ class Pending:
     decay: float = 1.0
     gain: float = 1.0
     flagged: bool = True
+    uncompressed: int = 0
     flags: list[Tensor] = field(default_factory=list)
 
-    @property
-    def flag_field(self) -> list[tuple[torch.dtype, int]]:
-        """Dtype and length of the flag in a payload that carries it."""
-        return [(torch.float32, 1)] if self.flagged else []
+    def reserve(self, fields: Sequence[tuple[torch.dtype, int]]) -> Packed:
+        """Return a payload of ``fields``, dtypes and lengths, then uncompressed elements, the flag.
+
+        ``Packed.first`` gives the codec's own payload.
+        """
+        others = [(torch.float32, self.uncompressed)] if self.uncompressed else []
+        flag = [(torch.float32, 1)] if self.flagged else []
+        return reserve([*fields, *others, *flag], self.flag.device)
 
     def end(self, packed: Packed) -> None:
         """Write the flag and the padding of a message on the host."""

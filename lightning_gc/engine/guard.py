@@ -132,8 +132,8 @@ class Guard:
 
     def _with_flag(self, request: Request) -> Request:
         own = () if isinstance(request, Exchange) else request.tensors
-        if isinstance(own, Packed) and own.has_room:  # the codec has written the flag
-            return Mean(own.with_flag()) if isinstance(request, Mean) else Gather(own.with_flag())
+        if isinstance(own, Packed) and own.room:  # the codec has written the flag
+            return Mean(own.more()) if isinstance(request, Mean) else Gather(own.more())
         if isinstance(request, Mean):
             return Mean((*request.tensors, self.flag.to(request.tensors[0].dtype, copy=True)))
         flag = self.flag.float()

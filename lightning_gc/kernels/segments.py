@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core.segments import PIECE, Pending, Segments, Workspace
-from lightning_gc.kernels.dispatch import compiled, fused
+from lightning_gc.kernels.dispatch import compiled, family, fused
 
 Move = Literal["copy", "take", "add"]
 
@@ -155,25 +155,18 @@ def table_of(places: Sequence[tuple[int, int, int]], device: torch.device) -> Te
     return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 4).t().contiguous()
 
 
-def take(buffer: Tensor, table: Tensor, numel: int, pending: Pending) -> Tensor:
+def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None:
     """Move the parameters of ``table`` out of ``buffer``, as ``core.segments.Pending`` says.
 
     Args:
         buffer: of the whole bucket, changed in place.
         table: as ``table_of`` returns it.
-        numel: elements of these parameters.
+        taken: their elements, one parameter after the other, float32; overwritten.
         pending: has the gradient to add, and idle parameters.
-
-    Returns:
-        Their elements, one parameter after the other, ``(numel,)`` float32.
     """
-    from lightning_gc.kernels.gpu import segments as gpu
-
-    return gpu.take(buffer, table, numel, pending)
+    family("segments", buffer).take(buffer, table, taken, pending)
 
 
-def put(mean: Tensor, out: Tensor, table: Tensor, pending: Pending) -> None:
-    """Copy ``mean``, laid out as ``take`` does, to ``out``, and add the flags that have arrived."""
-    from lightning_gc.kernels.gpu import segments as gpu
-
-    gpu.put(mean, out, table, pending)
+def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -> None:
+    """Write the mean of several workers' ``taken`` to ``out``, and add the flags that arrived."""
+    family("segments", out).put(taken, out, table, pending)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -22,8 +22,9 @@ from lightning_gc.compressors.base import (
 )
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
-from lightning_gc.core import Bucket, Flow, Mean, together
-from lightning_gc.core.flow import is_gathered
+from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, together
+from lightning_gc.core.flow import is_gathered, resume
+from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels import segments
 
@@ -69,10 +70,16 @@ class PerParameter(Wrapper):
             alone = bucket.part(part.name, part.start, part.stop)
             flows.append(part.codec.flow(alone, buffer[span], out[span], scheme))
         whole = plan.uncompressed
-        if bucket.pending is not None and whole.parts:
-            # The mean is asked for first, so that its message has the flag.
-            late = not is_gathered(4 * whole.numel, bucket.workers)
-            bucket = replace(bucket, pending=replace(bucket.pending, flagged=not late))
+        pending = bucket.pending
+        if pending is not None and whole.parts:
+            assert scheme is not None
+            if scheme.averages or is_gathered(4 * whole.numel, bucket.workers):
+                room = replace(bucket, pending=replace(pending, uncompressed=whole.numel))
+                flow = plan.joint[0].flow(room, buffer, out, scheme)
+                yield from whole.ride(flow, buffer, out, pending)
+                return
+            # The mean is asked for first, so its message has the flag.
+            bucket = replace(bucket, pending=replace(pending, flagged=False))
         for joint in plan.joint:
             if plan.rows is not None and scheme is not None:
                 flows.append(flow_in_rows(joint, plan.rows, bucket, buffer, out, scheme))
@@ -84,10 +91,10 @@ class PerParameter(Wrapper):
                 span = slice(part.start, part.stop)
                 flows.append(scheme.dense(alone, buffer[span], out[span]))
         elif whole.parts:
-            flows.append(_average(whole.take(buffer, bucket.pending), means))
+            flows.append(_average(whole.take(buffer, pending), means))
         yield from together(flows, bucket.workers)
         if means:
-            whole.put(means[0], out, bucket.pending)
+            whole.put(means, out, pending)
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         plan = self._plan(bucket, scheme)
@@ -179,18 +186,38 @@ class Uncompressed:
         With ``pending`` as ``core.segments.Pending`` says.
         """
         if pending is not None:
-            return segments.take(buffer, self._table(buffer.device), self.numel, pending)
+            taken = buffer.new_empty(self.numel)
+            segments.take(buffer, self._table(buffer.device), taken, pending)
+            return taken
         taken = torch.cat(self._views(buffer))
         torch._foreach_zero_(self._views(buffer))
         return taken
 
-    def put(self, mean: Tensor, out: Tensor, pending: Pending | None) -> None:
-        """Copy the mean, as ``take`` lays it out, to the parts of ``out``."""
+    def put(self, taken: Sequence[Tensor], out: Tensor, pending: Pending | None) -> None:
+        """Write the mean of what was ``taken``, or the only tensor, to the parts of ``out``."""
         if pending is not None:
-            segments.put(mean, out, self._table(out.device), pending)
+            segments.put(taken, out, self._table(out.device), pending)
             return
-        means = mean.split([part.numel for part in self.parts])
-        torch._foreach_copy_(self._views(out), means)
+        (mean,) = taken
+        torch._foreach_copy_(self._views(out), mean.split([part.numel for part in self.parts]))
+
+    def ride(self, flow: Flow, buffer: Tensor, out: Tensor, pending: Pending) -> Flow:
+        """Run ``flow``, whose only request is for a message with room for the parts."""
+        request = next(flow)
+        assert not isinstance(request, Exchange)
+        assert isinstance(request.tensors, Packed)
+        own = request.tensors.more()
+        segments.take(buffer, self._table(buffer.device), own[-1], pending)
+        if isinstance(request, Mean):
+            *reply, mean = yield Mean(own)
+            taken = [mean]
+        else:
+            limits = None if request.limits is None else (*request.limits, None)
+            arrived = yield Gather(own, limits)
+            reply = [payload[:-1] for payload in arrived]
+            taken = [payload[-1] for payload in arrived]
+        resume(flow, reply)
+        self.put(taken, out, pending)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[part.start : part.stop] for part in self.parts]

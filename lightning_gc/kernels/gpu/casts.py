@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.core.message import Packed, reserve
+from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
 from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, evenly, sample
@@ -115,8 +115,7 @@ def average_pieces(
 
 def encode(buffer: Tensor, dtype: torch.dtype, pending: Pending) -> Packed:
     """Return the payload (values,) of ``Cast``, as ``core.segments.Pending`` says."""
-    fields = [(dtype, buffer.numel()), *pending.flag_field]
-    packed = reserve(fields, buffer.device)
+    packed = pending.reserve([(dtype, buffer.numel())])
     pieces = pending.segments.pieces
     grad = buffer if pending.grad is None else pending.grad
     launch(
@@ -128,7 +127,7 @@ def encode(buffer: Tensor, dtype: torch.dtype, pending: Pending) -> Packed:
         BFLOAT=dtype == torch.bfloat16,
         ROW=ROW,
     )
-    return packed.head() if pending.flagged else packed
+    return packed.first(1)
 
 
 def average(payloads: Sequence[Tensor], out: Tensor, pending: Pending) -> None:

@@ -182,9 +182,9 @@ def take_pieces(
         at += BLOCK
 
 
-def take(buffer: Tensor, table: Tensor, numel: int, pending: Pending) -> Tensor:
-    """Return the parameters of ``table``, ``(numel,)``; see ``kernels.segments``."""
-    taken, count = buffer.new_empty(numel), table.shape[1]
+def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None:
+    """Move the parameters of ``table`` to ``taken``; see ``kernels.segments``."""
+    count = table.shape[1]
     grad = buffer if pending.grad is None else pending.grad
     launch(
         take_pieces,
@@ -193,34 +193,52 @@ def take(buffer: Tensor, table: Tensor, numel: int, pending: Pending) -> Tensor:
         ADD=pending.grad is not None,
         BLOCK=ROW,
     )
-    return taken
 
 
 @kernel()
-def put_pieces(mean, out, flags, stride, senders, first, table, count, BLOCK: tl.constexpr):
-    """Copy a piece of the mean, and add the flags to the first element of its parameter."""
+def put_pieces(
+    taken,
+    apart,
+    workers,
+    share,
+    out,
+    flags,
+    stride,
+    senders,
+    starts,
+    table,
+    count,
+    BLOCK: tl.constexpr,
+):
+    """Write a piece of the mean, and add the flags to the first element of its parameter."""
     piece = tl.program_id(0)
     at = tl.load(table + count + piece)
     stop = tl.load(table + 2 * count + piece)
     place = tl.load(table + 3 * count + piece) - at
-    begin = tl.load(first + tl.load(table + piece))
+    begin = tl.load(starts + tl.load(table + piece))
     bad = arrived(flags, stride, senders)
     while at < stop:
         here = at + tl.arange(0, BLOCK)
-        x = tl.load(mean + place + here, mask=here < stop, other=0.0)
-        tl.store(out + here, tl.where(here == begin, x + bad, x), mask=here < stop)
+        total = tl.load(taken + place + here, mask=here < stop, other=0.0) * share
+        sender = 1
+        while sender < workers:
+            x = tl.load(taken + sender * apart + place + here, mask=here < stop, other=0.0)
+            total += x * share
+            sender += 1
+        tl.store(out + here, tl.where(here == begin, total + bad, total), mask=here < stop)
         at += BLOCK
 
 
-def put(mean: Tensor, out: Tensor, table: Tensor, pending: Pending) -> None:
-    """Copy ``mean`` to the parameters of ``table``; see ``kernels.segments``."""
+def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -> None:
+    """Write the mean of ``taken`` to the parameters of ``table``; see ``kernels.segments``."""
+    own, apart = evenly(taken)
     flags, stride = evenly(pending.flags)
     count = table.shape[1]
     launch(
         put_pieces,
         (count,),
-        *(mean, out, flags, stride, len(pending.flags)),
-        *(pending.segments.starts, table, count),
+        *(own, apart, len(taken), 1 / len(taken), out),
+        *(flags, stride, len(pending.flags), pending.segments.starts, table, count),
         BLOCK=ROW,
     )
 
@@ -284,8 +302,9 @@ def attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     pending = sample(numbers)
     places = torch.tensor([[0, 1], [0, 500], [500, 1000], [0, 500]], device=numbers.device).int()
     left, out = numbers.clone(), numbers.clone()
-    taken, x = take(left, places, 1000, pending), 0.5 * numbers + numbers.flip(0)
+    taken, x = torch.empty_like(out), 0.5 * numbers + numbers.flip(0)
+    take(left, places, taken, pending)
     yield taken, torch.cat([x[:500], torch.zeros_like(x[500:])])
     yield left, torch.cat([torch.zeros_like(x[:500]), x[500:]])
-    put(taken, out, places, pending)
-    yield out, taken
+    put([taken, numbers], out, places, pending)
+    yield out, 0.5 * taken + 0.5 * numbers

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.core.message import Packed, reserve
+from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.host.segments import (
     CHUNK,
@@ -31,7 +31,7 @@ from lightning_gc.kernels.host.tensors import (
 
 def encode(buffer: Tensor, dtype: torch.dtype, pending: Pending) -> Packed:
     """Return the payload (values,) of ``Cast``, as ``core.segments.Pending`` says."""
-    packed = reserve([(dtype, buffer.numel()), *pending.flag_field], buffer.device)
+    packed = pending.reserve([(dtype, buffer.numel())])
     halves = packed[0].view(torch.int16).numpy().view(np.uint16)
     add = pending.grad is not None
     grad = buffer if pending.grad is None else pending.grad
@@ -39,7 +39,7 @@ def encode(buffer: Tensor, dtype: torch.dtype, pending: Pending) -> Packed:
     arrays = buffer.numpy(), grad.numpy(), halves, pending.segments.bounds, idle
     _round_bucket(*arrays, *weights(pending), add)
     pending.end(packed)
-    return packed.head() if pending.flagged else packed
+    return packed.first(1)
 
 
 @jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -76,3 +77,49 @@ def poison(out: Tensor, pending: Pending) -> None:
     """Add the flags that have arrived to the first element of each parameter."""
     if not all(np.isfinite(flag.item()) for flag in pending.flags):
         out.index_fill_(0, pending.segments.starts, float("nan"))
+
+
+def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None:
+    """Move the parameters of ``table`` to ``taken``; see ``kernels.segments``."""
+    grad = buffer if pending.grad is None else pending.grad
+    arrays = buffer.numpy(), grad.numpy(), pending.peaks.numpy(), table.numpy(), taken.numpy()
+    _take(*arrays, *weights(pending), pending.grad is not None)
+
+
+@jit
+def _take(buffer, grad, peaks, table, taken, decay, gain, add):
+    for piece in range(table.shape[1]):
+        segment, start, stop, place = table[:, piece]
+        mine, sent = buffer[start:stop], taken[place : place + stop - start]
+        if add:
+            compensate(mine, grad[start:stop], decay, gain)
+        if add and peaks[segment] == 0:
+            sent[:] = 0
+            clean(mine)
+        else:
+            sent[:] = mine
+            mine[:] = 0
+
+
+def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -> None:
+    """Write the mean of ``taken`` to the parameters of ``table``; see ``kernels.segments``."""
+    own = [tensor.contiguous() for tensor in taken]
+    _put(addresses(own), own[0].numel(), np.float32(1 / len(own)), out.numpy(), table.numpy())
+    poison(out, pending)
+
+
+@jit
+def _put(places, numel, share, out, table):
+    for piece in range(table.shape[1]):
+        _, start, stop, place = table[:, piece]
+        part = out[start:stop]
+        first = True
+        for address in places:
+            sent = numba.carray(pointer(address), numel, np.float32)[place : place + stop - start]
+            if first:
+                for i in range(part.size):
+                    part[i] = sent[i] * share
+            else:
+                for i in range(part.size):
+                    part[i] += sent[i] * share
+            first = False

@@ -20,7 +20,7 @@ POINTERS = {
     "packed": "*u8", "scale": "fp32", "seed": "i64", "pieces": "*i32", "found": "*i32",
     "peaks": "*fp32", "target": "*fp32", "source": "*fp32", "flag": "*fp32", "grad": "*fp32",
     "decay": "fp32", "gain": "fp32", "share": "fp32", "table": "*i32", "taken": "*fp32",
-    "mean": "*fp32", "flags": "*fp32", "first": "*i64", "starts": "*i64", "sent_flag": "*fp32",
+    "flags": "*fp32", "first": "*i64", "starts": "*i64", "sent_flag": "*fp32",
     "padding": "*u8", "halves": "*i16",
 }  # fmt: skip
 KERNELS = [
