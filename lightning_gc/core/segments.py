@@ -75,15 +75,21 @@ class Workspace:
 
     def __init__(self, segments: Segments) -> None:
         self._segments, self._taken = segments, 0
-        self._words = torch.zeros(segments.words, dtype=torch.int32, device=segments.device)
+        self._words: Tensor | None = None
 
     def take(self, count: int) -> Tensor:
         """Return ``count`` zeros, ``(count,)`` int32."""
         start, self._taken = self._taken, self._taken + count
-        if self._taken > len(self._words):
-            self._segments.words = max(self._segments.words, self._taken)
-            return torch.zeros(count, dtype=torch.int32, device=self._segments.device)
+        most = self._segments.words
+        if self._taken > most:
+            self._segments.words = self._taken
+            return self._zeros(count)
+        if self._words is None:
+            self._words = self._zeros(most)
         return self._words[start : self._taken]
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self._segments.device)
 
 
 @dataclass

@@ -6,6 +6,7 @@ parameter is not idle, so moves cost no memory traffic in most steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -116,11 +117,13 @@ def silence(flat: Tensor, found: Tensor, segments: Segments) -> Tensor:
         from lightning_gc.kernels.gpu import segments as gpu
 
         return gpu.silence(flat, found, segments)
+    if flat.device.type == "cpu":
+        bad = not all(map(math.isfinite, found.tolist()))
+        if bad:
+            flat.zero_()
+        return found.new_full((1,), math.nan if bad else 0.0)
     flag = found.mul(0).sum(0, keepdim=True)
-    if flat.device.type != "cpu":
-        flat.masked_fill_(flag.isnan(), 0)
-    elif not flag.isfinite():
-        flat.zero_()
+    flat.masked_fill_(flag.isnan(), 0)
     return flag
 
 
