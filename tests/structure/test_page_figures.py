@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.compile(r"`(?:benchmarks/results/papers/)?((?:adam|local_steps|local_delay)_\d{8}\.md)`")
+NAMED = re.compile(r"`(?:benchmarks/results/papers/)?((?:adam|local_steps|local_delay|equal_budgets)_\d{8}\.md)`")
 LOSS = re.compile(r"\d\.\d{3} ± \d\.\d{3}")
 
 
-@pytest.mark.parametrize("page", ["adam.md", "local-steps.md"])
+@pytest.mark.parametrize("page", ["measurements-training.md", "local-steps.md"])
 def test_losses_are_those_of_the_named_results(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     named = [ROOT / "benchmarks" / "results" / "papers" / name for name in NAMED.findall(text)]
