@@ -153,3 +153,9 @@ def test_which_compressor(tmp_path: Path) -> None:
     rows = [line.split("|") for line in report[first:] if line.startswith("| ")]
     for row, found in zip(expected, rows, strict=False):
         assert [found[1], *found[6:8]] == [row[1], *row[6:8]]  # method, ratio and wire bytes
+
+
+@pytest.mark.parametrize("page", ["tutorials/slow-link.md", "controllers.md", "tune.md"])
+def test_pages_say_that_losses_depend_on_the_python_version(page: str) -> None:
+    """The text that the programs train on is the documentation that comes with Python."""
+    assert "Python version" in " ".join((PAGES / page).read_text().split())
