@@ -19,11 +19,14 @@ EPOCH = "compression_epoch/"
 
 _PAGE = "gradient compression"
 _CHARTS = {
-    "compression ratio: uncompressed bytes over sent bytes": "ratio",
-    "compression ratio of the encoded gradient, which one worker does not send": "encoding_ratio",
-    "bytes per worker so far: sent (wire) and uncompressed (dense)": "total_(wire|dense)_bytes",
-    "share of a step, where 0.1 is 10 %": "(compute|compress|communicate|decode)_share",
-    "level, as the controller sets it": "level(_min|_max)?",
+    "compression ratio: uncompressed over sent": "ratio",
+    "compression ratio: gradient over its encoding": "encoding_ratio",
+    "bytes so far: sent (wire), uncompressed (dense)": "total_(wire|dense)_bytes",
+    "share of a step: computing": "compute_share",
+    "share of a step: compressing": "compress_share",
+    "share of a step: messages and waiting": "communicate_share",
+    "share of a step: decoding": "decode_share",
+    "the controller's lowest and highest level": "level_(min|max)",
     "error norm: flat is healthy, steady growth is not": "error_norm",
     "local steps: drift and outer step, as norms": "(drift|outer_step)",
     "total error so far": "total_error(_update)?",
@@ -55,14 +58,12 @@ class Dashboard:
         loggers = trainer.loggers if trainer.is_global_zero else ()
         self._boards = [each for each in loggers if is_tensorboard(each)]
         strategy = trainer.strategy
-        # One worker sends nothing, and without a controller a level is a constant.
-        alone = {"ratio", "total_wire_bytes", "total_dense_bytes"}
+        alone = {"ratio", "total_wire_bytes", "total_dense_bytes"}  # one worker sends nothing
         self._dull = alone if strategy.engine.workers == 1 else {"encoding_ratio"}
-        self._dull |= {"level"} if strategy.control_loop is None else set()
         monitored = (getattr(each, "monitor", None) for each in trainer.callbacks)
-        self._monitored = [name for name in monitored if name]
+        self._monitored = [name for name in monitored if isinstance(name, str)]
         self._kind = "validation" if trainer.enable_validation else "training"
-        self._columns = self._columns_of(strategy)
+        self._columns = self._metrics()
         self._configuration = configuration(trainer)
         own = hparams_of(trainer)
         self._hparams = own | self._configuration
@@ -73,11 +74,12 @@ class Dashboard:
             else:
                 self._unsettled.append(board)
 
-    def _columns_of(self, strategy: Any) -> dict[str, str]:
+    def _metrics(self) -> dict[str, str]:
         """Return the HPARAMS page's metrics: names by tag, the most useful first."""
-        named = [name for name in self._monitored if "loss" in name.lower()]
-        columns = {
-            f"{PREFIX}{self._kind}_loss": (named or [f"{self._kind} loss"])[0],
+        losses = list(filter(_is_loss, self._monitored)) or [f"{self._kind} loss"]
+        return {
+            f"{PREFIX}{self._kind}_loss": losses[0],
+            **{name: name for name in self._monitored if not _is_loss(name)},
             f"{PREFIX}total_ratio": "compression ratio",
             f"{EPOCH}step_seconds": "seconds per step",
             f"{PREFIX}total_wire_bytes": "bytes sent per worker",
@@ -85,9 +87,6 @@ class Dashboard:
             f"{PREFIX}total_encoded_bytes": "bytes encoded",
             f"{PREFIX}total_encoding_ratio": "encoding ratio",
         }
-        if strategy.network is not None:  # simulated workers take turns
-            del columns[f"{EPOCH}step_seconds"]
-        return columns
 
     @property
     def used(self) -> bool:
@@ -128,24 +127,25 @@ class Dashboard:
             (validation if name in validation or new else training)[name] = value
 
     def losses(self, kind: str) -> list[str]:
-        """Return the tags of losses that the user has logged, a monitored one first.
+        """Return the tags by which a reader judges training, a monitored one first.
 
-        A loss has "loss" in its name. Without such a name, it is what a ``ModelCheckpoint`` or
-        ``EarlyStopping`` monitors. Of ``x_step`` and ``x_epoch``, it is the latter.
+        They have "loss" in their name. Without such a name, they are what a ``ModelCheckpoint`` or
+        ``EarlyStopping`` monitors, or else the only metric. Of ``x_step`` and ``x_epoch``, it is
+        the latter.
 
         Args:
             kind: "training" or "validation".
         """
         logged = self._logged[kind]
-        monitored = [name for name in self._monitored if name in logged]
-        names = [name for name in logged if "loss" in name.lower()] or monitored
-        names = [n for n in names if f"{n.removesuffix('_step')}_epoch" not in logged]
-        return sorted(names, key=lambda name: name.removesuffix("_epoch") not in self._monitored)
+        names = [n for n in logged if f"{n.removesuffix('_step')}_epoch" not in logged]
+        monitored = [n for n in names if n.removesuffix("_epoch") in self._monitored]
+        found = list(filter(_is_loss, names)) or monitored or (names if len(names) == 1 else [])
+        return sorted(found, key=lambda name: name not in monitored)
 
     def score(self, kind: str, step: int) -> None:
         """Write the loss by which the HPARAMS page sorts runs, if it is of this kind."""
         for board in self._boards if kind == self._kind else ():
-            for name in self.losses(kind)[:1]:
+            for name in filter(_is_loss, self.losses(kind)[:1]):
                 board.log_metrics({f"{PREFIX}{kind}_loss": self._logged[kind][name]}, step)
 
     def draw(self, *, last: bool = False) -> None:
@@ -187,11 +187,12 @@ class Dashboard:
         rows = {name.removeprefix("gc/"): f"`{value}`" for name, value in settings}
         for kind, logged in self._logged.items():
             found = [f"`{name}` {float(logged[name]):.4g}" for name in self.losses(kind)]
-            missing = "nothing with `loss` in its name is logged yet"
-            rows[f"{kind} loss"] = ", ".join(found) or missing
+            rows[kind] = ", ".join(found) or "no metric with `loss` in its name has been logged"
         rows["run"] = state
         table = [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in rows.items()]
-        self.write("summary", "\n".join([line, "", "| | |", "|---|---|", *table]), step)
+        self.write(
+            "summary", "\n".join([line, "", "| setting | value |", "|---|---|", *table]), step
+        )
 
     def decide(self, decision: Decision, levels: Mapping[str, float | None], step: int) -> None:
         """Write a controller's reason and a table of levels on the TEXT page."""
@@ -207,6 +208,10 @@ class Dashboard:
         for board in self._boards:
             board.experiment.add_text(PREFIX + name, text, step)
             board.experiment.flush()
+
+
+def _is_loss(name: str) -> bool:
+    return "loss" in name.lower()
 
 
 def is_tensorboard(logger: Any) -> bool:
@@ -249,7 +254,7 @@ def _layout_in(board: Any) -> Any:
 
     board.experiment.flush()
     layout = Layout()
-    for path in sorted(tf.io.gfile.glob(os.path.join(board.log_dir, "*tfevents*"))):
+    for path in sorted(tf.io.gfile.glob(os.path.join(board.experiment.log_dir, "*tfevents*"))):
         with tf.io.gfile.GFile(path, "rb") as file:
             records = _records(file.read())
         for record in records:
