@@ -26,7 +26,14 @@ from lightning_gc.lightning.monitor.dashboard import (
     is_tensorboard,
     short,
 )
-from lightning_gc.lightning.monitor.totals import Sums, Totals, more_than_plain, ratio, summary
+from lightning_gc.lightning.monitor.totals import (
+    Sums,
+    Totals,
+    more_than_plain,
+    ratio,
+    shares,
+    summary,
+)
 from lightning_gc.transports.accounting import Recorder
 
 _log = logging.getLogger(__name__)
@@ -35,46 +42,66 @@ _log = logging.getLogger(__name__)
 class Monitor(EitherLightning):
     """Logs bytes, errors, levels and seconds of compression, per logging step and per epoch.
 
-    At each logging step, under ``compression/``, of worker 0: ``wire_bytes`` and ``dense_bytes``
-    per step, ``ratio``, ``density`` (sent share of all elements, those of tensors that are sent
-    whole included), ``compressed_density`` (the same of compressed tensors only),
-    ``encoded_bytes`` (what the worker has to say: its gradient's payloads, and what is sent whole,
-    each once, whether or not anybody listens) and ``encoding_ratio`` (the gradient's bytes over
-    these; one worker has it too, whose ``wire_bytes`` are 0 and whose ``ratio`` is 1),
-    ``bits_per_element`` (payload bits over all elements of these, sent or not), ``level``,
-    ``relative_error`` ``‖x − C(x)‖/‖x‖``, ``error_norm``, the seconds of ``compress``,
-    ``communicate`` (waiting for the other workers included) and ``decode``, which run beside the
-    backward pass, and ``step_seconds``, of whole training steps from one batch to the next, as a
-    mean since the last logging step, without validation. Per epoch, under ``compression_epoch/``,
-    the same as means over steps and workers (errors: over logging steps).
-    ``compression/total_wire_bytes``, ``total_dense_bytes``, ``total_ratio``,
-    ``total_encoded_bytes`` and ``total_encoding_ratio`` of the whole fit, and the epoch's figures,
-    are also in ``trainer.callback_metrics``, for Optuna and for the parent of spawned processes.
+    At each logging step it logs figures of worker 0 and that step, under ``compression/``:
 
-    With simulated workers, ``communication_seconds_estimated``, by the strategy's ``NetworkModel``,
-    replaces ``communicate_seconds``, and ``compute_seconds`` is added: the time of all workers'
-    forward and backward passes divided by their number.
+    | tag | unit | meaning |
+    |---|---|---|
+    | ``wire_bytes`` | bytes | what the worker sent |
+    | ``dense_bytes`` | bytes | what it would have sent uncompressed |
+    | ``ratio`` | 1 | ``dense_bytes / wire_bytes``; 1 for one worker, which sends nothing |
+    | ``encoded_bytes`` | bytes | the gradient's payloads and uncompressed tensors, once each |
+    | ``encoding_ratio`` | 1 | the gradient's bytes over ``encoded_bytes``, for one worker too |
+    | ``density`` | 1 | sent share of all elements; uncompressed ones count as sent |
+    | ``compressed_density`` | 1 | the same, of compressed tensors only |
+    | ``bits_per_element`` | bits | payload bits over the elements of compressed tensors |
+    | ``level`` | the knob's | of the compressor; the median over parameters |
+    | ``relative_error`` | 1 | ``‖x − C(x)‖ / ‖x‖``; x is the gradient plus the old error |
+    | ``error_norm`` | gradient | ``‖x − C(x)‖`` |
+    | ``compress_seconds`` | s | adding the error, selecting, packing |
+    | ``communicate_seconds`` | s | messages, and waiting for other workers |
+    | ``decode_seconds`` | s | unpacking and adding up |
+    | ``step_seconds`` | s | a whole step: mean since the last logging step, no validation |
+    | ``compress_share``, ... | 1 | of a step: mean since the last logging step, for each phase |
+    | ``total_wire_bytes``, ``total_dense_bytes``, ``total_encoded_bytes`` | bytes | so far |
+    | ``total_ratio``, ``total_encoding_ratio`` | 1 | so far |
 
-    With a controller also ``level_min`` and ``level_max`` (``level`` is the median over
-    parameters), ``uncompressed_share``, per epoch the controller's own figures
-    (``critical_share``, ``budget_spent``, ``step``), ``total_error`` (``Σ‖e_t‖²`` so far, in units
-    of the gradient) and ``total_error_update`` (``Σ γ_t²·‖e_t‖²``, in units of the update) if it
-    needs them, and on TensorBoard's text page its reason with a table of all levels. TensorBoard
-    also gets a custom-scalars layout, and the configuration in the hparams of the run, beside the
-    model's own.
+    Phases overlap with the backward pass, so their seconds and shares do not add up to a step.
+    Norms, and seconds on CUDA, are measured in logging steps only.
 
-    With local steps bytes and ``ratio`` count all steps, those without an exchange too, and an
-    exchange is logged at the end of the first round that contains a logging step; ``rounds`` is
-    their number, ``drift`` worker 0's distance ``‖θ − θ_i‖`` from the common weights before the
-    exchange, and ``outer_step`` the norm of what the outer step has changed them by.
+    At the end of each epoch it logs the same under ``compression_epoch/``, as means over steps and
+    workers (errors over logging steps), and the totals as means over workers. These are also in
+    ``trainer.callback_metrics``, for Optuna and for the parent of spawned processes.
 
-    With FSDP over all ranks ``dense_bytes`` count a reduce-scatter, half of DDP's bytes, and every
-    exchanged micro-batch counts as a step.
+    | with | also | meaning |
+    |---|---|---|
+    | a controller | ``level_min``, ``level_max`` | over parameters |
+    | a controller | ``uncompressed_share`` | share of parameters that are sent uncompressed |
+    | a controller | its own figures | such as ``critical_share`` or ``budget_spent`` |
+    | a controller | ``total_error`` | ``Σ‖e_t‖²`` so far, if it needs it; in gradients |
+    | a controller | ``total_error_update`` | ``Σ γ_t²·‖e_t‖²``; in updates |
+    | local steps | ``rounds`` | number of exchanges |
+    | local steps | ``drift`` | ``‖θ − θ_i‖`` of worker 0 before the exchange |
+    | local steps | ``outer_step`` | norm of the outer step's change of the common weights |
+    | simulated workers | ``communication_seconds_estimated`` | by the ``NetworkModel`` |
+    | simulated workers | ``compute_seconds``, ``compute_share`` | forward and backward passes |
 
-    Norms, and times on CUDA, are measured on the device in logging steps only.
+    Local steps: bytes and ``ratio`` count all steps. An exchange is logged at the end of the first
+    round that contains a logging step. FSDP over all ranks: ``dense_bytes`` count a reduce-scatter,
+    half of DDP's bytes, and every exchanged micro-batch counts as a step.
 
-    At the end of ``fit`` worker 0 writes one line into Lightning's log, as Lightning does: the
-    method, its bytes compared with plain DDP's, its shares of a step, and where the figures are.
+    TensorBoard gets three pages, each without touching what the user writes there:
+
+    - *Text*: ``compression/summary`` has the method, its bytes, its cost and the last losses. It is
+      written whenever the number of steps has doubled, at the end of ``fit`` and at an exception.
+      ``compression/decision`` has a controller's reasons and levels.
+    - *Custom Scalars*: losses first, then what was saved and what it cost. Losses are the metrics
+      with "loss" in their name. If there are none, they are what a checkpoint or early stopping
+      monitors, or else the only metric. A chart is there once the run has data for it.
+    - *HPARAMS*: the configuration beside the model's own hyperparameters. Its metrics begin with
+      the loss (of validation, if there is one), the ratio and the seconds per step.
+
+    At the end of ``fit`` worker 0 writes one line into Lightning's log: the method, its bytes
+    compared with plain DDP's, its shares of a step, and where the figures are.
 
     Raises:
         ValueError: at fit start, when the strategy does not compress.
@@ -132,6 +159,7 @@ class Monitor(EitherLightning):
         self._decision = None if control is None else control.decision
         for sums, engine, recording in zip(self._sums, engines, recordings, strict=True):
             sums.begin(engine, recording, trainer.strategy.parts)
+        self._before = replace(self._sums[0].total)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -178,10 +206,14 @@ class Monitor(EitherLightning):
         self._write_decision(trainer)
         if logs:
             self._logged = self._index
-            figures = step.averages(engine.workers, trainer.strategy.network)
+            total, network = self._sums[0].total, trainer.strategy.network
+            figures = step.averages(engine.workers, network)
+            # One step's seconds vary too much for a share.
+            figures |= shares(total.since(self._before).averages(engine.workers, network))
+            self._before = replace(total)
             figures |= self._levels(trainer) | trainer.strategy.figures()
             figures = {PREFIX + name: value for name, value in figures.items()}
-            self._write(trainer, figures | grand_totals(self._sums[0].total), self._index)
+            self._write(trainer, figures | grand_totals(total), self._index)
             self._show(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

@@ -226,7 +226,7 @@ def _prefix(board: Any) -> str:
 
 
 def _write_layout(board: Any, charts: Mapping[str, list[str]]) -> None:
-    """Write our category of Custom Scalars after those of others that the run has."""
+    """Write our category of Custom Scalars after the categories that the run already has."""
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
     from torch.utils.tensorboard.summary import custom_scalars
 
@@ -246,7 +246,7 @@ def _write_layout(board: Any, charts: Mapping[str, list[str]]) -> None:
 
 
 def _layout_in(board: Any) -> Any:
-    """Return the last layout in the event files of the run, an empty one if there is none."""
+    """Return the last layout in the run's event files, or an empty layout."""
     from tensorboard.compat import tf
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -268,7 +268,7 @@ def _layout_in(board: Any) -> Any:
 def _records(data: bytes) -> Iterator[bytes]:
     """Yield the records of an event file: length (8 bytes), checksum (4), record, checksum (4).
 
-    TensorBoard's own reader computes checksums in Python, at a few MB/s.
+    TensorBoard's own reader computes checksums in Python, which takes seconds.
     """
     start = 0
     while start + 12 <= len(data):

@@ -53,6 +53,10 @@ class Totals:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
+    def since(self, earlier: Totals) -> Totals:
+        """Return what has been added since this was ``earlier``."""
+        return Totals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
     def averages(self, workers: int, network: NetworkModel | None = None) -> dict[str, float]:
         """Return means per step by metric name, without those not measured.
 
