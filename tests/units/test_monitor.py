@@ -508,6 +508,15 @@ def test_runs_can_be_sorted_by_the_validation_loss(monitored: bool, tmp_path: Pa
     assert "compressor" in [each.display_name for each in experiment.hparam_infos]
 
 
+def test_a_fast_dev_run_writes_to_dummies(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"logger": TensorBoardLogger(tmp_path), "fast_dev_run": True}
+    strategy = SimulatedDDPStrategy(TopK(0.1), workers=2)
+    with unwarned():
+        callbacks = [CompressionMonitor()]
+        fit(strategy, Judged, lambda: common_batches(48, 4), callbacks=callbacks, **settings)
+    assert not list(tmp_path.iterdir())
+
+
 def test_nested_hyperparameters_are_flat() -> None:
     nested = {"a": {"b": 1}, "c": [{"d": 2}], "e": Namespace(f=None), "g": TopK(0.1).traits}
     flat = _flat(nested)

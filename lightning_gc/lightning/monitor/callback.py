@@ -98,7 +98,8 @@ class Monitor(EitherLightning):
       with "loss" in their name. If there are none, they are what a checkpoint or early stopping
       monitors, or else the only metric. A chart is there once the run has data for it.
     - *HPARAMS*: the configuration beside the model's own hyperparameters. Its metrics begin with
-      the loss (of validation, if there is one), the ratio and the seconds per step.
+      ``compression/validation_loss`` (the value of the first loss of validation; without
+      validation ``training_loss``), the ratio and the seconds per step.
 
     At the end of ``fit`` worker 0 writes one line into Lightning's log: the method, its bytes
     compared with plain DDP's, its shares of a step, and where the figures are.
@@ -259,8 +260,8 @@ class Monitor(EitherLightning):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave a summary of the run so far."""
-        # A full disk may be the exception, and must not hide it.
-        with contextlib.suppress(OSError):
+        # A full disk or a lost GPU may be the exception. Failing here would hide it.
+        with contextlib.suppress(OSError, RuntimeError):
             self._describe(trainer, f"stopped by {type(exception).__name__}")
 
     def _line(self, trainer: Any) -> str:

@@ -164,7 +164,7 @@ class Dashboard:
         for title, pattern in _CHARTS.items():
             if any(re.fullmatch(PREFIX + pattern, tag) for tag in shown):
                 charts[title] = [PREFIX + pattern]
-        if last or charts != self._drawn:
+        if charts and (last or charts != self._drawn):
             self._drawn = charts
             for board in self._boards:
                 _write_layout(board, charts)
@@ -190,9 +190,8 @@ class Dashboard:
             rows[kind] = ", ".join(found) or "no metric with `loss` in its name has been logged"
         rows["run"] = state
         table = [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in rows.items()]
-        self.write(
-            "summary", "\n".join([line, "", "| setting | value |", "|---|---|", *table]), step
-        )
+        text = "\n".join([line, "", "| setting | value |", "|---|---|", *table])
+        self.write("summary", text, step)
 
     def decide(self, decision: Decision, levels: Mapping[str, float | None], step: int) -> None:
         """Write a controller's reason and a table of levels on the TEXT page."""
@@ -215,8 +214,9 @@ def _is_loss(name: str) -> bool:
 
 
 def is_tensorboard(logger: Any) -> bool:
-    """Return whether a logger writes to TensorBoard."""
-    return hasattr(getattr(logger, "experiment", None), "add_custom_scalars")
+    """Return whether a logger has torch's ``SummaryWriter``. Dummies have any attribute."""
+    kinds = type(getattr(logger, "experiment", None)).__mro__  # some loggers have none
+    return any(kind.__module__.startswith("torch.utils.tensorboard") for kind in kinds)
 
 
 def _prefix(board: Any) -> str:
