@@ -156,6 +156,7 @@ def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.tuning.comparison import Progress
     from lightning_gc.tuning.experiment import load_experiment
     from lightning_gc.tuning.journal import without_password
+    from lightning_gc.tuning.report import results_text
     from lightning_gc.tuning.studies import best_trial
 
     quiet_libraries()
@@ -170,34 +171,29 @@ def _tune(options: argparse.Namespace) -> int:
         )
     wanted = [methods.get(name) or Method(name) for name in names]
     storage = options.storage or str(Path("runs", "tune", f"{experiment.name}.journal"))
-    with Progress(experiment) as progress:
+    with Progress() as progress:
         studies = tune(experiment, wanted, storage, not options.no_finals, progress.show)
-        for study in studies.values():
-            progress.say(f"{study.study_name}: {_outcome(study)}")
-        where = f"--storage {without_password(storage)} --name {experiment.name}"
-        progress.say(f"Next: lightning-gc report {where}")
-        return OK if all(best_trial(study) for study in studies.values()) else FAILED
-
-
-def _outcome(study: Any) -> str:
-    from lightning_gc.tuning.studies import best_trial
-
-    best = best_trial(study)
-    if best is None:
-        return "no trial has completed within its budget"
-    shown = {n: f"{v:.4g}" if isinstance(v, float) else v for n, v in best.params.items()}
-    params = ", ".join(f"{name}={value}" for name, value in shown.items())
-    return f"best {best.values[0]:.5g} with {params}"
+    where = f"--storage {without_password(storage)} --name {experiment.name}"
+    sys.stdout.write(f"\n{results_text(studies, _width())}\nNext: lightning-gc report {where}\n")
+    return OK if all(best_trial(study) for study in studies.values()) else FAILED
 
 
 def _report(options: argparse.Namespace) -> int:
     from lightning_gc.methods.lightning_flavour import quiet_libraries
-    from lightning_gc.tuning import report
+    from lightning_gc.tuning.report import find_studies, results_text, write
 
     quiet_libraries()
-    for path in report(options.storage, options.out, options.name):
-        sys.stdout.write(f"{path}\n")
+    name, studies = find_studies(options.storage, options.name)
+    files = write(options.out, name, studies)
+    sys.stdout.write(
+        f"{results_text(studies, _width())}\n"
+        f"Report: {options.out / 'report.html'} and {len(files) - 1} other files\n"
+    )
     return OK
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def _fit(options: argparse.Namespace) -> int:
@@ -243,7 +239,7 @@ def _list(options: argparse.Namespace) -> int:
     for family in options.families:
         if family not in FAMILIES:
             raise ValueError(f"{family!r} is not a family; choose from {', '.join(FAMILIES)}.")
-    width = max(shutil.get_terminal_size((120, 24)).columns, 220 if options.wide else 0)
+    width = max(_width(), 220 if options.wide else 0)
     short = [f for f in FAMILIES if options.wide or options.markdown or f not in ("waits", "wire")]
     families = options.families or short
     texts = (markdown(f) if options.markdown else plain(f, width, options.wide) for f in families)

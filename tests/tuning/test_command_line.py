@@ -68,8 +68,12 @@ def run(*words: str) -> int:
 def test_tune_then_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("tune", "toy.yaml", "--workers", "4") == cli.OK
     said = capsys.readouterr().out
-    for line in ("toy/dense: best", "toy/topk_10x: best", "cast", "lightning-gc report"):
-        assert line in said
+    assert said.startswith("Plan: 3 methods x 2 trials, then 5 final runs.")
+    for part in ("Ctrl-C is safe", "[11/11] cast", "model.x=", "\nNext: lightning-gc report"):
+        assert part in said
+    assert said.count("trial 0 complete") == 3
+    assert "\r" not in said
+    assert "\x1b" not in said
     journal = str(Path("runs", "tune", "toy.journal"))
     study = optuna.load_study(study_name="toy/topk_10x", storage=open_storage(journal))
     assert set(study.best_params) == {"model.x"}
@@ -77,6 +81,11 @@ def test_tune_then_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert study.user_attrs["rules"]["space"] == {"model.x": [0.0, 1.0, "linear"]}
     assert run("report", "--storage", journal, "--out", "out") == cli.OK
     assert (folder / "out" / "report.html").is_file()
+    *_, finding, last = capsys.readouterr().out.splitlines()
+    assert finding.startswith("cast ends")
+    assert last.startswith(f"Report: {Path('out', 'report.html')} and ")
+    assert run("tune", "toy.yaml", "--workers", "4") == cli.OK
+    assert "All have ended before." in capsys.readouterr().out
 
 
 def test_compressors_are_chosen_by_name_or_as_the_file_calls_them(folder: Path) -> None:
@@ -187,7 +196,7 @@ def test_a_mistake_in_the_model_is_a_failure(
     change("x: 0.5", "x: 0.5, slope: .nan")
     change("low: 0", "low: 0.5")
     assert run("tune", "toy.yaml", "--storage", "j") == cli.FAILED  # every trial diverges
-    assert "no trial has completed" in capsys.readouterr().out
+    assert "topk_10x has no result, because no trial has completed" in capsys.readouterr().out
 
 
 def change(old: str, new: str) -> None:
