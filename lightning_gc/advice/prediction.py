@@ -16,12 +16,28 @@ from lightning_gc.advice.timeline import (
     segments,
     timeline,
 )
-from lightning_gc.advice.traces import Asked, Trace, sent, volume
+from lightning_gc.advice.traces import Asked, Shapes, Trace, sent, volume
+from lightning_gc.engine.compatibility import by_default
+from lightning_gc.methods.method import Method
 
 CAPS: tuple[float | None, ...] = (None, 5.0, 100.0)
 """Candidates for ``bucket_cap_mb``; None is DDP's default: 1 MiB, then 25 MiB."""
 EVERY = (8, 32)
 """H of local steps."""
+WHOLE = "Identity()"
+"""Name of the method that sends everything uncompressed."""
+SIXTEEN = "cast"
+"""The method of 16 bits, which is always compared."""
+METHODS = (
+    SIXTEEN,
+    "qsgd",
+    "topk",
+    "topk:value_dtype=bfloat16",
+    "topk:value_dtype=bfloat16,scheme=sparse_reduce",
+    "topk:value_dtype=bfloat16,scheme=two_shot",
+    "powersgd:rank=2",
+)
+"""Candidates if the caller names none."""
 WORTH = 0.05
 """Minimum relative gain of a plan over compressing everything; predictions are not more precise."""
 
@@ -102,6 +118,16 @@ class Situation:
         return timeline(self.module, buckets, self.contention, self.overhead)
 
 
+def knobs(methods: Mapping[str, Method], shapes: Shapes) -> dict[str, frozenset[str]]:
+    """Return for each method the parameters with a level that a controller can set."""
+    found = {}
+    for name, method in methods.items():
+        compressor = by_default(method.make_compressor({}))
+        if compressor.knob is not None and method.controller is None:
+            found[name] = frozenset(n for n in shapes if compressor.compresses(shapes[n]))
+    return found
+
+
 def pieces_for(nbytes: Sequence[int]) -> Layout:
     """Return segments such that every bucket of every cap in ``CAPS`` consists of some of them."""
     return segments(nbytes, (layout(nbytes, caps(cap)) for cap in CAPS), sum(nbytes) / 16)
@@ -157,7 +183,7 @@ def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Ite
             if not on and situation.names[i] in knob
         )
         if left and any(plan) and planned.seconds < drawn.seconds * (1 - WORTH):
-            name += f", {len(left)} tensor{'s' * (len(left) > 1)} whole"
+            name += f", {len(left)} tensor{'s' * (len(left) > 1)} uncompressed"
             nbytes = sum(map(sent, traces))
             yield Prediction(name, method, cap, left, 1, planned.seconds, nbytes, planned)
 

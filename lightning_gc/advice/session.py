@@ -16,7 +16,15 @@ from torch import Tensor
 
 from lightning_gc.advice.alpha_beta import LinkByKind, Probe, at_rate, fit_all, probe
 from lightning_gc.advice.costs import Costs, measure_costs
-from lightning_gc.advice.prediction import Prediction, Situation, pieces_for, shortlist
+from lightning_gc.advice.prediction import (
+    SIXTEEN,
+    WHOLE,
+    Prediction,
+    Situation,
+    knobs,
+    pieces_for,
+    shortlist,
+)
 from lightning_gc.advice.report import plan_of
 from lightning_gc.advice.timeline import Module
 from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, baseline_strategy
@@ -187,9 +195,6 @@ ROUNDS, FEWEST, MOST = 3, 4, 20
 """Turns of each row; minimum and maximum steps of a turn."""
 SHARE, SHARE_ALONE = 0.3, 0.7
 """Shares of the budget for the methods' computation: if methods are measured, and if not."""
-WHOLE = "Identity()"
-SIXTEEN = "cast"
-"""The method of 16 bits, which is always measured."""
 
 
 @dataclass(frozen=True)
@@ -295,16 +300,7 @@ class Session:
 
     def knobs(self, costs: Costs) -> dict[str, frozenset[str]]:
         """Return for each method the parameters with a level that a controller can set."""
-        from lightning_gc.engine.compatibility import by_default
-
-        found = {}
-        for name in costs.keys() & self.methods.keys():
-            compressor = by_default(self.methods[name].make_compressor({}))
-            if compressor.knob is None or self.methods[name].controller is not None:
-                continue
-            taken = (n for n, shape in self.shapes.items() if compressor.compresses(shape))
-            found[name] = frozenset(taken)
-        return found
+        return knobs({n: self.methods[n] for n in costs.keys() & self.methods.keys()}, self.shapes)
 
     def measure(self, rows: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
         """Measure plain DDP, torch's hook, 16 bits and the best rows in turn, while time lasts."""
@@ -371,8 +367,8 @@ class Session:
             _, module = train(self.setup, strategy, WARMUP_STEPS + STEPS, name, callbacks)
             if not module.automatic_optimization:
                 raise ValueError(
-                    "The model optimizes manually, so a step may have several exchanges, whose "
-                    "timeline advise cannot predict. Use lightning-gc bench."
+                    "The model optimizes manually, so a step may have several exchanges. advise "
+                    "cannot predict their timeline. Use lightning-gc bench."
                 )
             dist.barrier()
         except ValueError:

@@ -236,7 +236,9 @@ def _run_study(
         if trial is None:
             return
         if not run_trial(experiment, method, study, trial):
-            text = f"trial {trial.number}: another process took this one for dead; it is repeated"
+            text = (
+                f"trial {trial.number}: another process took this one for dead, so it is repeated"
+            )
             yield Event(method.name, "lost", 1, text)
             continue
         trials = study.get_trials(deepcopy=False)

@@ -118,13 +118,13 @@ def find_studies(
     is_path = not isinstance(storage, BaseStorage) and "://" not in str(storage)
     # open_storage would create a missing journal: here the path is mistyped.
     if is_path and not Path(str(storage)).is_file():
-        raise ValueError(f"The journal {storage} does not exist; lightning-gc tune makes one.")
+        raise ValueError(f"The journal {storage} does not exist. lightning-gc tune makes one.")
     storage = open_storage(storage)
     names = optuna.get_all_study_names(storage=storage)
     held = sorted({name.partition("/")[0] for name in names if "/" in name})
-    it_holds = f"it holds {', '.join(held) or 'none'}"
+    it_holds = f"It holds {', '.join(held) or 'none'}"
     if not experiment and len(held) != 1:
-        raise ValueError(f"Name the experiment to report on; {it_holds}.")
+        raise ValueError(f"Name the experiment to report on. {it_holds}.")
     experiment = experiment or held[0]
     studies = {
         name.partition("/")[2]: optuna.load_study(study_name=name, storage=storage)
@@ -132,7 +132,7 @@ def find_studies(
         if name.startswith(f"{experiment}/")
     }
     if not studies:
-        raise ValueError(f"The storage holds no experiment {experiment!r}; {it_holds}.")
+        raise ValueError(f"The storage holds no experiment {experiment!r}. {it_holds}.")
     return experiment, studies
 
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
-from lightning_gc.advice.advising import METHODS
+from lightning_gc.advice.prediction import METHODS
 from lightning_gc.bench.baselines import DEFAULT
 from lightning_gc.tuning import open_storage
 from lightning_gc.tuning.experiment import load_experiment
@@ -174,6 +174,7 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["report"], "--storage"),
         (["tune", "toy.yaml", "--metric", "x"], "unrecognized arguments: --metric x"),
         ([], "COMMAND"),
+        (["tune", "toy.yaml", "--compressor", "topkk"], "(did you mean 'topk'?). lightning-gc"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(
@@ -225,13 +226,17 @@ def test_the_help_names_the_default_methods(capsys: pytest.CaptureFixture[str]) 
         ("{low: 0, high: 1}", "7", "model.x: 7 is not a range"),
         ("trials: 2", "trials: two", "two"),
         ("metric: loss", "metrik: loss", "metrik"),
-        ("tests.support.tuning.Bowl", "tests.support.tuning.Bwl", "Bwl"),
+        (
+            "support.tuning.Bowl",
+            "support.tuning.Bwl",
+            "class_path tests.support.tuning.Bwl cannot be",
+        ),
         ("fixed: {density: 0.1}", "fixed: {density: 7}", "leaves the range of its knob"),
         ("bandwidth_gbps: 1.0", "topology: star", "star"),
         ("max_epochs: 1", "devices: auto", "trainer.devices='auto'"),
         ("max_epochs: 1", "strategy: ddp", "trainer.strategy='ddp'"),
         ("max_epochs: 1", "accumulate_grad_batches: 3", "accumulate_grad_batches=3"),
-        ("tune:", "tuning:", "has no section tune; it has model, data, trainer, tuning. Add one"),
+        ("tune:", "tuning:", "has no section tune. It has model, data, trainer, tuning. Add one"),
         ("topk, fixed", "lightning_gc.TopKK, fixed", "TopKK does not exist (did you mean 'TopK'?)"),
         ("trainer: {", "trainer: [", "is not valid YAML"),
         ("trainer:", "trainr:", "a section 'trainr'"),
@@ -304,7 +309,7 @@ def test_ctrl_c_leaves_a_study_that_goes_on(folder: Path, tune: Any) -> None:
     change("trials: 2", "trials: 400")
     code, said = tune(folder, ["tune", "toy.yaml", "--storage", "j", "--compressor", "cast"])
     assert code == cli.INTERRUPTED
-    assert "repeat the command to resume" in said
+    assert "Repeat the command to resume" in said
     assert "Traceback" not in said
     study = optuna.load_study(study_name="toy/dense", storage=open_storage("j"))
     done = sum(map(counts, study.trials))

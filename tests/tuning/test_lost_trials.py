@@ -74,7 +74,7 @@ def test_its_trial_is_repeated_and_the_others_go_on(
     with unwarned():
         study = tune(rules, [], journal, finals=False, show=shown.append)["dense"]
     assert [event.kind for event in shown] == ["plan", "trial", "lost", "trial", "trial"]
-    assert "trial 1: another process took this one for dead; it is repeated" in shown[2].text
+    assert "trial 1: another process took this one for dead, so it is repeated" in shown[2].text
     complete, fail = TrialState.COMPLETE, TrialState.FAIL
     assert [trial.state for trial in study.trials] == [complete, fail, complete, complete]
     assert sum(map(counts, study.trials)) == 3
