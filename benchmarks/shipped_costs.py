@@ -17,6 +17,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from models import build
 import lightning_gc
 from lightning_gc.advice.costs import FEW, SEEN
 from lightning_gc.advice.prediction import METHODS, WHOLE
-from lightning_gc.advice.traces import Trace, trace
+from lightning_gc.advice.traces import Shapes, Trace, trace
 from lightning_gc.advice.what_if import WhatIf, gpt2
 from lightning_gc.compressors import Identity
 from lightning_gc.core.text_table import markdown
@@ -66,11 +67,12 @@ IN_NETWORK = {
 
 def measured(name: str, workers: int, side: int) -> Trace:
     """Return the trace of one square matrix."""
-    compressor, memory, scheme = Identity(), None, AllReduce()
-    if name != WHOLE:
-        method = parse_method(name)
-        compressor, (memory, scheme) = method.make_compressor({}), method.memory_and_scheme()
-    return trace(compressor, scheme, {"matrix": (side, side)}, workers, 2, memory=memory)
+    shapes: Shapes = {"matrix": (side, side)}
+    if name == WHOLE:
+        return trace(Identity(), AllReduce(), shapes, workers, 2)
+    method = parse_method(name)
+    memory, scheme = method.memory_and_scheme()
+    return trace(method.make_compressor({}), scheme, shapes, workers, 2, memory=memory)
 
 
 def least(found: Sequence[Trace]) -> Trace:
@@ -82,6 +84,14 @@ def plain_values(found: Trace) -> dict[str, Any]:
     """Return a trace as the file holds it."""
     asked = [[a.kind, round(a.nbytes, 1), a.collectives, a.lengths] for a in found.asked]
     return {"asked": asked, "seconds": [float(f"{second:.3g}") for second in found.seconds]}
+
+
+def cpu() -> str:
+    """Return the processor's name and number of cores."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    return f"{found[1] if found else platform.machine()} with {os.cpu_count()} cores"
 
 
 def gpu_costs(page: Path) -> dict[str, Any]:
@@ -112,11 +122,7 @@ def ship(repeats: int, gpu_page: Path) -> None:
         }
         for name in (WHOLE, *METHODS)
     }
-    cpu = platform.processor() or platform.machine()
-    machine = (
-        f"one core of {os.cpu_count()} ({cpu}), {dated_page.versions('torch')}, "
-        f"{datetime.date.today()}"
-    )
+    machine = f"one core of {cpu()}, {dated_page.versions('torch')}, {datetime.date.today()}"
     facts = {
         "machine": machine,
         "sizes": [side**2 for side in SIDES],
@@ -148,13 +154,22 @@ def check(path: Path, out: Path) -> None:
         [where, name, f"{ours:.4f}", f"{real:.4f}", f"{ours / real:.2f}"]
         for where, name, ours, real in found
     ]
+    dense = {where: (ours, real) for where, name, ours, real in found if name == "plain DDP"}
     lines = []
     for workers in sorted({where.split(", ")[1] for where, *_ in found}):
-        errors = [abs(math.log(o / r)) for where, _, o, r in found if workers in where]
-        lines.append(
-            f"{workers}: off by a factor of {math.exp(statistics.median(errors)):.2f} in the "
-            f"median of {len(errors)}, {math.exp(max(errors)):.2f} at worst."
-        )
+        some = [(where, o / r) for where, _, o, r in found if workers in where]
+        errors = {
+            "seconds": [ratio for _, ratio in some],
+            "speed relative to plain DDP": [
+                ratio * dense[where][1] / dense[where][0] for where, ratio in some
+            ],
+        }
+        for what, ratios in errors.items():
+            off = [math.exp(abs(math.log(ratio))) for ratio in ratios]
+            lines.append(
+                f"{workers}, {what}: off by a factor of {statistics.median(off):.2f} in the median "
+                f"of {len(off)}, {max(off):.2f} at worst."
+            )
     head = ("run", "method", "s predicted", "s measured", "predicted / measured")
     text = f"""{dated_page.title("Predictions from shipped costs")}
 

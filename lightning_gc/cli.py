@@ -69,9 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     methods = "methods of the file, or compressors by name"
     dense = " (default: all methods of the file). The dense baseline is always added"
     add("--compressor", nargs="+", metavar="NAME", help=methods + dense)
-    add(
-        "--trials", type=int, metavar="N", help="trials per method (default: as in the file, or 60)"
-    )
+    add("--trials", type=int, metavar="N", help="trials per method (default: the file's, or 60)")
     add("--workers", type=int, metavar="W", help="simulated workers (default: as in the file)")
     add("--storage", help=storage + " (default: runs/tune/<name>.journal)")
     add("--no-finals", action="store_true", help="skip the final runs of the best trials")
@@ -102,9 +100,24 @@ def _parser() -> argparse.ArgumentParser:
         "modules",
         nargs="*",
         metavar="MODULE",
-        help="import this module with your own classes first",
+        help="module with your own classes",
     )
 
+    add = command(
+        _list,
+        "compressors, memories, schemes, controllers, waits for accelerators, and wire formats",
+        "List the registered classes, one line each, beginning with the compressors to try first. "
+        "Bounds and bits per element are for the default instance and a 512 x 512 matrix.",
+    ).add_argument
+    families = "compressors, memories, schemes, controllers, waits, wire (default: the first four)"
+    add("families", nargs="*", metavar="FAMILY", help=families)
+    add("--wide", action="store_true", help="tables of all declarations, also the ranges to tune")
+    add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
+    _add_bench_and_advise(command, methods)
+    return parser
+
+
+def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], methods: str) -> None:
     measured = "YAML as for lightning-gc fit. Of its section tune, only the methods are read"
     add = command(
         _bench,
@@ -146,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         "--budget-seconds",
         type=float,
         default=120,
-        help="seconds for everything (default: %(default)s)",
+        help="seconds in total (default: %(default)s)",
     )
     add("--predict-only", action="store_true", help="predict for these machines, without a verdict")
     add("--timeout", type=float, default=120, help="seconds of a collective (default: %(default)s)")
@@ -159,18 +172,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--step-ms", type=float, metavar="MS", help="time of a step on one worker, in ms")
     add("--latency-us", type=float, metavar="US", help="of a message, in µs (default: 50)")
     add("--gpu", action="store_true", help="the workers are GPUs (default: CPUs)")
-
-    add = command(
-        _list,
-        "compressors, memories, schemes, controllers, waits for accelerators, and wire formats",
-        "List the registered classes, one line each, beginning with the compressors to try first. "
-        "Bounds and bits per element are for the default instance and a 512 x 512 matrix.",
-    ).add_argument
-    families = "compressors, memories, schemes, controllers, waits, wire (default: the first four)"
-    add("families", nargs="*", metavar="FAMILY", help=families)
-    add("--wide", action="store_true", help="tables of all declarations, also the ranges to tune")
-    add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
-    return parser
 
 
 def _tune(options: argparse.Namespace) -> int:

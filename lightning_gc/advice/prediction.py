@@ -16,9 +16,7 @@ from lightning_gc.advice.timeline import (
     segments,
     timeline,
 )
-from lightning_gc.advice.traces import Asked, Shapes, Trace, sent, volume
-from lightning_gc.engine.compatibility import by_default
-from lightning_gc.methods.method import Method
+from lightning_gc.advice.traces import Asked, Trace, sent, volume
 
 CAPS: tuple[float | None, ...] = (None, 5.0, 100.0)
 """Candidates for ``bucket_cap_mb``; None is DDP's default: 1 MiB, then 25 MiB."""
@@ -116,16 +114,6 @@ class Situation:
     def step(self, buckets: Sequence[BucketWork]) -> Timeline:
         """Return the timeline of a step that exchanges these."""
         return timeline(self.module, buckets, self.contention, self.overhead)
-
-
-def knobs(methods: Mapping[str, Method], shapes: Shapes) -> dict[str, frozenset[str]]:
-    """Return for each method the parameters with a level that a controller can set."""
-    found = {}
-    for name, method in methods.items():
-        compressor = by_default(method.make_compressor({}))
-        if compressor.knob is not None and method.controller is None:
-            found[name] = frozenset(n for n in shapes if compressor.compresses(shapes[n]))
-    return found
 
 
 def pieces_for(nbytes: Sequence[int]) -> Layout:

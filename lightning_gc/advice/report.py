@@ -19,7 +19,7 @@ from lightning_gc.methods.method import Method
 LOCAL_SHOWN = 2
 """Rows of local steps in the table."""
 LOCAL_NOTE = (
-    'Rows with "every" are local steps, which change the algorithm. They are not suggested.'
+    'Rows with "every" are local steps, which change the algorithm. They are never suggested.'
 )
 
 

@@ -21,7 +21,6 @@ from lightning_gc.advice.prediction import (
     WHOLE,
     Prediction,
     Situation,
-    knobs,
     pieces_for,
     shortlist,
 )
@@ -300,7 +299,16 @@ class Session:
 
     def knobs(self, costs: Costs) -> dict[str, frozenset[str]]:
         """Return for each method the parameters with a level that a controller can set."""
-        return knobs({n: self.methods[n] for n in costs.keys() & self.methods.keys()}, self.shapes)
+        from lightning_gc.engine.compatibility import by_default
+
+        found = {}
+        for name in costs.keys() & self.methods.keys():
+            compressor = by_default(self.methods[name].make_compressor({}))
+            if compressor.knob is None or self.methods[name].controller is not None:
+                continue
+            taken = (n for n, shape in self.shapes.items() if compressor.compresses(shape))
+            found[name] = frozenset(taken)
+        return found
 
     def measure(self, rows: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
         """Measure plain DDP, torch's hook, 16 bits and the best rows in turn, while time lasts."""

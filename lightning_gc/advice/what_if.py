@@ -28,7 +28,6 @@ from lightning_gc.advice.prediction import (
     WHOLE,
     Prediction,
     Situation,
-    knobs,
     pieces_for,
     predict,
     shortlist,
@@ -265,49 +264,69 @@ class WhatIf:
             return 0.0
         known = shipped()["gpu"]
         more = known["step_ms"][name] - known["step_ms"][without]
-        return max(more, 0.0) * 1e-3 * numel / float(known["parameters"])
+        share = numel / known["parameters"]
+        return float(max(more, 0.0) * 1e-3 * share)
 
     def rows(self) -> list[Prediction]:
-        """Return the predicted rows, shortest step first."""
-        return predict(self.situation(), knobs(self.methods, self.shapes))
+        """Return the predicted rows, shortest step first.
+
+        Plans that leave some tensors uncompressed are not searched, because that takes seconds.
+        """
+        return predict(self.situation(), {})
 
 
-def verdict(rows: Sequence[Prediction], step: float) -> tuple[str, str]:
-    """Return the verdict and, in a few words, its choice and speed.
+def verdict(rows: Sequence[Prediction], step: float) -> tuple[str, str | None, float]:
+    """Return the verdict as a text, the suggested method, and its speed relative to plain DDP.
 
-    The rules are those of ``report.judge``. A gain below ``MARGIN`` is no more than the error of a
+    The rules are those of ``report.judge``. A speed below ``MARGIN`` is within the error of a
     prediction.
+
+    Args:
+        rows: predicted ones.
+        step: seconds of a step without exchange.
     """
     dense = _plain(rows)
-    best = [dense, *shortlist(rows, len(rows))]
+    best = {row.name: row for row in (dense, *shortlist(rows, len(rows)))}
+    seconds = ("seconds", "low", "high")
     measured = {
-        row.name: dict.fromkeys(("seconds", "low", "high"), row.seconds) | {"bytes": row.nbytes}
-        for row in best
+        name: dict.fromkeys(seconds, row.seconds) | {"bytes": row.nbytes}
+        for name, row in best.items()
     }
-    sixteen = next((row.name for row in best if row.method == SIXTEEN), SIXTEEN)
+    sixteen = next((name for name, row in best.items() if row.method == SIXTEEN), SIXTEEN)
     found = report.judge(measured, dense.name, sixteen, step)
     if found.choice is None:
-        return str(found), "do nothing"
-    speed = dense.seconds / measured[found.choice]["seconds"]
-    short = f"{found.choice}, {speed:.3g} times plain DDP's speed"
-    if speed < MARGIN:
-        return f"Too close to call: {found.reason}", f"too close to call: {short}"
-    return str(found), short
+        return str(found), None, 1.0
+    chosen = best[found.choice]
+    speed = dense.seconds / chosen.seconds
+    text = str(found) if speed >= MARGIN else f"Too close to call. {found.choice}: {found.reason}"
+    return text, chosen.method, speed
 
 
 def _plain(rows: Sequence[Prediction]) -> Prediction:
     return next(r for r in rows if r.method is None and r.every == 1 and r.bucket_cap_mb is None)
 
 
-def variants(case: WhatIf) -> dict[str, WhatIf]:
-    """Return what may differ from the description -> the case with that difference."""
+def changes(case: WhatIf, method: str | None) -> list[str]:
+    """Return a line for each thing that may differ from the description, and the answer then.
+
+    Args:
+        case: as described.
+        method: the method that its verdict suggests, or None.
+    """
     slow, fast = 10 * case.latency_us, 10 * case.gbps
-    return {
-        f"latency of {slow:g} µs instead of {case.latency_us:g} µs": replace(case, latency_us=slow),
+    cases = {
+        f"{slow:g} µs a message": replace(case, latency_us=slow),
         f"{2 * case.workers} workers": replace(case, workers=2 * case.workers),
-        f"link of {Link(fast, 0)}": replace(case, gbps=fast),
+        str(Link(fast, 0)): replace(case, gbps=fast),
         "no overlap with the backward pass": replace(case, overlap=False),
     }
+    lines = []
+    for what, other in cases.items():
+        _, then, speed = verdict(other.rows(), other.step)
+        answer = f"{then}, {speed:.3g} times plain DDP's speed" if then else "do nothing"
+        close = " (too close to call)" if then and speed < MARGIN else ""
+        lines.append(f"  {what}: {'still ' if then == method else ''}{answer}{close}")
+    return lines
 
 
 def described(options: argparse.Namespace) -> WhatIf:
@@ -325,8 +344,8 @@ def described(options: argparse.Namespace) -> WhatIf:
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise ValueError(
-            f"advise needs a file, or a description of the training. Missing for the latter: "
-            f"{', '.join(missing)}. Write, for example, {EXAMPLE}."
+            f"advise needs a file such as train.yaml, or a description of the training. The "
+            f"description lacks {', '.join(missing)}. Write, for example, {EXAMPLE}."
         )
     if options.params and options.model:
         raise ValueError("Give --params or --model, not both.")
@@ -374,31 +393,31 @@ def run(options: argparse.Namespace) -> None:
     """Print the prediction for what the options describe."""
     case = described(options)
     rows = case.rows()
-    long, _ = verdict(rows, case.step)
-    line = f"Prediction, nothing was measured here. {long}"
+    text, method, _ = verdict(rows, case.step)
+    line = f"Prediction, nothing was measured. {text}"
     columns, cells = report.table(rows, {})
-    machine = shipped()["gpu"]["machine"] if case.gpu else shipped()["machine"]
     model = options.model or f"{len(case.shapes)} equal square matrices"
-    changed = [f"  {what}: {verdict(c.rows(), c.step)[1]}" for what, c in variants(case).items()]
-    text = [
+    known = shipped()["gpu"] if case.gpu else shipped()
+    lines = [
         line,
         "",
         plain(columns, cells, shutil.get_terminal_size((120, 24)).columns),
-        f"Without any exchange a step takes {case.step:.4f} s. {report.LOCAL_NOTE}",
-        "",
-        f"Model: {model}, {case.parameters:,} parameters in float32. {case.workers} workers, "
-        f"{Link(case.gbps, 0)}, {case.latency_us:g} µs a message.",
-        f"Costs of compression: measured on {machine}.",
-        "Assumed: the forward pass takes a third of the step, and gradients become ready evenly.",
+        report.LOCAL_NOTE,
+        f"Model: {model}, {case.parameters:,} parameters in float32.",
+        f"Network: {case.workers} workers, {Link(case.gbps, 0)}, {case.latency_us:g} µs a message.",
+        f"Costs of compression: {known['machine']}.",
+        "Assumed: a third of the step is the forward pass, and gradients become ready evenly.",
         "Also assumed: compression delays the backward pass by its own seconds.",
-        *(["The GPU's costs are from one worker. Decoding takes longer with more."] * case.gpu),
+    ]
+    if case.gpu:
+        lines.append("The GPU's costs are those of one worker. Decoding takes longer with more.")
+    lines += [
+        f"Treat methods within a factor of {MARGIN:g} as equal. Accuracy is not predicted.",
         "",
         "What would change the answer:",
-        *changed,
-        f"Treat differences below a factor of {MARGIN:g} as equal. Accuracy is not predicted.",
+        *changes(case, method),
         "",
-        f"Next: on your machines, torchrun --nproc-per-node 1 --nnodes {case.workers} ... "
-        f"-m lightning_gc advise train.yaml measures it.",
+        "Next: measure your model on your machines, with lightning-gc advise train.yaml",
         line,
     ]
-    sys.stdout.write("\n".join(text) + "\n")
+    sys.stdout.write("\n".join(lines) + "\n")

@@ -136,9 +136,7 @@ def read_any(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(sections, dict):
-        raise ValueError(
-            f"{path} has no sections, such as model and trainer. Add {_EXAMPLES['model']}."
-        )
+        raise ValueError(f"{path} has no sections. Add some, such as {_EXAMPLES['model']}.")
     _refuse_misspelt(sections)
     return sections
 

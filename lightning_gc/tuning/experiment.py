@@ -102,7 +102,7 @@ class Experiment(Settings):
         check_budget(self.budget)
         if self.budget is not None and self.objective == "pareto":
             raise ValueError(
-                f"budget={self.budget:g} with objective='pareto': a Pareto front covers all budgets. "
+                f"budget={self.budget:g} with objective='pareto': a Pareto front has all budgets. "
                 f"Leave the budget out, or use objective='metric'."
             )
         if self.workers > 1 and self.devices > 1:

@@ -180,7 +180,7 @@ def test_an_experiment_without_a_finished_trial_has_a_report_too(tmp_path: Path)
 
 
 def test_what_is_not_there_is_named_with_what_is(storage: BaseStorage, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no experiment 'other'. It holds made_up"):
+    with pytest.raises(ValueError, match=r"no experiment 'other'\. It holds made_up"):
         report(storage, tmp_path, "other")
     with pytest.raises(ValueError, match=r"The journal .* does not exist"):
         report(tmp_path / "fresh.journal", tmp_path)
