@@ -1,4 +1,4 @@
-"""A what-if without a project predicts what advise predicts with one; mistyped words are refused."""
+"""A what-if without a project predicts what advise predicts with one, and refuses mistakes."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from lightning_gc.advice.alpha_beta import Link, at_rate, rate
 from lightning_gc.advice.costs import segment_trace
 from lightning_gc.advice.prediction import METHODS, WHOLE, Situation, predict
 from lightning_gc.advice.timeline import Module
-from lightning_gc.advice.traces import Shapes, sent
+from lightning_gc.advice.traces import Shapes, Trace, sent
 from lightning_gc.advice.what_if import (
     MODELS,
     WhatIf,
@@ -47,7 +47,7 @@ def measured(case: WhatIf) -> Situation:
     draw = torch.Generator().manual_seed(0)
     gradients = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
     given = case.situation()
-    costs = {}
+    costs: dict[str, list[Trace]] = {}
     for name, method in methods().items():
         costs[name] = []
         for piece, known in zip(given.pieces, given.costs[name], strict=True):
