@@ -128,9 +128,7 @@ def ship(repeats: int, gpu_page: Path, more: bool) -> None:
             number = SIDES.index(side)
             new = methods[name][str(workers)][number]
             old = known[name][str(workers)][number]
-            new["seconds"] = [
-                min(pair) for pair in zip(old["seconds"], new["seconds"], strict=True)
-            ]
+            new["seconds"] = list(map(min, old["seconds"], new["seconds"]))
     machine = f"one core of {cpu()}, {dated_page.versions('torch')}, {datetime.date.today()}"
     facts = {
         "machine": machine,
@@ -184,7 +182,7 @@ def check(path: Path, out: Path) -> None:
 
 `python benchmarks/shipped_costs.py --check {path.name}`: seconds of a step as `lightning-gc advise`
 predicts them without a project, from the step without synchronisation and the shipped costs. The
-measured ones are those of `{path.name}`, where all workers share two cores.
+measured seconds are from `{path.name}`: all workers share two cores.
 
 {chr(10).join(f"- {line}" for line in lines)}
 

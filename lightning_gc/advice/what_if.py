@@ -47,7 +47,11 @@ FORWARD = 1 / 3
 MATRICES = 48
 """Number of matrices of a model that is described by its size only, as GPT-2's blocks have."""
 MARGIN = 1.5
-"""Factor of seconds that a prediction from shipped costs may be off."""
+"""Factor by which a predicted speed may be off.
+
+Measured with two workers on two cores: 1.07 in the median, 1.19 at worst. With more workers than
+cores it was 2.1 at worst (``benchmarks/results/shipped_costs_20261126.md``).
+"""
 
 
 def gpt2() -> Shapes:

@@ -168,7 +168,7 @@ MISTAKES = [
     ("Trainer(strategy='compressed_ddp_TopK', devices=2, accelerator='cpu')", None),  # is lowered
     (
         "Trainer(strategy='compressed_ddp_power_sgd', devices=2, accelerator='cpu')",
-        "There is no strategy 'compressed_ddp_power_sgd'; ...strategy='compressed_ddp_powersgd'?...",
+        "There is no strategy 'compressed_ddp_power_sgd'; ...='compressed_ddp_powersgd'?...",
     ),
     (
         "Trainer(strategy='compressed_fsdp_qsdg', devices=2, accelerator='cpu')",
