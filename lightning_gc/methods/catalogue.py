@@ -288,7 +288,7 @@ _CODE = re.compile(r"(`+[^`]*`+)")
 START = {
     "cast": "16 bits: half the bytes, nothing to tune",
     "qsgd": "4 bits: about 1/8 of the bytes, the same hyper-parameters",
-    "topk": "1% of the elements: about 1/70 of the bytes; tune the learning rate",
+    "topk": "1% of the elements: about 1/70 of the bytes. Tune the learning rate",
     "powersgd": "low rank, by all-reduce: the bytes do not grow with the workers",
 }
 """Compressors to try first -> what to expect of their default instance."""

@@ -175,7 +175,7 @@ NO_LOADERS |= {"memory_store.load", "self._store.load", "tl.load"}
 READ_BY = {
     "advice/costs.py": {"json.loads"},  # messages between workers, as in the next ones
     "advice/session.py": {"json.loads"},
-    "bench/baselines.py": {"yaml.safe_load"},
+    "advice/what_if.py": {"json.loads"},  # a file of this package
     "bench/benchmark.py": {"json.loads"},
     "checkpoint/distributed_files.py": {"json.loads", "pickletools.genops", "torch.load"},
     "checkpoint/shard_store.py": {"json.loads", "torch.load"},
@@ -188,6 +188,7 @@ READ_BY = {
     "control/control_loop.py": {"json.loads"},
     "controllers/trace.py": {"json.loads"},
     "exchange/peers.py": {"json.loads"},
+    "methods/method.py": {"yaml.safe_load"},  # values of fields that the user types
     "methods/yaml_config.py": {"json.loads", "yaml.safe_load"},
     "tuning/journal.py": {
         *("JournalStorage", "RDBStorage", "json.loads"),
