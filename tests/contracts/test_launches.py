@@ -11,7 +11,7 @@ PARAMETERS = 8
 LIMITS: dict[Compressor, tuple[int, int, float, int]] = {
     gc.Identity(): (2, 2, 16, 0),
     gc.Cast(): (21, 21, 82, 0),
-    gc.QSGD(4): (20, 76, 53, 0),
+    gc.QSGD(4): (6, 6, 15.1, 0),
     gc.EFSignSGD(): (51, 304, 148, 0),
     gc.RandomK(0.01): (34, 167, 305, 0),
     gc.TopK(0.01): (126, 159, 77, 0),

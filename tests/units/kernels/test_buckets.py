@@ -9,8 +9,12 @@ from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits
 from tests.support.kernel_device import marks, some
 
 pytestmark = marks
-METHODS: list[Compressor] = [gc.Cast(), gc.Cast("float16")]
-methods = pytest.mark.parametrize("compressor", METHODS, ids=repr)
+METHODS: list[Compressor] = [
+    *(gc.Cast(), gc.Cast("float16")),
+    *(gc.QSGD(4), gc.QSGD(3, 7), gc.Uniform(9, block_size=64), gc.Uniform(16, block_size=3000)),
+]
+BY_DAY = [gc.Cast(), gc.Cast("float16"), gc.QSGD(4), gc.Uniform(9, block_size=64)]
+methods = pytest.mark.parametrize("compressor", some(METHODS, BY_DAY), ids=repr)
 
 
 @methods
