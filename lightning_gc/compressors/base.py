@@ -356,7 +356,7 @@ class Codec(Compressor):
     3. It keeps its declarations: ``traits``, ``bound`` and ``keeps`` are true.
     4. It has one knob, and ``at(level)`` changes the payload's size in the knob's direction.
     5. Its payloads have the format ``wire(numel)``.
-    6. Its randomness is private: from ``bucket.generator`` or ``generator_seed`` only.
+    6. Its randomness is private: from ``bucket.generator``, ``generator_seed`` or ``key`` only.
     7. It does not trust bytes. For any numbers in a payload of the right lengths, ``decode`` raises
        ValueError or writes to ``out`` only. All workers get the same bits from the same payload.
        If raising would make the host wait, an impossible payload makes ``out`` non-finite.

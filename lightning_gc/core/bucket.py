@@ -155,8 +155,16 @@ class Bucket:
         key: tuple[Any, ...] = (self.seed, self.step, *self.shapes)
         if not shared:
             key = (self.worker, self.phase, *key)
-        digest = hashlib.blake2b(repr((shared, *key)).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return _hashed((shared, *key))
+
+    def key(self, name: str) -> int:
+        """Return a seed from (seed, worker, phase, name), for numbers that are counted by steps."""
+        return _hashed(("key", self.worker, self.phase, self.seed, name))
+
+
+def _hashed(key: tuple[Any, ...]) -> int:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def in_memory_order(param: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def quantise(
     """
     others = [norms, noise] if isinstance(noise, Tensor) else [norms]
     if fused(buffer) and all(other.is_contiguous() for other in others):
-        from lightning_gc.kernels.gpu import tensors as gpu
+        from lightning_gc.kernels.gpu import levels as gpu
 
         return gpu.quantise(buffer, norms, block_size, bits, noise)
     if in_one_pass(buffer, norms, block_size, bits) and not isinstance(noise, Tensor):
@@ -200,7 +200,7 @@ def dequantise(
     """
     contiguous = packed.is_contiguous() and norms.is_contiguous()
     if fused(out) and contiguous and norms.dtype == torch.float32:
-        from lightning_gc.kernels.gpu import tensors as gpu
+        from lightning_gc.kernels.gpu import levels as gpu
 
         gpu.dequantise(packed, norms, block_size, bits, out, scale)
         return

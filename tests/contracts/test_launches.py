@@ -13,6 +13,7 @@ NUMEL = 1 << 14
 LIMITS: dict[Compressor, tuple[int, float, int]] = {
     gc.Identity(): (2, 16, 0),
     gc.Cast(): (6, 33.8, 0),
+    gc.QSGD(4): (6, 18.2, 0),
 }
 """Method -> operations of a bucket, bytes per element, waits of the host; W = 2."""
 

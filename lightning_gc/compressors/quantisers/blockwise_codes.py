@@ -5,17 +5,31 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Contraction, Knob, Traits, Variance
+from lightning_gc.compressors.base import (
+    Codec,
+    CodecScheme,
+    Contraction,
+    JointCodec,
+    Knob,
+    Part,
+    Traits,
+    Variance,
+    absorbed,
+)
 from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.kernels.dispatch import fused
 from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise
+
+if TYPE_CHECKING:
+    from lightning_gc.kernels.gpu.levels import Table
 
 BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))
 """Block sizes worth trying, of any quantiser."""
@@ -148,6 +162,13 @@ class BlockwiseLevels(Codec):
         if self.norm not in ("max", "l2"):
             raise ValueError(f"{name}(norm={self.norm!r}): use 'max' or 'l2'.")
 
+    @property
+    def joint_kind(self) -> Hashable:
+        return self
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        return JointLevels(parts)
+
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         size = self._block_size(buffer.numel())
         norms = self._norms(buffer, size)  # (b,) float32
@@ -194,6 +215,41 @@ class BlockwiseLevels(Codec):
         others = max(0, d - 1)
         share = d / (4 * s**2) if self.norm == "l2" else others / (4 * s**2 + others)
         return Contraction(max(0.0, 1 - (math.sqrt(share) + _ROUNDING) ** 2))
+
+
+class JointLevels(JointCodec):
+    """Encode parts of a bucket by ``BlockwiseLevels``, in kernels of whole buckets.
+
+    The norm ``"l2"`` is left to torch: its last bit depends on the order of a sum.
+    """
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        return self._in_kernels(buffer) and absorbed(bucket, buffer, scheme)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        if self._in_kernels(buffer):
+            return self._table(buffer.device).encode(buffer, bucket)
+        return super().encode(buffer, bucket)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        if not self._in_kernels(out):
+            super().receive_all(payloads, out, bucket, averaged=averaged)
+            return
+        self.check(payloads, bucket, averaged=averaged)
+        self._table(out.device).average(payloads, out, bucket.pending)
+
+    def _in_kernels(self, flat: Tensor) -> bool:
+        return self.codec.norm == "max" and fused(flat)
+
+    @functools.cached_property
+    def _table(self) -> Callable[[torch.device], Table]:
+        from lightning_gc.kernels.gpu import levels
+
+        parts = [(part.name, part.place, part.start, part.stop) for part in self.parts]
+        settings = self.codec.bits, self.codec.block_size, self.codec.rounding == "nearest"
+        return functools.cache(lambda device: levels.Table(parts, *settings, device))
 
 
 class LookupTable:

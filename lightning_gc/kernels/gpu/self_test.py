@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from lightning_gc.kernels.gpu import casts, segments, tensors
+from lightning_gc.kernels.gpu import casts, levels, segments, tensors
 
-_ATTEMPTS = {**tensors.ATTEMPTS, "segments": segments.attempt, "casts": casts.attempt}
+_ATTEMPTS = {
+    **tensors.ATTEMPTS,
+    **levels.ATTEMPTS,
+    "segments": segments.attempt,
+    "casts": casts.attempt,
+}
 
 
 def self_test(device: torch.device) -> None:

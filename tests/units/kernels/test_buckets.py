@@ -20,8 +20,12 @@ pytestmark = [
         reason="no kernels run here",
     ),
 ]
-METHODS: list[Compressor] = [gc.Cast(), gc.Cast("float16")]
-methods = pytest.mark.parametrize("compressor", METHODS, ids=repr)
+METHODS: list[Compressor] = [
+    *(gc.Cast(), gc.Cast("float16")),
+    *(gc.QSGD(4), gc.QSGD(3, 7), gc.Uniform(9, block_size=64), gc.Uniform(16, block_size=3000)),
+]
+BY_DAY = [gc.Cast(), gc.Cast("float16"), gc.QSGD(4), gc.Uniform(9, block_size=64)]
+methods = pytest.mark.parametrize("compressor", some(METHODS, BY_DAY), ids=repr)
 
 
 @methods

@@ -21,7 +21,8 @@ POINTERS = {
     "peaks": "*fp32", "target": "*fp32", "source": "*fp32", "flag": "*fp32", "grad": "*fp32",
     "decay": "fp32", "gain": "fp32", "share": "fp32", "table": "*i32", "taken": "*fp32",
     "flags": "*fp32", "first": "*i64", "starts": "*i64", "sent_flag": "*fp32",
-    "padding": "*u8", "halves": "*i16",
+    "padding": "*u8", "halves": "*i16", "tiles": "*i32", "parts": "*i64", "keys": "*i64",
+    "most": "*i32", "codes": "*u8",
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
@@ -44,18 +45,28 @@ KERNELS = [
         (
             "quantise",
             "round_and_pack",
-            {"DRAW": bits < 9, "NEAREST": bits == 8, "STEPS": s, "BITS": bits, "GROUPS": 128},
+            {"DRAW": bits < 9, "NEAREST": bits == 8, "BITS": bits, "GROUPS": 128},
         )
-        for bits, s in ((3, 3.0), (8, 127.0), (12, 2047.0))
+        for bits in (3, 8, 12)
     ),
+    *(("dequantise", "unpack_and_add", {"BITS": bits, "GROUPS": 128}) for bits in (3, 12)),
+    *(("levels", "raise_peaks", {"ADD": x, "LARGE": x, "TILE": 2048}) for x in (False, True)),
     *(
-        ("dequantise", "unpack_and_add", {"STEPS": s, "BITS": bits, "GROUPS": 128})
-        for bits, s in ((3, 3), (12, 2047))
+        (
+            "levels",
+            "round_tiles",
+            {"ADD": add, "KEEP": add, "NEAREST": add, "BITS": bits, "BLOCK": block, "TILE": 2048},
+        )
+        for bits, block, add in ((4, 512, False), (9, 0, True))
     ),
+    *(("levels", "average_tiles", {"BITS": bits, "TILE": 2048}) for bits in (4, 9)),
 ]
 
 
-FUSED = {"unpack_and_add", "take_pieces", "round_pieces", "average_pieces"}
+FUSED = {
+    *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
+    *("raise_peaks", "round_tiles", "average_tiles"),
+}
 """Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}
 TARGETS = [
@@ -100,7 +111,8 @@ def compiled(name: str, constants: dict[str, Any], target: tuple[Any, ...]) -> d
 def test_compiles(operation: str, name: str, constants: dict[str, Any]) -> None:
     code = compiled(name, constants, ("cuda", 80, 32))["ptx"]
     fused = re.findall(r"\bfma\.rn\.f32", code)
-    assert bool(fused) == (name in FUSED), "a product is rounded before it is added"
+    adds = name in FUSED and constants.get("ADD", True)
+    assert bool(fused) == adds, "a product is rounded before it is added"
     assert "div.full" not in code
     assert "approx" not in code
     atomics = set(re.findall(r"\batom\.\S+|\bred\.\S+", code))
@@ -111,7 +123,7 @@ def test_compiles(operation: str, name: str, constants: dict[str, Any]) -> None:
 
 
 NEWEST = TARGETS[-2:]
-DRAWN = {"DRAW": True, "NEAREST": False, "STEPS": 3.0, "BITS": 3, "GROUPS": 128}
+DRAWN = {"DRAW": True, "NEAREST": False, "BITS": 3, "GROUPS": 128}
 everywhere = [
     pytest.param(*case, target, ones, marks=[] if by_day else pytest.mark.nightly)
     for case in KERNELS

@@ -13,8 +13,9 @@ KERNELS = [
     ("accumulate", "tensors", "scatter_add"),
     ("select", "tensors", "mark"),
     ("select", "tensors", "compact"),
-    ("quantise", "tensors", "round_and_pack"),
-    ("dequantise", "tensors", "unpack_and_add"),
+    ("quantise", "levels", "round_and_pack"),
+    ("dequantise", "levels", "unpack_and_add"),
+    *(("levels", "levels", kernel) for kernel in ("raise_peaks", "round_tiles", "average_tiles")),
     *(
         ("segments", "segments", kernel)
         for kernel in (
