@@ -102,7 +102,7 @@ def _works(device: torch.device) -> bool:
     try:
         from lightning_gc.kernels.gpu import self_test
 
-        self_test.self_test(device)
+        self_test(device)
     except Exception as error:  # any exception of a compiler or driver
         warnings.warn(
             f"Triton's kernels do not run on {device} ({type(error).__name__}: {error}); torch's "

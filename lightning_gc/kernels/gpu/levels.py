@@ -576,4 +576,3 @@ def _buckets(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 ATTEMPTS = {"quantise": _quantise, "dequantise": _dequantise, "levels": _buckets}
-"""Name -> function that yields results of kernels for ``(1000,)`` numbers, beside torch's."""

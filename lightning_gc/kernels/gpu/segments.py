@@ -269,14 +269,13 @@ def storage_of(tensor: Tensor) -> int:
 def sample(numbers: Tensor) -> Pending:
     """Return work for tests of kernels, for a bucket of ``(1000,)``: an idle parameter of two."""
     segments = Segments([(0, 500), (500, 1000)], numbers.device)
-    peak = torch.tensor([1.0, 0.0], device=numbers.device)
+    peak = torch.tensor([1.0, 0.0], dtype=torch.float32, device=numbers.device)
     flag = torch.zeros(1, dtype=torch.float32, device=numbers.device)
     work = Workspace(segments)
     return Pending(segments, peak, flag, work, numbers.flip(0), decay=0.5, flags=[flag, flag])
 
 
-def attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield results of all kernels for ``numbers``, ``(1000,)``, beside torch's."""
+def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     segments = Segments([(0, 500), (500, 1000)], numbers.device)
     flat, other = numbers.clone(), numbers.flip(0)
     flat[500:] = 0
@@ -300,7 +299,8 @@ def attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     clean(bad)
     yield bad, numbers.masked_fill(numbers.abs() > 0.5, 0)
     pending = sample(numbers)
-    places = torch.tensor([[0, 1], [0, 500], [500, 1000], [0, 500]], device=numbers.device).int()
+    rows = [[0, 1], [0, 500], [500, 1000], [0, 500]]
+    places = torch.tensor(rows, dtype=torch.int32, device=numbers.device)
     left, out = numbers.clone(), numbers.clone()
     taken, x = torch.empty_like(out), 0.5 * numbers + numbers.flip(0)
     take(left, places, taken, pending)
@@ -308,3 +308,6 @@ def attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield left, torch.cat([torch.zeros_like(x[:500]), x[500:]])
     put([taken, numbers], out, places, pending)
     yield out, 0.5 * taken + 0.5 * numbers
+
+
+ATTEMPTS = {"segments": _attempt}

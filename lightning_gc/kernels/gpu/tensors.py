@@ -134,4 +134,3 @@ ATTEMPTS = {
     "accumulate": _accumulate,
     "select": _select,
 }
-"""Name -> function that yields results of kernels for ``(1000,)`` numbers, beside torch's."""

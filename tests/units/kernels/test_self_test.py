@@ -31,6 +31,10 @@ def module(name: str) -> Any:
     return importlib.import_module(f"lightning_gc.kernels.gpu.{name}")
 
 
+def self_test(device: torch.device) -> None:
+    importlib.import_module("lightning_gc.kernels.gpu").self_test(device)
+
+
 class DoesNothing:
     """In place of a kernel: launched on a grid, it leaves all memory as it is."""
 
@@ -44,7 +48,7 @@ class DoesNotCompile:
 
 
 def test_all_are_right() -> None:
-    module("self_test").self_test(torch.device(DEVICE))
+    self_test(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize(("operation", "family", "kernel"), KERNELS)
@@ -56,5 +60,5 @@ def test_one_that_fails_is_found(
     monkeypatch.setattr(torch, "empty", torch.zeros)
     monkeypatch.setattr(module(family), kernel, fails())
     with pytest.raises(RuntimeError, match=f"^{operation}: ") as found:
-        module("self_test").self_test(torch.device(DEVICE))
+        self_test(torch.device(DEVICE))
     assert ("unsupported" in str(found.value)) == (fails is DoesNotCompile)
