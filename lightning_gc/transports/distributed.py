@@ -56,9 +56,10 @@ class Distributed(Transport):
     Communication pattern:
         ``Mean`` is one all-reduce per dtype, ``Gather`` one all-gather, ``Exchange`` one
         all-to-all. On the host an ``Exchange``, and a large ``Gather`` of two workers, is sent
-        point to point in pieces. Ragged payloads send their lengths, unless all workers know them,
-        8 bytes per tensor: first, in an all-gather or all-to-all, or, in an ``Exchange`` on the host, in front of each message.
-        They end in a seal of 8 bytes, by which the host checks the lengths.
+        point to point in pieces. Ragged payloads send their lengths, 8 bytes per tensor, unless all
+        workers know them: first, in an all-gather or all-to-all, or, in an ``Exchange`` on the
+        host, in front of each message. They end in a seal of 8 bytes, by which the host checks the
+        lengths.
     """
 
     def __init__(

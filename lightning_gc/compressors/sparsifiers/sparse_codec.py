@@ -32,7 +32,7 @@ from lightning_gc.core import (
 )
 from lightning_gc.core.message import evenly
 from lightning_gc.kernels.accumulate import accumulate
-from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.dispatch import compiled, fused
 from lightning_gc.kernels.sparse import Selection
 
 Varies = Literal["no", "step", "worker"]
@@ -255,6 +255,13 @@ class TableSelection(JointSelection):
         of = self.selection, self.sent_dtype, bucket.step, bucket.pending
         return sparse.count(buffer, *of)
 
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        if compiled(buffer):
+            from lightning_gc.kernels.host import sparse
+
+            return sparse.choose(buffer, self.selection, bucket.step)
+        return super().choose(buffer, bucket)
+
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if fused(buffer) and not self.ragged:
             from lightning_gc.kernels.gpu import sparse
@@ -300,15 +307,30 @@ def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> P
 
     With a narrower ``dtype`` for values, what rounding leaves of them stays in ``buffer``.
     """
-    values = buffer[indices]  # (k,) buffer.dtype
-    if dtype is None or dtype == buffer.dtype:
-        buffer.index_fill_(0, indices, 0)
+    narrow = dtype is not None and dtype != buffer.dtype
+    if compiled(buffer):
+        from lightning_gc.kernels.host import sparse
+
+        values = sparse.take(buffer, indices)  # (k,) buffer.dtype
+        if narrow:
+            values, left = _narrowed(values, dtype)
+            sparse.put(buffer, indices, left)
+        return values, sparse.code(indices, buffer.numel())
+    values = buffer[indices]
+    if narrow:
+        values, buffer[indices] = _narrowed(values, dtype)
     else:
-        whole, most = values, torch.finfo(dtype).max
-        # A finite value must not become infinite by rounding up, step after step.
-        values = torch.where(whole.isfinite(), whole.clamp(-most, most), whole).to(dtype)
-        buffer[indices] = whole - values.to(buffer.dtype)
+        buffer.index_fill_(0, indices, 0)
     return values, elias_fano.encode(indices, buffer.numel())
+
+
+def _narrowed(whole: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Return values in fewer bits, and what rounding leaves."""
+    assert dtype is not None
+    most = torch.finfo(dtype).max
+    # A finite value must not become infinite by rounding up, step after step.
+    values = torch.where(whole.isfinite(), whole.clamp(-most, most), whole).to(dtype)
+    return values, whole - values.to(whole.dtype)
 
 
 def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
@@ -320,6 +342,12 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
     values, coded = payload
     chosen = values.numel()
     payload_validation.lengths(payload, chosen, elias_fano.coded_bytes(chosen, numel))
+    if compiled(values):
+        from lightning_gc.kernels.host import sparse
+
+        positions = sparse.places(coded, chosen, numel)
+        if positions is not None:
+            return positions, values
     found = elias_fano.decode(coded, chosen, numel, payload_validation.on_host(coded))
     return payload_validation.positions(found, values, numel)
 
