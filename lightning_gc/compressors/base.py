@@ -414,12 +414,15 @@ class Codec(Compressor):
     def send(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Encode and add the payload to the tally. For schemes."""
         payload = self.encode(buffer, bucket)
+        self.note(payload, buffer.numel(), bucket)
+        return payload
+
+    def note(self, payload: Payload, numel: int, bucket: Bucket) -> None:
+        """Add the payload of a buffer of ``numel`` elements to the tally."""
         if bucket.phase == 0:
             # A shard's buffer may be padded beyond its bucket.
-            sent = min(self.sent(payload, buffer.numel()), bucket.numel)
-            elements = min(self.elements(buffer.numel()), bucket.numel)
-            bucket.tally.count(elements, sent, payload)
-        return payload
+            sent = min(self.sent(payload, numel), bucket.numel)
+            bucket.tally.count(min(self.elements(numel), bucket.numel), sent, payload)
 
     def receive(
         self, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None

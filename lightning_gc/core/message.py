@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import Sequence
 
@@ -88,6 +89,10 @@ class Message:
                     f"The message does not end after {self.nbytes} bytes, as announced; its "
                     f"lengths, or itself, were damaged on the way."
                 )
+        return self.views(message)
+
+    def views(self, message: Tensor) -> list[Tensor]:
+        """Return views of ``message`` without any check."""
         tensors = []
         for span, dtype, shape in zip(self.spans, self.dtypes, self.shapes, strict=True):
             data = message[slice(*span)]
@@ -128,13 +133,18 @@ class Packed(tuple[Tensor, ...]):
         end = self.layout.nbytes - (SEAL_BYTES if self.layout.seal is not None else 0)
         return self.message[end - self.layout.padding : end]
 
+    @property
+    def seal(self) -> Tensor:
+        """The bytes of the seal, if the message has one."""
+        return self.message[self.layout.nbytes - SEAL_BYTES : self.layout.nbytes]
+
     def first(self, count: int) -> Packed:
         """Return a payload of the first ``count`` tensors; the message has room for the others."""
         return _packed(self[:count], self.message, self.layout)
 
     def more(self) -> Packed:
         """Return the payload with the first tensor for which there is room."""
-        tensors = self.layout.unpack(self.message)
+        tensors = self.layout.views(self.message)
         return _packed(tensors[: len(self) + 1], self.message, self.layout)
 
 
@@ -145,29 +155,70 @@ def _packed(tensors: Sequence[Tensor], message: Tensor, layout: Message) -> Pack
     return packed
 
 
+Fields = Sequence[tuple[torch.dtype, int]]
+"""Dtype and length of each tensor of a payload."""
+
+
 @functools.lru_cache(maxsize=1024)
-def _layout(fields: tuple[tuple[torch.dtype, int], ...]) -> Message:
-    return Message([dtype for dtype, _ in fields], [(length,) for _, length in fields])
+def _layout(fields: tuple[tuple[torch.dtype, int], ...], sealed: Sequence[int] | None) -> Message:
+    return Message([dtype for dtype, _ in fields], [(length,) for _, length in fields], sealed)
 
 
-def reserve(fields: Sequence[tuple[torch.dtype, int]], device: torch.device) -> Packed:
+def packed(message: Tensor, fields: Fields, sealed: Sequence[int] | None = None) -> Packed:
+    """Return the payload of ``message``, bytes that may be more than are needed."""
+    layout = _layout(tuple(fields), sealed)
+    return _packed(layout.views(message), message, layout)
+
+
+def reserve(
+    fields: Fields,
+    device: torch.device,
+    *,
+    sealed: tuple[int, ...] | None = None,
+    nbytes: int = 0,
+) -> Packed:
     """Return a complete payload whose contents are not written yet.
 
     Args:
         fields: dtype and length of each tensor.
         device: of the message.
+        sealed: the announced lengths, as for ``Message``.
+        nbytes: least length of the message in bytes.
 
     Example:
         >>> codes, norms = reserve([(torch.uint8, 3), (torch.float32, 2)], torch.device("cpu"))
         >>> codes.shape, norms.shape
         (torch.Size([3]), torch.Size([2]))
     """
-    layout = _layout(tuple(fields))
-    message = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-    return _packed(layout.unpack(message), message, layout)
+    nbytes = max(nbytes, _layout(tuple(fields), sealed).nbytes)
+    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return packed(message, fields, sealed)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the tensor's bytes as a flat uint8 view."""
     # as_strided, since a tensor of one element may be contiguous with any stride.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def evenly(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """Return the first of equal tensors, and the distance in elements from each to the next.
+
+    Tensors of messages that have arrived together lie at equal distances. Others are copied.
+    """
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first, 0
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    width = first.element_size()
+    apart, rest = divmod(addresses[1] - addresses[0], width)
+    together = all(b - a == apart * width for a, b in itertools.pairwise(addresses))
+    same = len({storage_of(tensor) for tensor in tensors}) == 1
+    if together and same and not rest:
+        return first, apart
+    return torch.stack([tensor.contiguous() for tensor in tensors]), first.numel()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the allocation in which a tensor lies."""
+    return tensor.untyped_storage().data_ptr()

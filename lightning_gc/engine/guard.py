@@ -140,7 +140,9 @@ class Guard:
         limits = None if request.limits is None else (*request.limits, None)
         if isinstance(request, Exchange):
             return Exchange(tuple((*payload, flag) for payload in request.payloads), limits)
-        return Gather((*request.tensors, flag), limits)
+        known = request.lengths
+        lengths = None if known is None else [[*each, flag.numel()] for each in known]
+        return Gather((*request.tensors, flag), limits, lengths)
 
     def _without_flag(self, request: Request, reply: Reply) -> Reply:
         if isinstance(request, Mean):

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.dispatch import compiled, fused
 
 
 def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> None:
@@ -31,6 +31,10 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
         from lightning_gc.kernels.gpu import tensors as gpu
 
         gpu.accumulate(out, positions, values, scale)
+    elif compiled(out) and values.dtype == out.dtype and values.is_contiguous():
+        from lightning_gc.kernels.host import sparse
+
+        sparse.add(out, positions.contiguous(), values, scale)
     else:
         reference(out, positions, values, scale)
 

@@ -132,7 +132,10 @@ class Checksummed(Transport):
         if isinstance(request, Mean):
             return self._mean(request)
         if isinstance(request, Gather):
-            return self._compared(Gather(_summed(request.tensors), _with_sum(request.limits)))
+            known = request.lengths
+            lengths = None if known is None else [[*each, 1] for each in known]  # and the digest
+            summed = _summed(request.tensors), _with_sum(request.limits)
+            return self._compared(Gather(*summed, lengths))
         payloads = tuple(_summed(payload) for payload in request.payloads)
         return self._compared(Exchange(payloads, _with_sum(request.limits)))
 

@@ -19,6 +19,7 @@ from lightning_gc.compressors.base import (
     Compressor,
     Joint,
     Part,
+    limits_of,
 )
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
@@ -73,7 +74,8 @@ class PerParameter(Wrapper):
         pending = bucket.pending
         if pending is not None and whole.parts:
             assert scheme is not None
-            if scheme.averages or is_gathered(4 * whole.numel, bucket.workers):
+            fixed = limits_of(plan.joint[0], bucket.numel) is None
+            if fixed and (scheme.averages or is_gathered(4 * whole.numel, bucket.workers)):
                 room = replace(bucket, pending=replace(pending, uncompressed=whole.numel))
                 flow = plan.joint[0].flow(room, buffer, out, scheme)
                 yield from whole.ride(flow, buffer, out, pending)
@@ -212,8 +214,7 @@ class Uncompressed:
             *reply, mean = yield Mean(own)
             taken = [mean]
         else:
-            limits = None if request.limits is None else (*request.limits, None)
-            arrived = yield Gather(own, limits)
+            arrived = yield Gather(own)
             reply = [payload[:-1] for payload in arrived]
             taken = [payload[-1] for payload in arrived]
         resume(flow, reply)

@@ -66,7 +66,7 @@ class Lying(Simulated):
         if isinstance(request, Mean):
             return Mean(damaged(self.data, request.tensors, None))
         if isinstance(request, Gather):
-            return Gather(damaged(self.data, request.tensors, request.limits), request.limits)
+            return request._replace(tensors=damaged(self.data, request.tensors, request.limits))
         lies = tuple(damaged(self.data, payload, request.limits) for payload in request.payloads)
         return Exchange(lies, request.limits)
 

@@ -106,7 +106,7 @@ class Flooding(Simulated):
         if isinstance(request, Mean):
             return Mean(self._filled(request.tensors))
         if isinstance(request, Gather):
-            return Gather(self._filled(request.tensors), request.limits)
+            return request._replace(tensors=self._filled(request.tensors))
         return Exchange(tuple(self._filled(each) for each in request.payloads), request.limits)
 
     def _filled(self, payload: Payload) -> Payload:

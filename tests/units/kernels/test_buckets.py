@@ -23,8 +23,13 @@ pytestmark = [
 METHODS: list[Compressor] = [
     *(gc.Cast(), gc.Cast("float16")),
     *(gc.QSGD(4), gc.QSGD(3, 7), gc.Uniform(9, block_size=64), gc.Uniform(16, block_size=3000)),
+    *(gc.TopK(0.05), gc.TopK(0.05, "bfloat16"), gc.TopK(0.05, "bfloat16", "sampled")),
+    *(gc.HardThreshold(1.0), gc.HardThreshold(0.0)),
 ]
-BY_DAY = [gc.Cast(), gc.Cast("float16"), gc.QSGD(4), gc.Uniform(9, block_size=64)]
+BY_DAY = [
+    *(gc.Cast(), gc.QSGD(4), gc.Uniform(9, block_size=64)),
+    *(gc.TopK(0.05, "bfloat16"), gc.HardThreshold(1.0)),
+]
 methods = pytest.mark.parametrize("compressor", some(METHODS, BY_DAY), ids=repr)
 
 

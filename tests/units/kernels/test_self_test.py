@@ -23,6 +23,13 @@ KERNELS = [
             *("take_pieces", "put_pieces"),
         )
     ),
+    *(
+        ("sparse", "sparse", kernel)
+        for kernel in (
+            *("sample_thresholds", "first_digit", "next_digit", "count_pieces", "count_reaching"),
+            *("move_chosen", "code_positions", "count_bits", "find_places", "add_all"),
+        )
+    ),
     *(("casts", "casts", kernel) for kernel in ("round_pieces", "average_pieces")),
 ]
 
