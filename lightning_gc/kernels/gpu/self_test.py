@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from lightning_gc.kernels.gpu import casts, segments, tensors
+from lightning_gc.kernels.gpu import casts, segments, signs, tensors
 
-_ATTEMPTS = {**tensors.ATTEMPTS, "segments": segments.attempt, "casts": casts.attempt}
+_ATTEMPTS = {
+    **tensors.ATTEMPTS,
+    "segments": segments.attempt,
+    "casts": casts.attempt,
+    "signs": signs.attempt,
+}
 
 
 def self_test(device: torch.device) -> None:

@@ -9,7 +9,7 @@ from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits
 from tests.support.kernel_device import marks, some
 
 pytestmark = marks
-METHODS: list[Compressor] = [gc.Cast(), gc.Cast("float16")]
+METHODS: list[Compressor] = [gc.Cast(), gc.Cast("float16"), gc.EFSignSGD(), gc.OneBitSGD()]
 methods = pytest.mark.parametrize("compressor", METHODS, ids=repr)
 
 

@@ -21,7 +21,8 @@ POINTERS = {
     "peaks": "*fp32", "target": "*fp32", "source": "*fp32", "flag": "*fp32", "grad": "*fp32",
     "decay": "fp32", "gain": "fp32", "share": "fp32", "table": "*i32", "taken": "*fp32",
     "mean": "*fp32", "flags": "*fp32", "first": "*i64", "starts": "*i64", "sent_flag": "*fp32",
-    "padding": "*u8", "halves": "*i16",
+    "padding": "*u8", "halves": "*i16", "sums": "*fp32", "negatives": "*i32", "signs": "*u8",
+    "means": "*fp32",
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
@@ -41,6 +42,15 @@ KERNELS = [
     ),
     ("segments", "zero_non_finite", {"BLOCK": 2048}),
     *(
+        ("signs", name, {**constants, "SPLIT": split})
+        for split in (False, True)
+        for name, constants in (
+            ("sum_pieces", {"ADD": True, "LANES": 2048, "LEVELS": 11}),
+            ("take_signs", {"ADD": True, "GROUPS": 128, "SUMS": 256, "LEVELS": 8}),
+            ("average_signs", {"GROUPS": 128}),
+        )
+    ),
+    *(
         (
             "quantise",
             "round_and_pack",
@@ -55,7 +65,10 @@ KERNELS = [
 ]
 
 
-FUSED = {"unpack_and_add", "take_pieces", "round_pieces", "average_pieces"}
+FUSED = {
+    *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
+    *("sum_pieces", "take_signs", "average_signs"),
+}
 """Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}
 TARGETS = [
