@@ -311,7 +311,14 @@ def self_test() -> None:
     """
     numbers = torch.linspace(-1, 1, _NUMEL, dtype=torch.float32, device="cpu").pow(3)
     numbers[96:240] = 0
-    for name, attempt in {"bfloat16": _bfloat16_attempt, "quantise": _quantise_attempt}.items():
+    from lightning_gc.kernels.host import signs
+
+    attempts = {
+        "bfloat16": _bfloat16_attempt,
+        "quantise": _quantise_attempt,
+        "signs": signs.attempt,
+    }
+    for name, attempt in attempts.items():
         for ours, theirs in attempt(numbers):
             if not torch.equal(ours, theirs):
                 raise ArithmeticError(f"the result of {name} differs from torch's")

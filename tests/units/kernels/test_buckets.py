@@ -25,10 +25,11 @@ METHODS: list[Compressor] = [
     *(gc.QSGD(4), gc.QSGD(3, 7), gc.Uniform(9, block_size=64), gc.Uniform(16, block_size=3000)),
     *(gc.TopK(0.05), gc.TopK(0.05, "bfloat16"), gc.TopK(0.05, "bfloat16", "sampled")),
     *(gc.HardThreshold(1.0), gc.HardThreshold(0.0)),
+    *(gc.EFSignSGD(), gc.OneBitSGD()),
 ]
 BY_DAY = [
     *(gc.Cast(), gc.QSGD(4), gc.Uniform(9, block_size=64)),
-    *(gc.TopK(0.05, "bfloat16"), gc.HardThreshold(1.0)),
+    *(gc.TopK(0.05, "bfloat16"), gc.HardThreshold(1.0), gc.EFSignSGD()),
 ]
 methods = pytest.mark.parametrize("compressor", some(METHODS, BY_DAY), ids=repr)
 

@@ -22,7 +22,8 @@ POINTERS = {
     "decay": "fp32", "gain": "fp32", "share": "fp32", "table": "*i32", "taken": "*fp32",
     "flags": "*fp32", "first": "*i64", "starts": "*i64", "sent_flag": "*fp32",
     "padding": "*u8", "halves": "*i16", "tiles": "*i32", "parts": "*i64", "keys": "*i64",
-    "most": "*i32", "codes": "*u8",
+    "most": "*i32", "codes": "*u8", "sums": "*fp32", "negatives": "*i32", "signs": "*u8",
+    "means": "*fp32",
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
@@ -41,6 +42,15 @@ KERNELS = [
         for name, constants in (("round_pieces", {"ADD": True}), ("average_pieces", {}))
     ),
     ("segments", "zero_non_finite", {"BLOCK": 2048}),
+    *(
+        ("signs", name, {**constants, "SPLIT": split})
+        for split in (False, True)
+        for name, constants in (
+            ("sum_pieces", {"ADD": True, "LANES": 2048, "LEVELS": 11}),
+            ("take_signs", {"ADD": True, "GROUPS": 128, "SUMS": 256, "LEVELS": 8}),
+            ("average_signs", {"GROUPS": 128}),
+        )
+    ),
     *(
         (
             "quantise",
@@ -66,6 +76,7 @@ KERNELS = [
 FUSED = {
     *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
     *("raise_peaks", "round_tiles", "average_tiles"),
+    *("sum_pieces", "take_signs", "average_signs"),
 }
 """Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}
