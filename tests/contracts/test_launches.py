@@ -14,6 +14,9 @@ LIMITS: dict[Compressor, tuple[int, float, int]] = {
     gc.Identity(): (2, 16, 0),
     gc.Cast(): (6, 33.8, 0),
     gc.QSGD(4): (6, 18.2, 0),
+    gc.EFSignSGD(): (7, 36.4, 0),
+    gc.TopK(0.01): (14, 48.1, 0),
+    gc.HardThreshold(0.03): (12, 37.7, 1),
 }
 """Method -> operations of a bucket, bytes per element, waits of the host; W = 2."""
 
