@@ -7,7 +7,7 @@ select part by part, with the same bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -65,6 +65,11 @@ class Selection:
     def most(self) -> int:
         """The greatest number of elements sent."""
         return sum(row.number for row in self.rows)
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """Elements of all parts."""
+        return sum(row.stop - row.start for row in self.rows)
 
     @functools.cached_property
     def on_host(self) -> np.ndarray:
