@@ -122,7 +122,7 @@ def sample_thresholds(
     begin = column(table, 1, parts, part) + step % apart
     size = (column(table, 2, parts, part) - begin + apart - 1) // apart
     idle = is_idle(peaks, table, parts, part, GUARDED)
-    prefix = 0
+    prefix = part * 0
     for index in tl.static_range(3):  # 11, 11 and 9 bits
         counts = tl.zeros([BINS], tl.int32)
         i = size * 0

@@ -281,7 +281,7 @@ def _places(coded, low, map_at, length, numel, positions):
     chosen = positions.size
     whole, rest = low // 8, low % 8
     plane = whole * chosen
-    i, last = 0, -1
+    i, last = 0, np.int64(-1)
     for at in range((length + 7) // 8):
         byte = np.int64(coded[map_at + at])
         if 8 * at + 8 > length:
@@ -303,7 +303,8 @@ def _places(coded, low, map_at, length, numel, positions):
             place = (place << low) | bits
             if place <= last or place >= numel:
                 return False
-            positions[i] = last = place
+            positions[i] = place
+            last = place
             i += 1
     return i == chosen
 

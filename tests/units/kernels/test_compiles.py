@@ -28,8 +28,7 @@ POINTERS = {
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
-    ("select", "compact", {"MOVE": True, "BLOCK": 2048}),
-    ("select", "compact", {"MOVE": False, "BLOCK": 2048}),
+    ("select", "compact", {"BLOCK": 2048}),
     ("accumulate", "scatter_add", {"BLOCK": 512}),
     ("segments", "largest", {"BLOCK": 1024}),
     ("segments", "move_pieces", {"ADD": False, "TAKE": True, "BLOCK": 1024}),
