@@ -176,14 +176,15 @@ class JointSelection(SparseCodec):
         numbers = self._read(counts, bucket)
         lengths = [(number, elias_fano.coded_bytes(number, numel)) for number in numbers]
         payload = counted.encode(lengths, bucket.worker)
-        self.note(payload, numel, bucket)
+        if bucket.pending is not None:  # else it has been noted
+            self.note(payload, numel, bucket)
         payloads = yield Gather(payload, limits_of(self, numel), lengths)
         if bucket.wanted:
             self.receive_counted(payloads, counts, out, bucket)
 
     def count(self, buffer: Tensor, bucket: Bucket) -> Counted:
         """Choose the elements, and return their number; they may still be in ``buffer``."""
-        return Encoded(self.encode(buffer, bucket))
+        return Encoded(self.send(buffer, bucket))
 
     def receive_counted(
         self, payloads: Sequence[Payload], counts: Counts | None, out: Tensor, bucket: Bucket
@@ -267,6 +268,10 @@ class TableSelection(JointSelection):
             from lightning_gc.kernels.gpu import sparse
 
             return sparse.encode(buffer, self.selection, self.sent_dtype, bucket.pending)
+        if compiled(buffer) and self.sent_dtype == buffer.dtype:
+            from lightning_gc.kernels.host import sparse as host
+
+            return host.encode(buffer, self.selection, bucket.step)
         return super().encode(buffer, bucket)
 
     def receive_all(

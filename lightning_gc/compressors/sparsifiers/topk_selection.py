@@ -94,13 +94,12 @@ def _first_of_largest(bits: Tensor, k: int) -> Tensor:
     if not k:
         return torch.zeros_like(bits, dtype=torch.bool)
     if payload_validation.on_host(bits):
-        place = len(bits) - k
-        limit: Any = int(np.partition(bits.numpy(), place)[place])
+        limit: Any = _kth(bits.numpy(), k)
     else:
         limit = torch.topk(bits, k, sorted=False).values.amin()
     above, equal = bits > limit, bits == limit
-    needed = k - above.sum()
-    return above.logical_or_(equal.logical_and_(equal.cumsum(0, dtype=torch.int32) <= needed))
+    first = equal.cumsum(0, dtype=torch.int32) <= k - above.sum()
+    return torch.logical_or(above, equal & first)
 
 
 def magnitude_bits(buffer: Tensor) -> Tensor:
@@ -113,13 +112,15 @@ def kth_largest(magnitudes: Tensor, k: int) -> Tensor:
     """Return the k-th largest of ``(n,)`` magnitudes, 0-dim; NaN is larger than all, as in topk."""
     if not _on_host(magnitudes):
         return torch.topk(magnitudes, k, sorted=False).values.min()
-    numbers = magnitudes.numpy()
+    return magnitudes.new_tensor(float(_kth(magnitudes.numpy(), k)))
+
+
+def _kth(numbers: Any, k: int) -> Any:
+    """Return the k-th largest of numbers that are not negative; 0 if there are fewer."""
     if 2 * np.count_nonzero(numbers) < len(numbers):  # many equal numbers are slow to part
         numbers = numbers[numbers != 0]
     place = len(numbers) - k
-    return magnitudes.new_tensor(
-        float(np.partition(numbers, place)[place]) if 0 <= place < len(numbers) else 0.0
-    )
+    return np.partition(numbers, place)[place] if 0 <= place < len(numbers) else 0
 
 
 def smallest(buffer: Tensor) -> float:

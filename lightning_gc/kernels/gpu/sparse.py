@@ -84,10 +84,11 @@ def digit_of(counts, wanted, SIZE: tl.constexpr):
 def sum_of(numbers, first, stop, FOLD: tl.constexpr):
     """Return the sum of ``numbers[first:stop]``."""
     total = tl.zeros([FOLD], tl.int32)
-    while first < stop:
-        at = first + tl.arange(0, FOLD)
+    begin = first + stop * 0  # a tensor, where ``first`` is a constant
+    while begin < stop:
+        at = begin + tl.arange(0, FOLD)
         total += tl.load(numbers + at, mask=at < stop, other=0)
-        first += FOLD
+        begin += FOLD
     return tl.sum(total, axis=0)
 
 
@@ -119,24 +120,26 @@ def sample_thresholds(
     apart = column(table, 4, parts, part)
     wanted = column(table, 5, parts, part)
     begin = column(table, 1, parts, part) + step % apart
-    stop = column(table, 2, parts, part)
+    size = (column(table, 2, parts, part) - begin + apart - 1) // apart
     idle = is_idle(peaks, table, parts, part, GUARDED)
-    prefix = 0
-    for index in tl.static_range(3):
-        PLACE: tl.constexpr = (20, 9, 0)[index]
-        WIDTH: tl.constexpr = (11, 11, 9)[index]
+    prefix = part * 0
+    for index in tl.static_range(3):  # 11, 11 and 9 bits
         counts = tl.zeros([BINS], tl.int32)
-        at = begin
-        while at < stop:
-            here = at + apart * tl.arange(0, ROW)
-            inside = (here < stop) & (here >= begin)
+        i = size * 0
+        while i < size:
+            inside = i + tl.arange(0, ROW) < size
+            here = begin + apart * (i + tl.arange(0, ROW))
             x = compensated(buffer, grad, here, inside, decay, gain, ADD)
             bits = tl.where(idle, 0, magnitude_bits(x))
-            same = inside & ((bits >> (PLACE + WIDTH)) == prefix)
-            counts += bins((bits >> PLACE) & ((1 << WIDTH) - 1), same, BINS)
-            at += apart * ROW
+            if index == 0:
+                counts += bins(bits >> 20, inside, BINS)
+            elif index == 1:
+                counts += bins((bits >> 9) & 2047, inside & ((bits >> 20) == prefix), BINS)
+            else:
+                counts += bins(bits & 511, inside & ((bits >> 9) == prefix), BINS)
+            i += ROW
         digit, wanted = digit_of(counts, wanted, BINS)
-        prefix = (prefix << WIDTH) | digit
+        prefix = (prefix << (11 if index < 2 else 9)) | digit
     tl.store(thresholds + part, prefix.to(tl.float32, bitcast=True))
 
 
@@ -384,7 +387,7 @@ def move_chosen(
     positions,
     number,
     bitmap,
-    share,
+    zeroed,
     length,
     flag,
     sent_flag,
@@ -401,7 +404,7 @@ def move_chosen(
 ):
     """Move what is sent out of the buffer, ascending; of equal magnitudes the first are sent.
 
-    Also zero ``share`` bytes of the bitmap, and write the end of the message.
+    Also zero ``zeroed`` bytes of the bitmap, and write the end of the message.
     """
     piece = tl.program_id(0)
     if piece == 0:
@@ -409,11 +412,11 @@ def move_chosen(
         if SEALED:
             tl.store(seal_place, seal)
             tl.store(seal_place + 1, -1)  # a seal is negative
-    byte = piece * share
-    end = tl.minimum(byte + share, length)
+    byte = piece * zeroed
+    end = tl.minimum(byte + zeroed, length)
     while byte < end:
-        zeroed = byte + tl.arange(0, ROW)
-        tl.store(bitmap + zeroed, tl.zeros([ROW], tl.uint8), mask=zeroed < end)
+        each = byte + tl.arange(0, ROW)
+        tl.store(bitmap + each, tl.zeros([ROW], tl.uint8), mask=each < end)
         byte += ROW
 
     part, at, stop = piece_of(pieces, count, piece)

@@ -59,36 +59,19 @@ def mark(buffer, threshold, bitmap, counts, numel, GROUPS: tl.constexpr):
 
 
 @kernel()
-def compact(
-    buffer, bitmap, ends, values, positions, numel, MOVE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write positions, and with MOVE elements, in order; ``ends``: selected up to a block's end."""
+def compact(bitmap, ends, positions, numel, BLOCK: tl.constexpr):
+    """Write positions in order; ``ends``: selected up to a block's end."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     marks = tl.load(bitmap + at // 8, mask=at < numel, other=0).to(tl.int32)
     hits = (marks >> (at % 8)) & 1
     start = tl.load(ends + block) - tl.sum(hits, axis=0)
     rank = start + tl.cumsum(hits, axis=0) - 1
-    taken = hits == 1
-    tl.store(positions + rank, at.to(tl.int64), mask=taken)
-    if MOVE:
-        x = tl.load(buffer + at, mask=taken, other=0.0)
-        tl.store(values + rank, x, mask=taken)
-        tl.store(buffer + at, tl.zeros([BLOCK], tl.float32), mask=taken)
-
-
-def select(buffer: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return values and positions; see ``kernels.select``."""
-    return _selected(buffer, threshold, move=True)
+    tl.store(positions + rank, at.to(tl.int64), mask=hits == 1)
 
 
 def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     """Return the positions; see ``kernels.select``."""
-    return _selected(buffer, threshold, move=False)[1]
-
-
-def _selected(buffer: Tensor, threshold: float | Tensor, move: bool) -> tuple[Tensor, Tensor]:
-    """Return values, which are ``buffer`` unless they are moved out of it, and positions."""
     numel, device = buffer.numel(), buffer.device
     if isinstance(threshold, Tensor):
         limit = threshold.to(device, torch.float32)
@@ -99,18 +82,10 @@ def _selected(buffer: Tensor, threshold: float | Tensor, move: bool) -> tuple[Te
     counts = torch.empty(blocks, dtype=torch.int32, device=device)
     launch(mark, (blocks,), buffer, limit, bitmap, counts, numel, GROUPS=SELECT_BLOCK // 8)
     ends = counts.cumsum(0, dtype=torch.int32)
-    reached = int(ends[-1])
-    positions = torch.empty(reached, dtype=torch.int64, device=device)
-    values = torch.empty(reached, device=device, dtype=buffer.dtype) if move else buffer
-    if reached:
-        launch(
-            compact,
-            (blocks,),
-            *(buffer, bitmap, ends, values, positions, numel),
-            MOVE=move,
-            BLOCK=SELECT_BLOCK,
-        )
-    return values, positions
+    positions = torch.empty(int(ends[-1]), dtype=torch.int64, device=device)
+    if positions.numel():
+        launch(compact, (blocks,), bitmap, ends, positions, numel, BLOCK=SELECT_BLOCK)
+    return positions
 
 
 def _accumulate(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -121,13 +96,7 @@ def _accumulate(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _select(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    left = numbers.clone()
-    values, positions = select(left, 0.25)
-    reach = numbers.abs() >= 0.25
-    yield positions, reach.nonzero().view(-1)
-    yield values, numbers.masked_select(reach)
-    yield left, numbers.masked_fill(reach, 0)
-    yield reaching(numbers, 0.25), positions
+    yield reaching(numbers, 0.25), (numbers.abs() >= 0.25).nonzero().view(-1)
 
 
 ATTEMPTS = {

@@ -19,7 +19,7 @@ WORD = 8
 """Comparisons that are looked at together."""
 FEW = 1 << 12
 """Up to this many magnitudes take narrower digits."""
-HITS = 256
+HITS = 64
 """Elements of a sample that are expected to be among the k largest, at most."""
 APART = 9
 """Least distance of the elements of that sample; odd, or a matrix shows only some columns."""
@@ -37,10 +37,21 @@ def choose(buffer: Tensor, selection: Selection, step: int = 0) -> Tensor:
 
     ``step`` moves the sample. ``buffer`` is not changed.
     """
-    found = np.empty(sum(row.stop - row.start for row in selection.rows) + WORD, np.int64)
+    return torch.from_numpy(_chosen(buffer, selection, step).copy())
+
+
+def encode(buffer: Tensor, selection: Selection, step: int) -> tuple[Tensor, Tensor]:
+    """Move the elements to send out of ``buffer`` into (values, coded positions)."""
+    positions = _chosen(buffer, selection, step)
+    values = buffer.new_empty(positions.size)
+    _take(buffer.numpy(), positions, values.numpy())
+    return values, _coded(positions, buffer.numel())
+
+
+def _chosen(buffer: Tensor, selection: Selection, step: int) -> Any:
+    found = np.empty(selection.elements + WORD, np.int64)
     bits, rows = buffer.numpy().view(np.int32), selection.on_host
-    count = _choose(bits, rows, _RULES[selection.rule], step, found)
-    return torch.from_numpy(found[:count].copy())
+    return found[: _choose(bits, rows, _RULES[selection.rule], step, found)]
 
 
 def take(buffer: Tensor, positions: Tensor) -> Tensor:
@@ -57,9 +68,13 @@ def put(buffer: Tensor, positions: Tensor, values: Tensor) -> None:
 
 def code(positions: Tensor, numel: int) -> Tensor:
     """Return ``elias_fano.encode(positions, numel)``."""
-    chosen = positions.numel()
+    return _coded(positions.numpy(), numel)
+
+
+def _coded(positions: Any, numel: int) -> Tensor:
+    chosen = len(positions)
     coded = torch.empty(elias_fano.coded_bytes(chosen, numel), dtype=torch.uint8, device="cpu")
-    _code(positions.numpy(), *elias_fano.layout(chosen, numel), coded.numpy())
+    _code(positions, *elias_fano.layout(chosen, numel), coded.numpy())
     return coded
 
 
@@ -266,7 +281,7 @@ def _places(coded, low, map_at, length, numel, positions):
     chosen = positions.size
     whole, rest = low // 8, low % 8
     plane = whole * chosen
-    i, last = 0, -1
+    i, last = 0, np.int64(-1)
     for at in range((length + 7) // 8):
         byte = np.int64(coded[map_at + at])
         if 8 * at + 8 > length:
@@ -288,7 +303,8 @@ def _places(coded, low, map_at, length, numel, positions):
             place = (place << low) | bits
             if place <= last or place >= numel:
                 return False
-            positions[i] = last = place
+            positions[i] = place
+            last = place
             i += 1
     return i == chosen
 

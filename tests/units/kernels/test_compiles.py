@@ -24,11 +24,25 @@ POINTERS = {
     "padding": "*u8", "halves": "*i16", "tiles": "*i32", "parts": "*i64", "keys": "*i64",
     "most": "*i32", "codes": "*u8", "sums": "*fp32", "negatives": "*i32", "signs": "*u8",
     "means": "*fp32",
+    "thresholds": "*fp32",
+    "histogram": "*i32",
+    "reached": "*i32",
+    "finer": "*i32",
+    "numbers": "*i32",
+    "before": "*i32",
+    "after": "*i32",
+    "limits": "*i32",
+    "larger": "*i32",
+    "equal": "*i32",
+    "total": "*i32",
+    "coded": "*u8",
+    "seal_place": "*i32",
+    "wrong": "*i32",
+    **{f"factor{i}": "fp32" for i in range(1, 5)},
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
-    ("select", "compact", {"MOVE": True, "BLOCK": 2048}),
-    ("select", "compact", {"MOVE": False, "BLOCK": 2048}),
+    ("select", "compact", {"BLOCK": 2048}),
     ("accumulate", "scatter_add", {"BLOCK": 512}),
     ("segments", "largest", {"BLOCK": 1024}),
     ("segments", "move_pieces", {"ADD": False, "TAKE": True, "BLOCK": 1024}),
@@ -42,6 +56,31 @@ KERNELS = [
         for name, constants in (("round_pieces", {"ADD": True}), ("average_pieces", {}))
     ),
     ("segments", "zero_non_finite", {"BLOCK": 2048}),
+    ("sparse", "sample_thresholds", {"ADD": True, "GUARDED": True, "BINS": 2048, "ROW": 1024}),
+    *(
+        ("sparse", name, {**constants, "GUARDED": True, "SAMPLED": sampled, "ROW": 1024})
+        for sampled in (True, False)
+        for name, constants in (
+            ("first_digit", {"ADD": True, "BINS": 2048}),
+            ("next_digit", {"THIRD": False, "BINS": 2048, "NEXT": 2048}),
+            ("next_digit", {"THIRD": True, "BINS": 2048, "NEXT": 512}),
+            ("count_pieces", {"LAST": 512}),
+        )
+    ),
+    ("sparse", "count_reaching", {"ADD": True, "GUARDED": True, "ROW": 1024}),
+    *(
+        (
+            "sparse",
+            "move_chosen",
+            {**kept, "BFLOAT": bfloat, "SEALED": bfloat, "FOLD": 256, "ROW": 1024},
+        )
+        for bfloat in (True, False)
+        for kept in ({"KEEP": True, "GUARDED": True}, {"KEEP": bfloat, "GUARDED": not bfloat})
+    ),
+    ("sparse", "code_positions", {"GROUPS": 128}),
+    ("sparse", "count_bits", {"TILE": 4096, "ROW": 1024}),
+    ("sparse", "find_places", {"TILE": 4096, "FOLD": 256, "ROW": 1024}),
+    *(("sparse", "add_all", {"BFLOAT": bfloat, "ROW": 1024}) for bfloat in (True, False)),
     *(
         ("signs", name, {**constants, "SPLIT": split})
         for split in (False, True)
@@ -77,6 +116,7 @@ FUSED = {
     *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
     *("raise_peaks", "round_tiles", "average_tiles"),
     *("sum_pieces", "take_signs", "average_signs"),
+    *("sample_thresholds", "first_digit", "count_reaching"),
 }
 """Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}
@@ -102,15 +142,19 @@ def found(name: str) -> Any:
     return next(getattr(module, name) for module in modules() if hasattr(module, name))
 
 
-def compiled(name: str, constants: dict[str, Any], target: tuple[Any, ...]) -> dict[str, Any]:
+def compiled(
+    operation: str, name: str, constants: dict[str, Any], target: tuple[Any, ...]
+) -> dict[str, Any]:
     """Return the kernel's code by stage; fails where the compiler does."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = found(name)
+    types = POINTERS | ({"positions": "*i32"} if operation == "sparse" else {})
+    types |= {"values": "*i16"} if constants.get("BFLOAT") else {}
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     source = ASTSource(kernel, signature, constants)
     options = {"enable_fp_fusion": False}
     stages: dict[str, Any] = triton.compile(source, target=GPUTarget(*target), options=options).asm
@@ -120,7 +164,7 @@ def compiled(name: str, constants: dict[str, Any], target: tuple[Any, ...]) -> d
 @pytest.mark.slow
 @each_kernel
 def test_compiles(operation: str, name: str, constants: dict[str, Any]) -> None:
-    code = compiled(name, constants, ("cuda", 80, 32))["ptx"]
+    code = compiled(operation, name, constants, ("cuda", 80, 32))["ptx"]
     fused = re.findall(r"\bfma\.rn\.f32", code)
     adds = name in FUSED and constants.get("ADD", True)
     assert bool(fused) == adds, "a product is rounded before it is added"
@@ -150,7 +194,7 @@ def test_compiles_for_all_gpus(
 ) -> None:
     """Also where all whole numbers are 1, of which Triton makes constants if it is let."""
     given = dict.fromkeys(NUMBERS & set(found(name).arg_names), 1) if ones else {}
-    assert compiled(name, constants | given, target)
+    assert compiled(operation, name, constants | given, target)
 
 
 @pytest.mark.parametrize("name", sorted({case[1] for case in KERNELS}))

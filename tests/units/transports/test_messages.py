@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gc.core.flow import Exchange, Gather, Reply, Request
+from lightning_gc.core.flow import Exchange, Gather, Reply, Request, join
 from lightning_gc.core.message import Message, as_bytes
 from lightning_gc.exchange.peers import ShardParts
 from lightning_gc.exchange.validation import check_agreement
@@ -199,3 +199,29 @@ def test_sums_over_shards_name_the_ranks_of_the_node(monkeypatch: pytest.MonkeyP
     node: Any = object()
     with pytest.raises(PeerError, match=r"Worker 1: all-reduce with worker 0 .* the ranks 4, 5\."):
         ShardParts(node, CPU).total(torch.ones(1))
+
+
+def test_known_lengths_are_not_sent() -> None:
+    """Joined with a request of fixed lengths, they stay known. With unknown ones they do not."""
+    payloads = [(torch.zeros(n),) for n in (2, 5)]
+    known = [Gather(payload, (9,), [(2,), (5,)]) for payload in payloads]
+    unknown = [Gather(payload, (9,)) for payload in payloads]
+    fixed = Gather((torch.zeros(3),))
+    sent = []
+    for requests in (known, unknown):
+        network = Simulated(2)
+        network.fulfil(requests)
+        sent.append(network.sent_bytes)
+    assert sent == [[24 + 8] * 2, [24 + 8 + 8] * 2]  # 5 numbers, padding and seal; the length
+    both = join([known[0], fixed])
+    assert isinstance(both, Gather)
+    assert both.lengths == [[2, 3], [5, 3]]
+    neither = join([known[0], unknown[0]])
+    assert isinstance(neither, Gather)
+    assert neither.lengths is None
+
+
+def test_known_lengths_are_checked() -> None:
+    requests = [Gather((torch.zeros(n),), (9,), [(2,), (4,)]) for n in (2, 5)]
+    with pytest.raises(PeerError, match="Worker 1 has sent"):
+        Simulated(2).fulfil(requests)
