@@ -150,9 +150,12 @@ class Bucket:
         generator.manual_seed(self.generator_seed(shared=shared))
         return generator
 
-    def generator_seed(self, *, shared: bool) -> int:
-        """Return a seed from (seed, names, step), and from worker and phase if not ``shared``."""
-        key: tuple[Any, ...] = (self.seed, self.step, *self.shapes)
+    def generator_seed(self, *, shared: bool, name: str | None = None) -> int:
+        """Return a seed from (seed, names, step), and from worker and phase if not ``shared``.
+
+        With ``name`` it is the seed of the part with this name.
+        """
+        key: tuple[Any, ...] = (self.seed, self.step, *([name] if name else self.shapes))
         if not shared:
             key = (self.worker, self.phase, *key)
         return _hashed((shared, *key))

@@ -25,11 +25,12 @@ from lightning_gc.compressors.base import (
 )
 from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.dispatch import compiled, fused
 from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise
 
 if TYPE_CHECKING:
     from lightning_gc.kernels.gpu.levels import Table
+    from lightning_gc.kernels.host.levels import Table as HostTable
 
 BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))
 """Block sizes worth trying, of any quantiser."""
@@ -229,19 +230,40 @@ class JointLevels(JointCodec):
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if self._in_kernels(buffer):
             return self._table(buffer.device).encode(buffer, bucket)
-        return super().encode(buffer, bucket)
+        if not self._compiled(buffer):
+            return super().encode(buffer, bucket)
+        seeds = None
+        if self.codec.rounding == "stochastic":
+            names = (part.name for part in self.parts)
+            seeds = [bucket.generator_seed(shared=False, name=name) for name in names]
+        return self._host_table.encode(buffer, seeds)
 
     def receive_all(
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
     ) -> None:
-        if not self._in_kernels(out):
-            super().receive_all(payloads, out, bucket, averaged=averaged)
+        if self._in_kernels(out):
+            self.check(payloads, bucket, averaged=averaged)
+            self._table(out.device).average(payloads, out, bucket.pending)
             return
-        self.check(payloads, bucket, averaged=averaged)
-        self._table(out.device).average(payloads, out, bucket.pending)
+        if self._compiled(out):
+            self.check(payloads, bucket, averaged=averaged)
+            if self._host_table.average(payloads, out):
+                return
+        # The reference says which worker has sent a code that no encoder makes.
+        super().receive_all(payloads, out, bucket, averaged=averaged)
 
     def _in_kernels(self, flat: Tensor) -> bool:
         return self.codec.norm == "max" and fused(flat)
+
+    def _compiled(self, flat: Tensor) -> bool:
+        return self.codec.norm == "max" and self.codec.bits <= 8 and compiled(flat)
+
+    @functools.cached_property
+    def _host_table(self) -> HostTable:
+        from lightning_gc.kernels.host import levels
+
+        spans = [(part.start, part.stop) for part in self.parts]
+        return levels.Table(spans, self.codec.bits, self.codec.block_size)
 
     @functools.cached_property
     def _table(self) -> Callable[[torch.device], Table]:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import packed_bytes, unpack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.message import Packed, reserve
+from lightning_gc.core.message import Packed, evenly, reserve
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import arrived, compensated, evenly, sample
+from lightning_gc.kernels.gpu.segments import arrived, compensated, sample
 
 GROUPS = 128
 """Groups of eight codes that one program of ``quantise`` or ``dequantise`` converts."""
