@@ -19,8 +19,8 @@ from lightning_gc.compressors.base import (
     Compressor,
     Joint,
     Part,
+    in_row,
 )
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Flow, Mean, together
 from lightning_gc.core.flow import is_gathered
@@ -73,11 +73,7 @@ class PerParameter(Wrapper):
             # The mean is asked for first, so that its message has the flag.
             late = not is_gathered(4 * whole.numel, bucket.workers)
             bucket = replace(bucket, pending=replace(bucket.pending, flagged=not late))
-        for joint in plan.joint:
-            if plan.rows is not None and scheme is not None:
-                flows.append(flow_in_rows(joint, plan.rows, bucket, buffer, out, scheme))
-            else:
-                flows.append(joint.flow(bucket, buffer, out, scheme))
+        flows += [joint.flow(bucket, buffer, out, scheme) for joint in plan.joint]
         if scheme is not None and scheme.scatters:
             for part in whole.parts:
                 alone = bucket.part(part.name, part.start, part.stop)
@@ -91,8 +87,8 @@ class PerParameter(Wrapper):
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         plan = self._plan(bucket, scheme)
-        one = len(plan.joint) == 1 and not plan.equals and not plan.alone and plan.rows is None
-        return one and plan.joint[0].absorbs(bucket, buffer, scheme)
+        one = len(plan.joint) == 1 and not plan.equals and not plan.alone
+        return one and plan.joint[0].codec.absorbs(bucket, buffer, scheme)
 
     def _plan(self, bucket: Bucket, scheme: CodecScheme | None) -> _Plan:
         joint = "no" if scheme is None else scheme.joint(bucket.workers)
@@ -107,9 +103,27 @@ class _Plan(NamedTuple):
 
     equals: list[tuple[BatchedCollective, list[Part]]]  # groups of the same shape
     alone: list[Part]  # one payload each
-    joint: list[Codec]  # each encodes several parameters in one payload
-    rows: Rows | None  # layout for the only ``joint`` if it encodes shards
+    joint: list[_Joint]
     uncompressed: Uncompressed
+
+
+class _Joint(NamedTuple):
+    """Parameters that share a payload."""
+
+    codec: Codec  # of the whole parameters
+    rows: Rows | None  # if they are cut into shards
+    in_rows: Codec | None  # of a row
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
+        if self.rows is None or self.in_rows is None or self.codec.in_shards(bucket, buffer):
+            return self.codec.flow(bucket, buffer, out, scheme)
+        assert scheme is not None
+        if len(self.rows.parts) > 1:
+            return flow_in_rows(self.in_rows, self.rows, bucket, buffer, out, scheme)
+        (part,) = self.rows.parts
+        alone, span = bucket.part(part.name, part.start, part.stop), slice(part.start, part.stop)
+        flow: Flow = part.codec.flow(alone, buffer[span], out[span], scheme)
+        return flow
 
 
 # Cached, since levels change per epoch and shapes never, but flows are made in every step.
@@ -140,22 +154,19 @@ def _plan(
             parts.append(part)
     groups = [(codec, some) for (codec, _), some in equals.items()]
     whole = Uncompressed(tuple(dense))
-    if joint == "shards":
-        sparse = [part.codec for part in parts if isinstance(part.codec, SparseCodec)]
-        kinds = {codec.joint_kind for codec in sparse}
-        if 1 < len(parts) == len(sparse) and len(kinds) == 1 and None not in kinds:
-            rows = Rows(tuple(parts), workers)
-            codec = sparse[0].join(rows.in_row)
-            return _Plan(groups, [], [codec], rows, whole)
-    if joint != "parts":
-        return _Plan(groups, parts, [], None, whole)
+    if joint == "no":
+        return _Plan(groups, parts, [], whole)
     alike: dict[Hashable, list[Part]] = {}
     for part in parts:
         kind = part.codec.joint_kind if isinstance(part.codec, Codec) else None
         alike.setdefault(kind, []).append(part)
     alone = alike.pop(None, [])
-    joints = [some[0].codec.join(tuple(some)) for some in alike.values()]
-    return _Plan(groups, alone, joints, None, whole)
+    joints = []
+    for some in alike.values():
+        join = some[0].codec.join
+        rows = Rows(tuple(some), workers) if joint == "shards" else None
+        joints.append(_Joint(join(tuple(some)), rows, None if rows is None else join(rows.in_row)))
+    return _Plan(groups, alone, joints, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,11 +246,7 @@ class Rows:
     @functools.cached_property
     def in_row(self) -> tuple[Part, ...]:
         """The parts with ``start`` and ``stop`` of their shards in a row."""
-        found, stop = list[Part](), 0
-        for part in self.parts:
-            start, stop = stop, stop - (part.start - part.stop) // self.workers
-            found.append(part._replace(start=start, stop=stop))
-        return tuple(found)
+        return in_row(self.parts, self.workers)
 
     def of(self, flat: Tensor) -> Tensor:
         """Return a copy of the parts of ``flat``, ``(numel,)``, as rows, ``(W, size)``."""
@@ -316,9 +323,12 @@ class _Row(Bucket):
     def numel(self) -> int:
         return sum(shard.numel() for shard in self.shards.values())
 
+    def name_of(self, part: str) -> str:
+        return f"{part}#{self.index}"
+
     def part(self, name: str, start: int, stop: int) -> Bucket:
         """Return shard ``index`` of a parameter; with padding it has ``stop - start`` elements."""
-        own = {"grad": self.shards[name], "shapes": {f"{name}#{self.index}": (stop - start,)}}
+        own = {"grad": self.shards[name], "shapes": {self.name_of(name): (stop - start,)}}
         return Bucket(**_fields_of(self) | own | {"state": {}})
 
 

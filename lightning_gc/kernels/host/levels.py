@@ -65,12 +65,17 @@ class Table:
         _encode(*arrays, self.block_size, self.bits)
         return codes, norms
 
-    def average(self, payloads: Sequence[Sequence[Tensor]], out: Tensor) -> bool:
-        """Write the mean of all payloads to ``out``; False if a code is above 2s."""
+    def add(
+        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, scale: float, *, fresh: bool
+    ) -> bool:
+        """Add ``scale`` times all payloads to the parts of ``out``, or to zeros if ``fresh``.
+
+        Returns:
+            False if a code is above 2s, which no encoder makes.
+        """
         codes, norms = (_in_rows(tensors) for tensors in zip(*payloads, strict=True))
-        share = np.float32(1 / len(payloads))
         arrays = codes, norms, out.numpy(), self.rows
-        return bool(_average(*arrays, self.block_size, self.bits, share))
+        return bool(_add(*arrays, self.block_size, self.bits, np.float32(scale), fresh))
 
 
 def _in_rows(tensors: Sequence[Tensor]) -> np.ndarray:
@@ -92,7 +97,7 @@ def _encode(x, rows, seeds, codes, norms, block_size, bits):
 
 
 @jit
-def _average(codes, norms, out, rows, block_size, bits, share):
+def _add(codes, norms, out, rows, block_size, bits, scale, fresh):
     s = np.float32(2 ** (bits - 1) - 1)
     unpacked = np.empty(CHUNK, np.uint8)
     highest = np.uint8(0)
@@ -103,12 +108,13 @@ def _average(codes, norms, out, rows, block_size, bits, share):
         for start in range(0, end - first, CHUNK):
             stop = min(start + CHUNK, end - first)
             mean = out[first + start : first + stop]
-            mean[:] = 0
+            if fresh:
+                mean[:] = 0
             for worker in range(codes.shape[0]):
                 here = packed[worker, start * bits // 8 : (stop * bits + 7) // 8]
                 _unpack(here, bits, unpacked)
                 highest = max(highest, _most(unpacked[: stop - start]))
-                _add_blocks(unpacked, mean, own[worker], start, block_size, s, share)
+                _add_blocks(unpacked, mean, own[worker], start, block_size, s, scale)
     return highest <= 2 * s
 
 
@@ -358,6 +364,6 @@ def attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield whole[0], packed
         yield whole[1], norms
         yield left, numbers - levels / s * wide
-        table.average([whole, whole, whole], out)
+        table.add([whole, whole, whole], out, 1 / 3, fresh=True)
         third = torch.zeros_like(out).add(value, alpha=1 / 3)
         yield out, third.add(value, alpha=1 / 3).add(value, alpha=1 / 3)
