@@ -711,5 +711,23 @@ def _buckets(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield out, value
 
 
-ATTEMPTS = {"quantise": _quantise, "dequantise": _dequantise, "levels": _buckets}
+def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the second encoding loses is booked twice, in the own shards of two parameters."""
+    shapes = {"a": (500,), "b": (500,)}
+    table = Table([("a", 0, 0, 500), ("b", 1, 500, 1000)], 5, 64, True, numbers.device, 2)
+    for worker in range(2):
+        bucket = Bucket(numbers, shapes, worker=worker, workers=2, pending=sample(numbers))
+        left, means = numbers.clone(), numbers.new_empty(3, 1000)
+        sent = [table.encode(flat, bucket) for flat in (left, numbers.flip(0).pow(3))]
+        before = left.clone()
+        again = table.again([payloads[worker] for payloads in sent], left, bucket.again())
+        for payloads, mean in zip([*sent, [again, again]], means, strict=True):
+            table.average(payloads, mean, bucket.pending)
+        first, second, both = means.view(3, 2, 2, 250)[:, :, worker]
+        wanted = before.view(2, 2, 250).clone()
+        wanted[:, worker] += 2 * ((first + second) / 2 - both)
+        yield left, wanted.view(-1)
+
+
+ATTEMPTS = {"quantise": _quantise, "dequantise": _dequantise, "levels": _buckets, "shards": _shards}
 """Name -> function that yields results of kernels for ``(1000,)`` numbers, beside torch's."""

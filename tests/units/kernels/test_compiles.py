@@ -22,7 +22,7 @@ POINTERS = {
     "decay": "fp32", "gain": "fp32", "share": "fp32", "table": "*i32", "taken": "*fp32",
     "mean": "*fp32", "flags": "*fp32", "first": "*i64", "starts": "*i64", "sent_flag": "*fp32",
     "padding": "*u8", "halves": "*i16", "tiles": "*i32", "parts": "*i64", "keys": "*i64",
-    "most": "*i32", "codes": "*u8",
+    "most": "*i32", "codes": "*u8", "times": "fp32",
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
@@ -50,22 +50,37 @@ KERNELS = [
         for bits in (3, 8, 12)
     ),
     *(("dequantise", "unpack_and_add", {"BITS": bits, "GROUPS": 128}) for bits in (3, 12)),
-    *(("levels", "raise_peaks", {"ADD": x, "LARGE": x, "TILE": 2048}) for x in (False, True)),
+    *(
+        ("levels", "raise_peaks", {"ADD": add, "LARGE": add, "MEAN": not add, "TILE": 2048})
+        for add in (False, True)
+    ),
     *(
         (
             "levels",
             "round_tiles",
-            {"ADD": add, "KEEP": add, "NEAREST": add, "BITS": bits, "BLOCK": block, "TILE": 2048},
+            {
+                "ADD": add,
+                "KEEP": add,
+                "MEAN": not add,
+                "NEAREST": add,
+                "BITS": bits,
+                "BLOCK": block,
+                "TILE": 2048,
+            },
         )
         for bits, block, add in ((4, 512, False), (9, 0, True))
     ),
-    *(("levels", "average_tiles", {"BITS": bits, "TILE": 2048}) for bits in (4, 9)),
+    *(
+        ("levels", "average_tiles", {"MEAN": bits == 9, "BITS": bits, "TILE": 2048})
+        for bits in (4, 9)
+    ),
+    ("levels", "book_tiles", {"ADD": True, "TILE": 2048}),
 ]
 
 
 FUSED = {
     *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
-    *("raise_peaks", "round_tiles", "average_tiles"),
+    *("raise_peaks", "round_tiles", "average_tiles", "book_tiles"),
 }
 """Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}
