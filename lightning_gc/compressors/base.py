@@ -403,6 +403,10 @@ class Codec(Compressor):
         """
         raise NotImplementedError(f"{self!r} does not join parameters.")
 
+    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
+        """Return kernels that encode all shards of ``buffer`` at once; None: there are none."""
+        return None
+
     def elements(self, numel: int) -> int:
         """Return how many of ``numel`` elements of a buffer are encoded."""
         return numel
@@ -475,6 +479,22 @@ def absorbed(bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool
     return scheme is not None and scheme.joint(bucket.workers) == "parts" and fused(buffer)
 
 
+class Shards(Protocol):
+    """Exchange one bucket in two rounds of shards; see ``schemes.TwoShot``."""
+
+    def encode(self) -> Sequence[Payload]:
+        """Move the sent part out of the buffer: a payload for each worker, its shards' parts."""
+
+    def encode_mean(self, payloads: Sequence[Payload]) -> Payload:
+        """Average all workers' payloads of the own shard, and encode the mean.
+
+        W times the error of the second encoding is added to the buffer.
+        """
+
+    def decode(self, payloads: Sequence[Payload], out: Tensor) -> None:
+        """Write the shards of all workers to ``out``."""
+
+
 class Part(NamedTuple):
     """A parameter of a bucket and the compressor that encodes it.
 
@@ -495,6 +515,15 @@ class Part(NamedTuple):
     def numel(self) -> int:
         """Elements of the parameter."""
         return self.stop - self.start
+
+
+def in_row(parts: Sequence[Part], workers: int) -> tuple[Part, ...]:
+    """Return the parts with ``start`` and ``stop`` of one of W shards, one after the other."""
+    found, stop = list[Part](), 0
+    for part in parts:
+        start, stop = stop, stop - (part.start - part.stop) // workers
+        found.append(part._replace(start=start, stop=stop))
+    return tuple(found)
 
 
 def clear_parts(parts: Sequence[Part], out: Tensor) -> None:

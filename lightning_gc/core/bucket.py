@@ -130,6 +130,10 @@ class Bucket:
         state = {name: self.state[name]} if name in self.state else {}
         return replace(self, grad=grad, shapes=shapes, state=state, pending=None)
 
+    def name_of(self, part: str) -> str:
+        """Return the name of a part of this bucket."""
+        return part
+
     def shard(self, index: int, size: int) -> Bucket:
         """Return a bucket of shard ``index`` with ``size`` elements and other random numbers."""
         name = "+".join(self.shapes)
@@ -150,16 +154,20 @@ class Bucket:
         generator.manual_seed(self.generator_seed(shared=shared))
         return generator
 
-    def generator_seed(self, *, shared: bool) -> int:
-        """Return a seed from (seed, names, step), and from worker and phase if not ``shared``."""
-        key: tuple[Any, ...] = (self.seed, self.step, *self.shapes)
+    def generator_seed(self, *, shared: bool, name: str | None = None) -> int:
+        """Return a seed from (seed, names, step), and from worker and phase if not ``shared``.
+
+        With ``name`` it is the seed of the part with this name.
+        """
+        names = self.shapes if name is None else (self.name_of(name),)
+        key: tuple[Any, ...] = (self.seed, self.step, *names)
         if not shared:
             key = (self.worker, self.phase, *key)
         return _hashed((shared, *key))
 
     def key(self, name: str) -> int:
         """Return a seed from (seed, worker, phase, name), for numbers that are counted by steps."""
-        return _hashed(("key", self.worker, self.phase, self.seed, name))
+        return _hashed(("key", self.worker, self.phase, self.seed, self.name_of(name)))
 
 
 def _hashed(key: tuple[Any, ...]) -> int:

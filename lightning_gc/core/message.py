@@ -195,10 +195,27 @@ def reserve(
     return packed(message, fields, sealed)
 
 
+def reserve_all(fields: Fields, device: torch.device, count: int) -> list[Packed]:
+    """Return ``count`` payloads as ``reserve`` does, with messages one after the other."""
+    layout = _layout(tuple(fields), None)
+    block = torch.empty(count * layout.nbytes, dtype=torch.uint8, device=device)
+    messages = block.split(layout.nbytes)
+    return [_packed(layout.views(message), message, layout) for message in messages]
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the tensor's bytes as a flat uint8 view."""
     # as_strided, since a tensor of one element may be contiguous with any stride.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def joined(messages: Sequence[Tensor]) -> Tensor:
+    """Return messages, ``(nbytes,)`` each, as one; without a copy if they lie one after another."""
+    first, ends = messages[0], [m.data_ptr() + m.numel() for m in messages]
+    follow = all(end == m.data_ptr() for end, m in zip(ends, messages[1:], strict=False))
+    if follow and len({storage_of(message) for message in messages}) == 1:
+        return first.as_strided((sum(message.numel() for message in messages),), (1,))
+    return torch.cat(list(messages))
 
 
 def evenly(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:

@@ -76,10 +76,9 @@ def _numba_works() -> bool:
     if find_spec("numba") is None:
         return False
     try:
-        from lightning_gc.kernels.host import sparse, tensors
+        from lightning_gc.kernels.host import self_test
 
-        tensors.self_test()
-        sparse.self_test()
+        self_test()
     except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
         warnings.warn(
             f"numba's kernels do not run here ({type(error).__name__}: {error}); torch's "

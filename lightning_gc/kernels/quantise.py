@@ -57,7 +57,7 @@ def quantise(
 
         return gpu.quantise(buffer, norms, block_size, bits, noise)
     if in_one_pass(buffer, norms, block_size, bits) and not isinstance(noise, Tensor):
-        from lightning_gc.kernels.host import tensors as host
+        from lightning_gc.kernels.host import levels as host
 
         return host.quantise(buffer, norms, block_size, bits, noise)
     drawn = _stream(noise)
@@ -73,7 +73,7 @@ def quantise(
 def largest(buffer: Tensor, block_size: int) -> Tensor:
     """Return the largest magnitude of each block, ``(ceil(numel / block_size),)``."""
     if compiled(buffer):
-        from lightning_gc.kernels.host import tensors as host
+        from lightning_gc.kernels.host import levels as host
 
         return host.largest(buffer, block_size)
     # Norms can be cut for any width of codes; 1 means "narrower than a byte".
@@ -210,7 +210,7 @@ def dequantise(
             f"The codes take {expected} bytes, but a tensor of {tuple(packed.shape)} arrived."
         )
     if in_one_pass(out, norms, block_size, bits) and packed.is_contiguous():
-        from lightning_gc.kernels.host import tensors as host
+        from lightning_gc.kernels.host import levels as host
 
         if host.dequantise(packed, norms, block_size, bits, out, scale) <= 2**bits - 2:
             return  # else nothing has been added

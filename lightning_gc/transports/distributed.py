@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, Payload, Reply, Request
-from lightning_gc.core.message import Message, as_bytes
+from lightning_gc.core.message import Message, as_bytes, joined
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Transport,
@@ -161,7 +161,7 @@ class Distributed(Transport):
         else:
             dist.all_to_all_single(
                 arrived,
-                torch.cat(messages),
+                joined(messages),
                 output_split_sizes=sizes,
                 input_split_sizes=[m.nbytes for m in outgoing],
                 group=self.group,

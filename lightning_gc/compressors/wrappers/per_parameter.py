@@ -19,9 +19,9 @@ from lightning_gc.compressors.base import (
     Compressor,
     Joint,
     Part,
+    in_row,
     limits_of,
 )
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, together
 from lightning_gc.core.flow import is_gathered, resume
@@ -74,19 +74,16 @@ class PerParameter(Wrapper):
         pending = bucket.pending
         if pending is not None and whole.parts:
             assert scheme is not None
-            fixed = limits_of(plan.joint[0], bucket.numel) is None
+            (joint,) = plan.joint
+            fixed = limits_of(joint.codec, bucket.numel) is None and joint.rows is None
             if fixed and (scheme.averages or is_gathered(4 * whole.numel, bucket.workers)):
                 room = replace(bucket, pending=replace(pending, uncompressed=whole.numel))
-                flow = plan.joint[0].flow(room, buffer, out, scheme)
+                flow = joint.flow(room, buffer, out, scheme)
                 yield from whole.ride(flow, buffer, out, pending)
                 return
             # The mean is asked for first, so its message has the flag.
             bucket = replace(bucket, pending=replace(pending, flagged=False))
-        for joint in plan.joint:
-            if plan.rows is not None and scheme is not None:
-                flows.append(flow_in_rows(joint, plan.rows, bucket, buffer, out, scheme))
-            else:
-                flows.append(joint.flow(bucket, buffer, out, scheme))
+        flows += [joint.flow(bucket, buffer, out, scheme) for joint in plan.joint]
         if scheme is not None and scheme.scatters:
             for part in whole.parts:
                 alone = bucket.part(part.name, part.start, part.stop)
@@ -100,8 +97,8 @@ class PerParameter(Wrapper):
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         plan = self._plan(bucket, scheme)
-        one = len(plan.joint) == 1 and not plan.equals and not plan.alone and plan.rows is None
-        return one and plan.joint[0].absorbs(bucket, buffer, scheme)
+        one = len(plan.joint) == 1 and not plan.equals and not plan.alone
+        return one and plan.joint[0].codec.absorbs(bucket, buffer, scheme)
 
     def _plan(self, bucket: Bucket, scheme: CodecScheme | None) -> _Plan:
         joint = "no" if scheme is None else scheme.joint(bucket.workers)
@@ -116,9 +113,27 @@ class _Plan(NamedTuple):
 
     equals: list[tuple[BatchedCollective, list[Part]]]  # groups of the same shape
     alone: list[Part]  # one payload each
-    joint: list[Codec]  # each encodes several parameters in one payload
-    rows: Rows | None  # layout for the only ``joint`` if it encodes shards
+    joint: list[_Joint]
     uncompressed: Uncompressed
+
+
+class _Joint(NamedTuple):
+    """Parameters that share a payload."""
+
+    codec: Codec  # of the whole parameters
+    rows: Rows | None  # if they are cut into shards
+    in_rows: Codec | None  # of a row
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
+        if self.rows is None or self.in_rows is None or self.codec.in_shards(bucket, buffer):
+            return self.codec.flow(bucket, buffer, out, scheme)
+        assert scheme is not None
+        if len(self.rows.parts) > 1:
+            return flow_in_rows(self.in_rows, self.rows, bucket, buffer, out, scheme)
+        (part,) = self.rows.parts
+        alone, span = bucket.part(part.name, part.start, part.stop), slice(part.start, part.stop)
+        flow: Flow = part.codec.flow(alone, buffer[span], out[span], scheme)
+        return flow
 
 
 # Cached, since levels change per epoch and shapes never, but flows are made in every step.
@@ -149,22 +164,19 @@ def _plan(
             parts.append(part)
     groups = [(codec, some) for (codec, _), some in equals.items()]
     whole = Uncompressed(tuple(dense))
-    if joint == "shards":
-        sparse = [part.codec for part in parts if isinstance(part.codec, SparseCodec)]
-        kinds = {codec.joint_kind for codec in sparse}
-        if 1 < len(parts) == len(sparse) and len(kinds) == 1 and None not in kinds:
-            rows = Rows(tuple(parts), workers)
-            codec = sparse[0].join(rows.in_row)
-            return _Plan(groups, [], [codec], rows, whole)
-    if joint != "parts":
-        return _Plan(groups, parts, [], None, whole)
+    if joint == "no":
+        return _Plan(groups, parts, [], whole)
     alike: dict[Hashable, list[Part]] = {}
     for part in parts:
         kind = part.codec.joint_kind if isinstance(part.codec, Codec) else None
         alike.setdefault(kind, []).append(part)
     alone = alike.pop(None, [])
-    joints = [some[0].codec.join(tuple(some)) for some in alike.values()]
-    return _Plan(groups, alone, joints, None, whole)
+    joints = []
+    for some in alike.values():
+        join = some[0].codec.join
+        rows = Rows(tuple(some), workers) if joint == "shards" else None
+        joints.append(_Joint(join(tuple(some)), rows, None if rows is None else join(rows.in_row)))
+    return _Plan(groups, alone, joints, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,11 +275,7 @@ class Rows:
     @functools.cached_property
     def in_row(self) -> tuple[Part, ...]:
         """The parts with ``start`` and ``stop`` of their shards in a row."""
-        found, stop = list[Part](), 0
-        for part in self.parts:
-            start, stop = stop, stop - (part.start - part.stop) // self.workers
-            found.append(part._replace(start=start, stop=stop))
-        return tuple(found)
+        return in_row(self.parts, self.workers)
 
     def of(self, flat: Tensor) -> Tensor:
         """Return a copy of the parts of ``flat``, ``(numel,)``, as rows, ``(W, size)``."""
@@ -344,9 +352,12 @@ class _Row(Bucket):
     def numel(self) -> int:
         return sum(shard.numel() for shard in self.shards.values())
 
+    def name_of(self, part: str) -> str:
+        return f"{part}#{self.index}"
+
     def part(self, name: str, start: int, stop: int) -> Bucket:
         """Return shard ``index`` of a parameter; with padding it has ``stop - start`` elements."""
-        own = {"grad": self.shards[name], "shapes": {f"{name}#{self.index}": (stop - start,)}}
+        own = {"grad": self.shards[name], "shapes": {self.name_of(name): (stop - start,)}}
         return Bucket(**_fields_of(self) | own | {"state": {}})
 
 

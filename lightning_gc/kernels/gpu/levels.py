@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import packed_bytes, unpack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.message import Packed, evenly, reserve
+from lightning_gc.core.message import Packed, evenly, reserve, reserve_all
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
 from lightning_gc.kernels.gpu.segments import arrived, compensated, sample
@@ -187,14 +187,31 @@ def dequantise(
     )
 
 
-PLACE, BEGIN, START, THERE, NUMEL, CODES, NORMS = (tl.constexpr(i) for i in range(7))
+PLACE, BEGIN, START, THERE, NUMEL, CODES, NORMS, SHARD, IN_ROW = map(tl.constexpr, range(9))
 """Rows of ``Table.parts``."""
 
 
 @triton.jit
 def cell(parts, number, part, ROW: tl.constexpr):
-    """Return an entry of ``Table.parts`` that is the number of an element."""
+    """Return an entry of ``Table.parts`` that fits into 32 bits."""
     return tl.load(parts + ROW * number + part).to(tl.int32)
+
+
+@triton.jit
+def field_at(parts, number, part, ROW: tl.constexpr, apart):
+    """Return where a part's codes or norms begin; messages of shards are ``apart``."""
+    shard = tl.load(parts + SHARD * number + part)
+    return tl.load(parts + ROW * number + part) + shard * apart
+
+
+@triton.jit
+def place_of(parts, number, part, MEAN: tl.constexpr):
+    """Return a part's first element and how many there are: in the bucket, or in a shard's mean."""
+    if MEAN:
+        start, there = cell(parts, number, part, IN_ROW), cell(parts, number, part, NUMEL)
+    else:
+        start, there = cell(parts, number, part, START), cell(parts, number, part, THERE)
+    return start, there
 
 
 @kernel()
@@ -210,30 +227,31 @@ def raise_peaks(
     number,
     block_size,
     most,
+    most_apart,
     ADD: tl.constexpr,
     LARGE: tl.constexpr,
+    MEAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Raise ``most`` of each block to the bits of its largest magnitude."""
     tile = tl.program_id(0)
     part = tl.load(tiles + tile)
     local = tl.load(tiles + count + tile)
-    start = cell(parts, number, part, START)
-    there = cell(parts, number, part, THERE)
+    start, there = place_of(parts, number, part, MEAN)
     at = local + tl.arange(0, TILE)
     inside = at < there
     found = magnitude_bits(compensated(buffer, grad, start + at, inside, decay, gain, ADD))
     if ADD:
         found = tl.where(tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0, 0, found)  # idle
     first = local // block_size
+    most += field_at(parts, number, part, NORMS, most_apart)
     if LARGE:  # a tile has elements of two blocks at most
         end = (first + 1) * block_size
-        most += tl.load(parts + NORMS * number + part) + first
+        most += first
         tl.atomic_max(most, tl.max(tl.where(at < end, found, 0), axis=0))
         if local + TILE > end:
             tl.atomic_max(most + 1, tl.max(tl.where(at < end, 0, found), axis=0), mask=end < there)
     else:
-        most += tl.load(parts + NORMS * number + part)
         tl.atomic_max(most + at // block_size, found, mask=inside)
 
 
@@ -252,27 +270,35 @@ def round_tiles(
     step,
     block_size,
     most,
+    most_apart,
     codes,
+    codes_apart,
     norms,
+    norms_apart,
+    messages,
     flag,
     sent_flag,
     padding,
     length,
+    own,
     ADD: tl.constexpr,
     KEEP: tl.constexpr,
+    MEAN: tl.constexpr,
     NEAREST: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Round and pack a tile. Its norms are found here if BLOCK is not 0, else they are ``most``."""
+    """Round and pack a tile. Its norms are found here if BLOCK is not 0, else they are ``most``.
+
+    In the shard ``own`` numbers that are not finite stay for ``book_tiles``.
+    """
     tile = tl.program_id(0)
-    if tile == 0:
-        end_message(flag, sent_flag, padding, length)
+    if tile < messages:
+        end_message(flag, sent_flag, padding + tile * codes_apart, length)
     part = tl.load(tiles + tile)
     local = tl.load(tiles + count + tile)
-    start = cell(parts, number, part, START)
-    there = cell(parts, number, part, THERE)
+    start, there = place_of(parts, number, part, MEAN)
     numel = cell(parts, number, part, NUMEL)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
@@ -282,8 +308,7 @@ def round_tiles(
     if ADD:
         idle = tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0
         x = tl.where(idle, 0.0, whole)
-    norm_at = tl.load(parts + NORMS * number + part)
-    norms += norm_at
+    norms += field_at(parts, number, part, NORMS, norms_apart)
     if BLOCK > 0:
         BLOCKS: tl.constexpr = TILE // BLOCK
         # Magnitudes are ordered like their bits, NaN last.
@@ -293,7 +318,8 @@ def round_tiles(
         tl.store(norms + first // BLOCK, found, mask=first < numel)
         norm = tl.reshape(tl.broadcast_to(found[:, None], (BLOCKS, BLOCK)), (GROUPS, 8))
     else:
-        bits = tl.load(most + norm_at + at // block_size, mask=at < numel, other=0)
+        most += field_at(parts, number, part, NORMS, most_apart)
+        bits = tl.load(most + at // block_size, mask=at < numel, other=0)
         norm = bits.to(tl.float32, bitcast=True)
         tl.store(norms + at // block_size, norm, mask=(at < numel) & (at % block_size == 0))
     if NEAREST:
@@ -301,13 +327,14 @@ def round_tiles(
     else:
         u = uniforms(tl.load(keys + part), step, groups, GROUPS)
     level = level_of(x, norm, u, BITS)
-    codes += tl.load(parts + CODES * number + part)
+    codes += field_at(parts, number, part, CODES, codes_apart)
     store_codes(codes, level, groups, at, numel, BITS)
     if KEEP:
         left = x - value_of(level, norm, BITS)
         if ADD:
-            left = tl.where(idle, whole, left)
-            left = tl.where(is_finite(left), left, 0.0)
+            if cell(parts, number, part, SHARD) != own:
+                left = tl.where(is_finite(left), left, 0.0)
+            left = tl.where(idle, tl.where(is_finite(whole), whole, 0.0), left)
         tl.store(buffer + start + at, left, mask=at < there)
 
 
@@ -334,8 +361,10 @@ def mean_of(
 def average_tiles(
     codes,
     codes_apart,
+    codes_shard,
     norms,
     norms_apart,
+    norms_shard,
     workers,
     share,
     out,
@@ -347,6 +376,7 @@ def average_tiles(
     parts,
     number,
     block_size,
+    MEAN: tl.constexpr,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -355,24 +385,58 @@ def average_tiles(
     part = tl.load(tiles + tile)
     local = tl.load(tiles + count + tile)
     begin = cell(parts, number, part, BEGIN)
-    start = cell(parts, number, part, START)
-    there = cell(parts, number, part, THERE)
+    start, there = place_of(parts, number, part, MEAN)
     numel = cell(parts, number, part, NUMEL)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
-    codes += tl.load(parts + CODES * number + part)
-    norms += tl.load(parts + NORMS * number + part)
+    codes += field_at(parts, number, part, CODES, codes_shard)
+    norms += field_at(parts, number, part, NORMS, norms_shard)
     total = mean_of(
         codes, codes_apart, norms, norms_apart, workers, share, groups, at, numel, block_size, BITS
     )
     here = start + at
-    total = tl.where(here == begin, total + arrived(flags, flags_apart, senders), total)
+    if senders > 0:
+        total = tl.where(here == begin, total + arrived(flags, flags_apart, senders), total)
     tl.store(out + here, total, mask=at < there)
 
 
+@kernel()
+def book_tiles(
+    buffer,
+    mean,
+    times,
+    peaks,
+    tiles,
+    count,
+    parts,
+    number,
+    ADD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Add ``times`` what is left of a tile of the mean; as ``schemes.base.book`` and the guard do.
+
+    The error of an idle parameter is added when the sum has been rounded.
+    """
+    tile = tl.program_id(0)
+    part = tl.load(tiles + tile)
+    at = tl.load(tiles + count + tile) + tl.arange(0, TILE)
+    inside = at < cell(parts, number, part, THERE)
+    here = cell(parts, number, part, START) + at
+    left = tl.load(mean + cell(parts, number, part, IN_ROW) + at, mask=inside, other=0.0)
+    left = tl.where(is_finite(left), left, 0.0)
+    kept = tl.load(buffer + here, mask=inside, other=0.0)
+    weight = tl.zeros_like(left) + times
+    total = tl.fma(left, weight, kept)
+    if ADD:
+        lone = left * weight
+        lone = kept + tl.where(is_finite(lone), lone, 0.0)
+        total = tl.where(tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0, lone, total)
+    tl.store(buffer + here, tl.where(is_finite(total), total, 0.0), mask=inside)
+
+
 class Table:
-    """The parts of a bucket that share a payload of codes and norms, on a device.
+    """The parts of a bucket, or W shards of each, that share payloads of codes and norms.
 
     Args:
         parts: name, place among the bucket's parameters, first element and end of each part.
@@ -380,13 +444,16 @@ class Table:
         block_size: elements that share a norm.
         nearest: whether elements are rounded to the nearest level, or at random.
         device: of the bucket.
+        shards: W, or 1. A payload holds one shard of each part.
 
     Attributes:
-        fields: dtype and length of codes and norms.
-        parts: of each part the parameter's place, its first element, the part's first element in
-            the buffer, how many elements lie there, how many are encoded, and where its codes and
-            norms begin in the payload, ``(7, n)`` int64.
-        tiles: part and first element in the part of each tile, ``(2, m)`` int32.
+        fields: dtype and length of codes and norms in a payload.
+        parts: by column a shard of a part: the parameter's place and first element, the shard's
+            first element, how many elements lie there, how many are encoded, where its codes and
+            norms begin in the payload, the shard's number, and where it begins in a row of shards,
+            ``(9, n)`` int64.
+        tiles: column of ``parts`` and first element in the shard of each tile, ``(2, m)`` int32.
+        row: elements of a shard of all parts.
     """
 
     def __init__(
@@ -396,15 +463,24 @@ class Table:
         block_size: int,
         nearest: bool,
         device: torch.device,
+        shards: int = 1,
     ) -> None:
-        self.names = [name for name, *_ in parts]
-        self.bits, self.block_size, self.nearest = bits, block_size, nearest
-        rows, tiles, codes, norms = [], list[tuple[int, int]](), 0, 0
-        for index, (_, place, start, stop) in enumerate(parts):
-            numel = stop - start
-            rows.append((place, start, start, numel, numel, codes, norms))
-            tiles += [(index, local) for local in range(0, numel, TILE)]
-            codes, norms = codes + packed_bytes(numel, bits), norms - -numel // block_size
+        self.bits, self.block_size, self.nearest, self.shards = bits, block_size, nearest, shards
+        self.names, rows = list[str](), list[tuple[int, ...]]()
+        tiles, self._ends = list[tuple[int, int]](), [0]
+        codes = norms = self.row = 0
+        for shard in range(shards):
+            codes = norms = self.row = 0
+            for name, place, start, stop in parts:
+                size = -(-(stop - start) // shards)
+                first = min(start + shard * size, stop)
+                there = min(size, stop - first)
+                rows.append((place, start, first, there, size, codes, norms, shard, self.row))
+                tiles += [(len(self.names), local) for local in range(0, size, TILE)]
+                self.names.append(name if shards == 1 else f"{name}#{shard}")
+                codes, norms = codes + packed_bytes(size, bits), norms - -size // block_size
+                self.row += size
+            self._ends.append(len(tiles))
         self.fields = [(torch.uint8, codes), (torch.float32, norms)]
         self.parts = torch.tensor(rows, dtype=torch.int64, device=device).t().contiguous()
         self.tiles = torch.tensor(tiles, dtype=torch.int32, device=device).t().contiguous()
@@ -412,8 +488,59 @@ class Table:
         # A tile consists of complete blocks, or their norms are found before.
         self._block = block_size if block_size <= TILE and TILE % block_size == 0 else 0
 
-    def keys(self, bucket: Bucket) -> Tensor:
-        """Return the Philox key of each part, ``(n,)`` int64."""
+    def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
+        """Return each shard's payload (codes, norms), as ``core.segments.Pending`` says.
+
+        The numbers are those of Philox-4×32-10: element i of a shard gets word ``i mod 4`` of
+        counter ``(i // 4, step, 0, 0)``, under a key of worker, phase and name. The flag is sent
+        only if there is one payload.
+        """
+        pending = bucket.pending
+        flagged = pending is not None and pending.flagged and self.shards == 1
+        if pending is not None and self.shards == 1:
+            packed = [pending.reserve(self.fields)]
+        else:
+            packed = reserve_all(self.fields, buffer.device, self.shards)
+        own = bucket.worker if self.shards > 1 else -1
+        self._round(packed, buffer, bucket, pending, flagged, own)
+        return [payload.first(2) for payload in packed]
+
+    def average(
+        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, pending: Pending | None
+    ) -> None:
+        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``."""
+        self._average(payloads, out, [] if pending is None else pending.flags)
+
+    def again(self, payloads: Sequence[Sequence[Tensor]], buffer: Tensor, bucket: Bucket) -> Packed:
+        """Return the payload of the mean of this worker's shard, and book what it loses.
+
+        Args:
+            payloads: of this shard, from all workers.
+            buffer: of the whole bucket; W times the loss is added to the shard.
+            bucket: in its second phase.
+        """
+        pending, mine = bucket.pending, bucket.worker
+        mean = buffer.new_empty(self.row)
+        self._average(payloads, mean, [], mine)
+        flagged = pending is not None and pending.flagged
+        packed = (
+            reserve(self.fields, buffer.device) if pending is None else pending.reserve(self.fields)
+        )
+        self._round([packed], mean, bucket, None, flagged, -1, mine)
+        if pending is None or pending.grad is not None:
+            grid, *table = self._table(mine)
+            peaks = buffer if pending is None else pending.peaks
+            launch(
+                book_tiles,
+                grid,
+                *(buffer, mean, float(self.shards), peaks, *table),
+                ADD=pending is not None,
+                TILE=TILE,
+            )
+        return packed.first(2)
+
+    def _keys_of(self, bucket: Bucket) -> Tensor:
+        """Return the Philox key of each column, ``(n,)`` int64."""
         if self.nearest:
             return self.parts
         worker = bucket.seed, bucket.worker, bucket.phase
@@ -422,73 +549,85 @@ class Table:
             self._keys[worker] = torch.tensor(keys, dtype=torch.int64, device=self.parts.device)
         return self._keys[worker]
 
-    @property
-    def _grid(self) -> tuple[int]:
-        return (self.tiles.shape[1],)
+    def _table(self, shard: int | None = None) -> tuple[tuple[int], Tensor, int, Tensor, int]:
+        """Return a grid of all tiles, or of a shard's, and the kernels' arguments for it."""
+        start, stop = (0, self._ends[-1]) if shard is None else self._ends[shard : shard + 2]
+        tiles = self.tiles.view(-1)[start:]
+        return (stop - start,), tiles, self.tiles.shape[1], self.parts, self.parts.shape[1]
 
-    def encode(self, buffer: Tensor, bucket: Bucket) -> Packed:
-        """Return the payload (codes, norms), as ``core.segments.Pending`` says if there is one.
-
-        The numbers are those of Philox-4×32-10: element i of a part gets word ``i mod 4`` of
-        counter ``(i // 4, step, 0, 0)``, under a key of worker and part.
-        """
-        pending = bucket.pending
+    def _round(
+        self,
+        packed: Sequence[Packed],
+        buffer: Tensor,
+        bucket: Bucket,
+        pending: Pending | None,
+        flagged: bool,
+        own: int,
+        mean_of: int | None = None,
+    ) -> None:
+        """Encode the bucket with ``pending``, or the mean of a shard."""
         adds = pending is not None and pending.grad is not None
-        packed = pending.reserve(self.fields) if pending else reserve(self.fields, buffer.device)
-        codes, norms = packed[:2]
         given = (buffer, buffer, 1.0, 1.0, buffer)
         if pending is not None:
             grad = buffer if pending.grad is None else pending.grad
             given = (buffer, grad, pending.decay, pending.gain, pending.peaks)
-        table = self.tiles, self.tiles.shape[1], self.parts, self.parts.shape[1]
-        most = self.tiles
+        grid, *table = self._table(mean_of)
+        most, apart, shared = self.tiles, self.fields[1][1], mean_of is not None
         if not self._block:
-            most = _zeros(norms.numel(), buffer, pending)
+            words = apart * self.shards
+            if bucket.pending is not None:
+                most = bucket.pending.work.take(words)
+            else:
+                most = torch.zeros(words, dtype=torch.int32, device=buffer.device)
             launch(
                 raise_peaks,
-                self._grid,
-                *(*given, *table, self.block_size, most),
+                grid,
+                *(*given, *table, self.block_size, most, apart),
                 ADD=adds,
                 LARGE=self.block_size >= TILE,
+                MEAN=shared,
                 TILE=TILE,
             )
+        nbytes = 0 if shared else packed[0].layout.nbytes
         launch(
             round_tiles,
-            self._grid,
-            *(*given, *table, self.keys(bucket), bucket.step, self.block_size, most),
-            *(codes, norms, *_ending(packed, pending)),
+            grid,
+            *(*given, *table, self._keys_of(bucket), bucket.step, self.block_size, most, apart),
+            *(packed[0][0], nbytes, packed[0][1], nbytes // 4, len(packed)),
+            *(*_ending(packed[0], bucket.pending if flagged else None), own),
             ADD=adds,
             KEEP=adds or pending is None,
+            MEAN=shared,
             NEAREST=self.nearest,
             BITS=self.bits,
             BLOCK=self._block,
             TILE=TILE,
         )
-        return packed.first(2)
 
-    def average(
-        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, pending: Pending | None
+    def _average(
+        self,
+        payloads: Sequence[Sequence[Tensor]],
+        out: Tensor,
+        flags: Sequence[Tensor],
+        mean_of: int | None = None,
     ) -> None:
-        """Write the mean of all workers' payloads to ``out``."""
+        """Write all parts' means, or the mean of a shard as a row."""
         codes, codes_apart = evenly([payload[0] for payload in payloads])
         norms, norms_apart = evenly([payload[1] for payload in payloads])
-        arrived = [] if pending is None else pending.flags
-        flags, flags_apart = evenly(arrived or [norms])
+        workers, shard = len(payloads), (0, 0)
+        if self.shards > 1 and mean_of is None:  # a payload for each shard
+            workers, shard = 1, (codes_apart, norms_apart)
+        first, flags_apart = evenly(flags or [norms])
+        grid, *table = self._table(mean_of)
         launch(
             average_tiles,
-            self._grid,
-            *(codes, codes_apart, norms, norms_apart, len(payloads), 1 / len(payloads), out),
-            *(flags, flags_apart, len(arrived)),
-            *(self.tiles, self.tiles.shape[1], self.parts, self.parts.shape[1], self.block_size),
+            grid,
+            *(codes, codes_apart, shard[0], norms, norms_apart, shard[1], workers, 1 / workers),
+            *(out, first, flags_apart, len(flags), *table, self.block_size),
+            MEAN=mean_of is not None,
             BITS=self.bits,
             TILE=TILE,
         )
-
-
-def _zeros(count: int, like: Tensor, pending: Pending | None) -> Tensor:
-    if pending is not None:
-        return pending.work.take(count)
-    return torch.zeros(count, dtype=torch.int32, device=like.device)
 
 
 def _ending(packed: Packed, pending: Pending | None) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -559,7 +698,7 @@ def _buckets(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         shapes = {name: (500,) for name, *_ in parts}
         bucket = Bucket(numbers, shapes, pending=sample(numbers))
         left, out, s = numbers.clone(), numbers.clone(), 2 ** (bits - 1) - 1
-        codes, norms = table.encode(left, bucket)
+        ((codes, norms),) = table.encode(left, bucket)
         padded = torch.nn.functional.pad(sent.view(2, 500), (0, -500 % size)).abs()
         yield norms, padded.view(-1, min(size, padded.shape[1])).amax(1)
         wide = norms.view(2, -1).repeat_interleave(size, dim=1)[:, :500].reshape(-1)
@@ -575,4 +714,22 @@ def _buckets(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield out, value
 
 
-ATTEMPTS = {"quantise": _quantise, "dequantise": _dequantise, "levels": _buckets}
+def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the second encoding loses is booked twice, in the own shards of two parameters."""
+    shapes = {"a": (500,), "b": (500,)}
+    table = Table([("a", 0, 0, 500), ("b", 1, 500, 1000)], 5, 64, True, numbers.device, 2)
+    for worker in range(2):
+        bucket = Bucket(numbers, shapes, worker=worker, workers=2, pending=sample(numbers))
+        left, means = numbers.clone(), numbers.new_empty(3, 1000)
+        sent = [table.encode(flat, bucket) for flat in (left, numbers.flip(0).pow(3))]
+        before = left.clone()
+        again = table.again([payloads[worker] for payloads in sent], left, bucket.again())
+        for payloads, mean in zip([*sent, [again, again]], means, strict=True):
+            table.average(payloads, mean, bucket.pending)
+        first, second, both = means.view(3, 2, 2, 250)[:, :, worker]
+        wanted = before.view(2, 2, 250).clone()
+        wanted[:, worker] += 2 * ((first + second) / 2 - both)
+        yield left, wanted.view(-1)
+
+
+ATTEMPTS = {"quantise": _quantise, "dequantise": _dequantise, "levels": _buckets, "shards": _shards}

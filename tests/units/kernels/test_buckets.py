@@ -59,6 +59,19 @@ def test_memories(compressor: Compressor) -> None:
         assert_same_bits(compressor, "idle", "some", memory=memory)
 
 
+@pytest.mark.parametrize("kind", some(KINDS, ("idle", "not finite")))
+@pytest.mark.parametrize(
+    "compressor",
+    some(METHODS[2:], [gc.QSGD(4), gc.Uniform(16, block_size=3000)]),
+    ids=repr,
+)
+def test_shards(compressor: Compressor, kind: str) -> None:
+    """The second encoding's error is booked as without kernels."""
+    for memory in (NoMemory(), ErrorFeedback(decay=0.5)):
+        scheme = gc.TwoShot()
+        assert_same_bits(compressor, kind, "few", workers=3, memory=memory, scheme=scheme)
+
+
 @methods
 @pytest.mark.parametrize("workers", [2, 3])
 def test_with_uncompressed_parameters(compressor: Compressor, workers: int) -> None:

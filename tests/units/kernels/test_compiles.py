@@ -39,6 +39,7 @@ POINTERS = {
     "seal_place": "*i32",
     "wrong": "*i32",
     **{f"factor{i}": "fp32" for i in range(1, 5)},
+    "times": "fp32",
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
@@ -99,22 +100,37 @@ KERNELS = [
         for bits in (3, 8, 12)
     ),
     *(("dequantise", "unpack_and_add", {"BITS": bits, "GROUPS": 128}) for bits in (3, 12)),
-    *(("levels", "raise_peaks", {"ADD": x, "LARGE": x, "TILE": 2048}) for x in (False, True)),
+    *(
+        ("levels", "raise_peaks", {"ADD": add, "LARGE": add, "MEAN": not add, "TILE": 2048})
+        for add in (False, True)
+    ),
     *(
         (
             "levels",
             "round_tiles",
-            {"ADD": add, "KEEP": add, "NEAREST": add, "BITS": bits, "BLOCK": block, "TILE": 2048},
+            {
+                "ADD": add,
+                "KEEP": add,
+                "MEAN": not add,
+                "NEAREST": add,
+                "BITS": bits,
+                "BLOCK": block,
+                "TILE": 2048,
+            },
         )
         for bits, block, add in ((4, 512, False), (9, 0, True))
     ),
-    *(("levels", "average_tiles", {"BITS": bits, "TILE": 2048}) for bits in (4, 9)),
+    *(
+        ("levels", "average_tiles", {"MEAN": bits == 9, "BITS": bits, "TILE": 2048})
+        for bits in (4, 9)
+    ),
+    ("levels", "book_tiles", {"ADD": True, "TILE": 2048}),
 ]
 
 
 FUSED = {
     *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
-    *("raise_peaks", "round_tiles", "average_tiles"),
+    *("raise_peaks", "round_tiles", "average_tiles", "book_tiles"),
     *("sum_pieces", "take_signs", "average_signs"),
     *("sample_thresholds", "first_digit", "count_reaching"),
 }
