@@ -150,12 +150,21 @@ class Bucket:
         generator.manual_seed(self.generator_seed(shared=shared))
         return generator
 
+    @property
+    def key(self) -> int:
+        """A number from (seed, names), for kernels that count steps; equal on all workers."""
+        return self._digest(("key", self.seed, *self.shapes))
+
     def generator_seed(self, *, shared: bool) -> int:
         """Return a seed from (seed, names, step), and from worker and phase if not ``shared``."""
         key: tuple[Any, ...] = (self.seed, self.step, *self.shapes)
         if not shared:
             key = (self.worker, self.phase, *key)
-        digest = hashlib.blake2b(repr((shared, *key)).encode(), digest_size=8).digest()
+        return self._digest((shared, *key))
+
+    @staticmethod
+    def _digest(key: tuple[Any, ...]) -> int:
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
 

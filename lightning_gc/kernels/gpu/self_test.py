@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from lightning_gc.kernels.gpu import casts, segments, signs, tensors
+from lightning_gc.kernels.gpu import casts, random_k, segments, signs, tensors
 
 _ATTEMPTS = {
     **tensors.ATTEMPTS,
     "segments": segments.attempt,
     "casts": casts.attempt,
     "signs": signs.attempt,
+    "random_k": random_k.attempt,
 }
 
 

@@ -9,7 +9,10 @@ from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits
 from tests.support.kernel_device import marks, some
 
 pytestmark = marks
-METHODS: list[Compressor] = [gc.Cast(), gc.Cast("float16"), gc.EFSignSGD(), gc.OneBitSGD()]
+METHODS: list[Compressor] = [
+    *(gc.Cast(), gc.Cast("float16"), gc.EFSignSGD(), gc.OneBitSGD()),
+    *(gc.RandomK(0.1), gc.UnbiasedRandomK(0.3)),
+]
 methods = pytest.mark.parametrize("compressor", METHODS, ids=repr)
 
 

@@ -41,12 +41,18 @@ KERNELS = [
         for name, constants in (("round_pieces", {"ADD": True}), ("average_pieces", {}))
     ),
     ("segments", "zero_non_finite", {"BLOCK": 2048}),
+    ("random_k", "take_drawn", {"ADD": True, "SCALED": False, "ROW": 1024}),
+    ("random_k", "take_drawn", {"ADD": True, "SCALED": True, "ROW": 1024}),
+    ("random_k", "put_drawn", {"BLOCK": 1024}),
     *(
         ("signs", name, {**constants, "SPLIT": split})
         for split in (False, True)
         for name, constants in (
-            ("sum_pieces", {"ADD": True, "LANES": 2048, "LEVELS": 11}),
-            ("take_signs", {"ADD": True, "GROUPS": 128, "SUMS": 256, "LEVELS": 8}),
+            ("sum_pieces", {"ADD": True, "PIECE": 1 << 15, "LANES": 2048, "LEVELS": 11}),
+            (
+                "take_signs",
+                {"ADD": True, "GROUPS": 128, "PIECE": 1 << 15, "SUMS": 256, "LEVELS": 8},
+            ),
             ("average_signs", {"GROUPS": 128}),
         )
     ),
@@ -68,6 +74,7 @@ KERNELS = [
 FUSED = {
     *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
     *("sum_pieces", "take_signs", "average_signs"),
+    "take_drawn",
 }
 """Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}
