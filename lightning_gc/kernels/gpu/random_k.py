@@ -66,8 +66,7 @@ def rank_of(place, numel, shift, low, high):
     x = place
     a = numel >> shift
     ones = (tl.zeros_like(numel) + 1 << shift) - 1
-    for j in tl.static_range(_ROUNDS):
-        i: tl.constexpr = _ROUNDS - 1 - j
+    for i in tl.static_range(_ROUNDS - 1, -1, -1):
         one = word(low, high, 3 * i)
         two = word(low, high, 3 * i + 1)
         back = part_of(word(low, high, 3 * i + 2), numel)
