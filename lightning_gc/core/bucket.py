@@ -165,6 +165,11 @@ class Bucket:
             key = (self.worker, self.phase, *key)
         return _hashed((shared, *key))
 
+    @property
+    def shared_key(self) -> int:
+        """A seed from (seed, names), equal on all workers, for numbers counted by steps."""
+        return _hashed(("key", self.seed, *self.shapes))
+
     def key(self, name: str) -> int:
         """Return a seed from (seed, worker, phase, name), for numbers that are counted by steps."""
         return _hashed(("key", self.worker, self.phase, self.seed, self.name_of(name)))

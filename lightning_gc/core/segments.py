@@ -98,8 +98,9 @@ class Pending:
 
     ``encode`` is given a buffer e and must compress ``x = decay·e + gain·g``. For an idle
     parameter, whose peak is 0, it sends zeros and leaves ``decay·e`` in the buffer. Elements that
-    are not finite after compression become 0. The payload ends in the guard's flag if ``flagged``.
-    ``decode`` adds the sum of ``flags`` to the first element of each parameter.
+    are not finite after compression become 0. It may overwrite g, where ``decode`` writes the mean.
+    The payload ends in the guard's flag if ``flagged``. ``decode`` adds the sum of ``flags`` to the
+    first element of each parameter.
 
     Attributes:
         segments: the bucket's parameters.

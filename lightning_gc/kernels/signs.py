@@ -4,9 +4,11 @@ A mean of floats depends on the order of its additions. Triton's kernels, numba'
 keep one order, so they send the same bits:
 
 1. A parameter is cut into pieces of ``PIECE`` elements, and a piece into rows of ``LANES``.
-2. A lane adds the elements of its rows in their order, from 0.
+2. A lane adds the elements of its rows, divided by ``PIECE``, in their order, from 0.
 3. Neighbouring lanes are added, then neighbouring sums, and so on, up to one sum per piece.
-4. The pieces' sums, times ``1/count``, are added in the same way, in rows of ``SUMS``.
+4. The pieces' sums, times ``PIECE/count``, are added in the same way, in rows of ``SUMS``.
+
+So no sum exceeds the largest magnitude, and a mean of large numbers is finite.
 """
 
 from __future__ import annotations
@@ -31,8 +33,7 @@ SUMS = 256
 def mean(numbers: Tensor, count: int | Tensor) -> Tensor:
     """Return the sum of ``numbers`` divided by ``count``, 0-dim float32; 0 without numbers.
 
-    Sums of pieces are divided before they are added. A sum of 1e30 times a million elements would
-    be infinite. On an accelerator torch adds in its own order, in one operation.
+    On an accelerator torch adds in its own order, in one operation.
 
     Args:
         numbers: ``(n,)``.
@@ -47,7 +48,7 @@ def mean(numbers: Tensor, count: int | Tensor) -> Tensor:
         return (numbers / number).sum().float()
     if not numbers.numel():
         return numbers.new_zeros((), dtype=torch.float32)
-    share = float(np.float32(1) / np.float32(max(1, int(count))))
+    share = PIECE * float(np.float32(1) / np.float32(max(1, int(count))))
     if compiled(numbers):
         from lightning_gc.kernels.host import signs as host
 
@@ -56,7 +57,8 @@ def mean(numbers: Tensor, count: int | Tensor) -> Tensor:
 
 
 def by_torch(numbers: Tensor, share: float) -> Tensor:
-    """Return the sum of ``numbers`` times ``share``, 0-dim float32, in the order above."""
+    """Return the sum of ``numbers / PIECE`` times ``share``, 0-dim, in the order above."""
+    numbers = numbers * (1 / PIECE)
     full = numbers.numel() // PIECE
     pieces = numbers[: full * PIECE].view(full, PIECE // LANES, LANES)
     sums = []
@@ -67,8 +69,9 @@ def by_torch(numbers: Tensor, share: float) -> Tensor:
         sums.append(_in_pairs(lanes))
     if full * PIECE < numbers.numel():
         sums.append(_in_pairs(_lanes(numbers[full * PIECE :], LANES)))
-    each = sums[0] if len(sums) == 1 else torch.cat(sums)
-    return _in_pairs(_lanes(each * share, SUMS)).view(()).float()
+    if len(sums) == 1 and full < 2:
+        return sums[0].mul(share).view(()).float()
+    return _in_pairs(_lanes(torch.cat(sums) * share, SUMS)).view(()).float()
 
 
 def _lanes(numbers: Tensor, width: int) -> Tensor:

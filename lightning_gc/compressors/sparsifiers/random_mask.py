@@ -19,6 +19,7 @@ class _Mask(RandomSparsifier):
     """
 
     unbiased = False
+    joint_kind = None  # lengths vary
 
     def how_many(self, numel: int, bucket: Bucket) -> int:
         """Return a binomial number, drawn on the host.

@@ -5,18 +5,28 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Contraction, Traits, Variance
+from lightning_gc.compressors.base import (
+    Codec,
+    CodecScheme,
+    Contraction,
+    JointCodec,
+    Part,
+    Traits,
+    Variance,
+    absorbed,
+)
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.elias_fano import check_count
 from lightning_gc.core.registry import given_fields
-from lightning_gc.kernels.splitmix import words
+from lightning_gc.kernels import permutation
 
 _SPARSE = 0.2  # share of elements above which a permutation is faster on the host
 
@@ -53,8 +63,17 @@ class RandomSparsifier(DensitySparsifier, Codec):
 
     def drawn(self, numel: int, bucket: Bucket) -> Tensor:
         """Return the positions that this worker draws for a tensor in this step, ``(k,)``."""
-        seed = bucket.generator_seed(shared=self.shared)
-        return positions(numel, self.how_many(numel, bucket), seed, bucket.grad.device)
+        k, device = self.how_many(numel, bucket), bucket.grad.device
+        if self.shared and not by_generator(device):
+            return permutation.first(numel, k, bucket.shared_key, device, step=bucket.step)
+        return positions(numel, k, bucket.generator_seed(shared=self.shared), device)
+
+    @property
+    def joint_kind(self) -> Hashable:
+        return (RandomSparsifier, self.unbiased) if self.shared else None
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        return JointDraw(parts)
 
     def _drawn_once(self, numel: int, bucket: Bucket) -> Tensor:
         """Return the shared positions; they are drawn once per round, to encode and to decode."""
@@ -109,33 +128,83 @@ class RandomSparsifier(DensitySparsifier, Codec):
         return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in fields.items())})"
 
 
-def positions(numel: int, k: int, seed: int, device: torch.device) -> Tensor:
-    """Return k different positions below ``numel``, ``(k,)`` int64; all sets are equally likely.
+@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
+class JointDraw(JointCodec):
+    """Send the drawn elements of all parts of a bucket; on a GPU by kernels of whole buckets."""
 
-    Random generators of GPUs differ between models: the same seed gives different permutations.
-    Workers would then write values at different positions without an error. So positions for GPUs
-    are computed from the seed in integers.
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        return absorbed(bucket, buffer, scheme)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        if bucket.pending is None:
+            return super().encode(buffer, bucket)
+        from lightning_gc.kernels.gpu import random_k as gpu
+
+        pieces, _ = self._tables(bucket.seed, buffer.device)
+        sent, scaled = sum(self._counts), self.codec.unbiased
+        return gpu.encode(buffer, pieces, bucket.step, sent, scaled, bucket.pending)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        if bucket.pending is None:
+            super().receive_all(payloads, out, bucket, averaged=averaged)
+            return
+        from lightning_gc.kernels.gpu import random_k as gpu
+
+        self.check(payloads, bucket, averaged=averaged)
+        _, blocks = self._tables(bucket.seed, out.device)
+        values = [payload[0] for payload in payloads]
+        gpu.average(values, out, blocks, bucket.step, bucket.pending)
+
+    def sent(self, payload: Payload, numel: int) -> int:
+        return payload[0].numel()
+
+    @functools.cached_property
+    def _counts(self) -> list[int]:
+        """Elements that are drawn of each part."""
+        return [part.codec.count(part.numel) for part in self.parts]
+
+    @functools.cached_property
+    def _tables(self) -> Callable[[int, torch.device], tuple[Tensor, Tensor]]:
+        """Return the kernels' tables for the run's seed, on a device."""
+
+        def made(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+            from lightning_gc.kernels.gpu import random_k as gpu
+
+            rows = []
+            for part, k in zip(self.parts, self._counts, strict=True):
+                key = Bucket(torch.empty(0), {part.name: (part.numel,)}, seed=seed).shared_key
+                rows.append((part.place, part.start, part.stop, k, key))
+            return gpu.tables_of(rows, self.codec.unbiased, device)
+
+        return functools.cache(made)
+
+
+def by_generator(device: torch.device) -> bool:
+    """Return whether the host's random generator draws positions; it is equal on all machines.
+
+    Generators of GPUs differ between models: the same seed gives different numbers. Workers would
+    then write values at different positions without an error. So positions for GPUs are computed
+    in whole numbers.
     """
+    return device.type == "cpu"
+
+
+def positions(numel: int, k: int, seed: int, device: torch.device) -> Tensor:
+    """Return k different positions below ``numel``, ``(k,)`` int64; all sets are equally likely."""
     if not k:
         return torch.empty(0, dtype=torch.int64, device=device)
-    if device.type == "cpu":
+    if by_generator(device):
         return _on_host(numel, k, torch.Generator().manual_seed(seed))
-    return by_hash(numel, k, seed, device)
-
-
-def by_hash(numel: int, k: int, seed: int | Tensor, device: torch.device) -> Tensor:
-    """Return the k positions with the largest integer hashes; the host does not wait.
-
-    All hashes differ, so the device breaks no ties.
-    """
-    return words(numel, seed, device).topk(k).indices
+    return permutation.first(numel, k, seed, device)
 
 
 def _of_sender(numel: int, k: int, seed: Tensor) -> Tensor:
     """Return the positions that follow from a received seed; any seed gives valid positions."""
-    if seed.device.type == "cpu":
+    if by_generator(seed.device):
         return positions(numel, k, int(seed), seed.device)
-    return by_hash(numel, k, seed, seed.device)  # the host does not wait for the seed
+    return permutation.first(numel, k, seed, seed.device)  # the host does not wait for the seed
 
 
 def _on_host(numel: int, k: int, generator: torch.Generator) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.message import Packed, evenly
-from lightning_gc.core.segments import Pending
+from lightning_gc.core.segments import PIECE, Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch
 from lightning_gc.kernels.gpu.segments import arrived, compensated, sample
 from lightning_gc.kernels.signs import LANES, SUMS, mean, table_of
@@ -53,6 +53,7 @@ def sum_pieces(
     negatives,
     ADD: tl.constexpr,
     SPLIT: tl.constexpr,
+    PIECE: tl.constexpr,
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
@@ -66,12 +67,13 @@ def sum_pieces(
     while at < stop:
         here = at + tl.arange(0, LANES)
         x = compensated(buffer, grad, here, here < stop, decay, gain, ADD)
+        small = x * (1 / PIECE)
         if SPLIT:
-            below += tl.where(x > 0, 0.0, x)  # NaN in both
-            above += tl.where(x < 0, 0.0, x)
+            below += tl.where(x > 0, 0.0, small)  # NaN in both
+            above += tl.where(x < 0, 0.0, small)
             fewer += tl.where(x < 0, 1, 0)
         else:
-            above += tl.abs(x)
+            above += tl.abs(small)
         at += LANES
     tl.store(sums + piece, in_pairs(above, LEVELS))
     if SPLIT:
@@ -99,6 +101,7 @@ def take_signs(
     ADD: tl.constexpr,
     SPLIT: tl.constexpr,
     GROUPS: tl.constexpr,
+    PIECE: tl.constexpr,
     SUMS: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
@@ -115,16 +118,19 @@ def take_signs(
     pieces = tl.load(table + 6 * count + piece)
     numel = tl.load(table + 7 * count + piece)
     if SPLIT:
-        fewer = 0
+        counts = tl.zeros([SUMS], tl.int32)
         at = 0
         while at < pieces:
-            fewer += tl.load(negatives + first + at)
-            at += 1
+            lane = at + tl.arange(0, SUMS)
+            counts += tl.load(negatives + first + lane, mask=lane < pieces, other=0)
+            at += SUMS
+        fewer = tl.sum(counts, axis=0)
         some = tl.maximum(fewer, 1).to(tl.float32)
-        below = mean_of(sums + count, first, pieces, tl.div_rn(1.0, some), SUMS, LEVELS)
+        share = PIECE * tl.div_rn(1.0, some)
+        below = mean_of(sums + count, first, pieces, share, SUMS, LEVELS)
         numel -= fewer
     others = tl.maximum(numel, 1).to(tl.float32)
-    above = mean_of(sums, first, pieces, tl.div_rn(1.0, others), SUMS, LEVELS)
+    above = mean_of(sums, first, pieces, PIECE * tl.div_rn(1.0, others), SUMS, LEVELS)
     if SPLIT == 0:
         below = -above
     if ADD:
@@ -136,11 +142,11 @@ def take_signs(
             tl.store(means + 2 * part + 1, above)
         else:
             tl.store(means + part, above)
-    lane = tl.arange(0, 8)[None, :]
+    bit = tl.arange(0, 8)[None, :]
     at = begin
     while at < stop:
         groups = at + 8 * tl.arange(0, GROUPS)
-        here = groups[:, None] + lane  # (GROUPS, 8)
+        here = groups[:, None] + bit  # (GROUPS, 8)
         inside = here < stop
         x = compensated(buffer, grad, here, inside, decay, gain, ADD)
         positive = tl.where(x >= 0, 1, 0)  # not NaN
@@ -149,7 +155,7 @@ def take_signs(
             left = x - tl.where(positive == 1, above, below)
             left = tl.where(idle, x, left)
             tl.store(buffer + here, tl.where(is_finite(left), left, 0.0), mask=inside)
-        marks = tl.sum(tl.where(inside, positive, 0) << lane, axis=1)
+        marks = tl.sum(tl.where(inside, positive, 0) << bit, axis=1)
         tl.store(bytes_of + (groups - begin) // 8, marks.to(tl.uint8), mask=groups < stop)
         at += 8 * GROUPS
 
@@ -232,6 +238,7 @@ def encode(
         (count,),
         *(*own, table, count, sums, negatives),
         **kind,
+        PIECE=PIECE,
         LANES=LANES,
         LEVELS=LANES.bit_length() - 1,
     )
@@ -242,6 +249,7 @@ def encode(
         *(packed[0], packed[1], *pending.ending(packed)),
         **kind,
         GROUPS=GROUPS,
+        PIECE=PIECE,
         SUMS=SUMS,
         LEVELS=SUMS.bit_length() - 1,
     )

@@ -19,7 +19,7 @@ _SPREAD = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.uint8).view(
 
 
 def mean(numbers: Tensor, share: float) -> Tensor:
-    """Return the sum times ``share``; see ``kernels.signs.mean``."""
+    """Return the sum of ``numbers / PIECE`` times ``share``; see ``kernels.signs.mean``."""
     sums = np.empty(-(-numbers.numel() // PIECE), np.float32)
     return torch.tensor(
         _mean(numbers.numpy(), _AS_IS, np.float32(share), sums), dtype=torch.float32, device="cpu"
@@ -60,7 +60,7 @@ _AS_IS, _MAGNITUDES, _BELOW, _ABOVE = range(4)
 
 @jit
 def _mean(x, kind, share, sums):
-    """Return the sum of a kind of numbers times ``share``, in the order of all kernels."""
+    """Return the sum of a kind of ``x / PIECE`` times ``share``, in the order of all kernels."""
     lanes = np.empty(LANES, np.float32)
     pieces = (x.size + PIECE - 1) // PIECE
     for piece in range(pieces):
@@ -73,24 +73,26 @@ def _mean(x, kind, share, sums):
     width = min(pieces, SUMS)
     lanes[:width] = 0
     for row in range(0, pieces, SUMS):
-        _add_row(sums[row : min(row + SUMS, pieces)], 0, lanes)
+        for i in range(min(SUMS, pieces - row)):
+            lanes[i] += sums[row + i]
     return _in_pairs(lanes, width)
 
 
 @jit
 def _add_row(x, kind, lanes):
-    if kind == 0:
+    scale = np.float32(1 / PIECE)
+    if kind == _AS_IS:
         for i in range(x.size):
-            lanes[i] += x[i]
-    elif kind == 1:
+            lanes[i] += x[i] * scale
+    elif kind == _MAGNITUDES:
         for i in range(x.size):
-            lanes[i] += magnitude(x[i])
-    elif kind == 2:
+            lanes[i] += magnitude(x[i] * scale)
+    elif kind == _BELOW:
         for i in range(x.size):
-            lanes[i] += np.float32(0) if x[i] > 0 else x[i]
+            lanes[i] += np.float32(0) if x[i] > 0 else x[i] * scale
     else:
         for i in range(x.size):
-            lanes[i] += np.float32(0) if x[i] < 0 else x[i]
+            lanes[i] += np.float32(0) if x[i] < 0 else x[i] * scale
 
 
 @jit
@@ -108,7 +110,7 @@ def _in_pairs(lanes, width):
 @jit
 def _encode(x, places, signs, means, sums, split):
     flags = np.empty(_BLOCK, np.uint8)
-    one = np.float32(1)
+    one, scale = np.float32(1), np.float32(PIECE)
     for part in range(places.shape[0]):
         start, stop, byte = places[part]
         own = x[start:stop]
@@ -116,11 +118,12 @@ def _encode(x, places, signs, means, sums, split):
             negative = 0
             for i in range(own.size):
                 negative += 1 if own[i] < 0 else 0
-            below = _mean(own, 2, one / np.float32(max(negative, 1)), sums)
-            above = _mean(own, 3, one / np.float32(max(own.size - negative, 1)), sums)
+            below = _mean(own, _BELOW, scale * (one / np.float32(max(negative, 1))), sums)
+            others = max(own.size - negative, 1)
+            above = _mean(own, _ABOVE, scale * (one / np.float32(others)), sums)
             means[2 * part], means[2 * part + 1] = below, above
         else:
-            above = _mean(own, 1, one / np.float32(own.size), sums)
+            above = _mean(own, _MAGNITUDES, scale * (one / np.float32(own.size)), sums)
             below = -above
             means[part] = above
         for at in range(0, own.size, _BLOCK):
@@ -182,13 +185,13 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     from lightning_gc.kernels import signs as reference
 
     size = numbers.numel()
-    share = float(np.float32(1) / np.float32(size))
+    share = PIECE * float(np.float32(1) / np.float32(size))
     negative = numbers < 0
     magnitude = reference.by_torch(numbers.abs(), share)
     yield mean(numbers.abs(), share), magnitude
     fewer = negative.sum()
     halves = (numbers.clamp(max=0), fewer), (numbers.clamp(min=0), size - fewer)
-    split = [reference.by_torch(x, float(1 / count.float())) for x, count in halves]
+    split = [reference.by_torch(x, float(PIECE / count.float())) for x, count in halves]
     places, nbytes = np.array([[0, size, 0]]), -(-size // 8)
     for levels, two in (([-magnitude, magnitude], False), (split, True)):
         left, out = numbers.clone(), numbers.clone()

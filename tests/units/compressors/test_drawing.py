@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_gc import AllGather, AllReduce, RandomK, RandomMask, TwoShot, UnbiasedRandomK
-from lightning_gc.compressors.sparsifiers.random_sparsifier import (
-    RandomSparsifier,
-    by_hash,
-    positions,
-)
+from lightning_gc.compressors.sparsifiers import random_sparsifier
+from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier, positions
 from lightning_gc.core.bucket import Bucket
+from lightning_gc.kernels.permutation import first
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 
 CPU = torch.device("cpu")
-WAYS = [positions, by_hash]  # of the host, and of every other device
+PINNED = [99, 310, 123, 104, 552, 295, 420, 641]
+WAYS = [positions, first]  # of the host, and of every other device
 Way = Callable[[int, int, int, torch.device], torch.Tensor]
 
 
@@ -28,25 +27,45 @@ def draw(way: Way, numel: int, k: int, seed: int) -> list[int]:
     return way(numel, k, seed, CPU).tolist()
 
 
-def splitmix64(seed: int, count: int) -> list[int]:
-    """The published generator's first numbers, as signed ones, in Python's integers."""
-    word, numbers = seed, []
-    for _ in range(count):
-        mixed = word
-        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
-        mixed ^= mixed >> 31
-        numbers.append(mixed - 2**64 if mixed >= 2**63 else mixed)
-        word = (word + 0x9E3779B97F4A7C15) % 2**64
-    return numbers
+@pytest.mark.parametrize("numel", [1, 2, 3, 5, 8, 100, 1023, 1024, 1025, 65_537])
+def test_a_permutation(numel: int) -> None:
+    for key in (0, 1, 2**63 - 1):
+        assert sorted(draw(first, numel, numel, key)) == list(range(numel))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
-def test_whole_numbers_decide_beside_the_host(seed: int) -> None:
-    """So that GPUs of different models draw the same, whatever their own generators do."""
-    numbers = splitmix64(seed, 700)
-    expected = sorted(range(700), key=lambda i: -numbers[i])[:60]
-    assert draw(by_hash, 700, 60, seed) == expected
+def test_whole_numbers_decide_beside_the_host() -> None:
+    """So that GPUs of different models draw the same; other numbers would break old runs."""
+    assert draw(first, 700, 8, 2**63 - 1) == PINNED
+    seed = torch.tensor([2**63 - 1])
+    assert torch.equal(first(700, 8, seed, CPU, step=3), first(700, 8, 2**63 - 1, CPU, step=3))
+
+
+def test_each_step_draws_others_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_sparsifier, "by_generator", lambda device: False)
+    buckets = [Bucket(torch.zeros(500), {"w": (500,)}, step=step) for step in (0, 1)]
+    one, other = (set(RandomK(0.1).drawn(500, bucket).tolist()) for bucket in buckets)
+    assert len(one & other) < 25 < len(one) == len(other)
+
+
+@pytest.mark.parametrize("numel", [17, 100, 1000, 65_537])
+@pytest.mark.parametrize("by", ["key", "step"])
+def test_places_and_pairs_are_uniform(numel: int, by: str) -> None:
+    """Chi-square of places, and of pairs of places, in eight bins; 4 standard deviations."""
+    rounds, bins, k = 6_000, 8, 12
+    found = torch.stack(
+        [
+            first(numel, k, 7919 * i if by == "key" else 5, CPU, step=i if by == "step" else 0)
+            for i in range(rounds)
+        ]
+    )
+    size = torch.bincount(torch.arange(numel) * bins // numel).double()
+    one, other = (found[:, i] * bins // numel for i in (1, 10))
+    both = torch.bincount(one * bins + other, minlength=bins * bins).view(bins, bins)
+    pairs = (size.outer(size) - size.diag()) * rounds / (numel * (numel - 1))
+    for seen, expected in ((both.sum(1), size * rounds / numel), (both, pairs)):
+        freedom = seen.numel() - 1
+        chi = ((seen - expected) ** 2 / expected).sum()
+        assert chi < freedom + 4 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize("method", [RandomK(0.1), UnbiasedRandomK(0.1)], ids=repr)

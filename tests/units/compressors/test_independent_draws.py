@@ -11,7 +11,6 @@ from lightning_gc import (
     UnbiasedRandomK,
 )
 from lightning_gc.compressors import Codec
-from lightning_gc.compressors.sparsifiers.random_sparsifier import by_hash
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.support.codecs import KINDS, apply, each_kind
@@ -98,10 +97,3 @@ def test_the_mean_of_workers_has_the_elements_of_all(codec: Codec) -> None:
         np.testing.assert_allclose((result.mean[name] + left).numpy(), given.numpy(), atol=1e-6)
     filled = np.count_nonzero(result.mean["matrix"].numpy())
     assert filled > 1.5 * 0.1 * 221
-
-
-def test_a_device_draws_from_a_seed_that_it_holds() -> None:
-    """By hash, as on an accelerator: from a tensor the same as from a number."""
-    seed = torch.tensor([123456789])
-    host = torch.device("cpu")
-    assert torch.equal(by_hash(1000, 50, seed, host), by_hash(1000, 50, 123456789, host))

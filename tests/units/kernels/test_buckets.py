@@ -26,10 +26,11 @@ METHODS: list[Compressor] = [
     *(gc.TopK(0.05), gc.TopK(0.05, "bfloat16"), gc.TopK(0.05, "bfloat16", "sampled")),
     *(gc.HardThreshold(1.0), gc.HardThreshold(0.0)),
     *(gc.EFSignSGD(), gc.OneBitSGD()),
+    *(gc.RandomK(0.1), gc.UnbiasedRandomK(0.3)),
 ]
 BY_DAY = [
     *(gc.Cast(), gc.QSGD(4), gc.Uniform(9, block_size=64)),
-    *(gc.TopK(0.05, "bfloat16"), gc.HardThreshold(1.0), gc.EFSignSGD()),
+    *(gc.TopK(0.05, "bfloat16"), gc.HardThreshold(1.0), gc.EFSignSGD(), gc.RandomK(0.1)),
 ]
 methods = pytest.mark.parametrize("compressor", some(METHODS, BY_DAY), ids=repr)
 

@@ -82,12 +82,18 @@ KERNELS = [
     ("sparse", "count_bits", {"TILE": 4096, "ROW": 1024}),
     ("sparse", "find_places", {"TILE": 4096, "FOLD": 256, "ROW": 1024}),
     *(("sparse", "add_all", {"BFLOAT": bfloat, "ROW": 1024}) for bfloat in (True, False)),
+    ("random_k", "take_drawn", {"ADD": True, "SCALED": False, "ROW": 1024}),
+    ("random_k", "take_drawn", {"ADD": True, "SCALED": True, "ROW": 1024}),
+    ("random_k", "put_drawn", {"BLOCK": 1024}),
     *(
         ("signs", name, {**constants, "SPLIT": split})
         for split in (False, True)
         for name, constants in (
-            ("sum_pieces", {"ADD": True, "LANES": 2048, "LEVELS": 11}),
-            ("take_signs", {"ADD": True, "GROUPS": 128, "SUMS": 256, "LEVELS": 8}),
+            ("sum_pieces", {"ADD": True, "PIECE": 1 << 15, "LANES": 2048, "LEVELS": 11}),
+            (
+                "take_signs",
+                {"ADD": True, "GROUPS": 128, "PIECE": 1 << 15, "SUMS": 256, "LEVELS": 8},
+            ),
             ("average_signs", {"GROUPS": 128}),
         )
     ),
@@ -133,6 +139,7 @@ FUSED = {
     *("raise_peaks", "round_tiles", "average_tiles", "book_tiles"),
     *("sum_pieces", "take_signs", "average_signs"),
     *("sample_thresholds", "first_digit", "count_reaching"),
+    "take_drawn",
 }
 """Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import QSGD, Cast, Uniform
+from lightning_gc import QSGD, AllGather, Cast, EFSignSGD, OneBitSGD, Uniform
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import Part
 from lightning_gc.core import Bucket, payload_validation
 from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.kernels import dispatch, quantise
-from tests.support.bucket_kernels import KINDS, LAYOUTS, train
+from lightning_gc.kernels.signs import mean
+from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits, train
 from tests.support.kernel_device import INTERPRETED, same, tensors
 
 pytestmark = [
@@ -151,3 +153,22 @@ def test_lengths_that_do_not_fit_are_left_to_torch() -> None:
         quantise.dequantise(packed, norms, 64, 4, torch.zeros(5000), 1.0, unchecked)
     with pytest.raises(RuntimeError):
         quantise.add_bfloat16(torch.zeros(5000), torch.zeros(10, dtype=torch.bfloat16), 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("compressor", [EFSignSGD(), OneBitSGD()], ids=repr)
+def test_whole_buckets(compressor: Compressor, layout: str, kind: str) -> None:
+    assert_same_bits(compressor, kind, layout, workers=3, scheme=AllGather())
+
+
+@pytest.mark.parametrize("numel", [*SIZES, 32 * 1024, 300 * 32 * 1024 + 5])
+def test_mean(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for x in tensors(numel).values():
+        ours = mean(x, numel)
+        with monkeypatch.context() as patched:
+            without_numba(patched)
+            theirs = mean(x, numel)
+        assert same(ours, theirs)
+        if x.isfinite().all() and numel < 10**6:
+            torch.testing.assert_close(ours, (x.double() / numel).sum().float())
