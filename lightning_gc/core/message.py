@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import zlib
 from collections.abc import Sequence
 
@@ -197,26 +196,3 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """Return the tensor's bytes as a flat uint8 view."""
     # as_strided, since a tensor of one element may be contiguous with any stride.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def evenly(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return the first of equal tensors, and the distance in elements from each to the next.
-
-    Tensors of messages that have arrived together lie at equal distances. Others are copied.
-    """
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first, 0
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    width = first.element_size()
-    apart, rest = divmod(addresses[1] - addresses[0], width)
-    together = all(b - a == apart * width for a, b in itertools.pairwise(addresses))
-    same = len({storage_of(tensor) for tensor in tensors}) == 1
-    if together and same and not rest:
-        return first, apart
-    return torch.stack([tensor.contiguous() for tensor in tensors]), first.numel()
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return the address of the allocation in which a tensor lies."""
-    return tensor.untyped_storage().data_ptr()

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.core.message import Packed, evenly, reserve
+from lightning_gc.core.message import Packed, reserve
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, sample
+from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, evenly, sample
 
 
 @triton.jit

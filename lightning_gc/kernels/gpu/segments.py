@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.core.message import evenly
 from lightning_gc.core.segments import Pending, Segments, Workspace
 from lightning_gc.kernels.gpu.launch import is_finite, kernel, launch, magnitude_bits
 
@@ -223,6 +223,29 @@ def put(mean: Tensor, out: Tensor, table: Tensor, pending: Pending) -> None:
         *(pending.segments.starts, table, count),
         BLOCK=ROW,
     )
+
+
+def evenly(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """Return the first of equal tensors, and the distance in elements from each to the next.
+
+    Tensors of messages that have arrived together lie at equal distances. Others are copied.
+    """
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first, 0
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    width = first.element_size()
+    apart, rest = divmod(addresses[1] - addresses[0], width)
+    together = all(b - a == apart * width for a, b in itertools.pairwise(addresses))
+    same = len({storage_of(tensor) for tensor in tensors}) == 1
+    if together and same and not rest:
+        return first, apart
+    return torch.stack([tensor.contiguous() for tensor in tensors]), first.numel()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the allocation in which a tensor lies."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def sample(numbers: Tensor) -> Pending:

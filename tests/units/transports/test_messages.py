@@ -202,7 +202,7 @@ def test_sums_over_shards_name_the_ranks_of_the_node(monkeypatch: pytest.MonkeyP
 
 
 def test_known_lengths_are_not_sent() -> None:
-    """Joined with a request of fixed lengths, they stay known; with unknown lengths, they do not."""
+    """They stay known beside fixed lengths, but not beside lengths that only the sender knows."""
     payloads = [(torch.zeros(n),) for n in (2, 5)]
     known = [Gather(payload, (9,), [(2,), (5,)]) for payload in payloads]
     unknown = [Gather(payload, (9,)) for payload in payloads]
