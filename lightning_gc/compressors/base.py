@@ -266,7 +266,8 @@ class Compressor(Settings, abc.ABC):
         """How often encoding a tensor makes the host wait for an accelerator.
 
         For a ``Collective``, the waits of one tensor's step. Each message of varying length adds
-        one wait. Decoders do not wait.
+        one wait. Decoders do not wait. Kernels of whole buckets do not wait either, but every
+        compressor can also be used without them.
         """
         return Waits()
 

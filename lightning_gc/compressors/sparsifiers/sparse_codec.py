@@ -30,14 +30,11 @@ from lightning_gc.core import (
     elias_fano,
     payload_validation,
 )
-from lightning_gc.core.message import evenly
 from lightning_gc.kernels.accumulate import accumulate
 from lightning_gc.kernels.dispatch import compiled, fused
 from lightning_gc.kernels.sparse import Selection
 
 Varies = Literal["no", "step", "worker"]
-Counts = tuple[Tensor, int]
-"""A number of the first worker, and the distance in elements to the next worker's."""
 
 
 class SparseCodec(Codec):
@@ -172,7 +169,7 @@ class JointSelection(SparseCodec):
             return
         counted, numel = self.count(buffer, bucket), buffer.numel()
         replies = yield Gather(counted.number)
-        counts = evenly([reply[0] for reply in replies])
+        counts = torch.cat([reply[0] for reply in replies])
         numbers = self._read(counts, bucket)
         lengths = [(number, elias_fano.coded_bytes(number, numel)) for number in numbers]
         payload = counted.encode(lengths, bucket.worker)
@@ -187,15 +184,14 @@ class JointSelection(SparseCodec):
         return Encoded(self.send(buffer, bucket))
 
     def receive_counted(
-        self, payloads: Sequence[Payload], counts: Counts | None, out: Tensor, bucket: Bucket
+        self, payloads: Sequence[Payload], counts: Tensor | None, out: Tensor, bucket: Bucket
     ) -> None:
-        """Do as ``receive_all``; ``counts`` are all workers' numbers of elements."""
+        """Do as ``receive_all``; ``counts`` are all numbers of elements, ``(W,)`` int32."""
         self.receive_all(payloads, out, bucket)
 
-    def _read(self, counts: Counts, bucket: Bucket) -> list[int]:
+    def _read(self, counts: Tensor, bucket: Bucket) -> list[int]:
         """Return all workers' numbers of elements. The host waits once."""
-        first, apart = counts
-        numbers: list[int] = torch.as_strided(first, (bucket.workers,), (apart,)).tolist()
+        numbers: list[int] = counts.tolist()
         most = self.most(bucket.numel)
         for sender, number in enumerate(numbers):
             if not 0 <= number <= most:
@@ -283,7 +279,7 @@ class TableSelection(JointSelection):
             self.receive_counted(payloads, None, out, bucket)
 
     def receive_counted(
-        self, payloads: Sequence[Payload], counts: Counts | None, out: Tensor, bucket: Bucket
+        self, payloads: Sequence[Payload], counts: Tensor | None, out: Tensor, bucket: Bucket
     ) -> None:
         if bucket.pending is None:
             super().receive_counted(payloads, counts, out, bucket)

@@ -71,7 +71,7 @@ class TopK(DensitySparsifier, SparseCodec):
 
     @property
     def waits(self) -> Waits:
-        return Waits(1, 3) if self.selection == "sampled" else Waits()
+        return Waits(1) if self.selection == "sampled" else Waits()
 
     @property
     def ragged(self) -> bool:

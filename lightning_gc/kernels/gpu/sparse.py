@@ -907,7 +907,7 @@ def count(
 
 def average(
     payloads: Sequence[Sequence[Tensor]],
-    counts: tuple[Tensor, int] | None,
+    counts: Tensor | None,
     out: Tensor,
     selection: Selection,
     pending: Pending,
@@ -918,8 +918,8 @@ def average(
 
     Args:
         payloads: of all workers, with lengths that fit the numbers of elements.
-        counts: the first worker's number of elements on the device, int32, and the distance to
-            the next worker's; None if all are ``selection.most``.
+        counts: all workers' numbers of elements on the device, ``(W,)`` int32; None if all are
+            ``selection.most``.
         out: of the whole bucket.
         selection: of which the places of the parts are used.
         pending: the engine's work.
@@ -935,7 +935,7 @@ def average(
     found, wrong, positions = out.new_empty(
         workers * (tiles + 1 + longest), dtype=torch.int32
     ).split([workers * tiles, workers, workers * longest])
-    counted = counts or (most, 0)
+    counted = (most, 0) if counts is None else (counts, 1)
     read = (coded, coded_apart, slope, *counted, numel, tiles, found, wrong)
     launch(count_bits, (tiles, workers), *read, TILE=TILE, ROW=ROW)
     launch(
@@ -1001,7 +1001,7 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             counted = count(left, selection, torch.float32, 1, pending)
             yield counted.number[0].long(), counted.number[0].new_full((1,), len(chosen)).long()
             lengths = (len(chosen), elias_fano.coded_bytes(len(chosen), 1000))
-            payload, counts = counted.encode([lengths], 0), (counted.number[0], 0)
+            payload, counts = counted.encode([lengths], 0), counted.number[0].repeat(2)
         sent = torch.where(torch.arange(1000, device=x.device) < 500, x, 0.0)[chosen]
         sent = sent.to(payload[0].dtype).float()
         yield payload[0].float(), sent
