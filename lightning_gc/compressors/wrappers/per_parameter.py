@@ -18,6 +18,7 @@ from lightning_gc.compressors.base import (
     CodecScheme,
     Compressor,
     Joint,
+    JointCollective,
     Part,
 )
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
@@ -59,22 +60,17 @@ class PerParameter(Wrapper):
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         plan = self._plan(bucket, scheme)
         flows, means = [], list[Tensor]()
-        for codec, parts in plan.equals:
-            spans = [slice(part.start, part.stop) for part in parts]
-            inner = [bucket.part(part.name, part.start, part.stop) for part in parts]
-            mine, theirs = ([flat[span] for span in spans] for flat in (buffer, out))
-            flows.append(codec.rounds_of_equals(inner, mine, theirs))
         for part in plan.alone:
             span = slice(part.start, part.stop)
             alone = bucket.part(part.name, part.start, part.stop)
             flows.append(part.codec.flow(alone, buffer[span], out[span], scheme))
         whole = plan.uncompressed
         if bucket.pending is not None and whole.parts:
-            # The mean is asked for first, so that its message has the flag.
-            late = not is_gathered(4 * whole.numel, bucket.workers)
+            # The mean is asked for first, or with another mean, so that its message has the flag.
+            late = scheme is None or not is_gathered(4 * whole.numel, bucket.workers)
             bucket = replace(bucket, pending=replace(bucket.pending, flagged=not late))
         for joint in plan.joint:
-            if plan.rows is not None and scheme is not None:
+            if plan.rows is not None and scheme is not None and isinstance(joint, Codec):
                 flows.append(flow_in_rows(joint, plan.rows, bucket, buffer, out, scheme))
             else:
                 flows.append(joint.flow(bucket, buffer, out, scheme))
@@ -91,7 +87,7 @@ class PerParameter(Wrapper):
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         plan = self._plan(bucket, scheme)
-        one = len(plan.joint) == 1 and not plan.equals and not plan.alone and plan.rows is None
+        one = len(plan.joint) == 1 and not plan.alone and plan.rows is None
         return one and plan.joint[0].absorbs(bucket, buffer, scheme)
 
     def _plan(self, bucket: Bucket, scheme: CodecScheme | None) -> _Plan:
@@ -105,9 +101,8 @@ class PerParameter(Wrapper):
 class _Plan(NamedTuple):
     """How the parameters of a bucket are exchanged."""
 
-    equals: list[tuple[BatchedCollective, list[Part]]]  # groups of the same shape
     alone: list[Part]  # one payload each
-    joint: list[Codec]  # each encodes several parameters in one payload
+    joint: list[Codec | JointCollective]  # each exchanges several parameters together
     rows: Rows | None  # layout for the only ``joint`` if it encodes shards
     uncompressed: Uncompressed
 
@@ -123,7 +118,7 @@ def _plan(
     levels = dict(compressor.levels)
     others = None if compressor.others_dense else compressor.inner
     parts, dense, stop, place = list[Part](), list[Part](), 0, 0
-    equals: dict[tuple[BatchedCollective, tuple[int, ...]], list[Part]] = {}
+    batches: dict[BatchedCollective, list[tuple[Part, tuple[int, ...]]]] = {}
     for name, shape in shapes:
         start, stop = stop, stop + math.prod(shape)
         if start == stop:
@@ -135,10 +130,13 @@ def _plan(
         if inner is None:
             dense.append(part)
         elif isinstance(inner, BatchedCollective):
-            equals.setdefault((inner, shape), []).append(part)
+            batches.setdefault(inner, []).append((part, shape))
         else:
             parts.append(part)
-    groups = [(codec, some) for (codec, _), some in equals.items()]
+    joints = list[Codec | JointCollective]()
+    for batched, some in batches.items():
+        several, theirs = zip(*some, strict=True)
+        joints.append(batched.join(several, theirs))
     whole = Uncompressed(tuple(dense))
     if joint == "shards":
         sparse = [part.codec for part in parts if isinstance(part.codec, SparseCodec)]
@@ -146,16 +144,16 @@ def _plan(
         if 1 < len(parts) == len(sparse) and len(kinds) == 1 and None not in kinds:
             rows = Rows(tuple(parts), workers)
             codec = sparse[0].join(rows.in_row)
-            return _Plan(groups, [], [codec], rows, whole)
+            return _Plan([], [*joints, codec], rows, whole)
     if joint != "parts":
-        return _Plan(groups, parts, [], None, whole)
+        return _Plan(parts, joints, None, whole)
     alike: dict[Hashable, list[Part]] = {}
     for part in parts:
         kind = part.codec.joint_kind if isinstance(part.codec, Codec) else None
         alike.setdefault(kind, []).append(part)
     alone = alike.pop(None, [])
-    joints = [some[0].codec.join(tuple(some)) for some in alike.values()]
-    return _Plan(groups, alone, joints, None, whole)
+    joints += [some[0].codec.join(tuple(some)) for some in alike.values()]
+    return _Plan(alone, joints, None, whole)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,113 @@
+"""Factor all matrices of a bucket at once, by kernels of its device.
+
+A family of kernels, ``kernels.gpu.low_rank`` or ``kernels.host.low_rank``, has four functions.
+Factors are flat, those of all matrices one after the other. A basis lies as rows of ``(r, size)``.
+
+- ``orthonormal(columns, factors, side)``: bases of ``(size, r)`` columns each.
+- ``project(buffer, bases, factors, pending)``: the payload ``(M·Q,)``, ``(n, r)`` each.
+- ``project_back(buffer, bases, factors, pending)``: ``Pᵀ·M``, ``(r, m)`` each.
+- ``apply(buffer, out, p, q, before, factors, pending)``: write ``P·Qᵀ`` to ``out``, subtract it
+  from ``buffer`` unless both are one tensor, and return columns for the next step, ``(m, r)`` each:
+  Q, or ``before`` where Q is zero or not finite.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gc.kernels.dispatch import compiled, fused
+
+MAX_RANK = 16
+"""Columns of a factor that the kernels for GPUs hold at most."""
+LEAST = 2.0**-40
+"""Share of a column's square below which what others do not span is rounding."""
+LARGEST = float(np.finfo(np.float32).max) * 2.0**-16
+"""Errors are kept below it, so that matrices of up to 2^32 elements have finite products."""
+
+
+class Side(enum.IntEnum):
+    """A factor of a matrix: P has its rows, Q its columns."""
+
+    LEFT = 0
+    RIGHT = 1
+
+
+class Factors:
+    """The places of a bucket's matrices, and of their factors.
+
+    Args:
+        starts: first element of each matrix in the bucket.
+        sides: rows n and columns m of each matrix.
+        rank: columns of factors; fewer where a side is shorter.
+        indices: of each parameter among the bucket's that are not empty.
+
+    Attributes:
+        places: ``(g, 8)`` int64: start, n, m, r, places of P and Q, index, 0.
+        numel, left, right: elements of all matrices, of all P, and of all Q.
+        rank: the greatest r.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[int],
+        sides: Sequence[tuple[int, int]],
+        rank: int,
+        indices: Sequence[int],
+    ) -> None:
+        rows, self.numel, self.left, self.right = [], 0, 0, 0
+        for start, (n, m), index in zip(starts, sides, indices, strict=True):
+            r = min(rank, n, m)
+            rows.append((start, n, m, r, self.left, self.right, index, 0))
+            self.numel += n * m
+            self.left += n * r
+            self.right += m * r
+        self.places = np.array(rows, np.int64)
+        self.rank = int(self.places[:, 3].max())
+        self._shapes = [(m, r) for _, _, m, r, *_ in rows]
+        self._tables: dict[tuple[object, ...], Tensor] = {}
+
+    def table(self, key: tuple[object, ...], rows: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
+        """Return ``rows`` as int32 on the device that ``key`` begins with, made once."""
+        if key not in self._tables:
+            self._tables[key] = torch.tensor(rows(), dtype=torch.int32, device=key[0])
+        return self._tables[key]
+
+    def columns_of(self, flat: Tensor) -> list[Tensor]:
+        """Return views of all Q, ``(m, r)`` each."""
+        pieces = flat.split([m * r for m, r in self._shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+    def are_together(self, kept: Sequence[Tensor | None], like: Tensor) -> bool:
+        """Return whether tensors are what ``columns_of`` has made of one tensor like ``like``."""
+        first = kept[0]
+        if first is None or (first.dtype, first.device) != (like.dtype, like.device):
+            return False
+        address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+        for each, shape in zip(kept, self._shapes, strict=True):
+            if each is None or each.shape != shape or each.data_ptr() != address:
+                return False
+            if not each.is_contiguous() or each.untyped_storage().data_ptr() != storage:
+                return False
+            address += 4 * each.numel()
+        return True
+
+
+def kernels_for(buffer: Tensor, rank: int) -> ModuleType | None:
+    """Return the kernels that factor matrices of ``buffer``, or None: then torch does."""
+    if fused(buffer):
+        if rank > MAX_RANK:
+            return None
+        from lightning_gc.kernels.gpu import low_rank as gpu
+
+        return gpu
+    if compiled(buffer):
+        from lightning_gc.kernels.host import low_rank as host
+
+        return host
+    return None
