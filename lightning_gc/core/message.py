@@ -128,6 +128,14 @@ class Packed(tuple[Tensor, ...]):
         end = self.layout.nbytes - (SEAL_BYTES if self.layout.seal is not None else 0)
         return self.message[end - self.layout.padding : end]
 
+    @property
+    def flat(self) -> Tensor | None:
+        """All tensors one after the other, as a view of the message; None if dtypes differ."""
+        first = self.layout.dtypes[0]
+        if self.has_room or any(dtype != first for dtype in self.layout.dtypes):
+            return None
+        return self.message[: self.layout.spans[-1][1]].view(first)
+
     def head(self) -> Packed:
         """Return the payload without the guard's flag, in the same message."""
         return _packed(self[:-1], self.message, self.layout)

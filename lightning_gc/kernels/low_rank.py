@@ -14,8 +14,10 @@ Factors are flat, those of all matrices one after the other. A basis lies as row
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +40,61 @@ class Side(enum.IntEnum):
     RIGHT = 1
 
 
+ROWS, COLUMNS = 16, 64
+"""Elements of a matrix that a program on a GPU reads at a time."""
+TILE = 1 << 14
+"""Elements of a tile of rows, about."""
+
+
+class Tiles:
+    """Matrices cut into tiles, for programs on a GPU that sum along rows or along columns.
+
+    Args:
+        places: of the matrices, as in ``Factors``.
+        size: returns the rows and columns of a tile of a matrix with m columns, at most.
+        along_rows: whether sums are along rows. Tiles of the same rows then share sums.
+
+    Attributes:
+        count: of tiles.
+        sums: elements of all sums that tiles share.
+        counters: of groups of tiles that share sums.
+        table: returns, for a device, ``(count, 9)`` int32: the matrix, first row and end, first
+            column and end, the tile's number in its group, the group's tiles, its counter, and the
+            place of the tile's sums.
+    """
+
+    def __init__(
+        self, places: Any, size: Callable[[int], tuple[int, int]], *, along_rows: bool
+    ) -> None:
+        rows = list[tuple[int, ...]]()
+        self.sums = self.counters = 0
+        for index, (_, n, m, r, *_) in enumerate(places.tolist()):
+            high, wide = size(m)
+            down = [(row, min(row + high, n)) for row in range(0, n, high)]
+            across = [(column, min(column + wide, m)) for column in range(0, m, wide)]
+            groups = [[(a, b) for b in across] for a in down]
+            if not along_rows:
+                groups = [[(a, b) for a in down] for b in across]
+            for group in groups:
+                (begin, end), _ = group[0]
+                each = r * (end - begin if along_rows else COLUMNS) if len(group) > 1 else 0
+                for number, (a, b) in enumerate(group):
+                    rows.append((index, *a, *b, number, len(group), self.counters, self.sums))
+                    self.sums += each
+                self.counters += len(group) > 1
+        self.count = len(rows)
+        self.table = functools.cache(functools.partial(_int32, rows))
+
+
+def _int32(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def _multiple(rows: int) -> int:
+    """Return at least that many rows, in full reads."""
+    return max(1, -(-rows // ROWS)) * ROWS
+
+
 class Factors:
     """The places of a bucket's matrices, and of their factors.
 
@@ -46,6 +103,8 @@ class Factors:
         sides: rows n and columns m of each matrix.
         rank: columns of factors; fewer where a side is shorter.
         indices: of each parameter among the bucket's that are not empty.
+        wide: columns of a tile that is summed along rows, at most.
+        tall: rows of a tile that is summed along columns, at most.
 
     Attributes:
         places: ``(g, 8)`` int64: start, n, m, r, places of P and Q, index, 0.
@@ -59,6 +118,8 @@ class Factors:
         sides: Sequence[tuple[int, int]],
         rank: int,
         indices: Sequence[int],
+        wide: int = 1 << 12,
+        tall: int = 1 << 10,
     ) -> None:
         rows, self.numel, self.left, self.right = [], 0, 0, 0
         for start, (n, m), index in zip(starts, sides, indices, strict=True):
@@ -70,13 +131,20 @@ class Factors:
         self.places = np.array(rows, np.int64)
         self.rank = int(self.places[:, 3].max())
         self._shapes = [(m, r) for _, _, m, r, *_ in rows]
-        self._tables: dict[tuple[object, ...], Tensor] = {}
+        self._limits = wide, tall
+        self.table = functools.cache(functools.partial(_int32, rows))
 
-    def table(self, key: tuple[object, ...], rows: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
-        """Return ``rows`` as int32 on the device that ``key`` begins with, made once."""
-        if key not in self._tables:
-            self._tables[key] = torch.tensor(rows(), dtype=torch.int32, device=key[0])
-        return self._tables[key]
+    @functools.cached_property
+    def by_rows(self) -> Tiles:
+        """Tiles of whole rows if they are short enough, for sums along rows."""
+        wide, _ = self._limits
+        return Tiles(self.places, lambda m: (_multiple(TILE // min(m, wide)), wide), along_rows=True)
+
+    @functools.cached_property
+    def by_columns(self) -> Tiles:
+        """Tiles of few columns, for sums along columns."""
+        _, tall = self._limits
+        return Tiles(self.places, lambda m: (tall, COLUMNS), along_rows=False)
 
     def columns_of(self, flat: Tensor) -> list[Tensor]:
         """Return views of all Q, ``(m, r)`` each."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, Payload, Reply, Request
-from lightning_gc.core.message import Message, as_bytes
+from lightning_gc.core.message import Message, Packed, as_bytes
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Transport,
@@ -96,21 +96,27 @@ class Distributed(Transport):
             raise explained(error, what, self.purpose, me, self.workers, started) from error
 
     def _mean(self, request: Mean) -> Reply:
+        if isinstance(request.tensors, Packed) and (flat := request.tensors.flat) is not None:
+            self._average(flat)
+            return list(request.tensors)
         tensors = [t.contiguous() for t in request.tensors]
         means = list(tensors)
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
             views = [tensors[i].view(-1) for i in members]
             flat = torch.cat(views) if len(views) > 1 else views[0]
-            # Divided before the sum, as DDP does: half precision must not overflow.
-            flat.mul_(1 / self.workers)
-            dist.all_reduce(flat, group=self.group)
-            self.sent_bytes += all_reduce_bytes(flat.numel() * flat.element_size(), self.workers)
+            self._average(flat)
             if len(views) > 1:
                 pieces = flat.split([v.numel() for v in views])
                 for i, piece in zip(members, pieces, strict=True):
                     means[i] = piece.view(tensors[i].shape)
         return means
+
+    def _average(self, flat: Tensor) -> None:
+        # Divided before the sum, as DDP does: half precision must not overflow.
+        flat.mul_(1 / self.workers)
+        dist.all_reduce(flat, group=self.group)
+        self.sent_bytes += all_reduce_bytes(flat.numel() * flat.element_size(), self.workers)
 
     def _gather(self, request: Gather) -> Reply:
         own, limits = request.tensors, request.limits

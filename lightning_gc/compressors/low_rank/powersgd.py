@@ -94,10 +94,13 @@ class AllMatrices(Matrices):
             bucket.state[part.name]["q"] = columns
 
     def _kernels(self, bucket: Bucket, buffer: Tensor) -> ModuleType | None:
-        codec = self.codec
-        if bucket.step < codec.dense_steps or not all(map(codec.compresses, self.shapes)):
+        if bucket.step < self.codec.dense_steps or not self._all_compressed:
             return None
-        return kernels_for(buffer, codec.rank)
+        return kernels_for(buffer, self._factors.rank)
+
+    @functools.cached_property
+    def _all_compressed(self) -> bool:
+        return all(map(self.codec.compresses, self.shapes))
 
     @functools.cached_property
     def _factors(self) -> Factors:
@@ -110,9 +113,8 @@ class AllMatrices(Matrices):
         if self._factors.are_together(kept, buffer):
             used_here(kept[0])
             return kept[0].as_strided((self._factors.right,), (1,))
-        matrices = [sides(shape) for shape in self.shapes]
         columns = [
-            self.columns(part, matrix, bucket, buffer).reshape(-1)
-            for part, matrix in zip(self.parts, matrices, strict=True)
+            self.columns(part, sides(shape), bucket, buffer).reshape(-1)
+            for part, shape in zip(self.parts, self.shapes, strict=True)
         ]
         return torch.cat(columns)
