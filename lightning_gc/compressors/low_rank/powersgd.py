@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import CodecScheme, Part
 from lightning_gc.compressors.low_rank.factorisation import LowRank, Matrices, orthonormal, sides
 from lightning_gc.core import Bucket, Flow, Mean
-from lightning_gc.kernels.dispatch import used_here
+from lightning_gc.kernels.dispatch import fused, used_here
 from lightning_gc.kernels.low_rank import Factors, Side, kernels_for
 
 
@@ -73,7 +73,7 @@ class AllMatrices(Matrices):
     """Factor all matrices of a bucket by the same few kernels, whatever their shapes."""
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return buffer.device.type != "cpu" and self._kernels(bucket, buffer) is not None
+        return fused(buffer) and self._kernels(bucket, buffer) is not None
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         kernels = self._kernels(bucket, buffer)

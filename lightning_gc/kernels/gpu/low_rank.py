@@ -161,7 +161,7 @@ def project_rows(
     table,
     tiles,
     bases,
-    found,
+    products,
     sums,
     arrivals,
     flag,
@@ -215,7 +215,7 @@ def project_rows(
         if several > 1:
             tl.store(sums + own + (rows[:, None] - begin) * rank + ranks[None, :], whole, mask=wanted)
         else:
-            tl.store(found + into + rows[:, None] * rank + ranks[None, :], whole, mask=wanted)
+            tl.store(products + into + rows[:, None] * rank + ranks[None, :], whole, mask=wanted)
         row += ROWS
     if several > 1:
         if ended_last(arrivals, tl.load(tile + 7), several):
@@ -231,7 +231,7 @@ def project_rows(
                     at = first + other * size + (rows[:, None] - begin) * rank + ranks[None, :]
                     whole += tl.load(sums + at, mask=wanted, other=0.0, cache_modifier=".cg")
                     other += 1
-                tl.store(found + into + rows[:, None] * rank + ranks[None, :], whole, mask=wanted)
+                tl.store(products + into + rows[:, None] * rank + ranks[None, :], whole, mask=wanted)
                 row += ROWS
 
 
@@ -242,7 +242,7 @@ def project_columns(
     table,
     tiles,
     bases,
-    found,
+    products,
     sums,
     arrivals,
     ADD: tl.constexpr,
@@ -290,9 +290,9 @@ def project_columns(
                 at = sums + first + other * rank * COLUMNS + here
                 whole += tl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
                 other += 1
-            tl.store(found + into + ranks[None, :] * m + columns[:, None], whole, mask=wanted)
+            tl.store(products + into + ranks[None, :] * m + columns[:, None], whole, mask=wanted)
     else:
-        tl.store(found + into + ranks[None, :] * m + columns[:, None], whole, mask=wanted)
+        tl.store(products + into + ranks[None, :] * m + columns[:, None], whole, mask=wanted)
 
 
 @triton.jit

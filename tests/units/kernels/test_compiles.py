@@ -21,7 +21,9 @@ POINTERS = {
     "peaks": "*fp32", "target": "*fp32", "source": "*fp32", "flag": "*fp32", "grad": "*fp32",
     "decay": "fp32", "gain": "fp32", "share": "fp32", "table": "*i32", "taken": "*fp32",
     "mean": "*fp32", "flags": "*fp32", "first": "*i64", "starts": "*i64", "sent_flag": "*fp32",
-    "padding": "*u8", "halves": "*i16",
+    "padding": "*u8", "halves": "*i16", "columns": "*fp32", "bases": "*fp32", "least": "fp32",
+    "tiles": "*i32", "sums": "*fp32", "arrivals": "*i32", "p": "*fp32", "q": "*fp32",
+    "before": "*fp32", "kept": "*fp32", "most": "fp32", "products": "*fp32",
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
@@ -39,6 +41,24 @@ KERNELS = [
         for bfloat in (True, False)
         for name, constants in (("round_pieces", {"ADD": True}), ("average_pieces", {}))
     ),
+    *(("low_rank", "orthonormalise", {"RANK": r, "BLOCK": 2048 // r}) for r in (1, 2, 16)),
+    *(
+        ("low_rank", name, {**constants, "ADD": True, "ROWS": 16, "COLUMNS": 64})
+        for name, constants in (
+            ("project_rows", {"PENDING": True, "RANK": 2}),
+            ("project_rows", {"PENDING": True, "RANK": 16}),
+            ("project_columns", {"RANK": 2}),
+            ("project_columns", {"RANK": 16}),
+            ("apply_factors", {"KEEP": True, "BLOCK": 1024}),
+        )
+    ),
+    *(
+        ("low_rank", name, {**constants, "ADD": False, "ROWS": 16, "COLUMNS": 64})
+        for name, constants in (
+            ("project_rows", {"PENDING": False, "RANK": 2}),
+            ("apply_factors", {"KEEP": False, "BLOCK": 1024}),
+        )
+    ),
     ("segments", "zero_non_finite", {"BLOCK": 2048}),
     *(
         (
@@ -55,7 +75,7 @@ KERNELS = [
 ]
 
 
-FUSED = {"unpack_and_add", "take_pieces", "round_pieces", "average_pieces"}
+FUSED = {"unpack_and_add", "take_pieces", "round_pieces", "average_pieces", "project_rows"}
 """Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}
 TARGETS = [
@@ -100,7 +120,7 @@ def compiled(name: str, constants: dict[str, Any], target: tuple[Any, ...]) -> d
 def test_compiles(operation: str, name: str, constants: dict[str, Any]) -> None:
     code = compiled(name, constants, ("cuda", 80, 32))["ptx"]
     fused = re.findall(r"\bfma\.rn\.f32", code)
-    assert bool(fused) == (name in FUSED), "a product is rounded before it is added"
+    assert bool(fused) == (name in FUSED and constants.get("ADD", True)), "a product is rounded before it is added"
     assert "div.full" not in code
     assert "approx" not in code
     atomics = set(re.findall(r"\batom\.\S+|\bred\.\S+", code))
