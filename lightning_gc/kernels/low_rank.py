@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +26,9 @@ from torch import Tensor
 from lightning_gc.kernels.dispatch import compiled, fused
 
 MAX_RANK = 16
-"""Columns of a factor that the kernels for GPUs hold at most."""
+"""Columns of a factor that a program on a GPU holds at most."""
+MAX_RANK_ON_HOST = 8
+"""Columns of a factor up to which the kernels are faster than torch's products."""
 LEAST = 2.0**-40
 """Share of a column's square below which what others do not span is rounding."""
 LARGEST = float(np.finfo(np.float32).max) * 2.0**-16
@@ -51,7 +53,7 @@ class Tiles:
 
     Args:
         places: of the matrices, as in ``Factors``.
-        size: returns the rows and columns of a tile of a matrix with m columns, at most.
+        sizes: rows and columns of each matrix's tiles, at most.
         along_rows: whether sums are along rows. Tiles of the same rows then share sums.
 
     Attributes:
@@ -63,13 +65,11 @@ class Tiles:
             place of the tile's sums.
     """
 
-    def __init__(
-        self, places: Any, size: Callable[[int], tuple[int, int]], *, along_rows: bool
-    ) -> None:
+    def __init__(self, places: Any, sizes: Sequence[tuple[int, int]], *, along_rows: bool) -> None:
         rows = list[tuple[int, ...]]()
         self.sums = self.counters = 0
         for index, (_, n, m, r, *_) in enumerate(places.tolist()):
-            high, wide = size(m)
+            high, wide = sizes[index]
             down = [(row, min(row + high, n)) for row in range(0, n, high)]
             across = [(column, min(column + wide, m)) for column in range(0, m, wide)]
             groups = [[(a, b) for b in across] for a in down]
@@ -138,43 +138,42 @@ class Factors:
     def by_rows(self) -> Tiles:
         """Tiles of whole rows if they are short enough, for sums along rows."""
         wide, _ = self._limits
-        return Tiles(self.places, lambda m: (_multiple(TILE // min(m, wide)), wide), along_rows=True)
+        high = [_multiple(TILE // min(m, wide)) for m, _ in self._shapes]
+        return Tiles(self.places, [(rows, wide) for rows in high], along_rows=True)
 
     @functools.cached_property
     def by_columns(self) -> Tiles:
         """Tiles of few columns, for sums along columns."""
         _, tall = self._limits
-        return Tiles(self.places, lambda m: (tall, COLUMNS), along_rows=False)
+        return Tiles(self.places, [(tall, COLUMNS)] * len(self.places), along_rows=False)
 
     def columns_of(self, flat: Tensor) -> list[Tensor]:
         """Return views of all Q, ``(m, r)`` each."""
         pieces = flat.split([m * r for m, r in self._shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
-    def are_together(self, kept: Sequence[Tensor | None], like: Tensor) -> bool:
-        """Return whether tensors are what ``columns_of`` has made of one tensor like ``like``."""
+    def together(self, kept: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
+        """Return the tensor, like ``like``, of which ``columns_of`` has made ``kept``, or None."""
         first = kept[0]
         if first is None or (first.dtype, first.device) != (like.dtype, like.device):
-            return False
+            return None
         address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
         for each, shape in zip(kept, self._shapes, strict=True):
             if each is None or each.shape != shape or each.data_ptr() != address:
-                return False
+                return None
             if not each.is_contiguous() or each.untyped_storage().data_ptr() != storage:
-                return False
+                return None
             address += 4 * each.numel()
-        return True
+        return first.as_strided((self.right,), (1,))
 
 
 def kernels_for(buffer: Tensor, rank: int) -> ModuleType | None:
     """Return the kernels that factor matrices of ``buffer``, or None: then torch does."""
-    if fused(buffer):
-        if rank > MAX_RANK:
-            return None
+    if fused(buffer) and rank <= MAX_RANK:
         from lightning_gc.kernels.gpu import low_rank as gpu
 
         return gpu
-    if compiled(buffer):
+    if compiled(buffer) and rank <= MAX_RANK_ON_HOST:
         from lightning_gc.kernels.host import low_rank as host
 
         return host

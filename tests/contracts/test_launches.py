@@ -16,7 +16,7 @@ LIMITS: dict[Compressor, tuple[int, int, float, int]] = {
     gc.RandomK(0.01): (34, 167, 305, 0),
     gc.TopK(0.01): (126, 159, 77, 0),
     gc.HardThreshold(0.03): (94, 119, 78, 9),
-    gc.PowerSGD(2): (52, 105, 90, 0),
+    gc.PowerSGD(2): (12, 12, 41, 0),
 }
 """Method -> launches with one and with 8 parameters, bytes per element, waits: as counted."""
 
@@ -40,6 +40,12 @@ def test_uncompressed_parameters_cost_no_operation_each() -> None:
         shapes = {"weight": (64, 64), **{f"bias{i}": (16,) for i in range(biases)}}
         counts.append(launches(by_default(gc.QSGD(4)), [shapes], workers=2).total)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("cut", [1, 8, 64])
+def test_matrices_of_any_shapes_cost_no_operation_each(cut: int) -> None:
+    shapes = {f"p{i}": (12 + i, 4096 // cut) for i in range(cut)}
+    assert launches(by_default(gc.PowerSGD(2), 0), [shapes], workers=2).total == 12
 
 
 def test_a_loop_over_parameters_is_counted() -> None:

@@ -185,7 +185,11 @@ class Matrices(JointCollective):
         self, part: Part, matrix: tuple[int, int], bucket: Bucket, buffer: Tensor
     ) -> Tensor:
         """Return ``(m, r)``: columns of the step before, and new ones where there are too few."""
-        kept, rank, rows = bucket.state[part.name].get("q"), min(self.codec.rank, *matrix), matrix[1]
+        kept, rank, rows = (
+            bucket.state[part.name].get("q"),
+            min(self.codec.rank, *matrix),
+            matrix[1],
+        )
         if kept is None or kept.shape[0] != rows:  # another shape, loaded without strictness
             kept = buffer.new_empty(rows, 0)
         used_here(kept)

@@ -110,9 +110,10 @@ class AllMatrices(Matrices):
     def _all_columns(self, bucket: Bucket, buffer: Tensor) -> Tensor:
         """Return the columns of all parts: a view if they are as ``rounds`` has left them."""
         kept = [bucket.state[part.name].get("q") for part in self.parts]
-        if self._factors.are_together(kept, buffer):
-            used_here(kept[0])
-            return kept[0].as_strided((self._factors.right,), (1,))
+        together = self._factors.together(kept, buffer)
+        if together is not None:
+            used_here(together)
+            return together
         columns = [
             self.columns(part, sides(shape), bucket, buffer).reshape(-1)
             for part, shape in zip(self.parts, self.shapes, strict=True)

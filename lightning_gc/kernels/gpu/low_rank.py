@@ -47,11 +47,9 @@ def earlier(bases, at, size, here, ranks, count):
     return tl.load(bases + at + ranks[None, :] * size + here[:, None], mask=inside, other=0.0)
 
 
-@kernel()
-def orthonormalise(columns, bases, table, side, least, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the basis of a matrix's columns: each loses, twice, its part in earlier ones."""
-    row = table + PLACES * tl.program_id(0)
-    rank, size, at = tl.load(row + 3), tl.load(row + 1 + side), tl.load(row + 4 + side)
+@triton.jit
+def highest_of(columns, at, size, rank, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the bits of the largest magnitude of each column."""
     ranks = tl.arange(0, RANK)
     most = tl.zeros([BLOCK, RANK], tl.int32)
     first = 0
@@ -61,8 +59,65 @@ def orthonormalise(columns, bases, table, side, least, RANK: tl.constexpr, BLOCK
         x = tl.load(columns + at + here[:, None] * rank + ranks[None, :], mask=inside, other=0.0)
         most = tl.maximum(most, magnitude_bits(x))
         first += BLOCK
-    highest = tl.max(most, axis=0)
+    return tl.max(most, axis=0)
+
+
+@triton.jit
+def shares_of(
+    columns,
+    bases,
+    at,
+    size,
+    rank,
+    j,
+    longest,
+    unit,
+    known,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return products of column j, without its ``known`` shares, with earlier ones and itself."""
+    shares = tl.zeros([BLOCK, RANK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    first = 0
+    while first < size:
+        here = first + tl.arange(0, BLOCK)
+        basis = earlier(bases, at, size, here, tl.arange(0, RANK), j)
+        x = scaled(columns, at, size, rank, j, longest, unit, here)
+        x -= tl.sum(basis * known[None, :], axis=1)
+        shares += basis * x[:, None]
+        squares += x * x
+        first += BLOCK
+    return tl.sum(shares, axis=0), tl.sum(squares, axis=0)
+
+
+@triton.jit
+def least_spanned(bases, at, size, j, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the unit vector with the least part in the span of earlier columns."""
+    lowest = tl.zeros([BLOCK], tl.float32) + 2.0
+    which = tl.zeros([BLOCK], tl.int32)
+    first = 0
+    while first < size:
+        here = first + tl.arange(0, BLOCK)
+        basis = earlier(bases, at, size, here, tl.arange(0, RANK), j)
+        spanned = tl.sum(basis * basis, axis=1)
+        lower = (here < size) & (spanned < lowest)
+        which = tl.where(lower, here, which)
+        lowest = tl.where(lower, spanned, lowest)
+        first += BLOCK
+    least = tl.min(lowest, axis=0)
+    return tl.min(tl.where(lowest == least, which, 0x7FFFFFFF), axis=0)
+
+
+@kernel()
+def orthonormalise(columns, bases, table, side, least, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the basis of a matrix's columns: each loses, twice, its part in earlier ones."""
+    row = table + PLACES * tl.program_id(0)
+    rank, size, at = tl.load(row + 3), tl.load(row + 1 + side), tl.load(row + 4 + side)
+    ranks = tl.arange(0, RANK)
+    highest = highest_of(columns, at, size, rank, RANK, BLOCK)
     bad = tl.max(highest, axis=0) >= 0x7F800000
+    none = tl.zeros([RANK], tl.float32)
     j = 0
     while j < rank:
         peak = tl.sum(tl.where(ranks == j, highest, 0), axis=0)
@@ -70,37 +125,16 @@ def orthonormalise(columns, bases, table, side, least, RANK: tl.constexpr, BLOCK
         unit = -1
         ended = 0
         while ended == 0:
-            shares = tl.zeros([BLOCK, RANK], tl.float32)
-            squares = tl.zeros([BLOCK], tl.float32)
-            first = 0
-            while first < size:
-                here = first + tl.arange(0, BLOCK)
-                x = scaled(columns, at, size, rank, j, longest, unit, here)
-                shares += earlier(bases, at, size, here, ranks, j) * x[:, None]
-                squares += x * x
-                first += BLOCK
-            once = tl.sum(shares, axis=0)
-            before = tl.sum(squares, axis=0)
-            twice = tl.zeros([RANK], tl.float32)
-            rest = before
-            length = before
+            once, before = shares_of(
+                *(columns, bases, at, size, rank, j, longest, unit, none, RANK, BLOCK)
+            )
+            twice, rest = none, before
             if j > 0:
-                shares = tl.zeros([BLOCK, RANK], tl.float32)
-                squares = tl.zeros([BLOCK], tl.float32)
-                first = 0
-                while first < size:
-                    here = first + tl.arange(0, BLOCK)
-                    basis = earlier(bases, at, size, here, ranks, j)
-                    x = scaled(columns, at, size, rank, j, longest, unit, here)
-                    x -= tl.sum(basis * once[None, :], axis=1)
-                    shares += basis * x[:, None]
-                    squares += x * x
-                    first += BLOCK
-                twice = tl.sum(shares, axis=0)
-                rest = tl.sum(squares, axis=0)
-                length = rest - tl.sum(twice * twice, axis=0)
-            sound = (length > least * before) & (length > 0.5 * rest)
-            if sound | (unit >= 0):
+                twice, rest = shares_of(
+                    *(columns, bases, at, size, rank, j, longest, unit, once, RANK, BLOCK)
+                )
+            length = rest - tl.sum(twice * twice, axis=0)
+            if (length > least * before) & (length > 0.5 * rest) | (unit >= 0):
                 root = tl.sqrt_rn(length)
                 first = 0
                 while first < size:
@@ -113,20 +147,8 @@ def orthonormalise(columns, bases, table, side, least, RANK: tl.constexpr, BLOCK
                     tl.store(bases + at + j * size + here, x, mask=here < size)
                     first += BLOCK
                 ended = 1
-            else:  # what is left is rounding: take the unit vector that is spanned least
-                lowest = tl.zeros([BLOCK], tl.float32) + 2.0
-                which = tl.zeros([BLOCK], tl.int32)
-                first = 0
-                while first < size:
-                    here = first + tl.arange(0, BLOCK)
-                    basis = earlier(bases, at, size, here, ranks, j)
-                    spanned = tl.sum(basis * basis, axis=1)
-                    lower = (here < size) & (spanned < lowest)
-                    which = tl.where(lower, here, which)
-                    lowest = tl.where(lower, spanned, lowest)
-                    first += BLOCK
-                least_spanned = tl.min(lowest, axis=0)
-                unit = tl.min(tl.where(lowest == least_spanned, which, 0x7FFFFFFF), axis=0)
+            else:  # the column has no direction of its own: only rounding is left of it
+                unit = least_spanned(bases, at, size, j, RANK, BLOCK)
         tl.debug_barrier()  # other threads of this program read the column next
         j += 1
 
@@ -149,6 +171,22 @@ def ended_last(arrivals, counter, tiles):
     """Return whether this program is the last of ``tiles`` to have written its sums."""
     tl.debug_barrier()
     return tl.atomic_add(arrivals + counter, 1) == tiles - 1
+
+
+@triton.jit
+def add_up(sums, several, into, size, BLOCK: tl.constexpr):
+    """Write the sum of several tiles' sums, which lie one after the other, ``size`` numbers each."""
+    first = 0
+    while first < size:
+        here = first + tl.arange(0, BLOCK)
+        whole = tl.zeros([BLOCK], tl.float32)
+        other = 0
+        while other < several:
+            at = sums + other * size + here
+            whole += tl.load(at, mask=here < size, other=0.0, cache_modifier=".cg")
+            other += 1
+        tl.store(into + here, whole, mask=here < size)
+        first += BLOCK
 
 
 @kernel()
@@ -177,15 +215,12 @@ def project_rows(
     """Write M·Q for a tile; with a gradient to add, first write the sum M to the buffer."""
     tile = tiles + FIELDS * tl.program_id(0)
     if PENDING:
-        if tl.program_id(0) == 0:
+        first_program = tl.program_id(0) == 0
+        if first_program:
             end_message(flag, sent_flag, padding, length)
     place = table + PLACES * tl.load(tile)
-    begin, end, left, right = (
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-        tl.load(tile + 4),
-    )
+    begin, end = tl.load(tile + 1), tl.load(tile + 2)
+    left, right = tl.load(tile + 3), tl.load(tile + 4)
     several, own = tl.load(tile + 6), tl.load(tile + 8)
     start, m, rank = tl.load(place), tl.load(place + 2), tl.load(place + 3)
     into, basis_at = tl.load(place + 4), tl.load(place + 5)
@@ -213,26 +248,18 @@ def project_rows(
         whole = tl.sum(total, axis=1)
         wanted = (rows[:, None] < end) & (ranks[None, :] < rank)
         if several > 1:
-            tl.store(sums + own + (rows[:, None] - begin) * rank + ranks[None, :], whole, mask=wanted)
+            tl.store(
+                sums + own + (rows[:, None] - begin) * rank + ranks[None, :], whole, mask=wanted
+            )
         else:
             tl.store(products + into + rows[:, None] * rank + ranks[None, :], whole, mask=wanted)
         row += ROWS
     if several > 1:
-        if ended_last(arrivals, tl.load(tile + 7), several):
-            size = (end - begin) * rank
-            first = own - tl.load(tile + 5) * size
-            row = begin
-            while row < end:
-                rows = row + tl.arange(0, ROWS)
-                wanted = (rows[:, None] < end) & (ranks[None, :] < rank)
-                whole = tl.zeros([ROWS, RANK], tl.float32)
-                other = 0
-                while other < several:
-                    at = first + other * size + (rows[:, None] - begin) * rank + ranks[None, :]
-                    whole += tl.load(sums + at, mask=wanted, other=0.0, cache_modifier=".cg")
-                    other += 1
-                tl.store(products + into + rows[:, None] * rank + ranks[None, :], whole, mask=wanted)
-                row += ROWS
+        counter = tl.load(tile + 7)
+        if ended_last(arrivals, counter, several):
+            first = sums + own - tl.load(tile + 5) * (end - begin) * rank
+            into = products + into + begin * rank
+            add_up(first, several, into, (end - begin) * rank, ROWS * COLUMNS)
 
 
 @kernel()
@@ -255,12 +282,8 @@ def project_columns(
     place = table + PLACES * tl.load(tile)
     row, end, left = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     several, own = tl.load(tile + 6), tl.load(tile + 8)
-    start, n, m, rank = (
-        tl.load(place),
-        tl.load(place + 1),
-        tl.load(place + 2),
-        tl.load(place + 3),
-    )
+    start, n = tl.load(place), tl.load(place + 1)
+    m, rank = tl.load(place + 2), tl.load(place + 3)
     basis_at, into = tl.load(place + 4), tl.load(place + 5)
     ranks = tl.arange(0, RANK)
     columns = left + tl.arange(0, COLUMNS)
@@ -301,6 +324,32 @@ def bounded(x, most):
     return tl.where(x > most, most, tl.where(x < -most, -most, x))
 
 
+@triton.jit
+def keep_columns(q, before, kept, place, BLOCK: tl.constexpr):
+    """Keep Q of a matrix, (r, m), as columns; or ``before`` if it is zero or not finite."""
+    m, rank, q_at = tl.load(place + 2), tl.load(place + 3), tl.load(place + 5)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    some = tl.zeros([BLOCK], tl.int32)
+    first = 0
+    while first < m * rank:
+        here = first + tl.arange(0, BLOCK)
+        x = tl.load(q + q_at + here, mask=here < m * rank, other=0.0)
+        wrong |= tl.where(is_finite(x), 0, 1)
+        some |= tl.where(x == 0.0, 0, 1)
+        first += BLOCK
+    # How many numbers are from ``q``: all or none.
+    ours = tl.where(tl.max(some, axis=0) > tl.max(wrong, axis=0), m * rank, 0)
+    first = 0
+    while first < m * rank:
+        here = first + tl.arange(0, BLOCK)
+        at = q_at + here % rank * m + here // rank
+        inside = here < m * rank
+        new = tl.load(q + at, mask=here < ours, other=0.0)
+        old = tl.load(before + at, mask=inside & (here >= ours), other=0.0)
+        tl.store(kept + q_at + here, tl.where(here < ours, new, old), mask=inside)
+        first += BLOCK
+
+
 @kernel()
 def apply_factors(
     buffer,
@@ -328,18 +377,10 @@ def apply_factors(
     if program < tile_count:
         tile = tiles + FIELDS * program
         place = table + PLACES * tl.load(tile)
-        row, end, left, right = (
-            tl.load(tile + 1),
-            tl.load(tile + 2),
-            tl.load(tile + 3),
-            tl.load(tile + 4),
-        )
-        start, n, m, rank = (
-            tl.load(place),
-            tl.load(place + 1),
-            tl.load(place + 2),
-            tl.load(place + 3),
-        )
+        row, end = tl.load(tile + 1), tl.load(tile + 2)
+        left, right = tl.load(tile + 3), tl.load(tile + 4)
+        start, n = tl.load(place), tl.load(place + 1)
+        m, rank = tl.load(place + 2), tl.load(place + 3)
         p_at, q_at = tl.load(place + 4), tl.load(place + 5)
         if ADD:
             idle = tl.load(peaks + tl.load(place + 6)) == 0.0
@@ -370,28 +411,7 @@ def apply_factors(
                 column += COLUMNS
             row += ROWS
     else:
-        place = table + PLACES * (program - tile_count)
-        m, rank, q_at = tl.load(place + 2), tl.load(place + 3), tl.load(place + 5)
-        wrong = tl.zeros([BLOCK], tl.int32)
-        some = tl.zeros([BLOCK], tl.int32)
-        first = 0
-        while first < m * rank:
-            here = first + tl.arange(0, BLOCK)
-            x = tl.load(q + q_at + here, mask=here < m * rank, other=0.0)
-            wrong |= tl.where(is_finite(x), 0, 1)
-            some |= tl.where(x == 0.0, 0, 1)
-            first += BLOCK
-        # How many numbers are from ``q``: all, or none of one that is zero or not finite.
-        ours = tl.where(tl.max(some, axis=0) > tl.max(wrong, axis=0), m * rank, 0)
-        first = 0
-        while first < m * rank:
-            here = first + tl.arange(0, BLOCK)
-            at = q_at + here % rank * m + here // rank
-            inside = here < m * rank
-            new = tl.load(q + at, mask=here < ours, other=0.0)
-            old = tl.load(before + at, mask=inside & (here >= ours), other=0.0)
-            tl.store(kept + q_at + here, tl.where(here < ours, new, old), mask=inside)
-            first += BLOCK
+        keep_columns(q, before, kept, table + PLACES * (program - tile_count), BLOCK)
 
 
 def project(buffer: Tensor, bases: Tensor, factors: Factors, pending: Pending | None) -> Payload:

@@ -6,7 +6,12 @@ import torch
 
 from lightning_gc.kernels.gpu import casts, low_rank, segments, tensors
 
-_ATTEMPTS = {**tensors.ATTEMPTS, "segments": segments.attempt, "casts": casts.attempt, "low_rank": low_rank.attempt}
+_ATTEMPTS = {
+    **tensors.ATTEMPTS,
+    "segments": segments.attempt,
+    "casts": casts.attempt,
+    "low_rank": low_rank.attempt,
+}
 
 
 def self_test(device: torch.device) -> None:

@@ -4,8 +4,6 @@ Factors that all workers compute, bases and their product, are sums in an order 
 they have the same bits on all processors. Sums over a worker's own matrix are in any order.
 """
 
-from typing import Any
-
 import numba
 import numpy as np
 import torch
@@ -233,6 +231,32 @@ def _combine(p, q, x, product, sound):
                 x[row, i] = min(max(x[row, i] - found, -most), most)
 
 
-def attempt(numbers: Tensor) -> Any:
-    """Yield results of all kernels, beside torch's, for a self-test."""
-    raise NotImplementedError
+def self_test() -> None:
+    """Compare every kernel with torch on two small matrices; this compiles missing kernels.
+
+    Raises:
+        ArithmeticError: a kernel's result differs from torch's by more than rounding.
+    """
+    numbers = torch.linspace(-1, 1, 1000, dtype=torch.float32, device="cpu").pow(3)
+    factors = Factors([0, 500], [(20, 25), (4, 125)], 3, [0, 1])
+    columns = torch.linspace(0, 60, factors.right, dtype=torch.float32, device="cpu").sin()
+    q = orthonormal(columns, factors, Side.RIGHT)
+    (sent,) = project(numbers, q, factors, None)
+    p = orthonormal(sent, factors, Side.LEFT)
+    back = project_back(numbers, p, factors, None)
+    left, out = numbers.clone(), torch.empty_like(numbers)
+    kept = apply(left, out, p, back, q, factors, None)
+    x, first, second = numbers[:500].view(20, 25), q[:75].view(3, 25), q[75:].view(3, 125)
+    mine, other = p[:60].view(3, 20), p[60:].view(3, 4)
+    y = numbers[500:].view(4, 125)
+    for ours, theirs in (
+        (second @ second.t(), torch.eye(3)),
+        (mine @ mine.t(), torch.eye(3)),
+        (sent, torch.cat([(x @ first.t()).view(-1), (y @ second.t()).view(-1)])),
+        (back, torch.cat([(mine @ x).view(-1), (other @ y).view(-1)])),
+        (out[:500], (mine.t() @ back[:75].view(3, 25)).view(-1)),
+        (left, numbers - out),
+        (kept[:75].view(25, 3), back[:75].view(3, 25).t()),
+    ):
+        if not torch.allclose(ours, theirs, atol=1e-5):
+            raise ArithmeticError("the result of low_rank differs from torch's")

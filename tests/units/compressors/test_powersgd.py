@@ -1,6 +1,8 @@
 """PowerSGD computes what the paper's algorithm computes, here written in NumPy."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -25,6 +27,15 @@ from lightning_gc.core.flow import resume
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.recovery import Flooding
+from tests.support.bucket_kernels import without_kernels
+
+
+@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def computing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By kernels of whole buckets, where there are any, and by torch."""
+    with contextlib.nullcontext() if request.param == "kernels" else without_kernels():
+        yield
+
 
 KINDS = ("normal", "heavy tails", "all negative", "constant", "tiny", "huge")
 

@@ -120,7 +120,9 @@ def compiled(name: str, constants: dict[str, Any], target: tuple[Any, ...]) -> d
 def test_compiles(operation: str, name: str, constants: dict[str, Any]) -> None:
     code = compiled(name, constants, ("cuda", 80, 32))["ptx"]
     fused = re.findall(r"\bfma\.rn\.f32", code)
-    assert bool(fused) == (name in FUSED and constants.get("ADD", True)), "a product is rounded before it is added"
+    assert bool(fused) == (name in FUSED and constants.get("ADD", True)), (
+        "a product is rounded before it is added"
+    )
     assert "div.full" not in code
     assert "approx" not in code
     atomics = set(re.findall(r"\batom\.\S+|\bred\.\S+", code))

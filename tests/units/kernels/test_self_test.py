@@ -23,6 +23,10 @@ KERNELS = [
         )
     ),
     *(("casts", "casts", kernel) for kernel in ("round_pieces", "average_pieces")),
+    *(
+        ("low_rank", "low_rank", kernel)
+        for kernel in ("orthonormalise", "project_rows", "project_columns", "apply_factors")
+    ),
 ]
 
 
