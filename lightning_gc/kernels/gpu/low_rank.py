@@ -175,7 +175,7 @@ def ended_last(arrivals, counter, tiles):
 
 @triton.jit
 def add_up(sums, several, into, size, BLOCK: tl.constexpr):
-    """Write the sum of several tiles' sums, which lie one after the other, ``size`` numbers each."""
+    """Write the sum of several tiles' sums, ``size`` numbers each, one after the other."""
     first = 0
     while first < size:
         here = first + tl.arange(0, BLOCK)
@@ -258,8 +258,8 @@ def project_rows(
         counter = tl.load(tile + 7)
         if ended_last(arrivals, counter, several):
             first = sums + own - tl.load(tile + 5) * (end - begin) * rank
-            into = products + into + begin * rank
-            add_up(first, several, into, (end - begin) * rank, ROWS * COLUMNS)
+            target = products + into + begin * rank
+            add_up(first, several, target, (end - begin) * rank, BLOCK=ROWS * COLUMNS)
 
 
 @kernel()
@@ -506,11 +506,11 @@ def attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     factors = Factors([0, 500], [(20, 25), (4, 125)], 2, [0, 1], wide=32, tall=16)
     pending, left, out = sample(numbers), numbers.clone(), torch.empty_like(numbers)
     x = 0.5 * numbers + numbers.flip(0)
-    draw = torch.linspace(0, 50, factors.right, device=numbers.device).sin()
+    draw = torch.linspace(0, 50, factors.right, dtype=torch.float32, device=numbers.device).sin()
     q = orthonormal(draw, factors, Side.RIGHT)
     m, first, second = x[:500].view(20, 25), q[:50].view(2, 25), q[50:].view(2, 125)
-    yield first @ first.t(), torch.eye(2, device=numbers.device)
-    yield second @ second.t(), torch.eye(2, device=numbers.device)
+    yield first @ first.t(), torch.eye(2, dtype=torch.float32, device=numbers.device)
+    yield second @ second.t(), torch.eye(2, dtype=torch.float32, device=numbers.device)
     (sent,) = project(left, q, factors, pending)
     yield left, x
     yield sent, torch.cat([(m @ first.t()).view(-1), torch.zeros_like(sent[40:])])

@@ -249,9 +249,10 @@ def self_test() -> None:
     x, first, second = numbers[:500].view(20, 25), q[:75].view(3, 25), q[75:].view(3, 125)
     mine, other = p[:60].view(3, 20), p[60:].view(3, 4)
     y = numbers[500:].view(4, 125)
+    unit = torch.eye(3, dtype=torch.float32, device="cpu")
     for ours, theirs in (
-        (second @ second.t(), torch.eye(3)),
-        (mine @ mine.t(), torch.eye(3)),
+        (second @ second.t(), unit),
+        (mine @ mine.t(), unit),
         (sent, torch.cat([(x @ first.t()).view(-1), (y @ second.t()).view(-1)])),
         (back, torch.cat([(mine @ x).view(-1), (other @ y).view(-1)])),
         (out[:500], (mine.t() @ back[:75].view(3, 25)).view(-1)),
