@@ -627,25 +627,54 @@ class Collective(Compressor):
 
 
 class BatchedCollective(Collective):
-    """Exchange tensors of the same shape together, in fewer operations.
+    """Exchange several parameters of a bucket together, in fewer operations.
 
-    ``PerParameter`` calls ``rounds_of_equals`` with all parameters of a bucket that share a shape
-    and level. It does not call ``rounds``.
+    ``PerParameter`` calls ``join`` once for all parameters of a bucket with equal compressors.
     """
 
     @abc.abstractmethod
-    def rounds_of_equals(
-        self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], outs: Sequence[Tensor]
-    ) -> Flow:
-        """Exchange each buffer; each bucket holds one parameter, and all shapes are equal.
+    def join(self, parts: tuple[Part, ...], shapes: Sequence[tuple[int, ...]]) -> JointCollective:
+        """Return a collective that exchanges ``parts`` of a bucket.
 
-        A result equals that parameter's result alone, up to rounding. NaN and infinity in one
-        buffer do not reach the others. Each buffer and its ``out`` may be the same tensor. Tensors
-        in ``bucket.state`` share no memory with other states; a checkpoint would save it for each.
+        A result equals that parameter's result alone, up to rounding. NaN and infinity in one part
+        do not reach the others. Elements of the bucket outside the parts are not changed.
+
+        Args:
+            parts: ascending, not empty. Their codecs are equal to this compressor.
+            shapes: of the parts.
         """
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        yield from self.rounds_of_equals([bucket], [buffer], [out])
+        part = Part(self, "+".join(bucket.shapes), 0, bucket.numel, 0)
+        yield from self.join((part,), [bucket.shape]).rounds(bucket, buffer, out)
+
+
+@dataclass(frozen=True, eq=False)
+class JointCollective(Collective):
+    """Exchange parts of a bucket together. Subclasses implement ``rounds``.
+
+    Args:
+        parts: ascending. Their codecs are equal.
+        shapes: of the parts.
+    """
+
+    parts: tuple[Part, ...]
+    shapes: Sequence[tuple[int, ...]]
+
+    @property
+    def codec(self) -> Any:
+        """The compressor of all parts."""
+        return self.parts[0].codec
+
+    @property
+    def traits(self) -> Traits:
+        return self.codec.traits  # type: ignore[no-any-return]
+
+    def bound(self, numel: int) -> Bound:
+        return self.codec.bound(numel)  # type: ignore[no-any-return]
+
+    def wire(self, numel: int) -> Wire:
+        return self.codec.wire(numel)  # type: ignore[no-any-return]
 
 
 def dense(buffer: Tensor, out: Tensor) -> Flow:

@@ -209,13 +209,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def joined(messages: Sequence[Tensor]) -> Tensor:
-    """Return messages, ``(nbytes,)`` each, as one; without a copy if they lie one after another."""
-    first, ends = messages[0], [m.data_ptr() + m.numel() for m in messages]
-    follow = all(end == m.data_ptr() for end, m in zip(ends, messages[1:], strict=False))
-    if follow and len({storage_of(message) for message in messages}) == 1:
-        return first.as_strided((sum(message.numel() for message in messages),), (1,))
-    return torch.cat(list(messages))
+def joined(flats: Sequence[Tensor]) -> Tensor:
+    """Return flat tensors of one dtype as one; without a copy if they lie one after another."""
+    first, end = flats[0], flats[0].data_ptr()
+    for flat in flats:
+        if flat.data_ptr() != end or storage_of(flat) != storage_of(first):
+            return torch.cat(list(flats))
+        end += flat.numel() * flat.element_size()
+    return first.as_strided((sum(flat.numel() for flat in flats),), (1,))
 
 
 def evenly(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:

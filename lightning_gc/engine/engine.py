@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.core import WHOLE, Bucket, Each, Flow, Number, Record, Structure, Tally
+from lightning_gc.core.pytree import each_tensor
 from lightning_gc.core.state_structure import ERRORS, Plain
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.error_buffers import (
@@ -266,7 +267,9 @@ class Engine:
         named = self.buffers.named
         return {
             "memory": {n: {b: to_host(t) for b, t in kept.items()} for n, kept in named.items()},
-            "compressor": {n: dict(s) for n, s in self.compressor_state.items() if s},
+            "compressor": {
+                n: each_tensor(s, _alone) for n, s in self.compressor_state.items() if s
+            },
             "learning_rates": dict(self.learning_rates.of_errors),
             "step": self.step,
         }
@@ -296,3 +299,9 @@ class Engine:
         self.learning_rates.of_errors = {}
         self.rounds.step = step
         self.rounds.begin_again()  # the next round is a new one, even if it has the same step
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a tensor that is not a part of a larger one, all of which would be saved."""
+    larger = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone() if larger else tensor

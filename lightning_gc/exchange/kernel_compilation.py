@@ -67,6 +67,10 @@ FIXES = {
         "workers' weights would part unnoticed. Use devices of one model, or a method that treats "
         "elements one by one, such as TopK or QSGD."
     ),
+    "numba": (
+        "This method decodes by matrix products, whose last bits differ with and without numba, so "
+        "workers' weights would part unnoticed. Install numba on all workers, or on none."
+    ),
 }
 """Name -> why a difference is refused, and what to do."""
 
@@ -83,7 +87,11 @@ def arithmetic(device: torch.device, compressor: Compressor) -> dict[str, str]:
         # elements one by one, AVX2 and AVX-512.
         same["torch"] = release.partition("+")[0]
         same["vector instructions"] = _vectors().replace("AVX512", "AVX2")
-    return same if compressor.traits.portable else same | {"device": device_in_words(device)}
+    if not compressor.traits.portable:
+        same["device"] = device_in_words(device)
+        if device.type == "cpu":
+            same["numba"] = dispatch.numba_in_words()
+    return same
 
 
 def device_in_words(device: torch.device) -> str:

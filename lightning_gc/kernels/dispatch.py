@@ -34,8 +34,8 @@ def compiled(tensor: Tensor) -> bool:
     """Return whether numba's kernels are used for ``tensor``, ``(numel,)``.
 
     They are used for float32 on the host if numba can be imported (the extra ``fast`` installs it)
-    and all kernels give torch's bits in a self-test. If one fails, torch is used and a warning is
-    given.
+    and all kernels give torch's bits in a self-test; those of low rank give them up to rounding. If
+    one fails, torch is used and a warning is given.
     """
     suitable = tensor.dtype == torch.float32 and tensor.is_contiguous()
     return suitable and tensor.device.type == "cpu" and tensor.numel() > 0 and _numba_works()
@@ -64,6 +64,11 @@ def in_words(device: torch.device) -> str:
     import triton
 
     return f"Triton {triton.__version__}"
+
+
+def numba_in_words() -> str:
+    """Return whether numba's kernels are used on the host; tests them."""
+    return "used" if _numba_works() else "not used"
 
 
 def _one(device: torch.device) -> Tensor:

@@ -102,13 +102,12 @@ class Distributed(Transport):
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
             views = [tensors[i].view(-1) for i in members]
-            in_place = _as_one(views)
-            flat = torch.cat(views) if in_place is None else in_place
+            flat = joined(views)
             # Divided before the sum, as DDP does: half precision must not overflow.
             flat.mul_(1 / self.workers)
             dist.all_reduce(flat, group=self.group)
             self.sent_bytes += all_reduce_bytes(flat.numel() * flat.element_size(), self.workers)
-            if in_place is None:
+            if flat.data_ptr() != views[0].data_ptr():
                 pieces = flat.split([v.numel() for v in views])
                 for i, piece in zip(members, pieces, strict=True):
                     means[i] = piece.view(tensors[i].shape)
@@ -204,17 +203,6 @@ class Distributed(Transport):
         for sender, arriving in enumerate(lengths):
             check_lengths(arriving, own, limits, sender)
         return [Message.of(own, arriving) for arriving in lengths]
-
-
-def _as_one(views: Sequence[Tensor]) -> Tensor | None:
-    """Return one view of flat tensors of a dtype that lie one after the other; else None."""
-    first, end = views[0], views[0].data_ptr()
-    for view in views:
-        storage = view.untyped_storage().data_ptr()
-        if view.data_ptr() != end or storage != first.untyped_storage().data_ptr():
-            return None
-        end += view.numel() * view.element_size()
-    return first.as_strided((sum(view.numel() for view in views),), (1,))
 
 
 def _as_tensor(lengths: Sequence[int] | Sequence[Sequence[int]], like: Payload) -> Tensor:

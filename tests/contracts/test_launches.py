@@ -18,6 +18,8 @@ LIMITS: dict[Compressor, tuple[int, float, int]] = {
     gc.TopK(0.01): (14, 48.1, 0),
     gc.TopK(0.01, "bfloat16", "sampled"): (16, 66, 1),
     gc.HardThreshold(0.03): (12, 37.7, 1),
+    gc.RandomK(0.01): (7, 27.3, 0),
+    gc.PowerSGD(2): (12, 41.6, 0),
 }
 """Method -> operations of a bucket, bytes per element, waits of the host; W = 2."""
 
@@ -46,6 +48,12 @@ def test_uncompressed_parameters_cost_no_operation_each() -> None:
         shapes = {"weight": (64, 64), **{f"bias{i}": (16,) for i in range(biases)}}
         counts.append(launches(by_default(gc.QSGD(4)), [shapes], workers=2).total)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("cut", [1, 8, 64])
+def test_matrices_of_any_shapes_cost_no_operation_each(cut: int) -> None:
+    shapes = {f"p{i}": (12 + i, 4096 // cut) for i in range(cut)}
+    assert launches(by_default(gc.PowerSGD(2), 0), [shapes], workers=2).total == 12
 
 
 def test_a_loop_over_parameters_is_counted() -> None:

@@ -25,6 +25,8 @@ CASES: tuple[tuple[Compressor, str], ...] = (
     (AtomoSVD(1), "device"),
     (TopK(0.1), "build"),
     (TopK(0.1), "vectors"),
+    (TopK(0.1), "numba"),
+    (PowerSGD(1), "numba"),
 )
 
 
@@ -44,6 +46,8 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
             patch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+cu126")
         if worker == 1 and differs == "vectors":
             patch.setattr(kernel_compilation, "_vectors", lambda: "NEON")
+        if worker == 1 and differs == "numba":
+            patch.setattr(dispatch, "numba_in_words", lambda: "missing")
         if worker == 1 and differs == "kernels":
             patch.setattr(dispatch, "in_words", lambda device: "Triton 3.2.0")
         if worker == 1 and differs == "device":
@@ -62,12 +66,15 @@ def test_a_difference_is_harmless_or_refused() -> None:
     """On all workers alike, with what to do; who treats elements one by one may differ."""
     both = run_in_processes(start, 2)
     assert both[0] == both[1]
-    torches, kernels, topk, randomk, powersgd, atomo, build, vectors = both[0]
+    torches, kernels, topk, randomk, powersgd, atomo, build, vectors, *numba = both[0]
     assert "Worker 1 has torch=2.6.0, but worker 0 has torch=" in torches
     assert "install the same version" in torches
     assert "Worker 1 has kernels=Triton 3.2.0, but worker 0 has kernels=torch." in kernels
     assert (topk, randomk, build) == ("", "", "")
     assert "Worker 1 has vector instructions=NEON, but worker 0 has vector" in vectors
+    assert numba[0] == ""
+    assert "Worker 1 has numba=missing, but worker 0 has numba=" in numba[1]
+    assert "Install numba on all workers, or on none" in numba[1]
     for low_rank in (powersgd, atomo):
         assert "Worker 1 has device=a T4 with 40, but worker 0 has device=cpu with" in low_rank
         assert "such as TopK or QSGD" in low_rank

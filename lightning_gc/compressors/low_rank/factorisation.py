@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import BatchedCollective, Contraction, Knob, Traits, dense
+from lightning_gc.compressors.base import (
+    BatchedCollective,
+    Contraction,
+    JointCollective,
+    Knob,
+    Part,
+    Traits,
+    dense,
+)
 from lightning_gc.core import (
     Bucket,
     Field,
@@ -46,8 +55,7 @@ class LowRank(BatchedCollective):
 
     Subclasses compute P from the first mean (``basis``) and Q from the second (``fit``), the same
     on all workers. Q is the previous step's, orthonormalised, and random at first. All apply C, and
-    worker i keeps ``M_i − C``. Thin factors of all matrices of one shape are computed together.
-    Fields are as in ``PowerSGD``.
+    worker i keeps ``M_i − C``. Fields are as in ``PowerSGD``.
     """
 
     rank: int = 2
@@ -78,54 +86,11 @@ class LowRank(BatchedCollective):
     def compressing_step(self, step: int) -> int:
         return max(step, self.dense_steps)
 
-    def rounds_of_equals(
-        self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], outs: Sequence[Tensor]
-    ) -> Flow:
-        shape, step = buckets[0].shape, buckets[0].step
-        if not self.compresses(shape) or step < self.dense_steps:
-            yield from together(list(map(dense, buffers, outs)), buckets[0].workers)
-            return
-        matrices = [buffer.view(shape[0], -1) for buffer in buffers]  # (n, m) each
-        states = [state for bucket in buckets for (state,) in [bucket.state.values()]]
-        columns = [
-            self._columns(state.get("q"), matrix, bucket)
-            for state, matrix, bucket in zip(states, matrices, buckets, strict=True)
-        ]
-        # Thin factors are stacked, and what is done to them is done to all at once. Matrices are
-        # not: a copy of them takes longer, from 128 columns on, than a product for each.
-        before = orthonormal(_stacked(columns))  # (g, m, r)
-        # Thin factors whose columns lie together: on the host products take a fifth of the time.
-        p = _stacked(list(map(torch.mm, matrices, before.mT.contiguous().mT)))  # (g, n, r)
-        (p,) = yield Mean((p,))
-        p = self.basis(p)
-        across = p.mT.contiguous()
-        own = _stacked(list(map(torch.mm, across, matrices)))
-        for bucket, *sent in zip(buckets, p, own, strict=True):
-            bucket.tally.count(buffers[0].numel(), buffers[0].numel(), tuple(sent))
-        (rows,) = yield Mean((own,))  # (g, r, m)
-        q = self.fit(rows.mT.contiguous(), p)  # (g, m, r)
-        # A Q of zeros, or one that is not finite, would stay so for ever.
-        good = (q.isfinite().flatten(1).all(1) & q.flatten(1).any(1)).view(-1, 1, 1)
-        for state, kept in zip(states, torch.where(good, q, before), strict=True):
-            state["q"] = kept.clone() if len(states) > 1 else kept  # not a view of all others'
-        # The factors, which are small, show whether the product can have overflowed.
-        largest = p.abs().amax((1, 2)) * q.abs().amax((1, 2)) * p.shape[2]
-        sound = largest.isfinite().tolist() if payload_validation.on_host(p) else [False] * len(p)
-        for buffer, out, left, right, fits in zip(buffers, outs, p, q, sound, strict=True):
-            _apply(buffer, out, left, right, fits)
+    def for_shape(self, shape: tuple[int, ...]) -> Self | None:
+        return self if self.compresses(shape) else None
 
-    def _columns(self, kept: Tensor | None, matrix: Tensor, bucket: Bucket) -> Tensor:
-        """Return ``(m, r)``: columns of the step before, and new ones where there are too few."""
-        rank, rows = min(self.rank, *matrix.shape), matrix.shape[1]
-        if kept is None or kept.shape[0] != rows:  # another shape, loaded without strictness
-            kept = matrix.new_empty(rows, 0)
-        used_here(kept)
-        kept = kept[:, :rank].to(matrix)
-        if kept.shape[1] == rank:
-            return kept
-        draw, shape = bucket.generator(shared=True), (rows, rank - kept.shape[1])
-        fresh = torch.randn(shape, generator=draw, device=matrix.device, dtype=matrix.dtype)
-        return torch.cat([kept, fresh], dim=1)
+    def join(self, parts: tuple[Part, ...], shapes: Sequence[tuple[int, ...]]) -> Matrices:
+        return Matrices(parts, shapes)
 
     def keeps(self, shape: tuple[int, ...]) -> Structure:
         """Return Q of a matrix; its number of columns may be an earlier rank."""
@@ -152,6 +117,89 @@ class LowRank(BatchedCollective):
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
         return (cls(1), cls(2, dense_steps=1), cls(4, min_ratio=0.0))
+
+
+@dataclass(frozen=True, eq=False)
+class Matrices(JointCollective):
+    """Exchange matrices of a bucket by the rounds of a ``LowRank``, those of one shape together."""
+
+    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        if bucket.step < self.codec.dense_steps:
+            spans = [slice(part.start, part.stop) for part in self.parts]
+            flows = [dense(buffer[span], out[span]) for span in spans]
+        else:
+            flows = [
+                self._of_one_shape(parts, shape, bucket, buffer, out)
+                for shape, parts in self._by_shape.items()
+            ]
+        yield from together(flows, bucket.workers)
+
+    @functools.cached_property
+    def _by_shape(self) -> dict[tuple[int, ...], list[Part]]:
+        found: dict[tuple[int, ...], list[Part]] = {}
+        for part, shape in zip(self.parts, self.shapes, strict=True):
+            found.setdefault(shape, []).append(part)
+        return found
+
+    def _of_one_shape(
+        self,
+        parts: Sequence[Part],
+        shape: tuple[int, ...],
+        bucket: Bucket,
+        buffer: Tensor,
+        out: Tensor,
+    ) -> Flow:
+        if not self.codec.compresses(shape):
+            (part,) = parts
+            yield from dense(buffer[part.start : part.stop], out[part.start : part.stop])
+            return
+        matrices = [buffer[part.start : part.stop].view(shape[0], -1) for part in parts]  # (n, m)
+        columns = [
+            self.columns(part, sides(shape), bucket, buffer) for part in parts
+        ]  # (m, r) each
+        # Thin factors are stacked, and what is done to them is done to all at once. Matrices are
+        # not: a copy of them takes longer, from 128 columns on, than a product for each.
+        before = orthonormal(_stacked(columns))  # (g, m, r)
+        # Thin factors whose columns lie together: on the host products take a fifth of the time.
+        p = _stacked(list(map(torch.mm, matrices, before.mT.contiguous().mT)))  # (g, n, r)
+        (p,) = yield Mean((p,))
+        p = self.codec.basis(p)
+        across = p.mT.contiguous()
+        own = _stacked(list(map(torch.mm, across, matrices)))
+        numel = sum(part.numel for part in parts)
+        bucket.tally.count(numel, numel, (p, own))
+        (rows,) = yield Mean((own,))  # (g, r, m)
+        q = self.codec.fit(rows.mT.contiguous(), p)  # (g, m, r)
+        # A Q of zeros, or one that is not finite, would stay so for ever.
+        good = (q.isfinite().flatten(1).all(1) & q.flatten(1).any(1)).view(-1, 1, 1)
+        for part, kept in zip(parts, torch.where(good, q, before), strict=True):
+            bucket.state[part.name]["q"] = kept
+        # The factors, which are small, show whether the product can have overflowed.
+        largest = p.abs().amax((1, 2)) * q.abs().amax((1, 2)) * p.shape[2]
+        sound = largest.isfinite().tolist() if payload_validation.on_host(p) else [False] * len(p)
+        for part, left, right, fits in zip(parts, p, q, sound, strict=True):
+            span = slice(part.start, part.stop)
+            _apply(buffer[span], out[span], left, right, fits)
+
+    def columns(
+        self, part: Part, matrix: tuple[int, int], bucket: Bucket, buffer: Tensor
+    ) -> Tensor:
+        """Return ``(m, r)``: columns of the step before, and new ones where there are too few."""
+        kept, rank, rows = (
+            bucket.state[part.name].get("q"),
+            min(self.codec.rank, *matrix),
+            matrix[1],
+        )
+        if kept is None or kept.shape[0] != rows:  # another shape, loaded without strictness
+            kept = buffer.new_empty(rows, 0)
+        used_here(kept)
+        kept = kept[:, :rank].to(buffer)
+        if kept.shape[1] == rank:
+            return kept
+        draw = bucket.part(part.name, part.start, part.stop).generator(shared=True)
+        shape = (rows, rank - kept.shape[1])
+        fresh = torch.randn(shape, generator=draw, device=buffer.device, dtype=buffer.dtype)
+        return torch.cat([kept, fresh], dim=1)
 
 
 def check_rank(name: str, rank: float) -> None:

@@ -18,6 +18,7 @@ from lightning_gc.compressors.base import (
     CodecScheme,
     Compressor,
     Joint,
+    JointCollective,
     Part,
     in_row,
     limits_of,
@@ -61,11 +62,6 @@ class PerParameter(Wrapper):
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         plan = self._plan(bucket, scheme)
         flows, means = [], list[Tensor]()
-        for codec, parts in plan.equals:
-            spans = [slice(part.start, part.stop) for part in parts]
-            inner = [bucket.part(part.name, part.start, part.stop) for part in parts]
-            mine, theirs = ([flat[span] for span in spans] for flat in (buffer, out))
-            flows.append(codec.rounds_of_equals(inner, mine, theirs))
         for part in plan.alone:
             span = slice(part.start, part.stop)
             alone = bucket.part(part.name, part.start, part.stop)
@@ -73,10 +69,8 @@ class PerParameter(Wrapper):
         whole = plan.uncompressed
         pending = bucket.pending
         if pending is not None and whole.parts:
-            assert scheme is not None
             (joint,) = plan.joint
-            fixed = limits_of(joint.codec, bucket.numel) is None and joint.rows is None
-            if fixed and (scheme.averages or is_gathered(4 * whole.numel, bucket.workers)):
+            if joint.takes_along(bucket, scheme, 4 * whole.numel):
                 room = replace(bucket, pending=replace(pending, uncompressed=whole.numel))
                 flow = joint.flow(room, buffer, out, scheme)
                 yield from whole.ride(flow, buffer, out, pending)
@@ -97,7 +91,7 @@ class PerParameter(Wrapper):
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         plan = self._plan(bucket, scheme)
-        one = len(plan.joint) == 1 and not plan.equals and not plan.alone
+        one = len(plan.joint) == 1 and not plan.alone
         return one and plan.joint[0].codec.absorbs(bucket, buffer, scheme)
 
     def _plan(self, bucket: Bucket, scheme: CodecScheme | None) -> _Plan:
@@ -111,22 +105,24 @@ class PerParameter(Wrapper):
 class _Plan(NamedTuple):
     """How the parameters of a bucket are exchanged."""
 
-    equals: list[tuple[BatchedCollective, list[Part]]]  # groups of the same shape
     alone: list[Part]  # one payload each
     joint: list[_Joint]
     uncompressed: Uncompressed
 
 
 class _Joint(NamedTuple):
-    """Parameters that share a payload."""
+    """Parameters that share a payload, or rounds of communication."""
 
-    codec: Codec  # of the whole parameters
+    codec: Codec | JointCollective  # of the whole parameters
     rows: Rows | None  # if they are cut into shards
     in_rows: Codec | None  # of a row
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        if self.rows is None or self.in_rows is None or self.codec.in_shards(bucket, buffer):
-            return self.codec.flow(bucket, buffer, out, scheme)
+        codec = self.codec
+        if self.rows is None or self.in_rows is None or isinstance(codec, JointCollective):
+            return codec.flow(bucket, buffer, out, scheme)
+        if codec.in_shards(bucket, buffer):
+            return codec.flow(bucket, buffer, out, scheme)
         assert scheme is not None
         if len(self.rows.parts) > 1:
             return flow_in_rows(self.in_rows, self.rows, bucket, buffer, out, scheme)
@@ -134,6 +130,16 @@ class _Joint(NamedTuple):
         alone, span = bucket.part(part.name, part.start, part.stop), slice(part.start, part.stop)
         flow: Flow = part.codec.flow(alone, buffer[span], out[span], scheme)
         return flow
+
+    def takes_along(self, bucket: Bucket, scheme: CodecScheme | None, nbytes: int) -> bool:
+        """Return whether uncompressed parameters of ``nbytes`` travel in the first message.
+
+        Sums do, and gathered payloads of fixed lengths if the mean would be gathered too.
+        """
+        if scheme is None or scheme.averages:
+            return True
+        fixed = isinstance(self.codec, Codec) and limits_of(self.codec, bucket.numel) is None
+        return self.rows is None and fixed and is_gathered(nbytes, bucket.workers)
 
 
 # Cached, since levels change per epoch and shapes never, but flows are made in every step.
@@ -147,7 +153,7 @@ def _plan(
     levels = dict(compressor.levels)
     others = None if compressor.others_dense else compressor.inner
     parts, dense, stop, place = list[Part](), list[Part](), 0, 0
-    equals: dict[tuple[BatchedCollective, tuple[int, ...]], list[Part]] = {}
+    batches: dict[BatchedCollective, list[tuple[Part, tuple[int, ...]]]] = {}
     for name, shape in shapes:
         start, stop = stop, stop + math.prod(shape)
         if start == stop:
@@ -159,24 +165,26 @@ def _plan(
         if inner is None:
             dense.append(part)
         elif isinstance(inner, BatchedCollective):
-            equals.setdefault((inner, shape), []).append(part)
+            batches.setdefault(inner, []).append((part, shape))
         else:
             parts.append(part)
-    groups = [(codec, some) for (codec, _), some in equals.items()]
+    joints = list[_Joint]()
+    for batched, group in batches.items():
+        several, theirs = zip(*group, strict=True)
+        joints.append(_Joint(batched.join(several, theirs), None, None))
     whole = Uncompressed(tuple(dense))
     if joint == "no":
-        return _Plan(groups, parts, [], whole)
+        return _Plan(parts, joints, whole)
     alike: dict[Hashable, list[Part]] = {}
     for part in parts:
         kind = part.codec.joint_kind if isinstance(part.codec, Codec) else None
         alike.setdefault(kind, []).append(part)
     alone = alike.pop(None, [])
-    joints = []
     for some in alike.values():
         join = some[0].codec.join
         rows = Rows(tuple(some), workers) if joint == "shards" else None
         joints.append(_Joint(join(tuple(some)), rows, None if rows is None else join(rows.in_row)))
-    return _Plan(groups, alone, joints, whole)
+    return _Plan(alone, joints, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +224,7 @@ class Uncompressed:
         torch._foreach_copy_(self._views(out), mean.split([part.numel for part in self.parts]))
 
     def ride(self, flow: Flow, buffer: Tensor, out: Tensor, pending: Pending) -> Flow:
-        """Run ``flow``, whose only request is for a message with room for the parts."""
+        """Run ``flow``, whose first request is for a message with room for the parts."""
         request = next(flow)
         assert not isinstance(request, Exchange)
         assert isinstance(request.tensors, Packed)
@@ -229,7 +237,9 @@ class Uncompressed:
             arrived = yield Gather(own)
             reply = [payload[:-1] for payload in arrived]
             taken = [payload[-1] for payload in arrived]
-        resume(flow, reply)
+        following = resume(flow, reply)
+        while following is not None:
+            following = resume(flow, (yield following))
         self.put(taken, out, pending)
 
     def _views(self, flat: Tensor) -> list[Tensor]:

@@ -1,6 +1,8 @@
 """PowerSGD computes what the paper's algorithm computes, here written in NumPy."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import AllGather, CompressedDDPStrategy, GradZip, NoMemory, PowerSGD, TwoShot
+from lightning_gc import (
+    AllGather,
+    CompressedDDPStrategy,
+    GradZip,
+    NoMemory,
+    PerParameter,
+    PowerSGD,
+    TwoShot,
+)
 from lightning_gc.compressors import Compressor
 from lightning_gc.core import payload_validation
 from lightning_gc.core.bucket import Bucket
@@ -17,6 +27,15 @@ from lightning_gc.core.flow import resume
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.recovery import Flooding
+from tests.support.bucket_kernels import without_kernels
+
+
+@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def computing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By kernels of whole buckets, where there are any, and by torch."""
+    with contextlib.nullcontext() if request.param == "kernels" else without_kernels():
+        yield
+
 
 KINDS = ("normal", "heavy tails", "all negative", "constant", "tiny", "huge")
 
@@ -210,20 +229,16 @@ def test_what_is_not_finite_stays_out_of_matrices_beside_it(bad: float) -> None:
     first, second = (torch.randn(12, 20, generator=cases.generator(i)) for i in range(2))
 
     def exchanged(given: Tensor) -> list[Tensor]:
-        tensors = {"a": given, "b": second}
-        states: dict[str, Any] = {name: {} for name in tensors}
-        buckets = [
-            Bucket(x.view(-1), {name: (12, 20)}, state={name: states[name]})
-            for name, x in tensors.items()
-        ]
-        buffers = [bucket.grad.clone() for bucket in buckets]
-        outs = [torch.zeros_like(buffer) for buffer in buffers]
-        flow = PowerSGD(2).rounds_of_equals(buckets, buffers, outs)
+        grad = torch.cat([given.view(-1), second.view(-1)])
+        states: dict[str, Any] = {"a": {}, "b": {}}
+        bucket = Bucket(grad, dict.fromkeys(states, (12, 20)), state=states)
+        buffer, out = grad.clone(), torch.zeros_like(grad)
+        flow = PerParameter(PowerSGD(2)).flow(bucket, buffer, out, None)
         request: Any = next(flow)
         while request is not None:
             request = resume(flow, list(request.tensors))
         assert states["a"]["q"].isfinite().all()
-        return [outs[1], buffers[1], states["b"]["q"]]
+        return [out[240:], buffer[240:], states["b"]["q"]]
 
     for clean, other in zip(exchanged(first), exchanged(first * bad), strict=True):
         assert torch.equal(clean, other)

@@ -40,6 +40,14 @@ POINTERS = {
     "wrong": "*i32",
     **{f"factor{i}": "fp32" for i in range(1, 5)},
     "times": "fp32",
+    "columns": "*fp32",
+    "bases": "*fp32",
+    "least": "fp32",
+    "arrivals": "*i32",
+    "p": "*fp32",
+    "q": "*fp32",
+    "kept": "*fp32",
+    "products": "*fp32",
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
@@ -55,6 +63,24 @@ KERNELS = [
         ("casts", name, {**constants, "BFLOAT": bfloat, "ROW": 1024})
         for bfloat in (True, False)
         for name, constants in (("round_pieces", {"ADD": True}), ("average_pieces", {}))
+    ),
+    *(("low_rank", "orthonormalise", {"RANK": r, "BLOCK": 2048 // r}) for r in (1, 2, 16)),
+    *(
+        ("low_rank", name, {**constants, "ADD": True, "ROWS": 16, "COLUMNS": 64})
+        for name, constants in (
+            ("project_rows", {"PENDING": True, "RANK": 2}),
+            ("project_rows", {"PENDING": True, "RANK": 16}),
+            ("project_columns", {"RANK": 2}),
+            ("project_columns", {"RANK": 16}),
+            ("apply_factors", {"KEEP": True, "BLOCK": 1024}),
+        )
+    ),
+    *(
+        ("low_rank", name, {**constants, "ADD": False, "ROWS": 16, "COLUMNS": 64})
+        for name, constants in (
+            ("project_rows", {"PENDING": False, "RANK": 2}),
+            ("apply_factors", {"KEEP": False, "BLOCK": 1024}),
+        )
     ),
     ("segments", "zero_non_finite", {"BLOCK": 2048}),
     ("sparse", "sample_thresholds", {"ADD": True, "GUARDED": True, "BINS": 2048, "ROW": 1024}),
@@ -139,7 +165,7 @@ FUSED = {
     *("raise_peaks", "round_tiles", "average_tiles", "book_tiles"),
     *("sum_pieces", "take_signs", "average_signs"),
     *("sample_thresholds", "first_digit", "count_reaching"),
-    "take_drawn",
+    *("take_drawn", "project_rows"),
 }
 """Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}

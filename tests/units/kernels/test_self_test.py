@@ -34,6 +34,10 @@ KERNELS = [
     *(("casts", "casts", kernel) for kernel in ("round_pieces", "average_pieces")),
     *(("signs", "signs", name) for name in ("sum_pieces", "take_signs", "average_signs")),
     *(("random_k", "random_k", name) for name in ("take_drawn", "put_drawn")),
+    *(
+        ("low_rank", "low_rank", kernel)
+        for kernel in ("orthonormalise", "project_rows", "project_columns", "apply_factors")
+    ),
 ]
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc.core.flow import Exchange, Gather, Reply, Request, join
-from lightning_gc.core.message import Message, as_bytes, reserve
+from lightning_gc.core.message import Message, as_bytes, joined, reserve
 from lightning_gc.exchange.peers import ShardParts
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.transports import Simulated, Transport
 from lightning_gc.transports.base import check_lengths, laid_out, lengths_of
-from lightning_gc.transports.distributed import MAX_TEXT, _as_one, broadcast_text, gather_text
+from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text
 from lightning_gc.transports.peer_error import PeerError
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -227,12 +227,11 @@ def test_known_lengths_are_checked() -> None:
         Simulated(2).fulfil(requests)
 
 
-def test_only_neighbours_are_averaged_in_place() -> None:
+def test_only_neighbours_are_joined_without_a_copy() -> None:
     values, flag = reserve([(torch.float32, 3), (torch.float32, 1)], CPU)
-    both = _as_one([values, flag])
-    assert both is not None
+    both = joined([values, flag])
     assert both.data_ptr() == values.data_ptr()
     assert both.shape == (4,)
     flat = torch.zeros(8)
     for apart in ([flat[:2], flat[3:5]], [flat[4:], flat[:4]], [flat[:2], torch.zeros(2)]):
-        assert _as_one(apart) is None
+        assert joined(apart).data_ptr() != apart[0].data_ptr()
