@@ -109,7 +109,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for kind, colour in plot_style.FAMILIES.items():
             left.plot([], [], "o", color=colour, label=kind)
         plot_style.plain_log(left.xaxis)
-        plot_style.plain_log(right.xaxis, (1, 1.5, 2))
+        plot_style.plain_log(right.xaxis)
         left.set(title="Times fewer bytes")
         right.set(title="Perplexity")
         left.set_yticks(range(len(found)), [run["name"] for run in found])

@@ -40,7 +40,7 @@ def draw(
             axis.text(0.02, 0.05, "slower than dense", **place)
             for (compressor, scheme), values in lines.items():
                 axis.plot(workers, values, dashes[scheme], color=colours[compressor], lw=1.6)
-            plot_style.plain_log(axis.yaxis, (1, 3))
+            plot_style.plain_log(axis.yaxis)
             axis.set(xscale="log", ylim=(low, high), title=link, ylabel="times faster")
             axis.set_xticks([2, 8, 32, 128, 512], ["2", "8", "32", "128", "512"])
             axis.minorticks_off()

@@ -139,7 +139,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
         points = [[100 * x for x in values(runs, name)] for name in ("density", "accuracy")]
         right.plot(*points, "o", color=colour, ms=4)
     left.set(xlabel="epoch", ylabel="test accuracy, %")
-    plot_style.plain_log(right.xaxis, (1, 2, 5))
+    plot_style.plain_log(right.xaxis)
     right.set(xlabel="density, %", ylabel="test accuracy, %")
     plot_style.legend(figure)
 

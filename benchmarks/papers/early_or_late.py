@@ -141,8 +141,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
                 color=colour,
                 label=None if column else label,
             )
-    ax.set_xticks(range(len(KNOBS)), [k.replace(", ", ",\n", 1) for k in KNOBS])
-    plot_style.plain_log(ax.yaxis, (1, 1.5, 2, 3, 5))
+    ax.set_xticks(range(len(KNOBS)), [k.replace(", ", ",\n") for k in KNOBS])
+    plot_style.plain_log(ax.yaxis)
     ax.set(ylabel="validation loss")
     plot_style.legend(figure)
     ax.grid(visible=False, axis="x")

@@ -190,7 +190,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
             )
             ax.scatter([], [], s=22, color=colour, label=change)
         ax.set_yticks(range(len(lines)), [f"{m} {d}" for m, d in lines])
-        plot_style.plain_log(ax.xaxis, (1, 2, 5))
+        plot_style.plain_log(ax.xaxis)
         ax.set(title=model, xlabel="validation loss")
     plot_style.legend(figure)
 

@@ -162,7 +162,9 @@ def main(experiment: Experiment) -> int:
         good = [
             r for r in read(options.out / f"{experiment.name}.jsonl", cells) if "failed" not in r
         ]
-        plot(experiment, good, max(options.out.glob(f"{experiment.name}_2*.md")).with_suffix(""))
+        stem = max(options.out.glob(f"{experiment.name}_2*.md")).with_suffix("")
+        plot(experiment, good, stem)
+        experiment.after(good, stem)
         return 0
     chosen = [] if options.page else [cell for cell in cells if _is_among(cell, only)]
     needs = [cell for cell in chosen if experiment.data and cell.get("task") not in experiment.free]

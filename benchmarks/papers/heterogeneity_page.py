@@ -202,5 +202,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
         plot_style.plain_log(ax.yaxis)
         ax.set_title(f"{task}, {batch},\n{split}")
     plot_style.legend(figure)
-    figure.supxlabel("density")
-    figure.supylabel("f − f*")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("f − f*")
+    for ax in axes[-1]:
+        ax.set_xlabel("density")

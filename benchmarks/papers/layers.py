@@ -195,7 +195,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
             for mark, name in zip("^vs", plans(knob, task), strict=False):
                 runs = where(rows, task=task, knob=knob, arm=name)
                 _dots(ax, [runs] if runs else [], mark, colour, f"{knob}, {name}")
-        plot_style.plain_log(ax.xaxis, (1, 2, 5))
+        plot_style.plain_log(ax.xaxis)
         ax.set(title=task, xlabel="bytes per step and worker", ylabel="validation loss")
     plot_style.legend(figure)
 

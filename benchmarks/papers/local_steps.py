@@ -165,7 +165,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
         colour = plot_style.SERIES[-2] if "bits" in arm else plot_style.FAMILIES[family]
         ax.plot(megabytes, losses, marker=mark, color=colour, label=arm)
         shown += [(x, y, f"{n}") for (n, _), x, y in zip(points, megabytes, losses, strict=True)]
-    plot_style.plain_log(ax.xaxis, (1, 3))
+    plot_style.plain_log(ax.xaxis)
     ax.set(xlabel="MB sent by a worker (numbers: H)", ylabel="validation loss")
     plot_style.legend(figure)
     plot_style.label_points(ax, shown)

@@ -153,7 +153,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
     means = [100 * statistics.fmean(shares(rows, name)) for name in names]
     ax.barh(names, means, color=plot_style.SERIES[0])
     ax.invert_yaxis()
-    ax.set(xlabel="CPU time, % of the model's forward and backward passes")
+    ax.set(xlabel="CPU time, % of forward and backward")
 
 
 if __name__ == "__main__":

@@ -118,10 +118,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
     dense = values(where(rows, arm="dense"), "train_perplexity")
     if dense:
         ax.axhline(statistics.fmean(dense), color=plot_style.MUTED, lw=0.8, label="dense")
-    ax.set_xticks(
-        range(len(names)), [name.replace(" with", "\nwith") for name in names], fontsize=8
-    )
-    plot_style.plain_log(ax.yaxis, (1, 2, 5))
+    ax.set_xticks(range(len(names)), [name.replace(" ", "\n", 2) for name in names])
+    plot_style.plain_log(ax.yaxis)
     ax.set(ylabel="training perplexity")
     plot_style.legend(figure)
     ax.grid(visible=False, axis="x")

@@ -290,7 +290,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
             above.plot(at, 100 * np.asarray(row["sent"]), dashes, color=colour, label=arm)
             below.plot(at, row["errors"], dashes, color=colour)
     above.set_title("Density, % of the elements")
-    plot_style.plain_log(above.yaxis, (1, 3))
+    plot_style.plain_log(above.yaxis)
     below.set_title("Total error: Σγ²‖e‖² so far")
     below.set(xlabel="share of the run")
     plot_style.legend(figure)

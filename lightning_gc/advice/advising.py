@@ -95,7 +95,7 @@ class Advice:
         steps = {row.name: row.drawn for row in self.rows if row.name == PLAIN and row.drawn}
         if best is not None and best.drawn is not None and best.method in self.methods:
             steps[best.name] = best.drawn
-        report.plot(Path(path), steps)
+        report.plot(Path(path), steps, self.situation.module.step)
 
     def table(self) -> list[list[str]]:
         """Return the cells of all measured rows, and of the best row of every other method."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,11 @@ SERIES = (
     *(PEER, DENSE, "#9c7a00", "#2f9fd0"),
 )
 """Colours of series that are not families. The last two need a marker or a label as well."""
+PHASES = {
+    **{"computation": DENSE, "forward": DENSE, "backward": PEER, "optimizer": MUTED},
+    **{"compression": "#9c7a00", "communication": "#2f9fd0"},
+}
+"""Parts of a step -> colour."""
 MARKERS = "osD^vPX*"
 """A marker for each colour of ``SERIES``."""
 ON_DARK = {
@@ -57,23 +63,37 @@ def colour_of(kind: str, name: str = "") -> str:
     return FAMILIES["sign" if is_sign else kind]
 
 
-def plain_log(axis: Axis, subs: tuple[float, ...] = (1.0,), unit: str = "") -> None:
-    """Label a logarithmic axis with whole numbers, such as 20k, instead of small exponents.
+def plain_log(axis: Axis) -> None:
+    """Make an axis logarithmic, with labels such as 0.003 and 20k instead of small exponents."""
+    from matplotlib.ticker import EngFormatter, Locator, LogLocator, NullLocator
 
-    Args:
-        axis: the x or y axis of a plot; becomes logarithmic.
-        subs: labelled multiples of each power of ten.
-        unit: written after the numbers.
-    """
-    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+    name = "y" if axis is axis.axes.yaxis else "x"
+
+    class Round(Locator):
+        """Round numbers, as many of each power of ten as have room."""
+
+        def __call__(self) -> Any:
+            low, high = axis.get_view_interval()
+            return self.tick_values(low, high)
+
+        def tick_values(self, vmin: float, vmax: float) -> Any:
+            decades = math.log10(vmax / vmin) / (2 if name == "y" else 1)
+            of_each: tuple[float, ...] = (1.0,)
+            if decades < 3.2:
+                of_each = (1.0, 3.0)
+            if decades < 1.6:
+                of_each = (1.0, 2.0, 5.0)
+            if decades < (0.3 if name == "y" else 0.6):
+                of_each = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+            return LogLocator(subs=of_each, numticks=12).tick_values(vmin, vmax)
 
     class Numbers(EngFormatter):
         def __call__(self, x: float, pos: int | None = None) -> str:
-            return f"{x:g}{unit}" if x < 1000 else super().__call__(x, pos)
+            return f"{x:g}" if x < 1000 else super().__call__(x, pos)
 
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]
-    axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_major_formatter(Numbers(unit, sep=""))
+    axis.axes.set(**{f"{name}scale": "log"})
+    axis.set_major_locator(Round())
+    axis.set_major_formatter(Numbers(sep=""))
     axis.set_minor_locator(NullLocator())
 
 
@@ -164,14 +184,16 @@ def svg(draw: Callable[[Figure], None], name: str, about: str = "") -> bytes:
         **{"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10},
         **dict.fromkeys(("axes.labelsize", "legend.fontsize", "axes.titlesize"), 10),
         **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "figure.titlesize"), 10),
+        **{"figure.labelsize": 10, "boxplot.flierprops.markeredgecolor": MUTED},
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), INK),
         **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), INK),
         **dict.fromkeys(("xtick.color", "ytick.color", "axes.edgecolor"), MUTED),
         **dict.fromkeys(("boxplot.boxprops.color", "boxplot.whiskerprops.color"), MUTED),
-        **dict.fromkeys(("boxplot.capprops.color", "boxplot.medianprops.color"), MUTED),
+        **dict.fromkeys(("boxplot.capprops.color",), MUTED),
         **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         **{"axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.6, "axes.axisbelow": True},
         **{"axes.titlelocation": "left", "axes.titleweight": "bold"},
+        "boxplot.medianprops.color": INK,
         "axes.prop_cycle": cycler(color=SERIES),
     }
     file = io.BytesIO()
