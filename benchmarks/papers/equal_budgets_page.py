@@ -242,7 +242,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
         low, middle = min(shown), statistics.median(shown)
         # A few that learn nothing would flatten all others.
         ax.set_xlim(low - 0.1 * (middle - low), min(max(shown), middle + 2.5 * (middle - low)))
-        ax.set_title(model, loc="right")
+        ax.set_title(model, loc="center", fontweight="normal")
         ax.set_xlabel("loss")
         ax.margins(y=0.01)
     for kind, colour in plot_style.FAMILIES.items():
