@@ -18,9 +18,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     _, _, body = newest.read_text().partition("<body>")
     table = re.sub(r"\n\s*\n", "\n", body.partition("</body>")[0])  # Markdown: HTML up to a gap
     title = "# All methods at equal tuning budgets\n\n"
-    files.append(
-        File.generated(config, "equal-budgets.md", content=f"{HIDDEN}{title}{table}\n")
-    )
+    files.append(File.generated(config, "equal-budgets.md", content=f"{HIDDEN}{title}{table}\n"))
     return files
 
 
