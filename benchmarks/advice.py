@@ -32,7 +32,6 @@ from namespaces import Link, check_privileges, launch, network
 from lightning_gc.advice import advise
 from lightning_gc.advice.alpha_beta import KINDS, NOMINAL, at_rate, fit_all, off_by, probe
 from lightning_gc.advice.prediction import predict
-from lightning_gc.advice.report import COLUMNS
 from lightning_gc.bench.baselines import PLAIN
 from lightning_gc.core.text_table import markdown
 from lightning_gc.transports import Distributed
@@ -65,7 +64,7 @@ def work(options: argparse.Namespace) -> Any:
         "others": others,
         "choice": advice.verdict and advice.verdict.choice,
         "verdict": str(advice.verdict),
-        "table": markdown(COLUMNS, advice.table()),
+        "table": markdown(*advice.table()),
         "facts": {
             **vars(advice.situation.module),
             "contention": advice.situation.contention,

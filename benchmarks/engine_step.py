@@ -43,6 +43,8 @@ METHODS: dict[str, Compressor] = {
     "QSGD(4)": gc.QSGD(4),
     "Cast": gc.Cast(),
     "PowerSGD(2)": gc.PowerSGD(2),
+    "EFSignSGD": gc.EFSignSGD(),
+    "RandomK(0.01)": gc.RandomK(0.01),
 }
 FIRST, CAP = 1 << 20, 25 << 20  # bytes of DDP's first bucket and of the others
 SHIFTS = 4_096

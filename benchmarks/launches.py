@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import dated_page
 import torch
 
 import lightning_gc as gc
 from lightning_gc.advice.timeline import DEFAULT_CAPS, layout
+from lightning_gc.advice.what_if import MODELS
 from lightning_gc.core.text_table import markdown
 from lightning_gc.engine.compatibility import by_default
 
@@ -43,55 +47,8 @@ METHODS: dict[str, gc.Compressor] = {
 CUTS = (1, 8, 64)
 
 
-def gpt2() -> Shapes:
-    """Return the parameters of GPT-2 with 124 million parameters, in the order of use."""
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (50_257, 768), "positions": (1_024, 768)}
-    for block in range(12):
-        wide = {"qkv": (2_304, 768), "out": (768, 768), "up": (3_072, 768), "down": (768, 3_072)}
-        for name, (outputs, inputs) in wide.items():
-            shapes |= {f"{block}.{name}": (outputs, inputs), f"{block}.{name}.bias": (outputs,)}
-        shapes |= {f"{block}.norm{i}.{part}": (768,) for i in (1, 2) for part in ("weight", "bias")}
-    return shapes | {"norm.weight": (768,), "norm.bias": (768,)}
-
-
-def resnet50() -> Shapes:
-    """Return the parameters of ResNet-50 in the order of use."""
-    shapes: dict[str, tuple[int, ...]] = {"conv": (64, 3, 7, 7), "norm.w": (64,), "norm.b": (64,)}
-
-    def conv(name: str, *shape: int) -> None:
-        shapes.update({name: shape, f"{name}.w": shape[:1], f"{name}.b": shape[:1]})
-
-    inputs = 64
-    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
-        for block in range(blocks):
-            name = f"{stage}.{block}"
-            conv(f"{name}.1", width, inputs, 1, 1)
-            conv(f"{name}.2", width, width, 3, 3)
-            conv(f"{name}.3", 4 * width, width, 1, 1)
-            if block == 0:
-                conv(f"{name}.down", 4 * width, inputs, 1, 1)
-            inputs = 4 * width
-    return shapes | {"head": (1_000, 2_048), "head.bias": (1_000,)}
-
-
-def llama() -> Shapes:
-    """Return the parameters of a Llama-like model of 1.1 billion: large tensors, no biases."""
-    width, hidden = 2_048, 5_632
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (32_000, width)}
-    for block in range(22):
-        parts = {"q": (width, width), "k": (256, width), "v": (256, width), "o": (width, width)}
-        parts |= {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
-        shapes |= {f"{block}.{name}": shape for name, shape in parts.items()}
-        shapes |= {f"{block}.norm{i}": (width,) for i in (1, 2)}
-    return shapes | {"norm": (width,), "head": (32_000, width)}
-
-
-MODELS: dict[str, tuple[Callable[[], Shapes], int]] = {
-    "gpt2": (gpt2, 64),
-    "resnet50": (resnet50, 8),
-    "llama": (llama, 256),
-}
-"""Name -> shapes, and by how much the first dimension of matrices is divided to save time.
+DIVISORS = {"gpt2": 64, "resnet50": 8, "llama-1b": 256}
+"""Model -> by how much the first dimension of matrices is divided to save time.
 
 Buckets are cut from the undivided shapes, so the number of parameters per bucket is unchanged.
 """
@@ -99,8 +56,7 @@ Buckets are cut from the undivided shapes, so the number of parameters per bucke
 
 def buckets(model: str) -> list[Shapes]:
     """Return the shapes in each of DDP's buckets, with the first dimensions divided."""
-    make, divisor = MODELS[model]
-    full = make()
+    full, divisor = MODELS[model](), DIVISORS[model]
     names = list(full)[::-1]
     cuts = layout([4 * math.prod(full[name]) for name in names], DEFAULT_CAPS)
 

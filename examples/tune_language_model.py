@@ -221,7 +221,7 @@ def main() -> None:
         parser.error(str(error))
     storage = options.storage or str(Path("runs", "tune", f"{name}.journal"))
     out = options.out or Path("runs", "tune", name)
-    with Progress(experiment) as progress:
+    with Progress() as progress:
         tune(experiment, methods, storage, show=progress.show)
     report(storage, out, name)
     console = Console()

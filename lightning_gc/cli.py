@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
-        print("Stopped. Finished work is kept; repeat the command to resume.", file=sys.stderr)  # noqa: T201
+        print("Stopped. Finished work is kept. Repeat the command to resume.", file=sys.stderr)  # noqa: T201
         return INTERRUPTED
     except (ValueError, ImportError, RuntimeError) as error:
         ours = type(error).__module__.startswith("lightning_gc")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    epilog = "Exit codes: 0 done, 1 failed, 2 something in the request is wrong, 130 Ctrl-C."
+    epilog = "Exit codes: 0 done, 1 failed, 2 invalid request, 130 Ctrl-C."
     parser = argparse.ArgumentParser(
         prog="lightning-gc",
         description="Tune, compare, measure and list methods of gradient compression.",
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         name = run.__name__.removeprefix("_")
         made = commands.add_parser(name, help=short, description=long, epilog=epilog)
         made.set_defaults(run=run)
-        return made.add_argument
+        return made
 
     storage = "path of a journal file, or a database URL such as postgresql://user@host/name"
     add = command(
@@ -64,21 +64,21 @@ def _parser() -> argparse.ArgumentParser:
         "Tune each method in its own study with the same number of trials, then run the winners "
         "over several seeds. Repeat the command to resume. Start it several times with one "
         "storage to share the work.",
-    )
+    ).add_argument
     add("config", type=Path, help="YAML with LightningCLI's model, data and trainer, and tune")
     methods = "methods of the file, or compressors by name"
-    dense = " (default: all methods of the file); the dense baseline is always among them"
+    dense = " (default: all methods of the file). The dense baseline is always added"
     add("--compressor", nargs="+", metavar="NAME", help=methods + dense)
-    add("--trials", type=int, metavar="N", help="per study (default: what the file says, or 60)")
+    add("--trials", type=int, metavar="N", help="trials per method (default: the file's, or 60)")
     add("--workers", type=int, metavar="W", help="simulated workers (default: as in the file)")
     add("--storage", help=storage + " (default: runs/tune/<name>.journal)")
-    add("--no-finals", action="store_true", help="leave out the runs of the winners")
+    add("--no-finals", action="store_true", help="skip the final runs of the best trials")
 
     add = command(
         _report,
         "write tables, plots and one HTML page about an experiment",
         "Write report.md, report.html, plots/ and tables/ about an experiment.",
-    )
+    ).add_argument
     add("--storage", required=True, help=storage)
     add("--out", type=Path, default=Path("runs", "report"), help="folder (default: %(default)s)")
     add("--name", help="name of the experiment, if the storage holds several")
@@ -88,66 +88,90 @@ def _parser() -> argparse.ArgumentParser:
         "train once, as LightningCLI does",
         "Train once with the file's model, data and trainer. Everything else is handed to "
         "LightningCLI, such as --trainer.strategy or --model.learning_rate.",
-    )
-    add("config", type=Path, help="YAML as for LightningCLI; a section tune is ignored")
+    ).add_argument
+    add("config", type=Path, help="YAML as for LightningCLI. A section tune is ignored")
 
     add = command(
         _schema,
         "a JSON schema of trainer.strategy, for completion in editors",
         "Print a JSON schema of trainer.strategy in a YAML file, for completion in editors.",
+    ).add_argument
+    add(
+        "modules",
+        nargs="*",
+        metavar="MODULE",
+        help="module with your own classes",
     )
-    add("modules", nargs="*", metavar="MODULE", help="with classes of your own, to be imported")
-
-    measured = "YAML as for lightning-gc fit; of its section tune only the methods are read"
-    add = command(
-        _bench,
-        "seconds per step on your machines and model, compared with plain DDP and torch's hooks",
-        "Train for some steps in turn without synchronisation, with plain DDP, with torch's fp16 "
-        "and PowerSGD hooks and with ours, and compare seconds, bytes and loss. Start it on all "
-        "workers, by torchrun.",
-    )
-    add("config", type=Path, help=measured)
-    fields = " with fields, memory and scheme: topk:density=0.001,scheme=two_shot (default: %s)"
-    four = "cast, qsgd, topk, topk:value_dtype=bfloat16,scheme=sparse_reduce"
-    add("--compressor", nargs="+", metavar="NAME", help=methods + fields % four)
-    add("--rounds", type=int, default=3, help="measurements of each method (default: %(default)s)")
-    add("--steps", type=int, default=20, help="measured steps per round (default: %(default)s)")
-    add("--timeout", type=float, default=120, help="of a collective, in s (default: %(default)s)")
-    add("--find-unused-parameters", action="store_true", help="as for DDP, for all methods")
-    add("--out", type=Path, default=Path("runs", "bench"), help="folder (default: %(default)s)")
-
-    add = command(
-        _advise,
-        "whether compression would speed up this model on these machines, and which method",
-        "Probe the link between the workers, time the model and what methods compute, predict a "
-        "step of each, measure the best, plain DDP and 16 bits, and give one verdict, which "
-        "may be to do nothing. Start it on all workers, by torchrun.",
-    )
-    add("config", type=Path, help=measured)
-    seven = (
-        "cast, qsgd, topk, topk:value_dtype=bfloat16, and that with scheme=sparse_reduce and with "
-        "scheme=two_shot, powersgd:rank=2"
-    )
-    add("--methods", nargs="+", metavar="NAME", help=methods + fields % seven)
-    add("--budget-seconds", type=float, default=120, help="for all (default: %(default)s)")
-    add("--workers", type=int, metavar="W", help="predict for W workers; measure no method")
-    add("--link", metavar="RATE", help="predict for 1gbit, 100mbit, ...; measure no method")
-    add("--predict-only", action="store_true", help="measure no method, give no verdict")
-    add("--timeout", type=float, default=120, help="of a collective, in s (default: %(default)s)")
-    add("--find-unused-parameters", action="store_true", help="as for DDP, for all methods")
-    add("--out", type=Path, default=Path("runs", "advice"), help="folder (default: %(default)s)")
 
     add = command(
         _list,
         "compressors, memories, schemes, controllers, waits for accelerators, and wire formats",
         "List the registered classes, one line each, beginning with the compressors to try first. "
         "Bounds and bits per element are for the default instance and a 512 x 512 matrix.",
-    )
+    ).add_argument
     families = "compressors, memories, schemes, controllers, waits, wire (default: the first four)"
     add("families", nargs="*", metavar="FAMILY", help=families)
     add("--wide", action="store_true", help="tables of all declarations, also the ranges to tune")
     add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
+    _add_bench_and_advise(command, methods)
     return parser
+
+
+def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], methods: str) -> None:
+    measured = "YAML as for lightning-gc fit. Of its section tune, only the methods are read"
+    add = command(
+        _bench,
+        "seconds per step on your machines and model, compared with plain DDP and torch's hooks",
+        "Compare seconds, bytes and loss per step: without synchronisation, with plain DDP, with "
+        "torch's fp16 and PowerSGD hooks, and with compression. Methods take turns. Start it on "
+        "all workers, by torchrun.",
+    ).add_argument
+    add("config", type=Path, help=measured)
+    fields = " with fields, memory and scheme: topk:density=0.001,scheme=two_shot (default: %s)"
+    four = "cast, qsgd, topk, topk:value_dtype=bfloat16,scheme=sparse_reduce"
+    add("--compressor", nargs="+", metavar="NAME", help=methods + fields % four)
+    add("--rounds", type=int, default=3, help="measurements of each method (default: %(default)s)")
+    add("--steps", type=int, default=20, help="measured steps per round (default: %(default)s)")
+    add("--timeout", type=float, default=120, help="seconds of a collective (default: %(default)s)")
+    add("--find-unused-parameters", action="store_true", help="set it for all methods, as for DDP")
+    add("--out", type=Path, default=Path("runs", "bench"), help="folder (default: %(default)s)")
+
+    advise = command(
+        _advise,
+        "whether compression would speed up a model, with or without a project",
+        "Say whether compression would make training faster, and with which method. With a file, "
+        "measure the link, the model and the best methods. Start it on all workers, by torchrun. "
+        "Without a file, predict from a description, in seconds and on one machine: "
+        "lightning-gc advise --params 124M --step-ms 45 --link 1gbit --workers 4.",
+    )
+    add = advise.add_argument
+    add("config", type=Path, nargs="?", help=f"{measured}. Leave it out to predict only")
+    seven = (
+        "cast, qsgd, topk, topk:value_dtype=bfloat16, and that with scheme=sparse_reduce and with "
+        "scheme=two_shot, powersgd:rank=2"
+    )
+    add("--workers", type=int, metavar="W", help="predict for W workers, without measuring methods")
+    add("--link", metavar="RATE", help="predict for 1gbit, 100mbit, ..., without measuring methods")
+    group = advise.add_argument_group("with a file")
+    add = group.add_argument
+    add("--methods", nargs="+", metavar="NAME", help=methods + fields % seven)
+    add(
+        "--budget-seconds",
+        type=float,
+        default=120,
+        help="seconds in total (default: %(default)s)",
+    )
+    add("--predict-only", action="store_true", help="predict for these machines, without a verdict")
+    add("--timeout", type=float, default=120, help="seconds of a collective (default: %(default)s)")
+    add("--find-unused-parameters", action="store_true", help="set it for all methods, as for DDP")
+    add("--out", type=Path, default=Path("runs", "advice"), help="folder (default: %(default)s)")
+    group = advise.add_argument_group("without a file")
+    add = group.add_argument
+    add("--params", metavar="N", help="number of parameters, such as 124M or 1.1B")
+    add("--model", metavar="NAME", help="gpt2, resnet50 or llama-1b, in place of --params")
+    add("--step-ms", type=float, metavar="MS", help="time of a step on one worker, in ms")
+    add("--latency-us", type=float, metavar="US", help="of a message, in µs (default: 50)")
+    add("--gpu", action="store_true", help="the workers are GPUs (default: CPUs)")
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -156,6 +180,7 @@ def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.tuning.comparison import Progress
     from lightning_gc.tuning.experiment import load_experiment
     from lightning_gc.tuning.journal import without_password
+    from lightning_gc.tuning.report import results_text
     from lightning_gc.tuning.studies import best_trial
 
     quiet_libraries()
@@ -166,38 +191,33 @@ def _tune(options: argparse.Namespace) -> int:
     names = options.compressor or methods
     if not names:
         raise ValueError(
-            f"{options.config} names no methods; add them to its section tune, or use --compressor."
+            f"{options.config} names no methods. Add them to its section tune, or use --compressor."
         )
     wanted = [methods.get(name) or Method(name) for name in names]
     storage = options.storage or str(Path("runs", "tune", f"{experiment.name}.journal"))
-    with Progress(experiment) as progress:
+    with Progress() as progress:
         studies = tune(experiment, wanted, storage, not options.no_finals, progress.show)
-        for study in studies.values():
-            progress.say(f"{study.study_name}: {_outcome(study)}")
-        where = f"--storage {without_password(storage)} --name {experiment.name}"
-        progress.say(f"Next: lightning-gc report {where}")
-        return OK if all(best_trial(study) for study in studies.values()) else FAILED
-
-
-def _outcome(study: Any) -> str:
-    from lightning_gc.tuning.studies import best_trial
-
-    best = best_trial(study)
-    if best is None:
-        return "no trial has completed within its budget"
-    shown = {n: f"{v:.4g}" if isinstance(v, float) else v for n, v in best.params.items()}
-    params = ", ".join(f"{name}={value}" for name, value in shown.items())
-    return f"best {best.values[0]:.5g} with {params}"
+    where = f"--storage {without_password(storage)} --name {experiment.name}"
+    sys.stdout.write(f"\n{results_text(studies, _width())}\nNext: lightning-gc report {where}\n")
+    return OK if all(best_trial(study) for study in studies.values()) else FAILED
 
 
 def _report(options: argparse.Namespace) -> int:
     from lightning_gc.methods.lightning_flavour import quiet_libraries
-    from lightning_gc.tuning import report
+    from lightning_gc.tuning.report import find_studies, results_text, write
 
     quiet_libraries()
-    for path in report(options.storage, options.out, options.name):
-        sys.stdout.write(f"{path}\n")
+    name, studies = find_studies(options.storage, options.name)
+    files = write(options.out, name, studies)
+    sys.stdout.write(
+        f"{results_text(studies, _width())}\n"
+        f"Report: {options.out / 'report.html'} and {len(files) - 1} other files\n"
+    )
     return OK
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def _fit(options: argparse.Namespace) -> int:
@@ -231,6 +251,18 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
+    if options.config is None:
+        from lightning_gc.advice import what_if
+
+        what_if.run(options)
+        return OK
+    described = {"--params": options.params, "--model": options.model, "--step-ms": options.step_ms}
+    described |= {"--latency-us": options.latency_us, "--gpu": options.gpu or None}
+    for name, value in described.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} describes a training without a file. Leave out one of the two."
+            )
     from lightning_gc.advice.advising import run
 
     run(options)
@@ -242,8 +274,8 @@ def _list(options: argparse.Namespace) -> int:
 
     for family in options.families:
         if family not in FAMILIES:
-            raise ValueError(f"{family!r} is not a family; choose from {', '.join(FAMILIES)}.")
-    width = max(shutil.get_terminal_size((120, 24)).columns, 220 if options.wide else 0)
+            raise ValueError(f"{family!r} is not a family. Choose from {', '.join(FAMILIES)}.")
+    width = max(_width(), 220 if options.wide else 0)
     short = [f for f in FAMILIES if options.wide or options.markdown or f not in ("waits", "wire")]
     families = options.families or short
     texts = (markdown(f) if options.markdown else plain(f, width, options.wide) for f in families)

@@ -32,6 +32,24 @@ def seeded() -> None:
 
 
 @pytest.fixture(scope="module")
+def fused_once() -> Iterator[None]:
+    """Triton's interpreter rounds a fused multiply-add once, as a GPU does, and not twice."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> object:
+        wide = [np.asarray(each.data, np.float64) for each in (x, y, z)]
+        return TensorHandle((wide[0] * wide[1] + wide[2]).astype(z.data.dtype), z.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_fma", fma)
+        yield
+
+
+@pytest.fixture(scope="module")
 def poisoned() -> Iterator[None]:
     """Memory that nothing has been written to holds NaN and the largest integers, not zeros."""
     import torch

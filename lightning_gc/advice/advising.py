@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import re
 import shutil
 import signal
 import sys
@@ -16,31 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gc.advice import report
-from lightning_gc.advice.alpha_beta import LinkByKind
-from lightning_gc.advice.prediction import Prediction, Situation, predict, shortlist
-from lightning_gc.advice.session import SHARE, SHARE_ALONE, SIXTEEN, Session, Target
+from lightning_gc.advice.alpha_beta import LinkByKind, rate
+from lightning_gc.advice.prediction import (
+    METHODS,
+    SIXTEEN,
+    Prediction,
+    Situation,
+    predict,
+    shortlist,
+)
+from lightning_gc.advice.session import SHARE, SHARE_ALONE, Session, Target
 from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import PLAIN, select_methods
 from lightning_gc.core.text_table import markdown, plain
-from lightning_gc.methods.catalogue import bound
 from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.yaml_config import methods_in, read
 
-METHODS = (
-    SIXTEEN,
-    "qsgd",
-    "topk",
-    "topk:value_dtype=bfloat16",
-    "topk:value_dtype=bfloat16,scheme=sparse_reduce",
-    "topk:value_dtype=bfloat16,scheme=two_shot",
-    "powersgd:rank=2",
-)
-"""Candidates if the caller names none."""
-LOCAL_SHOWN = 2
-"""Rows of local steps in the table."""
 STOPPED = 130
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([gm])bit", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -97,27 +89,9 @@ class Advice:
             steps[best.name] = best.drawn
         report.plot(Path(path), steps, self.situation.module.step)
 
-    def table(self) -> list[list[str]]:
-        """Return the cells of all measured rows, and of the best row of every other method."""
-        bounds = {
-            name: " ".join(bound(method.make_compressor({}), 1 << 18).split())
-            for name, method in self.methods.items()
-        }
-        first = [row for row in self.rows if row.name in self.measured]
-        known = {row.method for row in first}
-        others = [row for row in shortlist(self.rows, len(self.rows)) if row.method not in known]
-        if PLAIN not in self.measured:
-            others.append(next(row for row in self.rows if row.name == PLAIN))
-            others.sort(key=lambda row: row.seconds)
-        by_method = {row.method: row for row in reversed(self.rows) if row.every > 1}
-        local = sorted(by_method.values(), key=lambda row: row.seconds)[:LOCAL_SHOWN]
-        text = report.cells([*first, *others, *local], self.measured, bounds)
-        names = {row.name for row in first}
-        for name, seen in self.measured.items():
-            if name not in names:  # torch's hook
-                spread = f"{seen['seconds']:.4f} ({seen['low']:.4f}-{seen['high']:.4f})"
-                text.insert(0, [name, "", spread, "", f"{seen['bytes']:,.0f}", "rounded"])
-        return text
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return columns and cells: measured rows, then the best other row of every method."""
+        return report.table(self.rows, self.measured)
 
 
 def advise(
@@ -214,14 +188,6 @@ def advise(
     )
 
 
-def rate(text: str) -> float:
-    """Return 10⁹ bits per second of ``"1gbit"`` or ``"100mbit"``."""
-    found = _RATE.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
-        raise ValueError(f"--link {text!r}: write the rate as 1gbit, 2.5gbit or 100mbit.")
-    return float(found[1]) * (1.0 if found[2].lower() == "g" else 1e-3)
-
-
 @contextlib.contextmanager
 def stopping_at_once(rank: int) -> Iterator[None]:
     """Exit immediately on Ctrl-C, without waiting for other workers; worker 0 prints a message."""
@@ -261,10 +227,10 @@ def run(options: argparse.Namespace) -> None:
 
 def show(advice: Advice, config: Path, out: Path) -> None:
     """Print the table and the verdict, and write the files."""
-    table, width = advice.table(), shutil.get_terminal_size(fallback=(120, 24)).columns
+    (columns, cells), width = advice.table(), shutil.get_terminal_size(fallback=(120, 24)).columns
     verdict = verdict_line(advice)
-    preparation.print_line(f"{verdict}\n\n{plain(report.COLUMNS, table, width)}")
-    lines = [limits(advice.situation)]
+    preparation.print_line(f"{verdict}\n\n{plain(columns, cells, width)}")
+    lines = [report.LOCAL_NOTE, limits(advice.situation)]
     lines += [f"Not predicted: {name}: {why}." for name, why in advice.missing.items()]
     preparation.print_line("\n".join(lines))
     # Not with_suffix, which would cut "lm-1.5".
@@ -282,7 +248,7 @@ def show(advice: Advice, config: Path, out: Path) -> None:
         "link": report.link_line(advice.situation.link),
     }
     report.write_json(figures, facts)
-    parts = [f"# {config.stem}", verdict, markdown(report.COLUMNS, table), *lines]
+    parts = [f"# {config.stem}", verdict, markdown(columns, cells), *lines]
     text = "\n\n".join(parts) + "\n"
     page.write_text(text, encoding="utf-8")
     advice.plot(drawing)
@@ -304,20 +270,20 @@ def verdict_line(advice: Advice) -> str:
     if advice.verdict is None:
         best = next(row for row in advice.rows if row.every == 1)
         return (
-            f"Predicted, not measured, so no verdict: the shortest step is {best.name}'s, "
-            f"{best.seconds:.4f} s."
+            f"No verdict, because nothing was measured. The shortest predicted step is "
+            f"{best.name}'s, {best.seconds:.4f} s."
         )
     further = " Accuracy is not judged: tune the learning rate again."
     return f"Verdict: {advice.verdict}{further if advice.verdict.choice else ''}"
 
 
 def limits(situation: Situation) -> str:
-    """Describe in one sentence what limits a step."""
+    """Describe what limits a step."""
     dense = situation.step(situation.plain(None))
     module, link = situation.module, situation.link
     assert isinstance(link, LinkByKind)
     return (
-        f"A step of plain DDP takes {dense.seconds:.4f} s (predicted): forward, backward and "
-        f"optimizer {module.step:.4f} s, waiting for the link {dense.waited:.4f} s, DDP itself "
-        f"{situation.overhead:.4f} s. No method can be faster than {module.step:.4f} s."
+        f"A step of plain DDP takes {dense.seconds:.4f} s (predicted). Forward, backward and "
+        f"optimizer take {module.step:.4f} s, the wait for the link {dense.waited:.4f} s, DDP "
+        f"itself {situation.overhead:.4f} s. No method can be faster than {module.step:.4f} s."
     )

@@ -112,7 +112,7 @@ def measure_costs(
     for name in methods:
         if name not in costs and name not in missing:
             missing[name] = (
-                f"there was no time left after {done} of {len(methods)} methods; give about "
+                f"there was no time left after {done} of {len(methods)} methods. Give about "
                 f"{math.ceil(len(methods) / done)} times the --budget-seconds"
             )
     return costs, missing

@@ -22,6 +22,20 @@ CAPS: tuple[float | None, ...] = (None, 5.0, 100.0)
 """Candidates for ``bucket_cap_mb``; None is DDP's default: 1 MiB, then 25 MiB."""
 EVERY = (8, 32)
 """H of local steps."""
+WHOLE = "Identity()"
+"""Name of the method that sends everything uncompressed."""
+SIXTEEN = "cast"
+"""The method of 16 bits, which is always compared."""
+METHODS = (
+    SIXTEEN,
+    "qsgd",
+    "topk",
+    "topk:value_dtype=bfloat16",
+    "topk:value_dtype=bfloat16,scheme=sparse_reduce",
+    "topk:value_dtype=bfloat16,scheme=two_shot",
+    "powersgd:rank=2",
+)
+"""Candidates if the caller names none."""
 WORTH = 0.05
 """Minimum relative gain of a plan over compressing everything; predictions are not more precise."""
 
@@ -157,7 +171,7 @@ def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Ite
             if not on and situation.names[i] in knob
         )
         if left and any(plan) and planned.seconds < drawn.seconds * (1 - WORTH):
-            name += f", {len(left)} tensor{'s' * (len(left) > 1)} whole"
+            name += f", {len(left)} tensor{'s' * (len(left) > 1)} uncompressed"
             nbytes = sum(map(sent, traces))
             yield Prediction(name, method, cap, left, 1, planned.seconds, nbytes, planned)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lightning_gc.advice.alpha_beta import HasSeconds
-from lightning_gc.advice.prediction import Prediction
+from lightning_gc.advice.prediction import Prediction, shortlist
 from lightning_gc.advice.timeline import Timeline
 from lightning_gc.controllers import BySize, Plan
 from lightning_gc.core import plot_style
@@ -20,30 +20,46 @@ from lightning_gc.methods.method import Method
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = ("", "s predicted", "s measured", "predicted / measured", "bytes per step", "error bound")
-LOCAL = "another algorithm"
+LOCAL_SHOWN = 2
+"""Rows of local steps in the table."""
+LOCAL_NOTE = (
+    'Rows with "every" are local steps, which change the algorithm. They are never suggested.'
+)
 
 
-def cells(
-    rows: Sequence[Prediction],
-    measured: Mapping[str, Mapping[str, Any]],
-    declared: Mapping[str, str],
-) -> list[list[str]]:
-    """Return the table's cells, row by row.
+def table(
+    rows: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]
+) -> tuple[list[str], list[list[str]]]:
+    """Return columns and cells: measured rows, then the best other row of every method.
+
+    Speed compares a row's seconds with plain DDP's, both measured or both predicted.
 
     Args:
-        rows: predicted ones.
-        measured: name -> ``seconds``, ``low`` and ``high``.
-        declared: method -> its error bound in words.
+        rows: predicted ones, shortest step first.
+        measured: name -> ``seconds``, ``low``, ``high`` and ``bytes``; empty if nothing was.
     """
-    found = []
-    for row in rows:
-        seen = measured.get(row.name)
-        shown = [f"{seen['seconds']:.4f} ({seen['low']:.4f}-{seen['high']:.4f})"] if seen else [""]
-        shown += [f"{row.seconds / seen['seconds']:.2f}"] if seen else [""]
-        note = LOCAL if row.every > 1 else declared.get(row.method or "", "exact")
-        found.append([row.name, f"{row.seconds:.4f}", *shown, f"{row.nbytes:,.0f}", note])
-    return found
+    dense = next(r for r in rows if (r.method, r.bucket_cap_mb, r.every) == (None, None, 1))
+    known = {row.method for row in rows if row.name in measured}
+    others = [row for row in shortlist(rows, len(rows)) if row.method not in known]
+    if dense.name not in measured:
+        others = sorted([*others, dense], key=lambda row: row.seconds)
+    by_method = {row.method: row for row in reversed(rows) if row.every > 1}
+    local = sorted(by_method.values(), key=lambda row: row.seconds)[:LOCAL_SHOWN]
+    predicted = {row.name: row.seconds for row in rows}
+    cells = []
+    for name, seen in sorted(measured.items(), key=lambda item: float(item[1]["seconds"])):
+        spread = f"{seen['seconds']:.4f} ({seen['low']:.4f}-{seen['high']:.4f})"
+        speed = f"{measured[dense.name]['seconds'] / seen['seconds']:.2f}"
+        foretold = f"{predicted[name]:.4f}" if name in predicted else ""  # not for torch's hook
+        cells.append([name, spread, speed, f"{seen['bytes']:,.0f}", foretold])
+    for row in (*others, *local):
+        speed = f"{dense.seconds / row.seconds:.2f}"
+        cells.append([row.name, "", speed, f"{row.nbytes:,.0f}", f"{row.seconds:.4f}"])
+    columns = ["method", "s per step", "speed relative to DDP", "bytes per step", "s predicted"]
+    if not measured:
+        columns = [columns[0], columns[4], *columns[2:4]]
+        cells = [[name, seconds, speed, nbytes] for name, _, speed, nbytes, seconds in cells]
+    return columns, cells
 
 
 def link_line(link: HasSeconds) -> str:
@@ -230,12 +246,12 @@ def judge(rows: Measured, dense: str, sixteen: str, limit: float) -> Verdict:
         # Noise could hide a difference of this size, so the verdict is not certain.
         hidden = rows[dense]["high"] / rows[dense]["low"] - 1 > 4 * LEAST_GAIN
         if hidden and gain > -LEAST_GAIN:
-            return Verdict(None, f"{_noise(best, dense, rows)}; {room}.", False)
+            return Verdict(None, _noise(best, dense, rows), False)
         return Verdict(None, f"{room}.", True)
     if not _faster(rows[best], rows[dense], LEAST_GAIN):
-        return Verdict(None, f"{_noise(best, dense, rows)}, though {best} took {took}.", False)
-    tie = f"; {fastest} is as fast, and sends less" if best not in (fastest, sixteen) else ""
-    return Verdict(best, f"{took} with plain DDP, {_words(gain)}{tie}.", True)
+        return Verdict(None, _noise(best, dense, rows), False)
+    tie = f" {fastest} is as fast and sends less." if best not in (fastest, sixteen) else ""
+    return Verdict(best, f"{took} with plain DDP, {_words(gain)}.{tie}", True)
 
 
 def _gain(row: Mapping[str, Any], dense: Mapping[str, Any]) -> float:
@@ -248,11 +264,14 @@ def _faster(row: Mapping[str, Any], other: Mapping[str, Any], gain: float) -> bo
 
 
 def _noise(best: str, dense: str, rows: Measured) -> str:
-    one, other = rows[best], rows[dense]
+    one, other = (
+        f"{rows[name]['seconds']:.4f} s ({rows[name]['low']:.4f}-{rows[name]['high']:.4f}) with "
+        f"{name}"
+        for name in (best, dense)
+    )
     return (
-        f"quartiles overlap or are wide, {one['low']:.4f} to {one['high']:.4f} s with {best} and "
-        f"{other['low']:.4f} to {other['high']:.4f} s with {dense}: other load, or no difference; "
-        f"measure again on an idle machine, or with a larger --budget-seconds"
+        f"too noisy to tell. A step takes {one} and {other}. Measure again on an idle machine, or "
+        f"with a larger --budget-seconds."
     )
 
 

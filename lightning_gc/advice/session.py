@@ -16,7 +16,14 @@ from torch import Tensor
 
 from lightning_gc.advice.alpha_beta import LinkByKind, Probe, at_rate, fit_all, probe
 from lightning_gc.advice.costs import Costs, measure_costs
-from lightning_gc.advice.prediction import Prediction, Situation, pieces_for, shortlist
+from lightning_gc.advice.prediction import (
+    SIXTEEN,
+    WHOLE,
+    Prediction,
+    Situation,
+    pieces_for,
+    shortlist,
+)
 from lightning_gc.advice.report import plan_of
 from lightning_gc.advice.timeline import Module
 from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, baseline_strategy
@@ -187,9 +194,6 @@ ROUNDS, FEWEST, MOST = 3, 4, 20
 """Turns of each row; minimum and maximum steps of a turn."""
 SHARE, SHARE_ALONE = 0.3, 0.7
 """Shares of the budget for the methods' computation: if methods are measured, and if not."""
-WHOLE = "Identity()"
-SIXTEEN = "cast"
-"""The method of 16 bits, which is always measured."""
 
 
 @dataclass(frozen=True)
@@ -371,8 +375,8 @@ class Session:
             _, module = train(self.setup, strategy, WARMUP_STEPS + STEPS, name, callbacks)
             if not module.automatic_optimization:
                 raise ValueError(
-                    "The model optimizes manually, so a step may have several exchanges, whose "
-                    "timeline advise cannot predict. Use lightning-gc bench."
+                    "The model optimizes manually, so a step may have several exchanges. advise "
+                    "cannot predict their timeline. Use lightning-gc bench."
                 )
             dist.barrier()
         except ValueError:

@@ -4,13 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import lightning_gc
 from lightning_gc.methods.lightning_flavour import pl
-from lightning_gc.methods.method import Method
+from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.transports.base import all_reduce_bytes
 
 NONE, PLAIN = "no synchronisation", "plain DDP"
@@ -128,23 +127,10 @@ def select_methods(words: Sequence[str], known: Mapping[str, Method]) -> dict[st
         if method.rounds is not None or method.rounds_space:
             raise ValueError(
                 f"{word} has local steps (rounds): most of its steps exchange nothing, so seconds "
-                f"per step do not compare. Leave it out here; lightning-gc tune compares it."
+                f"per step do not compare. Leave it out here. lightning-gc tune compares it."
             )
         make_strategy(method)
     return methods
-
-
-def parse_method(word: str) -> Method:
-    """Parse ``name:field=value,...``."""
-    name, _, rest = word.partition(":")
-    fields: dict[str, Any] = {}
-    for part in rest.split(",") if rest else ():
-        field, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"{word!r}: write a compressor's fields as topk:density=0.01.")
-        fields[field.strip()] = yaml.safe_load(value)
-    parts = {kind: fields.pop(kind) for kind in ("memory", "scheme") if kind in fields}
-    return Method(word, name, fixed=fields, **parts)
 
 
 def make_strategy(method: Method, **settings: Any) -> Any:

@@ -141,7 +141,7 @@ def bench(options: argparse.Namespace) -> None:
 
 Rows = Mapping[str, Mapping[str, Any]]
 COLUMNS = ("", "s per step", "speed relative to DDP", "times the limit", "bytes per step", "loss")
-FOOTNOTE = "* computed; the others are counted. A speed below 1 is slower than plain DDP."
+FOOTNOTE = "* computed. The others are counted. A speed below 1 is slower than plain DDP."
 
 
 def cells(rows: Rows) -> list[list[str]]:
@@ -212,8 +212,8 @@ def verdict(rows: Rows) -> str:
     )
 
 
-_READ = """Seconds are the median over all workers and steps, with the quartiles in brackets:
-forward and backward pass, exchange and optimizer, without the time in which data are fetched.
+_READ = """Seconds are the median over all workers and steps, with the quartiles in brackets.
+They cover forward and backward pass, exchange and optimizer, but not the loading of data.
 Bytes are the gradient bytes that one worker sends per step. The transport counts our methods'
 bytes, with indices, scales and lengths. Bytes of DDP and torch's hooks (*) are computed for a
 ring all-reduce. Both are without the network's headers. The loss is the mean over workers of the

@@ -179,7 +179,7 @@ def train(
     trainer.fit(module, data)
     if len(timer.seconds) < steps:
         raise ValueError(
-            f"The training ended after {len(timer.seconds)} of {steps} steps; give it more data."
+            f"The training ended after {len(timer.seconds)} of {steps} steps. Give it more data."
         )
     # A Trainer and its model refer to each other; the next method needs the memory.
     trainer.strategy.optimizers = []

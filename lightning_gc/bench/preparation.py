@@ -116,8 +116,8 @@ class SigtermCallback(pl.Callback):
 
     def _exit(self, *_: Any) -> None:
         sys.stderr.write(
-            f"lightning-gc: Worker {self.rank} was told to stop while it measured {self.method}; "
-            f"if by torchrun, another worker has failed, and its summary says which.\n"
+            f"lightning-gc: Worker {self.rank} was told to stop while it measured {self.method}. "
+            f"If torchrun stopped it, another worker has failed: see torchrun's summary.\n"
         )
         sys.stderr.flush()
         # No exception: clean-up would wait for the failed worker.
@@ -144,7 +144,7 @@ class BenchError(RuntimeError):
         text = f"{type(cause).__name__}: {cause}"
         self.other_worker = isinstance(cause, PeerError) or is_from_backend(cause)
         if self.other_worker and not isinstance(cause, PeerError):
-            text = f"Another worker has died or hangs; see its output. {text}"
+            text = f"Another worker has died or hangs. See its output. {text}"
         super().__init__(f"Worker {rank} cannot continue with {method}. {text}")
 
 

@@ -6,10 +6,11 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from lightning_gc.core import (
@@ -27,6 +28,7 @@ from lightning_gc.core import (
 from lightning_gc.core.settings import Settings
 from lightning_gc.core.state_structure import NOTHING
 from lightning_gc.core.wire import limits
+from lightning_gc.kernels.dispatch import fused
 
 Kind = Literal["dense", "sparsifier", "quantiser", "low rank"]
 
@@ -203,9 +205,12 @@ Joint = Literal["no", "parts", "shards"]
 class CodecScheme(Protocol):
     """The interface of a scheme that codecs use; see ``lightning_gc.schemes``."""
 
+    def joint(self, workers: int) -> Joint:
+        """Return whether parameters may share a payload: no, as parts of a bucket, or as shards."""
+
     @property
-    def joint(self) -> Joint:
-        """Whether parameters may share a payload: not, as parts of a bucket, or as shards."""
+    def averages(self) -> bool:
+        """Whether payloads are averaged before they are decoded."""
 
     @property
     def scatters(self) -> bool:
@@ -264,6 +269,13 @@ class Compressor(Settings, abc.ABC):
         one wait. Decoders do not wait.
         """
         return Waits()
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        """Return whether ``flow`` does for this bucket what ``core.segments.Pending`` says.
+
+        By default the engine does that work, in kernels of its own.
+        """
+        return False
 
     @property
     def method(self) -> Compressor:
@@ -344,7 +356,7 @@ class Codec(Compressor):
     3. It keeps its declarations: ``traits``, ``bound`` and ``keeps`` are true.
     4. It has one knob, and ``at(level)`` changes the payload's size in the knob's direction.
     5. Its payloads have the format ``wire(numel)``.
-    6. Its randomness is private: from ``bucket.generator`` or ``generator_seed`` only.
+    6. Its randomness is private: from ``bucket.generator``, ``generator_seed`` or ``key`` only.
     7. It does not trust bytes. For any numbers in a payload of the right lengths, ``decode`` raises
        ValueError or writes to ``out`` only. All workers get the same bits from the same payload.
        If raising would make the host wait, an impossible payload makes ``out`` non-finite.
@@ -378,18 +390,43 @@ class Codec(Compressor):
             ValueError: the payload cannot come from this compressor (bytes are not trusted).
         """
 
+    @property
+    def joint_kind(self) -> Hashable:
+        """Parameters of a bucket whose codecs have equal kinds share a payload; None: no others."""
+        return None
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        """Return a codec that encodes ``parts`` of a bucket in one payload.
+
+        Elements and mean are the same, bit for bit, as with a payload for each part. Elements of
+        the bucket outside the parts are not changed. Called only if ``joint_kind`` is not None.
+        """
+        raise NotImplementedError(f"{self!r} does not join parameters.")
+
+    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
+        """Return kernels that encode all shards of ``buffer`` at once; None: there are none."""
+        return None
+
+    def elements(self, numel: int) -> int:
+        """Return how many of ``numel`` elements of a buffer are encoded."""
+        return numel
+
     def sent(self, payload: Payload, numel: int) -> int:
         """Return how many of ``numel`` elements the payload carries."""
-        return numel
+        return self.elements(numel)
 
     def send(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Encode and add the payload to the tally. For schemes."""
         payload = self.encode(buffer, bucket)
+        self.note(payload, buffer.numel(), bucket)
+        return payload
+
+    def note(self, payload: Payload, numel: int, bucket: Bucket) -> None:
+        """Add the payload of a buffer of ``numel`` elements to the tally."""
         if bucket.phase == 0:
             # A shard's buffer may be padded beyond its bucket.
-            sent = min(self.sent(payload, buffer.numel()), bucket.numel)
-            bucket.tally.count(bucket.numel, sent, payload)
-        return payload
+            sent = min(self.sent(payload, numel), bucket.numel)
+            bucket.tally.count(min(self.elements(numel), bucket.numel), sent, payload)
 
     def receive(
         self, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None
@@ -403,9 +440,162 @@ class Codec(Compressor):
             payload_validation.fields(payload, wire_of(self, out.numel()))
             self.decode(payload, out, scale, bucket)
 
+    def check(self, payloads: Sequence[Payload], bucket: Bucket, *, averaged: bool = False) -> None:
+        """Raise ValueError, which names the sender, if tensors of a payload have wrong lengths."""
+        for sender, payload in enumerate(payloads):
+            with payload_validation.naming(self, bucket, None if averaged else sender):
+                payload_validation.fields(tuple(payload), wire_of(self, bucket.numel))
+
+    def clear(self, out: Tensor) -> None:
+        """Zero the elements of ``out``, ``(numel,)``, that ``decode`` adds to."""
+        out.zero_()
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        """Write the mean of the workers' payloads to ``out``, ``(numel,)``.
+
+        Args:
+            payloads: of all workers, in their order; or, if ``averaged``, their mean only.
+            out: overwritten.
+            bucket: as for ``decode``.
+            averaged: whether the transport has averaged the payloads.
+
+        Raises:
+            ValueError: as ``receive``.
+        """
+        self.clear(out)
+        for sender, payload in enumerate(payloads):
+            share = 1.0 if averaged else 1 / len(payloads)
+            self.receive(tuple(payload), out, share, bucket, None if averaged else sender)
+
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         assert scheme is not None
         yield from scheme.flow(self, bucket, buffer, out)
+
+
+def absorbed(bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+    """Return whether kernels of whole buckets can be used: on a GPU, without shards."""
+    return scheme is not None and scheme.joint(bucket.workers) == "parts" and fused(buffer)
+
+
+class Shards(Protocol):
+    """Exchange one bucket in two rounds of shards; see ``schemes.TwoShot``."""
+
+    def encode(self) -> Sequence[Payload]:
+        """Move the sent part out of the buffer: a payload for each worker, its shards' parts."""
+
+    def encode_mean(self, payloads: Sequence[Payload]) -> Payload:
+        """Average all workers' payloads of the own shard, and encode the mean.
+
+        W times the error of the second encoding is added to the buffer.
+        """
+
+    def decode(self, payloads: Sequence[Payload], out: Tensor) -> None:
+        """Write the shards of all workers to ``out``."""
+
+
+class Part(NamedTuple):
+    """A parameter of a bucket and the compressor that encodes it.
+
+    Attributes:
+        codec: at the parameter's level.
+        name: of the parameter.
+        start, stop: its place in the bucket, not empty.
+        place: its index among the bucket's parameters that are not empty.
+    """
+
+    codec: Any
+    name: str
+    start: int
+    stop: int
+    place: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.stop - self.start
+
+
+def in_row(parts: Sequence[Part], workers: int) -> tuple[Part, ...]:
+    """Return the parts with ``start`` and ``stop`` of one of W shards, one after the other."""
+    found, stop = list[Part](), 0
+    for part in parts:
+        start, stop = stop, stop - (part.start - part.stop) // workers
+        found.append(part._replace(start=start, stop=stop))
+    return tuple(found)
+
+
+def clear_parts(parts: Sequence[Part], out: Tensor) -> None:
+    """Zero the parts of ``out``; all of it if nothing else is in it."""
+    if sum(part.numel for part in parts) == out.numel():
+        out.zero_()
+    else:
+        torch._foreach_zero_([out[part.start : part.stop] for part in parts])
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
+class JointCodec(Codec):
+    """Encode parts of a bucket in one payload whose tensors are those of the parts, one by one.
+
+    The payload has each field of the parts' codec, the parts' tensors one after the other. Its
+    message thus has the same bytes as messages of separate payloads. ``encode`` and ``decode`` work
+    part by part, and are the reference of subclasses with kernels for whole buckets.
+
+    Args:
+        parts: ascending. Their codecs are equal and have fixed lengths.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def codec(self) -> Any:
+        """The codec of all parts."""
+        return self.parts[0].codec
+
+    @property
+    def traits(self) -> Traits:
+        return self.codec.traits  # type: ignore[no-any-return]
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        payloads = [
+            part.codec.encode(
+                buffer[part.start : part.stop], bucket.part(part.name, part.start, part.stop)
+            )
+            for part in self.parts
+        ]
+        if len(payloads) == 1:
+            return payloads[0]  # type: ignore[no-any-return]
+        return tuple(torch.cat(tensors) for tensors in zip(*payloads, strict=True))
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        cut = [tensor.split(self._lengths[i]) for i, tensor in enumerate(payload)]
+        for part, *tensors in zip(self.parts, *cut, strict=True):
+            inner = bucket.part(part.name, part.start, part.stop)
+            part.codec.decode(tuple(tensors), out[part.start : part.stop], scale, inner)
+
+    def clear(self, out: Tensor) -> None:
+        clear_parts(self.parts, out)
+
+    @functools.cached_property
+    def _lengths(self) -> list[list[int]]:
+        """Per tensor of the payload, its elements for each part."""
+        wires = [wire_of(part.codec, part.numel) for part in self.parts]
+        return [[field.length for field in fields] for fields in zip(*wires, strict=True)]
+
+    def elements(self, numel: int) -> int:
+        return sum(part.numel for part in self.parts)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 0; each part keeps its codec's bound."""
+        return Contraction(0.0)
+
+    def wire(self, numel: int) -> Wire:
+        fields = wire_of(self.codec, self.parts[0].numel)
+        return tuple(replace(field, length=sum(self._lengths[i])) for i, field in enumerate(fields))
+
+    def __repr__(self) -> str:
+        return f"PerParameter({self.codec!r})"
 
 
 class Collective(Compressor):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gc.core.segments import Pending
+
 
 @dataclass
 class Tally:
@@ -75,6 +77,7 @@ class Bucket:
         wanted: False if this worker need not decode the mean: simulated workers except worker 0.
         weights: parameter name -> value, for memories that read it; otherwise empty.
         cache: tensors computed once per round, shared by parts and shards.
+        pending: the engine's work, for a codec of whole buckets that ``absorbs`` it; else None.
         before: parameter name -> the compressor's state for it at the start of the round, for the
             full model; read-only. For methods that treat the model as one tensor.
     """
@@ -92,6 +95,7 @@ class Bucket:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     cache: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
     before: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    pending: Pending | None = field(default=None, repr=False)
 
     @property
     def numel(self) -> int:
@@ -124,7 +128,11 @@ class Bucket:
         """Return a bucket of the single parameter at ``grad[start:stop]``."""
         grad, shapes = self.grad[start:stop], {name: self.shapes[name]}
         state = {name: self.state[name]} if name in self.state else {}
-        return replace(self, grad=grad, shapes=shapes, state=state)
+        return replace(self, grad=grad, shapes=shapes, state=state, pending=None)
+
+    def name_of(self, part: str) -> str:
+        """Return the name of a part of this bucket."""
+        return part
 
     def shard(self, index: int, size: int) -> Bucket:
         """Return a bucket of shard ``index`` with ``size`` elements and other random numbers."""
@@ -146,13 +154,25 @@ class Bucket:
         generator.manual_seed(self.generator_seed(shared=shared))
         return generator
 
-    def generator_seed(self, *, shared: bool) -> int:
-        """Return a seed from (seed, names, step), and from worker and phase if not ``shared``."""
-        key: tuple[Any, ...] = (self.seed, self.step, *self.shapes)
+    def generator_seed(self, *, shared: bool, name: str | None = None) -> int:
+        """Return a seed from (seed, names, step), and from worker and phase if not ``shared``.
+
+        With ``name`` it is the seed of the part with this name.
+        """
+        names = self.shapes if name is None else (self.name_of(name),)
+        key: tuple[Any, ...] = (self.seed, self.step, *names)
         if not shared:
             key = (self.worker, self.phase, *key)
-        digest = hashlib.blake2b(repr((shared, *key)).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return _hashed((shared, *key))
+
+    def key(self, name: str) -> int:
+        """Return a seed from (seed, worker, phase, name), for numbers that are counted by steps."""
+        return _hashed(("key", self.worker, self.phase, self.seed, self.name_of(name)))
+
+
+def _hashed(key: tuple[Any, ...]) -> int:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def in_memory_order(param: Tensor) -> Tensor:

@@ -24,6 +24,17 @@ def coded_bytes(chosen: int, numel: int) -> int:
     return packed_bytes(chosen, low) + packed_bytes(_map_bits(chosen, numel, low), 1)
 
 
+def layout(chosen: int, numel: int) -> tuple[int, int]:
+    """Return the number of low bits, and the length in bytes of all of them."""
+    low = _low_bits(chosen, numel) if chosen else 0
+    return low, packed_bytes(chosen, low)
+
+
+def map_bits(chosen: int, numel: int) -> int:
+    """Return the length in bits of the bitmap."""
+    return _map_bits(chosen, numel, _low_bits(chosen, numel)) if chosen else 0
+
+
 def encode(positions: Tensor, numel: int) -> Tensor:
     """Return ``(coded_bytes(k, n),)`` uint8 for ascending int64 positions below n, ``(k,)``."""
     chosen = positions.numel()

@@ -32,10 +32,17 @@ class Gather(NamedTuple):
     """Request every worker's tensors. The reply is a list of payloads in worker order.
 
     Shapes are equal on all workers. Exception: a 1-D tensor with a limit has any length up to it.
+    Lengths that differ are sent first, unless all workers know them.
+
+    Attributes:
+        tensors: of this worker.
+        limits: the greatest lengths of tensors with a limit.
+        lengths: of each worker's tensors, in elements, if all workers know them already.
     """
 
     tensors: Payload
     limits: Limits | None = None
+    lengths: Sequence[Sequence[int]] | None = None
 
 
 class Exchange(NamedTuple):
@@ -132,7 +139,8 @@ def join(requests: Sequence[Request]) -> Request:
     if isinstance(first, Gather):
         gathers = [r for r in requests if isinstance(r, Gather)]
         tensors = tuple(t for r in gathers for t in r.tensors)
-        return Gather(tensors, _join_limits([(r.limits, len(r.tensors)) for r in gathers]))
+        limits = _join_limits([(r.limits, len(r.tensors)) for r in gathers])
+        return Gather(tensors, limits, _join_lengths(gathers))
     exchanges = [r for r in requests if isinstance(r, Exchange)]
     payloads = tuple(
         tuple(t for payload in toward for t in payload)
@@ -153,6 +161,16 @@ def split(reply: Reply, requests: Sequence[Request]) -> list[Reply]:
             parts.append([payload[start:stop] for payload in reply])
         start = stop
     return parts
+
+
+def _join_lengths(gathers: Sequence[Gather]) -> Sequence[Sequence[int]] | None:
+    """Return the lengths of all tensors of each worker if every request knows its own."""
+    known = [gather.lengths for gather in gathers if gather.lengths is not None]
+    if not known or any(g.lengths is None and g.limits is not None for g in gathers):
+        return None
+    fixed = [[[t.numel() for t in g.tensors]] * len(known[0]) for g in gathers]
+    each = [g.lengths or same for g, same in zip(gathers, fixed, strict=True)]
+    return [[n for part in parts for n in part] for parts in zip(*each, strict=True)]
 
 
 def _join_limits(limits: Sequence[tuple[Limits | None, int]]) -> Limits | None:

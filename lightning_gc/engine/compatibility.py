@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_gc.compressors import Collective, Compressor, PerParameter, SizeSwitch
-from lightning_gc.compressors.base import Traits
+from lightning_gc.compressors.base import Traits, Waits
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.core.registry import make
@@ -84,3 +84,10 @@ def by_default(
             )
         return layerwise(compressor)
     return PerParameter(SizeSwitch(compressor, min_numel) if min_numel else compressor)
+
+
+def waits_of_step(compressor: Compressor, scheme: Scheme | None, workers: int) -> Waits:
+    """Return how often the exchange of one tensor makes a worker wait, apart from its messages."""
+    encodings, own = (1, 0) if scheme is None else (scheme.encodings(workers), scheme.waits)
+    each = compressor.waits
+    return Waits(encodings * each.least + own, encodings * each.limit + own)

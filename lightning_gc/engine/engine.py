@@ -199,8 +199,9 @@ class Engine:
             guard.hold([state[name] for name in memory.buffers if name not in memory.common])
         exchange = BucketExchange(bucket, self.levels, self.scheme, guard, statistics)
         yield from memory.flow(bucket, state, exchange)
-        for buffer in state.values():  # else NaN and overflow would stay in it
-            clean(buffer)
+        if not exchange.absorbed:
+            for buffer in state.values():  # else NaN and overflow would stay in it
+                clean(buffer)
         if guard is not None:
             guard.release()
         for live, copy in resting:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.core import Bucket
+from lightning_gc.core.segments import Segments
 from lightning_gc.kernels.dispatch import used_here
-from lightning_gc.kernels.segments import Segments
 from lightning_gc.memories.storage import Kept, Storage
 
 

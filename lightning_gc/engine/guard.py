@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_gc.compressors.base import dense
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, Reply, Request
 from lightning_gc.core.flow import resume
+from lightning_gc.core.message import Packed
+from lightning_gc.core.segments import Pending, Workspace
 from lightning_gc.engine.error_buffers import Layouts
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.statistics import Statistics
@@ -46,15 +48,29 @@ class Guard:
     ) -> None:
         self._bucket, self._scatters, self._unused = bucket, scatters, unused
         self._segments = layouts.of(bucket)
-        found = peaks(bucket.grad, self._segments)  # (parameters,)
-        self.idle = Idle(found, self._segments)
-        self.flag = found.mul(0).sum(0, keepdim=True)  # (1,): NaN if the gradient is not finite
-        self.verdict: Tensor | None = None  # (1,): NaN if any worker's gradient is not finite
+        self._work = Workspace(self._segments)
+        self._peaks = peaks(bucket.grad, self._segments, self._work)  # (parameters,)
+        self.idle = Idle(self._peaks, self._segments)
+        self._flags: list[Tensor] = []  # (1,) each, as they arrive: of each worker, or the mean
         self._on_host = bucket.grad.device.type == "cpu"  # flags can be read without waiting
         self._held: list[tuple[Tensor, Tensor]] = []
         self._error: Tensor | None = None  # of the held buffers
         self._booked: Tensor | None = None  # by the scheme to idle parameters' errors
-        silence(bucket.grad, self.flag)
+        # (1,): NaN if the gradient is not finite
+        self.flag = silence(bucket.grad, self._peaks, self._segments)
+
+    @property
+    def verdict(self) -> Tensor | None:
+        """Return ``(1,)``, NaN if any worker's gradient is not finite; None before it is known."""
+        if not self._flags:
+            return None
+        flags = self._flags
+        return (flags[0] if len(flags) == 1 else torch.stack(flags)).mul(0).view(-1, 1).sum(0)
+
+    def pending(self, grad: Tensor | None, decay: float, gain: float) -> Pending:
+        """Return what a codec of the whole bucket may do in its own kernels."""
+        found = self._segments, self._peaks, self.flag, self._work
+        return Pending(*found, grad, decay, gain, flags=self._flags)
 
     def hold(self, flats: Sequence[Tensor]) -> None:
         """Copy idle parameters' parts of ``flats``, the error first, for ``release``."""
@@ -95,38 +111,44 @@ class Guard:
         if request is None:
             return
         while request is not None:
-            if self.verdict is None and (self._scatters or not isinstance(request, Exchange)):
+            if not self._flags and (self._scatters or not isinstance(request, Exchange)):
                 reply = self._without_flag(request, (yield self._with_flag(request)))
             else:
                 reply = yield request
             request = resume(flow, reply)
-        if self.verdict is None:
+        if not self._flags:
             last = Gather(())
             self._without_flag(last, (yield self._with_flag(last)))
 
     def poison(self, out: Tensor) -> None:
         """Make every parameter's result NaN if any worker's gradient was not finite."""
-        if self.verdict is None or (self._on_host and bool(self.verdict.isfinite())):
+        verdict = self.verdict
+        if verdict is None or (self._on_host and bool(verdict.isfinite())):
             return
         starts = self._segments.starts
         if self._scatters:
             starts = starts + self._segments.lengths * self._bucket.worker // self._bucket.workers
-        out.index_add_(0, starts, self.verdict.to(out.dtype).expand(len(starts)))
+        out.index_add_(0, starts, verdict.to(out.dtype).expand(len(starts)))
 
     def _with_flag(self, request: Request) -> Request:
+        own = () if isinstance(request, Exchange) else request.tensors
+        if isinstance(own, Packed) and own.room:  # the codec has written the flag
+            return Mean(own.more()) if isinstance(request, Mean) else Gather(own.more())
         if isinstance(request, Mean):
             return Mean((*request.tensors, self.flag.to(request.tensors[0].dtype, copy=True)))
         flag = self.flag.float()
         limits = None if request.limits is None else (*request.limits, None)
         if isinstance(request, Exchange):
             return Exchange(tuple((*payload, flag) for payload in request.payloads), limits)
-        return Gather((*request.tensors, flag), limits)
+        known = request.lengths
+        lengths = None if known is None else [[*each, flag.numel()] for each in known]
+        return Gather((*request.tensors, flag), limits, lengths)
 
     def _without_flag(self, request: Request, reply: Reply) -> Reply:
         if isinstance(request, Mean):
-            self.verdict = reply[-1] * 0  # 0 or NaN, whatever bytes arrive
+            self._flags.append(reply[-1])
             return reply[:-1]
-        self.verdict = torch.stack([payload[-1] for payload in reply]).mul(0).sum(0)
+        self._flags += [payload[-1] for payload in reply]
         return [payload[:-1] for payload in reply]
 
 
@@ -140,6 +162,7 @@ class BucketExchange:
     guard: Guard | None
     statistics: Statistics
 
+    absorbed: bool = field(init=False, default=False)  # the codec has done the guard's work
     error: Tensor = field(init=False)  # after the exchange, (numel,)
     mean: Tensor = field(init=False)  # over workers, (numel,)
     norm_before: Tensor | None = field(init=False, default=None)  # compression, if measured
@@ -148,9 +171,39 @@ class BucketExchange:
         """Compress ``buffer`` at the current levels and exchange it."""
         if self.levels.uncompressed:
             return self.dense(buffer)
+        if buffer is self.bucket.grad and self._absorbs(buffer):
+            return self._absorbed(buffer, None, 1.0, 1.0)
         own, mean = self._tensors(buffer)
         flow = self.levels.compressor.flow(self.bucket, own, mean, self.scheme)
         return self._run(flow, buffer, own, mean)
+
+    def feedback(
+        self, error: Tensor, decay: float = 1.0, gain: float = 1.0
+    ) -> Generator[Request, Reply, Tensor]:
+        """Compress ``decay·error + gain·gradient`` and exchange it."""
+        grad = self.bucket.grad
+        if not self.levels.uncompressed and self._absorbs(error):
+            return self._absorbed(error, grad, decay, gain)
+        if decay != 1:
+            error.mul_(decay)
+        return self(error.add_(grad, alpha=gain))
+
+    def _absorbs(self, buffer: Tensor) -> bool:
+        """Whether the codec's own kernels add the gradient and do the guard's work."""
+        plain = self.guard is not None and not self.statistics.norms_wanted
+        if not plain or not self._in_place(buffer) or not self._in_place(self.bucket.grad):
+            return False
+        return self.levels.compressor.absorbs(self.bucket, buffer, self.scheme)
+
+    def _absorbed(
+        self, buffer: Tensor, grad: Tensor | None, decay: float, gain: float
+    ) -> Generator[Request, Reply, Tensor]:
+        assert self.guard is not None
+        self.absorbed, self.error, self.mean = True, buffer, self.bucket.grad
+        bucket = replace(self.bucket, pending=self.guard.pending(grad, decay, gain))
+        flow = self.levels.compressor.flow(bucket, buffer, self.mean, self.scheme)
+        yield from self.guard.watch(flow)
+        return self.mean
 
     def dense(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
         """Exchange ``buffer`` uncompressed."""

@@ -20,8 +20,8 @@ SHAPES = {"even": (32, 32), "odd": (33, 34), "even elsewhere": (32, 32), "odd el
 def compile_kernels(engine: Engine, device: torch.device) -> None:
     """Exchange made-up gradients with a like engine, if kernels are used on ``device``.
 
-    Kernels are compiled once for each set of constants and alignment; see ``triton_kernels``. What
-    a controller changes later, such as the number of bits, is compiled then.
+    Kernels are compiled once for each set of constants and alignment; see ``kernels.gpu.launch``.
+    What a controller changes later, such as the number of bits, is compiled then.
     """
     if not dispatch.may_compile(device):
         return
@@ -35,8 +35,11 @@ def compile_kernels(engine: Engine, device: torch.device) -> None:
     }
     alone = Engine(engine.compressor, engine.memory, engine.scheme)
     try:
-        with torch.no_grad():
-            Simulated(1).run([alone.flow(grad, SHAPES, weights=weights)])
+        for measured in (False, True):  # kernels differ in steps that measure the error
+            alone.statistics.norms_wanted = measured
+            with torch.no_grad():
+                Simulated(1).run([alone.flow(grad.clone(), SHAPES, weights=weights)])
+            alone.advance()
     except Exception as error:  # of a method that knows its own parameters only
         _log.warning(
             "The kernels of %r are compiled in the first step, for which all workers wait: it "

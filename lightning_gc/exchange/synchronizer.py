@@ -100,7 +100,10 @@ class Synchronizer:
             raise
         if hurried and timeout is not None:
             _set_pg_timeout(timeout, self._group)
-        self._background = Background(self._recording, device)
+        # Verified messages are compared on the host.
+        waits = bool(verify) or workers.configuration.waits(dist.get_world_size(self._group))
+        queues = waits_for_others(self._group)  # NCCL; a call of Gloo ends when all have called
+        self._background = Background(self._recording, device, waits=waits or not queues)
         self._left = False
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
         self.exchanged = False

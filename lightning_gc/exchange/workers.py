@@ -16,7 +16,7 @@ from lightning_gc.core import Flow, Structure
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.registry import make
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default, combine
+from lightning_gc.engine.compatibility import by_default, combine, waits_of_step
 from lightning_gc.engine.engine import compressor_state
 from lightning_gc.engine.levels import RequestedLevels
 from lightning_gc.exchange.validation import refuse_complex_parameters
@@ -314,6 +314,11 @@ class Configuration:
         """Return the engine of one of ``workers`` workers."""
         parts = self.compressor, self.memory, self.scheme
         return Engine(*parts, worker=worker, workers=workers, seed=self.seed)
+
+    def waits(self, workers: int) -> bool:
+        """Return whether an exchange among W workers can make the host wait for a GPU."""
+        varies = any(field.varies == "worker" for field in self.compressor.wire(1 << 20))
+        return varies or waits_of_step(self.compressor, self.scheme, workers).limit > 0
 
     def neighbours(self, workers: int) -> int:
         """Return how many consecutive workers are a node, as the scheme knows them."""

@@ -1,7 +1,7 @@
-"""Fuse passes over a gradient: accumulate, select, quantise, dequantise.
+"""Fuse passes over a gradient, or over all parameters of a bucket.
 
-Each function has a reference in torch, a Triton kernel (``triton_kernels``), used if
-``dispatch.fused`` returns True, and maybe a numba kernel (``numba_kernels``), used if
-``dispatch.compiled`` does. Triton's kernels equal the reference bit for bit in its interpreter and
-on an NVIDIA H100.
+Each function has a reference in torch. A Triton kernel (``gpu``) is used if ``dispatch.fused``
+returns True. A numba kernel (``host``) is used if there is one and ``dispatch.compiled`` returns
+True. Triton's kernels equal the reference bit for bit in Triton's interpreter. Kernels for one
+tensor have also been run on an NVIDIA H100.
 """

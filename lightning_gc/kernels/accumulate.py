@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.dispatch import compiled, fused
 
 
 def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> None:
@@ -28,9 +28,13 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
         tensor([ 0.5000,  0.0000, -1.0000])
     """
     if fused(out) and positions.is_contiguous() and values.is_contiguous():
-        from lightning_gc.kernels import triton_kernels
+        from lightning_gc.kernels.gpu import tensors as gpu
 
-        triton_kernels.accumulate(out, positions, values, scale)
+        gpu.accumulate(out, positions, values, scale)
+    elif compiled(out) and values.dtype == out.dtype and values.is_contiguous():
+        from lightning_gc.kernels.host import sparse
+
+        sparse.add(out, positions.contiguous(), values, scale)
     else:
         reference(out, positions, values, scale)
 

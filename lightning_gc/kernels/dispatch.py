@@ -1,9 +1,11 @@
 """Choose between a compiled kernel and its torch reference, for all kernels."""
 
 import functools
+import importlib
 import os
 import warnings
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -39,6 +41,17 @@ def compiled(tensor: Tensor) -> bool:
     return suitable and tensor.device.type == "cpu" and tensor.numel() > 0 and _numba_works()
 
 
+def family(name: str, tensor: Tensor) -> ModuleType:
+    """Return the module of a family's kernels for ``tensor``: of Triton, else of numba.
+
+    Args:
+        name: of the modules in ``kernels.gpu`` and ``kernels.host``.
+        tensor: for which ``fused`` or ``compiled`` returns True.
+    """
+    where = "gpu" if fused(tensor) else "host"
+    return importlib.import_module(f"lightning_gc.kernels.{where}.{name}")
+
+
 def may_compile(device: torch.device) -> bool:
     """Return whether kernels are compiled when they are first used for tensors of ``device``."""
     return find_spec("numba") is not None if device.type == "cpu" else fused(_one(device))
@@ -63,9 +76,9 @@ def _numba_works() -> bool:
     if find_spec("numba") is None:
         return False
     try:
-        from lightning_gc.kernels import numba_kernels
+        from lightning_gc.kernels.host import self_test
 
-        numba_kernels.self_test()
+        self_test()
     except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
         warnings.warn(
             f"numba's kernels do not run here ({type(error).__name__}: {error}); torch's "
@@ -87,9 +100,9 @@ def _works(device: torch.device) -> bool:
     if not _found():
         return False
     try:
-        from lightning_gc.kernels import triton_kernels
+        from lightning_gc.kernels.gpu import self_test
 
-        triton_kernels.self_test(device)
+        self_test(device)
     except Exception as error:  # any exception of a compiler or driver
         warnings.warn(
             f"Triton's kernels do not run on {device} ({type(error).__name__}: {error}); torch's "

@@ -53,13 +53,13 @@ def quantise(
     """
     others = [norms, noise] if isinstance(noise, Tensor) else [norms]
     if fused(buffer) and all(other.is_contiguous() for other in others):
-        from lightning_gc.kernels import triton_kernels
+        from lightning_gc.kernels.gpu import levels as gpu
 
-        return triton_kernels.quantise(buffer, norms, block_size, bits, noise)
+        return gpu.quantise(buffer, norms, block_size, bits, noise)
     if in_one_pass(buffer, norms, block_size, bits) and not isinstance(noise, Tensor):
-        from lightning_gc.kernels import numba_kernels
+        from lightning_gc.kernels.host import levels as host
 
-        return numba_kernels.quantise(buffer, norms, block_size, bits, noise)
+        return host.quantise(buffer, norms, block_size, bits, noise)
     drawn = _stream(noise)
     packed = [
         quantise_reference(
@@ -73,9 +73,9 @@ def quantise(
 def largest(buffer: Tensor, block_size: int) -> Tensor:
     """Return the largest magnitude of each block, ``(ceil(numel / block_size),)``."""
     if compiled(buffer):
-        from lightning_gc.kernels import numba_kernels
+        from lightning_gc.kernels.host import levels as host
 
-        return numba_kernels.largest(buffer, block_size)
+        return host.largest(buffer, block_size)
     # Norms can be cut for any width of codes; 1 means "narrower than a byte".
     parts = pieces(buffer, block_size, 1)
     return torch.cat([_rows_largest(in_blocks(buffer[i], block_size)) for i, _ in parts])
@@ -200,9 +200,9 @@ def dequantise(
     """
     contiguous = packed.is_contiguous() and norms.is_contiguous()
     if fused(out) and contiguous and norms.dtype == torch.float32:
-        from lightning_gc.kernels import triton_kernels
+        from lightning_gc.kernels.gpu import levels as gpu
 
-        triton_kernels.dequantise(packed, norms, block_size, bits, out, scale)
+        gpu.dequantise(packed, norms, block_size, bits, out, scale)
         return
     expected = packed_bytes(out.numel(), bits)
     if packed.shape != (expected,):
@@ -210,9 +210,9 @@ def dequantise(
             f"The codes take {expected} bytes, but a tensor of {tuple(packed.shape)} arrived."
         )
     if in_one_pass(out, norms, block_size, bits) and packed.is_contiguous():
-        from lightning_gc.kernels import numba_kernels
+        from lightning_gc.kernels.host import levels as host
 
-        if numba_kernels.dequantise(packed, norms, block_size, bits, out, scale) <= 2**bits - 2:
+        if host.dequantise(packed, norms, block_size, bits, out, scale) <= 2**bits - 2:
             return  # else nothing has been added
     for piece, blocks in pieces(out, block_size, bits):
         whole = piece.start is None
@@ -248,9 +248,9 @@ def round_to_bfloat16(buffer: Tensor) -> Tensor:
         (tensor([1., 1.], dtype=torch.bfloat16), tensor([0.0000, 0.0010]))
     """
     if compiled(buffer):
-        from lightning_gc.kernels import numba_kernels
+        from lightning_gc.kernels.host import tensors as host
 
-        return numba_kernels.round_to_bfloat16(buffer)
+        return host.round_to_bfloat16(buffer)
     rounded = buffer.to(torch.bfloat16)
     buffer.sub_(rounded)
     return rounded
@@ -267,8 +267,8 @@ def add_bfloat16(out: Tensor, values: Tensor, scale: float) -> None:
     """
     same = values.dtype == torch.bfloat16 and values.shape == out.shape
     if same and compiled(out) and values.is_contiguous():
-        from lightning_gc.kernels import numba_kernels
+        from lightning_gc.kernels.host import tensors as host
 
-        numba_kernels.add_bfloat16(out, values, scale)
+        host.add_bfloat16(out, values, scale)
     else:
         out.add_(values, alpha=scale)

@@ -6,66 +6,39 @@ parameter is not idle, so moves cost no memory traffic in most steps.
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.kernels.dispatch import fused
-
-PIECE = 1 << 15
-"""Elements of a parameter that one program of a kernel reads at most."""
+from lightning_gc.core.segments import PIECE, Pending, Segments, Workspace
+from lightning_gc.kernels.dispatch import compiled, family, fused
 
 Move = Literal["copy", "take", "add"]
 
 
-class Segments:
-    """The places of a bucket's parameters, without empty ones, on the host and on its device.
-
-    Args:
-        spans: first element and end of each parameter, ascending.
-        device: of the bucket.
-
-    Attributes:
-        starts, lengths: ``(n,)`` int64, on the device.
-    """
-
-    def __init__(self, spans: Sequence[tuple[int, int]], device: torch.device) -> None:
-        self.spans = [slice(start, stop) for start, stop in spans]
-        self._device = device
-        table = [(start, stop - start) for start, stop in spans]
-        self.starts, self.lengths = (
-            torch.tensor(table, dtype=torch.int64, device=device).view(-1, 2).t().contiguous()
-        )
-
-    @functools.cached_property
-    def pieces(self) -> Tensor:
-        """Parameter, first element and end of each piece, ``(3, m)`` int32, on the device."""
-        rows = [
-            (index, start, min(start + PIECE, span.stop))
-            for index, span in enumerate(self.spans)
-            for start in range(span.start, span.stop, PIECE)
-        ]
-        return torch.tensor(rows, dtype=torch.int32, device=self._device).t().contiguous()
-
-
-def peaks(flat: Tensor, segments: Segments) -> Tensor:
+def peaks(flat: Tensor, segments: Segments, work: Workspace | None = None) -> Tensor:
     """Return a number per parameter that is zero, or not finite, exactly if the parameter is.
 
     Args:
         flat: ``(numel,)``, of a floating dtype.
         segments: n parameters that cover ``flat``.
+        work: zeros for the kernel; None: it makes its own.
 
     Returns:
-        ``(n,)``. On CPU it is the L2 norm, or the largest magnitude, which takes ten times as long,
-        where the norm is 0 or not finite: its squares may leave float32's range.
+        ``(n,)``, the largest magnitudes. On CPU without numba it is the L2 norm where that is
+        neither 0 nor infinite, since it takes a tenth of the time.
     """
     if fused(flat):
-        from lightning_gc.kernels import triton_kernels
+        from lightning_gc.kernels.gpu import segments as gpu
 
-        return triton_kernels.peaks(flat, segments.pieces, len(segments.spans))
+        return gpu.peaks(flat, segments, work or Workspace(segments))
+    if compiled(flat):
+        from lightning_gc.kernels.host import segments as host
+
+        return host.peaks(flat, segments)
     slices = [flat[span] for span in segments.spans]
     if flat.device.type != "cpu":
         return torch.stack(torch._foreach_norm(slices, float("inf")))
@@ -106,9 +79,9 @@ class Idle:
             source: ``(numel,)``.
         """
         if fused(source) and fused(target):
-            from lightning_gc.kernels import triton_kernels
+            from lightning_gc.kernels.gpu import segments as gpu
 
-            triton_kernels.move_idle(how, target, source, self._peaks, self._segments.pieces)
+            gpu.move_idle(how, target, source, self._peaks, self._segments.pieces)
         elif self._spans is not None:
             for span in self._spans:
                 part = source[span]
@@ -129,24 +102,74 @@ class Idle:
                 source.masked_fill_(mask, 0)
 
 
-def silence(flat: Tensor, flag: Tensor) -> None:
-    """Zero ``flat``, ``(numel,)``, if ``flag``, ``(1,)``, is NaN. The host does not wait."""
-    if fused(flat):
-        from lightning_gc.kernels import triton_kernels
+def silence(flat: Tensor, found: Tensor, segments: Segments) -> Tensor:
+    """Zero ``flat``, ``(numel,)``, if a peak is not finite. The host does not wait.
 
-        triton_kernels.silence(flat, flag)
-    elif flat.device.type != "cpu":
-        flat.masked_fill_(flag.isnan(), 0)
-    elif not flag.isfinite():
-        flat.zero_()
+    Args:
+        flat: ``(numel,)``, changed in place.
+        found: ``(n,)``, as ``peaks`` returns them.
+        segments: of the same bucket.
+
+    Returns:
+        The flag, ``(1,)``: 0, or NaN if a peak is not finite.
+    """
+    if fused(flat):
+        from lightning_gc.kernels.gpu import segments as gpu
+
+        return gpu.silence(flat, found, segments)
+    if flat.device.type == "cpu":
+        bad = not all(map(math.isfinite, found.tolist()))
+        if bad:
+            flat.zero_()
+        return found.new_full((1,), math.nan if bad else 0.0)
+    flag = found.mul(0).sum(0, keepdim=True)
+    flat.masked_fill_(flag.isnan(), 0)
+    return flag
 
 
 def clean(flat: Tensor) -> None:
     """Set elements of ``flat``, ``(numel,)``, that are not finite to zero."""
     if fused(flat):
-        from lightning_gc.kernels import triton_kernels
+        from lightning_gc.kernels.gpu import segments as gpu
 
-        triton_kernels.clean(flat)
+        gpu.clean(flat)
     # The sum takes a third of the time, and is not finite if an element is not.
     elif flat.device.type != "cpu" or not flat.sum().isfinite():
         flat.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def table_of(places: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
+    """Return a table of pieces, ``(4, m)`` int32 on ``device``, for kernels of whole buckets.
+
+    Args:
+        places: of each parameter, its index among the bucket's that are not empty, its first
+            element and its end.
+        device: of the bucket.
+
+    Returns:
+        Of each piece the parameter's index, first element, end, and the place of the first element
+        if all parameters lay one after the other.
+    """
+    rows, before = [], 0
+    for index, begin, end in places:
+        for start in range(begin, end, PIECE):
+            rows.append((index, start, min(start + PIECE, end), before + start - begin))
+        before += end - begin
+    return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 4).t().contiguous()
+
+
+def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None:
+    """Move the parameters of ``table`` out of ``buffer``, as ``core.segments.Pending`` says.
+
+    Args:
+        buffer: of the whole bucket, changed in place.
+        table: as ``table_of`` returns it.
+        taken: their elements, one parameter after the other, float32; overwritten.
+        pending: has the gradient to add, and idle parameters.
+    """
+    family("segments", buffer).take(buffer, table, taken, pending)
+
+
+def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -> None:
+    """Write the mean of several workers' ``taken`` to ``out``, and add the flags that arrived."""
+    family("segments", out).put(taken, out, table, pending)

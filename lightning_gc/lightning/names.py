@@ -115,7 +115,10 @@ class _Answering(dict[str, Any]):
         """Raise ValueError if the name is not known, and closer to one of ours than to others."""
         close = None if name in self else closest(name, [*self, *self.unlisted])
         if close in self.ours:
-            raise ValueError(f"There is no strategy {name!r}; did you mean strategy={close!r}?")
+            raise ValueError(
+                f"There is no strategy {name!r}; did you mean strategy={close!r}? lightning-gc "
+                f"list compressors prints all methods."
+            )
 
 
 class _Names(list[str]):

@@ -39,6 +39,15 @@ class GradientExchange(Protocol):
             in place. Simulated workers other than worker 0 get it only if there are such buffers.
         """
 
+    def feedback(
+        self, error: Tensor, decay: float = 1.0, gain: float = 1.0
+    ) -> Generator[Request, Reply, Tensor]:
+        """Exchange ``decay·error + gain·gradient``; leave what was not sent in ``error``.
+
+        The same as ``exchange(error.mul_(decay).add_(bucket.grad, alpha=gain))``. On a GPU the sum
+        is computed by the kernel that encodes it.
+        """
+
     def dense(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
         """Exchange ``buffer`` uncompressed, zero it, and return the mean over workers."""
 
@@ -109,7 +118,7 @@ class Memory(Settings, abc.ABC):
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         """Combine gradient and state, exchange the result and update the state.
 
-        Error feedback is ``yield from exchange(state["error"].add_(bucket.grad))``.
+        Error feedback is ``yield from exchange.feedback(state["error"])``.
 
         Args:
             bucket: the local gradient, unscaled.

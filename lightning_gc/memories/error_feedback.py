@@ -65,10 +65,7 @@ class ErrorFeedback(Memory):
         return self.decay == 1 and self.gain == 1 and not self.lr_aware
 
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
-        error = state["error"]
-        if self.decay != 1:
-            error.mul_(self.decay)
-        yield from exchange(error.add_(bucket.grad, alpha=self.gain))
+        yield from exchange.feedback(state["error"], self.decay, self.gain)
 
     @classmethod
     def examples(cls) -> tuple[ErrorFeedback, ...]:

@@ -78,10 +78,7 @@ class NarrowResidual(Memory):
         return _STORAGES[self.dtype]
 
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
-        error = state["error"]
-        if self.decay != 1:
-            error.mul_(self.decay)
-        yield from exchange(error.add_(bucket.grad))
+        yield from exchange.feedback(state["error"], self.decay)
 
     @classmethod
     def examples(cls) -> tuple[NarrowResidual, ...]:

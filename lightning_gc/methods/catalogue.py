@@ -19,13 +19,12 @@ from lightning_gc.compressors.base import (
     Multiple,
     Unbounded,
     Variance,
-    Waits,
 )
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Field, Range, text_table
 from lightning_gc.core.registry import path_of, required_fields, subclasses
-from lightning_gc.engine.compatibility import combine
+from lightning_gc.engine.compatibility import combine, waits_of_step
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.methods.parameter_space import declared
 from lightning_gc.schemes import SCHEMES, Scheme
@@ -202,13 +201,6 @@ def waits_entry(name: str, cls: type[Compressor]) -> Entry:
     return Entry(name, cls, cells)
 
 
-def waits_of_step(compressor: Compressor, scheme: Scheme | None, workers: int) -> Waits:
-    """Return how often the exchange of one tensor makes a worker wait, apart from its messages."""
-    encodings, own = (1, 0) if scheme is None else (scheme.encodings(workers), scheme.waits)
-    each = compressor.waits
-    return Waits(encodings * each.least + own, encodings * each.limit + own)
-
-
 def _knob(knob: Knob) -> str:
     sends = "more" if knob.more == "bytes" else "less"
     return f"{knob.field}: {knob.low:g} to {knob.high:g},\nhigher sends {sends}"
@@ -296,7 +288,7 @@ _CODE = re.compile(r"(`+[^`]*`+)")
 START = {
     "cast": "16 bits: half the bytes, nothing to tune",
     "qsgd": "4 bits: about 1/8 of the bytes, the same hyper-parameters",
-    "topk": "1% of the elements: about 1/70 of the bytes; tune the learning rate",
+    "topk": "1% of the elements: about 1/70 of the bytes. Tune the learning rate",
     "powersgd": "low rank, by all-reduce: the bytes do not grow with the workers",
 }
 """Compressors to try first -> what to expect of their default instance."""

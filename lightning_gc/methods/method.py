@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import yaml
+
 from lightning_gc.compressors import COMPRESSORS, Compressor, Identity
 from lightning_gc.compressors.base import LEVEL
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
@@ -90,7 +92,7 @@ class Method(Settings):
 
     def __post_init__(self, every_tensor: bool) -> None:
         if every_tensor:
-            said = f"Method({self.name!r}, every_tensor=True) is deprecated; write min_numel=0."
+            said = f"Method({self.name!r}, every_tensor=True) is deprecated. Write min_numel=0."
             warnings.warn(said, DeprecationWarning, stacklevel=4)
             object.__setattr__(self, "min_numel", 0)
         if not self.name or "/" in self.name:
@@ -101,7 +103,7 @@ class Method(Settings):
         cls, searched = self.compressor_class, {entry.field for entry in self.space}
         if self.name == DENSE and cls is not Identity:
             raise ValueError(
-                f"The method {DENSE!r} is the baseline, which does not compress; give the one with "
+                f"The method {DENSE!r} is the baseline, which does not compress. Give the one with "
                 f"{cls.__name__} another name."
             )
         for entry in self.space:
@@ -109,7 +111,7 @@ class Method(Settings):
         for name in self.fixed:
             check_entry(cls, Choice(name, (self.fixed[name],)))
             if name in searched:
-                raise ValueError(f"{self.name}: {name} is both fixed and searched; do one.")
+                raise ValueError(f"{self.name}: {name} is both fixed and searched. Do one.")
         for entry in self.memory_space:
             check_field(type(self._base_memory()), entry)
         for entry in self.rounds_space:
@@ -138,8 +140,8 @@ class Method(Settings):
         if isinstance(found, type) and issubclass(found, Compressor):
             return found
         raise ValueError(
-            f"{given!r} is not a compressor{did_you_mean(given, known)}. Known names are "
-            f"{', '.join(sorted(known))}; write package.module.Class for your own class."
+            f"{given!r} is not a compressor{did_you_mean(given, known)}. lightning-gc list "
+            f"compressors prints all names. Write package.module.Class for your own class."
         )
 
     @property
@@ -199,6 +201,23 @@ class Method(Settings):
         if self.rounds is None and not tuned:
             return None
         return dataclasses.replace(self.rounds or Rounds(), **tuned)
+
+
+def parse_method(word: str) -> Method:
+    """Return the method of a name with fields: ``topk:density=0.01,memory=none,scheme=two_shot``.
+
+    Raises:
+        ValueError: an unknown name or field, or a refused value.
+    """
+    name, _, rest = word.partition(":")
+    fields: dict[str, Any] = {}
+    for part in rest.split(",") if rest else ():
+        field, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{word!r}: write a compressor's fields as topk:density=0.01.")
+        fields[field.strip()] = yaml.safe_load(value)
+    parts = {kind: fields.pop(kind) for kind in ("memory", "scheme") if kind in fields}
+    return Method(word, name, fixed=fields, **parts)
 
 
 def check_budget(budget: Any) -> None:

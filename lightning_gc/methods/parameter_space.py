@@ -155,7 +155,7 @@ def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
     if entry.field not in field_names(compressor) | inside:
         if inside and knob is not None and entry.field == knob.field:
             raise ValueError(
-                f"{name}: {knob.field} is a field of the compressor inside; call it {LEVEL}."
+                f"{name}: {knob.field} is a field of the compressor inside. Call it {LEVEL}."
             )
         check_field(compressor, entry)
     if knob is None or entry.field != known_as:
@@ -171,12 +171,12 @@ def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
         low, high = entry.low, entry.high
         if knob.integer and not entry.integer:
             raise ValueError(
-                f"{name}.{entry.field} takes integers only; add integer: true to its range."
+                f"{name}.{entry.field} takes integers only. Add integer: true to its range."
             )
     if low < knob.low or high > knob.high:
         raise ValueError(
             f"{name}.{entry.field} from {low:g} to {high:g} leaves the range of its knob, "
-            f"{knob.low:g} to {knob.high:g}; choose within it."
+            f"{knob.low:g} to {knob.high:g}. Choose within it."
         )
 
 

@@ -112,12 +112,12 @@ def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[st
     for name in needed:
         if name not in sections:
             raise ValueError(
-                f"{path} has no section {name}; it has {', '.join(sections)}. Add one, such as "
+                f"{path} has no section {name}. It has {', '.join(sections)}. Add one, such as "
                 f"{_EXAMPLES[name]}."
             )
     for name in sections:
         if name not in SECTIONS:
-            raise ValueError(f"{path} has a section {name!r}; known are {', '.join(SECTIONS)}.")
+            raise ValueError(f"{path} has a section {name!r}. Known are {', '.join(SECTIONS)}.")
     return sections
 
 
@@ -136,7 +136,7 @@ def read_any(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(sections, dict):
-        raise ValueError(f"{path} has no sections, such as model and trainer; see docs/tune.md.")
+        raise ValueError(f"{path} has no sections. Add some, such as {_EXAMPLES['model']}.")
     _refuse_misspelt(sections)
     return sections
 
@@ -152,7 +152,7 @@ def _refuse_misspelt(value: Any) -> None:
         name = value.removeprefix("lightning_gc.")
         if name.isidentifier() and not hasattr(lightning_gc, name):
             meant = did_you_mean(name, lightning_gc.__all__)
-            raise ValueError(f"{value} does not exist{meant}; lightning-gc list prints all names.")
+            raise ValueError(f"{value} does not exist{meant}. lightning-gc list prints all names.")
 
 
 def mapping(key: str, given: Any, example: str, more: str = "") -> dict[str, Any]:
@@ -160,7 +160,7 @@ def mapping(key: str, given: Any, example: str, more: str = "") -> dict[str, Any
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ValueError(f"{key}: {given!r} has no keys; write some, such as {example}{more}.")
+        raise ValueError(f"{key}: {given!r} has no keys. Write some, such as {example}{more}.")
     return dict(given)
 
 
@@ -197,7 +197,28 @@ def parse(parser: ArgumentParser, sections: Mapping[str, Any]) -> Namespace:
         parsed: Namespace = parser.parse_object(known)
         return parsed
     except Exception as error:  # jsonargparse's own errors, and any error of an import
+        _refuse_missing(known)
         raise ValueError(f"The configuration is refused. {error}") from error
+
+
+def _refuse_missing(value: Any) -> None:
+    """Raise ValueError if a ``class_path`` cannot be imported; jsonargparse's message is long."""
+    for each in value if isinstance(value, list) else ():
+        _refuse_missing(each)
+    if not isinstance(value, Mapping):
+        return
+    path = value.get("class_path")
+    if isinstance(path, str) and "." in path:
+        module, _, name = path.rpartition(".")
+        try:
+            getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"class_path {path} cannot be imported: {error}. Python searches the current "
+                f"folder and PYTHONPATH."
+            ) from error
+    for each in value.values():
+        _refuse_missing(each)
 
 
 def _set(sections: dict[str, Any], path: str, value: Any) -> None:
@@ -210,7 +231,7 @@ def _set(sections: dict[str, Any], path: str, value: Any) -> None:
     if first not in ("model", "data", "trainer") or not isinstance(node, dict):
         raise ValueError(
             f"{path} cannot be tuned. Begin with model., data. or trainer., and a section that the "
-            f"file has; a compressor's fields belong to its method."
+            f"file has. A compressor's fields belong to its method."
         )
     for name in middle:
         node = _init_args(node).setdefault(name, {})
@@ -262,7 +283,7 @@ def editor_schema(modules: Sequence[str] = ()) -> dict[str, Any]:
         found = json.loads(parser.get_completion_script("jsonschema"))
     except (AttributeError, ValueError) as error:
         raise ImportError(
-            "lightning-gc schema needs jsonargparse 4.53 or later, which writes JSON schemas; "
+            "lightning-gc schema needs jsonargparse 4.53 or later, which writes JSON schemas: "
             "pip install --upgrade 'jsonargparse[signatures]'."
         ) from error
     named = [found["properties"][strategy.__name__] for strategy in strategies]

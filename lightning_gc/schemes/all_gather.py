@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,13 +25,12 @@ class AllGather(Scheme):
         AllGather()
     """
 
-    joint: ClassVar[Joint] = "parts"
+    def joint(self, workers: int) -> Joint:
+        return "parts"
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         payload = codec.send(buffer, bucket)
         payloads = yield Gather(payload, limits_of(codec, buffer.numel()))
         if not bucket.wanted:
             return
-        out.zero_()
-        for sender, arrived in enumerate(payloads):
-            codec.receive(tuple(arrived), out, 1 / bucket.workers, bucket, sender)
+        codec.receive_all(payloads, out, bucket)

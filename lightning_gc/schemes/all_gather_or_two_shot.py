@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.base import Codec, Joint
 from lightning_gc.core import Bucket, Flow
 from lightning_gc.schemes.all_gather import AllGather
 from lightning_gc.schemes.base import Scheme
@@ -34,6 +34,9 @@ class AllGatherOrTwoShot(Scheme):
 
     def encodings(self, workers: int) -> int:
         return self._chosen(workers).encodings(workers)
+
+    def joint(self, workers: int) -> Joint:
+        return self._chosen(workers).joint(workers)
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         yield from self._chosen(bucket.workers).flow(codec, bucket, buffer, out)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, dense
+from lightning_gc.compressors.base import Codec, Joint, dense
 from lightning_gc.core import Bucket, Flow, Mean
 from lightning_gc.schemes.base import Scheme
 
@@ -28,10 +28,12 @@ class AllReduce(Scheme):
 
     averages = True
 
+    def joint(self, workers: int) -> Joint:
+        return "parts"
+
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         if codec.traits.exact:
             yield from dense(buffer, out)
             return
         mean = yield Mean(codec.send(buffer, bucket))
-        out.zero_()
-        codec.receive(tuple(mean), out, 1.0, bucket, None)
+        codec.receive_all([tuple(mean)], out, bucket, averaged=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,9 +27,6 @@ class Scheme(Settings, abc.ABC):
     Attributes:
         averages: payloads are averaged before decoding, so the codec must be linear.
         averages_first: what is encoded is a mean over several workers' gradients.
-        joint: ``"parts"`` if the result is the same where parts of a tensor are encoded together;
-            ``"shards"`` if a tensor is cut into W equal shards, and the result is the same where
-            shards of several tensors are encoded together.
         cuts: tensors may be cut into shards, each with its own payload.
         scatters: each worker gets its own shard of each parameter's mean, as with FSDP, and what is
             sent dense goes through ``dense`` too.
@@ -40,7 +36,6 @@ class Scheme(Settings, abc.ABC):
 
     averages: bool = False
     averages_first: bool = False
-    joint: ClassVar[Joint] = "no"
     cuts: bool = False
     scatters: bool = False
     waits: int = 0
@@ -52,6 +47,15 @@ class Scheme(Settings, abc.ABC):
     def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Send ``buffer`` as it is, and write the mean to ``out``."""
         yield from dense(buffer, out)
+
+    def joint(self, workers: int) -> Joint:
+        """Return how parameters of a bucket may share a payload among W workers.
+
+        ``"parts"`` if the result is the same where parts of a tensor are encoded together.
+        ``"shards"`` if a tensor is cut into W equal shards, and the result is the same where shards
+        of several tensors are encoded together. ``"no"`` otherwise.
+        """
+        return "no"
 
     def encodings(self, workers: int) -> int:
         """Return how many times a worker encodes a tensor, or a part of it, in a step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,13 +32,22 @@ class TwoShot(Scheme):
         its own buffer.
     """
 
-    joint: ClassVar[Joint] = "shards"
     cuts = True
+
+    def joint(self, workers: int) -> Joint:
+        return "shards"
 
     def encodings(self, workers: int) -> int:
         return workers + 1
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        kernels = codec.in_shards(bucket, buffer)
+        if kernels is not None:
+            arrived = yield Exchange(tuple(kernels.encode()))
+            gathered = yield Gather(kernels.encode_mean(arrived))
+            if bucket.wanted:
+                kernels.decode(gathered, out)
+            return
         workers, me = bucket.workers, bucket.worker
         size = -(-buffer.numel() // workers)  # the last shards may be shorter, or empty
         limits = limits_of(codec, size)
@@ -52,9 +60,8 @@ class TwoShot(Scheme):
             unpad(whole, shard)
         arrived = yield Exchange(tuple(payloads), limits)
 
-        mean = torch.zeros(size, dtype=buffer.dtype, device=buffer.device)
-        for sender, payload in enumerate(arrived):
-            codec.receive(tuple(payload), mean, 1 / workers, parts[me], sender)
+        mean = torch.empty(size, dtype=buffer.dtype, device=buffer.device)
+        codec.receive_all(arrived, mean, parts[me])
         payload = codec.send(mean, parts[me].again())  # mean now holds the second error
         book(buffer, me * size, mean, workers)
         gathered = yield Gather(payload, limits)

@@ -1,5 +1,6 @@
-"""Run flows in bucket order on one thread, in parallel to the backward pass."""
+"""Run flows in bucket order, in parallel to the backward pass: on a thread, or on a stream."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -16,31 +17,38 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs flows one after the other on its own thread and completes a future for each.
+    """Runs flows one after the other and completes a future for each.
 
-    On CUDA the thread uses its own stream, which waits for the gradient; waiting for the future
-    blocks the device, not the host. Callbacks chained on Gloo's own futures would dead-lock with
+    On the host a thread runs them. Callbacks chained on Gloo's own futures would dead-lock with
     several buckets and two requests each; a single thread cannot.
+
+    On CUDA they use a stream of their own, which waits for the gradient. Waiting for the future
+    blocks the device, not the host. A flow that never waits for the device is run by the thread
+    that submits it: it only queues work. Handing it to another thread would take longer than most
+    kernels, as both need the interpreter's lock. A flow that waits is run by the thread.
 
     After a flow has failed, its exception is logged at once, ``check`` raises it and later flows
     are not run: the group's workers no longer agree on the next collective. Every future ends, also
     after an error, because DDP waits for it and cannot be interrupted.
 
     Args:
-        transport: used by the thread only, from the first ``submit`` on.
+        transport: used by the flows only, from the first ``submit`` on.
         device: of the gradients.
+        waits: whether flows, or their collectives, make the host wait. Ignored on the host.
     """
 
-    def __init__(self, transport: Recording, device: torch.device) -> None:
+    def __init__(self, transport: Recording, device: torch.device, *, waits: bool = True) -> None:
         self.transport = transport
         self.device = device
         self.error: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # A daemon: a process that exits while a peer hangs must not wait for the timeout.
-        self._thread = threading.Thread(target=self._work, name="lightning_gc", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if self._stream is None or waits:
+            # A daemon: a process that exits while a peer hangs must not wait for the timeout.
+            self._thread = threading.Thread(target=self._work, name="lightning_gc", daemon=True)
+            self._thread.start()
 
     def promise(self) -> torch.futures.Future[Tensor]:
         """Return a future for a later ``submit``."""
@@ -64,7 +72,10 @@ class Background:
             )
         promised = self.promise() if future is None else future
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream else None
-        self._jobs.put(partial(self._run, flow, ready, promised, result))
+        if self._thread is None:
+            self._run_here(flow, ready, promised, result)
+        else:
+            self._jobs.put(partial(self._run, flow, ready, promised, result))
         return promised
 
     def check(self) -> None:
@@ -77,6 +88,8 @@ class Background:
         With a hanging peer it stops at the group's timeout only, or with the process.
         """
         self._closed = True
+        if self._thread is None:
+            return True
         self._jobs.put(None)
         self._thread.join(timeout=1.0 if self.error else 30.0)
         return not self._thread.is_alive()
@@ -93,6 +106,22 @@ class Background:
             except Exception as error:  # of a device that has failed
                 self._fail(error)
                 self._drain()
+
+    def _run_here(
+        self,
+        flow: Flow,
+        ready: torch.cuda.Event | None,
+        promised: torch.futures.Future[Tensor],
+        result: Tensor,
+    ) -> None:
+        """Run a flow in this thread, on the flows' stream."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            try:
+                stack.enter_context(torch.cuda.stream(self._stream))
+            except Exception as error:  # of a device that has failed
+                self._fail(error)
+            self._run(flow, ready, promised, result)
 
     def _drain(self) -> None:
         while (job := self._jobs.get()) is not None:

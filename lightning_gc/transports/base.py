@@ -1,7 +1,6 @@
-"""Define transports, ring collectives' byte counts, message layout, and messages with checksums."""
+"""Define transports, ring collectives' byte counts, and messages with checksums."""
 
 import abc
-import zlib
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch.nn.functional import pad
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, Payload, Reply, Request
 from lightning_gc.core.digest import digest
+from lightning_gc.core.message import Message
 from lightning_gc.transports.peer_error import MessageError
 
 
@@ -68,74 +68,7 @@ def all_gather_bytes(nbytes: int, workers: int) -> int:
     return (workers - 1) * nbytes
 
 
-ALIGNMENT = 8
 LENGTH_BYTES = 8
-SEAL_BYTES = 8
-
-
-class Message:
-    """Byte layout of one payload as one contiguous message.
-
-    Tensors are sorted by descending element size, so each is aligned without padding; the end is
-    padded to 8 bytes, so that messages can be concatenated. A message with announced lengths ends
-    in a seal: 8 bytes computed from the lengths. A missing seal shows that the lengths were false.
-    """
-
-    def __init__(self, like: Payload, lengths: Sequence[int] | None = None) -> None:
-        """Lay out tensors like ``like``, with ``lengths`` in elements if announced (ragged)."""
-        self.dtypes = [t.dtype for t in like]
-        numels = [t.numel() for t in like] if lengths is None else lengths
-        self.shapes: list[tuple[int, ...]] = [
-            tuple(t.shape) if n == t.numel() else (n,) for t, n in zip(like, numels, strict=True)
-        ]
-        self.order = sorted(range(len(like)), key=lambda i: -like[i].element_size())
-        self.spans: list[tuple[int, int]] = [(0, 0)] * len(like)
-        end = 0
-        for i in self.order:
-            start = end
-            end += torch.Size(self.shapes[i]).numel() * self.dtypes[i].itemsize
-            self.spans[i] = (start, end)
-        self.padding = -end % ALIGNMENT
-        self.nbytes = end + self.padding
-        self.seal: int | None = None
-        if lengths is not None:
-            self.seal = ~zlib.crc32(str(list(lengths)).encode())  # negative: no small number
-            self.nbytes += SEAL_BYTES
-
-    def pack(self, tensors: Payload) -> Tensor:
-        """Return the message, ``(nbytes,)`` uint8."""
-        pieces = [as_bytes(tensors[i]) for i in self.order]
-        device = tensors[0].device if tensors else None
-        if self.padding or not pieces:
-            pieces.append(torch.zeros(self.padding, dtype=torch.uint8, device=device))
-        if self.seal is not None:
-            pieces.append(as_bytes(torch.full((1,), self.seal, device=device)))
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-    def unpack(self, message: Tensor) -> list[Tensor]:
-        """Return views of ``message``, maybe padded.
-
-        Raises:
-            ValueError: it is short, not flat uint8, or, on the host, without its seal.
-        """
-        if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() < self.nbytes:
-            raise ValueError(
-                f"A message of {self.nbytes} bytes was expected, but {tuple(message.shape)} of "
-                f"{message.dtype} arrived; sender and receiver disagree on the format."
-            )
-        if self.seal is not None and message.device.type == "cpu":
-            found = message[self.nbytes - SEAL_BYTES : self.nbytes].view(torch.int64)
-            if int(found) != self.seal:
-                raise ValueError(
-                    f"The message does not end after {self.nbytes} bytes, as announced; its "
-                    f"lengths, or itself, were damaged on the way."
-                )
-        tensors = []
-        for span, dtype, shape in zip(self.spans, self.dtypes, self.shapes, strict=True):
-            data = message[slice(*span)]
-            # A bool from a byte other than 0 and 1 is undefined behaviour.
-            tensors.append((data != 0 if dtype == torch.bool else data.view(dtype)).view(shape))
-        return tensors
 
 
 def lengths_of(payload: Payload) -> list[int]:
@@ -145,13 +78,7 @@ def lengths_of(payload: Payload) -> list[int]:
 
 def laid_out(payload: Payload, limits: Limits | None) -> Message:
     """Return the layout of this worker's payload."""
-    return Message(payload, None if limits is None else lengths_of(payload))
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor's bytes as a flat uint8 view."""
-    # as_strided, since a tensor of one element may be contiguous with any stride.
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return Message.of(payload, None if limits is None else lengths_of(payload))
 
 
 def check_lengths(lengths: Sequence[int], own: Payload, limits: Limits, sender: int) -> None:
@@ -205,7 +132,10 @@ class Checksummed(Transport):
         if isinstance(request, Mean):
             return self._mean(request)
         if isinstance(request, Gather):
-            return self._compared(Gather(_summed(request.tensors), _with_sum(request.limits)))
+            known = request.lengths
+            lengths = None if known is None else [[*each, 1] for each in known]  # and the digest
+            summed = _summed(request.tensors), _with_sum(request.limits)
+            return self._compared(Gather(*summed, lengths))
         payloads = tuple(_summed(payload) for payload in request.payloads)
         return self._compared(Exchange(payloads, _with_sum(request.limits)))
 

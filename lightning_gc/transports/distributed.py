@@ -9,13 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, Payload, Reply, Request
+from lightning_gc.core.message import Message, as_bytes, joined
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
-    Message,
     Transport,
     all_gather_bytes,
     all_reduce_bytes,
-    as_bytes,
     by_leg,
     check_lengths,
     laid_out,
@@ -57,9 +56,10 @@ class Distributed(Transport):
     Communication pattern:
         ``Mean`` is one all-reduce per dtype, ``Gather`` one all-gather, ``Exchange`` one
         all-to-all. On the host an ``Exchange``, and a large ``Gather`` of two workers, is sent
-        point to point in pieces. Ragged payloads send their lengths, 8 bytes per tensor: first, in
-        an all-gather or all-to-all, or, in an ``Exchange`` on the host, in front of each message.
-        They end in a seal of 8 bytes, by which the host checks the lengths.
+        point to point in pieces. Ragged payloads send their lengths, 8 bytes per tensor, unless all
+        workers know them: first, in an all-gather or all-to-all, or, in an ``Exchange`` on the
+        host, in front of each message. They end in a seal of 8 bytes, by which the host checks the
+        lengths.
     """
 
     def __init__(
@@ -115,8 +115,10 @@ class Distributed(Transport):
 
     def _gather(self, request: Gather) -> Reply:
         own, limits = request.tensors, request.limits
-        layouts = [Message(own)] * self.workers
-        if limits is not None:
+        layouts = [Message.of(own)] * self.workers
+        if limits is not None and request.lengths is not None:
+            layouts = self._checked(request.lengths, own, limits)
+        elif limits is not None:
             # All workers get the same lengths, so that sizes agree.
             ours = _as_tensor(lengths_of(own), own)
             table = ours.new_empty(self.workers * len(own))
@@ -143,7 +145,7 @@ class Distributed(Transport):
         self.sent_bytes += away
         self.node_bytes += within
         if limits is None:
-            layouts = [Message(own)] * self.workers
+            layouts = [Message.of(own)] * self.workers
         elif own[0].device.type == "cpu":
             return self._exchange_ragged(request.payloads, messages, limits)
         else:
@@ -159,7 +161,7 @@ class Distributed(Transport):
         else:
             dist.all_to_all_single(
                 arrived,
-                torch.cat(messages),
+                joined(messages),
                 output_split_sizes=sizes,
                 input_split_sizes=[m.nbytes for m in outgoing],
                 group=self.group,
@@ -177,7 +179,7 @@ class Distributed(Transport):
         def measure(sender: int, first: Tensor) -> int:
             announced = first[:head].view(torch.int64).tolist()
             check_lengths(announced, own, limits, sender)
-            layouts[sender] = Message(own, announced)
+            layouts[sender] = Message.of(own, announced)
             return head + layouts[sender].nbytes
 
         headers = [as_bytes(_as_tensor(lengths_of(payload), own)) for payload in payloads]
@@ -190,11 +192,17 @@ class Distributed(Transport):
 
     def _announced(self, table: Tensor, own: Payload, limits: Limits) -> list[Message]:
         """Return the layouts of messages with the lengths in the rows of ``table``."""
-        announced: list[list[int]] = table.tolist()
-        for sender, arriving in enumerate(announced):
-            check_lengths(arriving, own, limits, sender)
+        layouts = self._checked(table.tolist(), own, limits)
         self.sent_bytes += all_gather_bytes(LENGTH_BYTES * len(own), self.workers)
-        return [Message(own, arriving) for arriving in announced]
+        return layouts
+
+    def _checked(
+        self, lengths: Sequence[Sequence[int]], own: Payload, limits: Limits
+    ) -> list[Message]:
+        """Return the layouts of messages with these lengths, after checking them."""
+        for sender, arriving in enumerate(lengths):
+            check_lengths(arriving, own, limits, sender)
+        return [Message.of(own, arriving) for arriving in lengths]
 
 
 def _as_tensor(lengths: Sequence[int] | Sequence[Sequence[int]], like: Payload) -> Tensor:

@@ -29,6 +29,7 @@ from lightning_gc.transports.base import (
     lengths_of,
 )
 from lightning_gc.transports.network_model import NetworkModel
+from lightning_gc.transports.peer_error import MessageError
 
 
 class Simulated:
@@ -115,8 +116,14 @@ class Simulated:
         if first.limits is not None:
             for sender, r in enumerate(requests):
                 check_lengths(lengths_of(r.tensors), first.tensors, first.limits, sender)
-            lengths = LENGTH_BYTES * len(first.tensors)
-            size += lengths
+                if first.lengths and lengths_of(r.tensors) != list(first.lengths[sender]):
+                    raise MessageError(
+                        f"Worker {sender} has sent tensors of {lengths_of(r.tensors)} elements, "
+                        f"but has announced {list(first.lengths[sender])}; it was damaged."
+                    )
+            if first.lengths is None:
+                lengths = LENGTH_BYTES * len(first.tensors)
+                size += lengths
         for sender, nbytes in enumerate(own):
             self.message_bytes[sender] += nbytes + lengths
         self._count(all_gather_bytes(size, self.workers))

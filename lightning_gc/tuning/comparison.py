@@ -2,14 +2,16 @@
 
 import contextlib
 import signal
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import optuna
+import rich.console
 import rich.progress
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
@@ -18,7 +20,13 @@ from lightning_gc.methods.method import DENSE, Method
 from lightning_gc.tuning import failure_detector
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.failure_detector import FailureDetector
-from lightning_gc.tuning.final_runs import finals_running, run_finals
+from lightning_gc.tuning.final_runs import (
+    TUNED,
+    final_records,
+    finals_running,
+    finals_total,
+    run_finals,
+)
 from lightning_gc.tuning.journal import database_errors, open_storage
 from lightning_gc.tuning.studies import best_trial, open_study
 from lightning_gc.tuning.trial import run_trial
@@ -27,21 +35,115 @@ _PAUSE = 0.5  # seconds between two looks at trials of other processes
 
 
 @dataclass(frozen=True)
+class Workload:
+    """Runs of a comparison, and an estimate of the time that is left.
+
+    Attributes:
+        methods: number of studies.
+        trials: all trials of all studies.
+        finals: all final runs.
+        done: trials and final runs that have ended, in this and earlier calls.
+        seconds: left for one process, at the mean of the ended runs; None before the first one.
+    """
+
+    methods: int
+    trials: int
+    finals: int
+    done: int
+    seconds: float | None
+
+    @property
+    def runs(self) -> int:
+        """Trials and final runs together."""
+        return self.trials + self.finals
+
+    def __str__(self) -> str:
+        """Return the plan, as the command prints it before the first trial."""
+        finals = f", then {self.finals} final runs" if self.finals else ", no final runs"
+        plan = f"Plan: {self.methods} methods x {self.trials // self.methods} trials{finals}."
+        if self.done == self.runs:
+            return f"{plan} All have ended before."
+        earlier = f" {self.done} of {self.runs} runs have ended before." if self.done else ""
+        left = "unknown until the first trial has ended"
+        return (
+            f"{plan}{earlier}\n"
+            f"Time for one process: {left if self.seconds is None else duration(self.seconds)}.\n"
+            f"Ctrl-C is safe: finished trials are kept. Repeat the command to continue."
+        )
+
+
+@dataclass(frozen=True)
 class Event:
     """Progress of a comparison.
 
     Attributes:
-        method: name of the study's method.
-        kind: ``"trial"`` or ``"final"``: a run has ended. ``"lost"``: processes died during their
-            trials, or another process took this one for dead.
+        method: name of the study's method; empty for the plan.
+        kind: ``"plan"``: the comparison begins. ``"trial"`` or ``"final"``: a run has ended.
+            ``"lost"``: processes died during their trials, or another process took this one for
+            dead.
         done: trials that count so far; final runs so far.
-        text: the result.
+        text: the result, or the plan.
+        workload: of the whole comparison, after this event.
     """
 
     method: str
-    kind: Literal["trial", "final", "lost"]
+    kind: Literal["plan", "trial", "final", "lost"]
     done: int
     text: str
+    workload: Workload | None = None
+
+
+def workload(
+    experiment: Experiment,
+    methods: Iterable[Method],
+    studies: Mapping[str, optuna.Study],
+    finals: bool = True,
+) -> Workload:
+    """Count the runs of a comparison, and estimate the seconds that are left for one process.
+
+    A missing trial takes the mean of its study's ended trials. A missing final run takes the mean
+    of its method's final runs, else of the study's complete trials. Without any of these, the mean
+    over all studies is taken.
+    """
+    methods = list(methods)
+    total = done = 0
+    missing: list[tuple[int, list[float]]] = []  # runs, and seconds of runs like them
+    for method in methods:
+        study = studies[method.name]
+        ended = [t for t in study.get_trials(deepcopy=False) if failure_detector.counts(t)]
+        ended = [t for t in ended if t.state != TrialState.RUNNING]
+        took = [t.duration.total_seconds() for t in ended if t.duration is not None]
+        left = max(experiment.trials - len(ended), 0)
+        done += experiment.trials - left
+        missing.append((left, took))
+        if finals:
+            records = final_records(study, studies[DENSE])
+            planned = finals_total(experiment, method, study, studies[DENSE])
+            spent = [float(r["seconds"]) for r in records if "seconds" in r]
+            whole = [t for t in ended if t.state == TrialState.COMPLETE and t.duration is not None]
+            like = spent or [t.duration.total_seconds() for t in whole if t.duration is not None]
+            run = min(len(records), planned)
+            total += planned
+            done += run
+            missing.append((planned - run, like))
+    known = [second for _, like in missing for second in like]
+    seconds = None
+    if known:
+        mean = statistics.fmean(known)
+        seconds = sum(n * (statistics.fmean(like) if like else mean) for n, like in missing)
+    return Workload(len(methods), experiment.trials * len(methods), total, done, seconds)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words.
+
+    Example:
+        >>> duration(20.0), duration(100.0), duration(9000.0)
+        ('less than a minute', 'about 2 min', 'about 2.5 h')
+    """
+    if seconds < 45:
+        return "less than a minute"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
 
 
 @database_errors()
@@ -86,9 +188,12 @@ def tune(
         def run(events: Iterator[Event]) -> None:
             check()
             for event in events:
-                show(event)
+                now = workload(experiment, wanted, studies, finals)
+                show(replace(event, workload=now))
                 check()
 
+        planned = workload(experiment, wanted, studies, finals)
+        show(Event("", "plan", 0, str(planned), planned))
         for method in wanted:
             run(_run_study(experiment, method, studies[method.name], detector))
         for method in wanted:
@@ -131,7 +236,9 @@ def _run_study(
         if trial is None:
             return
         if not run_trial(experiment, method, study, trial):
-            text = f"trial {trial.number}: another process took this one for dead; it is repeated"
+            text = (
+                f"trial {trial.number}: another process took this one for dead, so it is repeated"
+            )
             yield Event(method.name, "lost", 1, text)
             continue
         trials = study.get_trials(deepcopy=False)
@@ -150,7 +257,8 @@ def _run_finals(
     for done, record in enumerate(records, start=1):
         value = record["test"] if record["test"] is not None else record["validation"]
         result = "diverged" if value is None else f"{value:.5g}"
-        text = f"{record['source']}, seed {record['seed']}: {result}"
+        which = "" if record["source"] == TUNED else " with dense's hyper-parameters"
+        text = f"final run{which}, seed {record['seed']}: {result}"
         yield Event(method.name, "final", done, text)
 
 
@@ -194,25 +302,28 @@ def interrupt_check() -> Iterator[Callable[[], None]]:
 
 
 class Progress(rich.progress.Progress):
-    """Shows events of ``tune``: a bar per study and a line per run; without a terminal, lines only.
+    """Shows events of ``tune``: one line per run, and in a terminal a bar for the whole."""
 
-    Args:
-        experiment: has the number of trials per study.
-    """
-
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(transient=True)
-        self._trials = experiment.trials
-        self._bars: dict[str, rich.progress.TaskID] = {}
+    def __init__(self) -> None:
+        bar = rich.progress.TextColumn("{task.description}"), rich.progress.BarColumn()
+        console = rich.console.Console()
+        super().__init__(*bar, console=console, transient=True, disable=not console.is_terminal)
+        self._bar: rich.progress.TaskID | None = None
 
     def show(self, event: Event) -> None:
         """Show one event."""
-        if event.kind == "trial":
-            if event.method not in self._bars:
-                self._bars[event.method] = self.add_task(event.method, total=self._trials)
-            self.update(self._bars[event.method], completed=event.done)
-        self.say(f"{event.method:14}  {event.text}")
+        now = event.workload
+        if event.kind == "plan" or now is None:
+            self.say(event.text)
+            return
+        left = "time left unknown" if now.seconds is None else f"{duration(now.seconds)} left"
+        if self._bar is None:
+            self._bar = self.add_task("", total=now.runs)
+        described = f"{now.done} of {now.runs} runs, {left}"
+        self.update(self._bar, completed=now.done, total=now.runs, description=described)
+        number = f"[{now.done:{len(str(now.runs))}}/{now.runs}]"
+        self.say(f"{number} {event.method:14}  {event.text}; {left}")
 
     def say(self, text: str) -> None:
-        """Write one line above the bars."""
+        """Write one line above the bar."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

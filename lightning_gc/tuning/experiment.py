@@ -102,8 +102,8 @@ class Experiment(Settings):
         check_budget(self.budget)
         if self.budget is not None and self.objective == "pareto":
             raise ValueError(
-                f"budget={self.budget:g} with objective='pareto', whose front covers all budgets: "
-                f"leave the budget out, or use objective='metric'."
+                f"budget={self.budget:g} with objective='pareto': a Pareto front has all budgets. "
+                f"Leave the budget out, or use objective='metric'."
             )
         if self.workers > 1 and self.devices > 1:
             both = f"workers={self.workers} simulated and devices={self.devices} real"
@@ -122,8 +122,8 @@ class Experiment(Settings):
         if self.workers > 1 and given != 1 and given % self.workers:
             raise ValueError(
                 f"accumulate_grad_batches={given} with workers={self.workers}: all workers need "
-                f"equally many micro-batches in a step. Use 1, or a multiple of {self.workers}; "
-                f"{self.workers * given} accumulates {given} for each."
+                f"equally many micro-batches in a step. Use 1, or a multiple of {self.workers}. "
+                f"For {given} micro-batches of each worker write {self.workers * given}."
             )
 
     def budget_of(self, method: Method) -> float | None:

@@ -6,6 +6,7 @@ of compressor and memory, and the other hyper-parameters of the dense baseline's
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_gc.methods.method import DENSE, Method
 from lightning_gc.methods.parameter_space import PREFIXES
 from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
-from lightning_gc.tuning.failure_detector import FailureDetector, heartbeat, owner
+from lightning_gc.tuning.failure_detector import FailureDetector, has_room, heartbeat, owner
 from lightning_gc.tuning.studies import best_trial
 from lightning_gc.tuning.trial import TrialError, train
 
@@ -39,9 +40,11 @@ def run_finals(
         known, run = study.user_attrs.get(key), (study.study_name, key)
         if known and ("validation" in known or not detector.is_dead(run, known)):
             continue
+        began = time.monotonic()
         with _claimed(study, key):
             record = _run(experiment, method, params, seed)
         record |= {"source": source, "params": dict(params), "seed": seed}
+        record["seconds"] = time.monotonic() - began
         study.set_user_attr(key, record)
         yield record
 
@@ -66,6 +69,18 @@ def final_records(study: optuna.Study, dense: optuna.Study | None) -> list[dict[
         for key, record in study.user_attrs.items()
         if key.startswith(prefix) and record and "validation" in record
     ]
+
+
+def finals_total(
+    experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study
+) -> int:
+    """Return the number of a method's final runs; before the last trial, as if it will have a best.
+
+    A study whose trials have all failed has none.
+    """
+    if has_room(study, experiment.trials):
+        return len(experiment.seeds) * (1 if method.name == DENSE else 2)
+    return len(list(_planned(experiment, method, study, dense)))
 
 
 def _planned(

@@ -102,7 +102,7 @@ class Journal(BaseJournalBackend):
             )
         return StorageError(
             f"{self.path}, line {line}, is damaged{why}. The file was not changed. Restore a "
-            f"copy, or keep only the {line - 1} undamaged lines before it; later work is then "
+            f"copy, or keep only the {line - 1} undamaged lines before it. Later work is then "
             f"repeated."
         )
 

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -18,28 +19,53 @@ from optuna.storages import BaseStorage
 
 from lightning_gc.compressors import COMPRESSORS
 from lightning_gc.core import plot_style, text_table
+from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.journal import open_storage
 from lightning_gc.tuning.tables import TOP, Row, Studies, Table, is_log, rules_of, sizes_of, tables
 
-_TEXTS = {
-    "results": "Each method with its own hyper-parameters, and the same method with the "
-    "dense winner's: mean and standard deviation of the test metric over seeds. The winner was "
-    "chosen on the validation metric alone. Bytes are one worker's in a run; trials are "
-    "complete + pruned + failed.",
-    "transfer": "The gain from tuning each method by itself.",
-    "winners": "The hyper-parameters of each winner and of the dense winner.",
-    "metric_against_ratio": "Every complete trial. Trials further right and with a better metric "
-    "are better. The ringed trials are the Pareto front: none is better in both.",
-    "tuned": f"The best trials of each study: up to {TOP}, or a third of the complete ones. "
-    "The star is the winner.",
-    "seconds_per_step": "Wall-clock seconds of one worker in the best trial.",
-    "cpu_seconds": "CPU time of the process in an epoch of training, with compression, over its "
-    "workers, as the thesis measures it: the mean over a trial's epochs, in the best trials.",
-    "convergence": "The validation metric of the best trial, epoch by epoch.",
-    "epochs_to_converge": "The epoch of the best validation, in the same trials.",
-    "importance": "Share of the metric's variation that each parameter explains. Studies with "
-    "fewer than 4 complete trials are left out.",
+_SECTIONS = {
+    "results": (
+        "Results",
+        "Each method with its own hyper-parameters, and with the dense winner's: mean and standard "
+        "deviation of the test metric over seeds. The winner was chosen on the validation metric "
+        "alone. Bytes are one worker's in a run. Trials are complete + pruned + failed.",
+    ),
+    "transfer": (
+        "Tuned, or with the dense winner's hyper-parameters",
+        "The gain from tuning each method by itself.",
+    ),
+    "winners": (
+        "Best hyper-parameters",
+        "The hyper-parameters of each winner and of the dense winner.",
+    ),
+    "metric_against_ratio": (
+        "Metric against compression ratio",
+        "Every complete trial. Trials further right and with a better metric are better. The "
+        "ringed trials are the Pareto front: none is better in both.",
+    ),
+    "tuned": (
+        "Best values of {}",
+        f"The best trials of each study: up to {TOP}, or a third of the complete ones. The star is "
+        "the winner.",
+    ),
+    "seconds_per_step": ("Seconds per step", "Wall-clock seconds of one worker in the best trial."),
+    "cpu_seconds": (
+        "CPU time per epoch",
+        "CPU time of one worker for an epoch of training, with compression. Mean over the epochs "
+        "of each of the best trials.",
+    ),
+    "convergence": ("Convergence", "The validation metric of the best trial, epoch by epoch."),
+    "epochs_to_converge": (
+        "Epochs to the best validation",
+        "The epoch of the best validation, in the best trials.",
+    ),
+    "importance": (
+        "Importance of the hyper-parameters",
+        "Share of the metric's variation that each parameter explains. Studies with fewer than 4 "
+        "complete trials are left out.",
+    ),
 }
+"""Table or plot -> heading and text of its section. Values of a parameter begin with ``tuned_``."""
 _ALONE = (
     " With one worker nothing is sent. Encoded bytes are the bytes that it would send: the "
     "gradients' payloads and uncompressed tensors, without lengths and further rounds. The "
@@ -83,16 +109,23 @@ def report(
             holds several and none was named.
         StorageError: the storage cannot be used.
     """
+    return write(Path(out), *find_studies(storage, experiment))
+
+
+def find_studies(
+    storage: str | Path | BaseStorage, experiment: str | None = None
+) -> tuple[str, Studies]:
+    """Return an experiment's name and its studies by method; as for ``report``."""
     is_path = not isinstance(storage, BaseStorage) and "://" not in str(storage)
     # open_storage would create a missing journal: here the path is mistyped.
     if is_path and not Path(str(storage)).is_file():
-        raise ValueError(f"The journal {storage} does not exist; lightning-gc tune makes one.")
+        raise ValueError(f"The journal {storage} does not exist. lightning-gc tune makes one.")
     storage = open_storage(storage)
     names = optuna.get_all_study_names(storage=storage)
     held = sorted({name.partition("/")[0] for name in names if "/" in name})
-    it_holds = f"it holds {', '.join(held) or 'none'}"
+    it_holds = f"It holds {', '.join(held) or 'none'}"
     if not experiment and len(held) != 1:
-        raise ValueError(f"Name the experiment to report on; {it_holds}.")
+        raise ValueError(f"Name the experiment to report on. {it_holds}.")
     experiment = experiment or held[0]
     studies = {
         name.partition("/")[2]: optuna.load_study(study_name=name, storage=storage)
@@ -100,8 +133,12 @@ def report(
         if name.startswith(f"{experiment}/")
     }
     if not studies:
-        raise ValueError(f"The storage holds no experiment {experiment!r}; {it_holds}.")
-    out = Path(out)
+        raise ValueError(f"The storage holds no experiment {experiment!r}. {it_holds}.")
+    return experiment, studies
+
+
+def write(out: Path, experiment: str, studies: Studies) -> list[Path]:
+    """Write the files of ``report`` and return their paths."""
     found = tables(studies)
     drawn = plots(studies, found)
     sections = _sections(found, drawn, sizes_of(studies))
@@ -114,6 +151,93 @@ def report(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
     return list(files)
+
+
+def results_text(studies: Studies, width: int) -> str:
+    """Return the results for a terminal: a table, and a sentence for each compressed method."""
+    found, (size, _) = tables(studies), sizes_of(studies)
+    rules = rules_of(studies)
+    metric, tested = rules["metric"], rules.get("test_metric") or rules["metric"]
+    ratio = "ratio of bytes" if size == "ratio" else "ratio of encoded bytes"
+    final, transferred = f"{tested},\nfinal runs", f"{tested},\ndense's hyper-parameters"
+    heads = ("method", metric, final, transferred, ratio, "best hyper-parameters")
+    values: dict[str, list[str]] = {}
+    for row in found["winners"].rows:
+        values.setdefault(row["method"], []).append(f"{row['parameter']}={_cell(row['value'])}")
+    cells = [
+        [
+            row["method"],
+            _cell(row["validation"]),
+            _with_spread(row, "test"),
+            _with_spread(row, "test_with_dense_hyper_parameters"),
+            _cell(row[size]),
+            ", ".join(values.get(row["method"], [])),
+        ]
+        for row in found["results"].rows
+    ]
+    better = f"{'Lower' if rules['mode'] == 'min' else 'Higher'} {metric} is better."
+    table = text_table.plain(heads, cells, width)
+    return "\n".join([f"{table}\n{better}", *findings(studies, found["results"])])
+
+
+def findings(studies: Studies, results: Table) -> list[str]:
+    """Return a sentence for each compressed method: its result compared with dense's, its bytes.
+
+    A difference is "more than the spread" if it exceeds ``sqrt(s² + d²)``, for the standard
+    deviations of method and dense over seeds, and two standard errors.
+
+    Args:
+        studies: of the experiment.
+        results: the table of that name.
+    """
+    size, _ = sizes_of(studies)
+    rows = {row["method"]: row for row in results.rows}
+    return [
+        f"{name} {_ending(row, rows.get(DENSE))}{_saving(row[size], size)}."
+        for name, row in rows.items()
+        if name != DENSE
+    ]
+
+
+def _ending(row: Row, dense: Row | None) -> str:
+    if row["validation"] is None:
+        return "has no result, because no trial has completed within its budget"
+    if dense is None or dense["validation"] is None:
+        return "cannot be compared, because dense has no result"
+    if "diverged" in (row["test"], dense["test"]):
+        if row["test"] == "diverged":
+            return "diverged in a final run"
+        return "cannot be compared, because dense diverged in a final run"
+    if row["test"] is None or dense["test"] is None:
+        return f"{_apart(row, dense, 'validation')} in its best trial, without final runs"
+    spreads, seeds = (row["test_spread"], dense["test_spread"]), min(row["seeds"], dense["seeds"])
+    if None in spreads:
+        return f"{_apart(row, dense, 'test')} with one seed, so the spread is unknown"
+    least = math.hypot(*spreads) * max(1.0, 2 / math.sqrt(seeds))
+    if abs(row["test"] - dense["test"]) <= least:
+        return f"ends within the spread of dense over {seeds} seeds"
+    return f"{_apart(row, dense, 'test')}, more than the spread over {seeds} seeds"
+
+
+def _apart(row: Row, dense: Row, column: str) -> str:
+    """Return how far a method's mean is from dense's."""
+    value, reference = float(row[column]), float(dense[column])
+    if value == reference:
+        return "ends equal to dense"
+    difference = abs(value - reference)
+    amount = f"{100 * difference / abs(reference):.2g} %" if reference else f"{difference:.3g}"
+    return f"ends {amount} {'above' if value > reference else 'below'} dense"
+
+
+def _saving(ratio: float | None, size: str) -> str:
+    if not ratio:
+        return ""
+    what = "bytes" if size == "ratio" else "encoded bytes"
+    if 0.95 < ratio < 1.05:
+        return f", at as many {what}"
+    times = max(ratio, 1 / ratio)
+    shown = f"{times:.3g}" if times < 100 else f"{times:,.0f}"
+    return f", at {shown}x {'fewer' if ratio > 1 else 'more'} {what}"
 
 
 def file_name(name: str) -> str:
@@ -135,16 +259,16 @@ def file_name(name: str) -> str:
 def _sections(
     found: dict[str, Table], drawn: dict[str, bytes], sizes: tuple[str, str]
 ) -> list[Section]:
-    sections = [Section("Results", _TEXTS["results"], _summary(found["results"], sizes))]
-    if "transfer" in drawn:
-        sections.append(Section("Tuned or transferred", _TEXTS["transfer"], plot="transfer"))
-    sections.append(Section("Winners", _TEXTS["winners"], found["winners"]))
-    for name in drawn:
-        if name != "transfer":
-            kind = "tuned" if name.startswith("tuned_") else name
-            title = name.replace("_", " ").capitalize()
-            sections.append(Section(title, _TEXTS[kind], plot=name))
-    return sections
+    def section(name: str, table: Table | None = None, plot: str | None = None) -> Section:
+        parameter = name.removeprefix("tuned_")
+        title, text = _SECTIONS[name if name in _SECTIONS else "tuned"]
+        return Section(title.format(parameter), text, table, plot)
+
+    results = section("results", _summary(found["results"], sizes))
+    winners = section("winners", found["winners"])
+    first = [section("transfer", plot="transfer")] if "transfer" in drawn else []
+    others = [section(name, plot=name) for name in drawn if name != "transfer"]
+    return [results, *first, winners, *others]
 
 
 def _summary(results: Table, sizes: tuple[str, str]) -> Table:
@@ -181,7 +305,8 @@ def _introduction(studies: Studies) -> str:
 
 
 def _markdown(experiment: str, studies: Studies, sections: list[Section]) -> str:
-    lines = [f"# {experiment}", "", _introduction(studies), ""]
+    found = "".join(f"- {sentence}\n" for sentence in findings(studies, tables(studies)["results"]))
+    lines = [f"# {experiment}", "", found, _introduction(studies), ""]
     for section in sections:
         lines += [f"## {section.title}", "", section.text, ""]
         if section.table is not None:
@@ -196,7 +321,9 @@ def _page(
     experiment: str, studies: Studies, sections: list[Section], drawn: dict[str, bytes]
 ) -> str:
     name = html.escape(experiment)
-    parts = [f"<h1>{name}</h1><p>{html.escape(_introduction(studies))}</p>"]
+    items = (html.escape(each) for each in findings(studies, tables(studies)["results"]))
+    found = "".join(f"<li>{item}</li>" for item in items)
+    parts = [f"<h1>{name}</h1><ul>{found}</ul><p>{html.escape(_introduction(studies))}</p>"]
     for section in sections:
         parts.append(f"<h2>{html.escape(section.title)}</h2><p>{html.escape(section.text)}</p>")
         if section.table is not None:
@@ -289,7 +416,7 @@ def _looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
         # A method is named by the user, as a rule after its compressor.
         name = max((name for name in COMPRESSORS if method.startswith(name)), key=len, default="")
         kind = COMPRESSORS[name].examples()[0].traits.kind if name else "dense"
-        known = name or method == "dense"
+        known = name or method == DENSE
         colour = plot_style.colour_of(kind, name) if known else plot_style.PEER
         family = sum(look["color"] == colour for look in found.values())
         found[method] = {
@@ -372,7 +499,7 @@ def _stacks(axes: Axes, rows: tuple[Row, ...]) -> None:
         axes.barh(range(len(rows)), widths, left=left, label=label, color=plot_style.PHASES[part])
         left = [low + high for low, high in zip(left, widths, strict=True)]
     for row in rows:
-        if row["method"] == "dense":
+        if row["method"] == DENSE:
             axes.axvline(
                 1000 * row["computation"], color=plot_style.INK, ls="--", lw=1, label="no network"
             )

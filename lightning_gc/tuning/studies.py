@@ -188,7 +188,7 @@ def agreed(study: str, known: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         warnings.warn(
             f"The study {study!r} was made by an earlier version, which did not store "
-            f"{', '.join(unknown)}. They are assumed unchanged; if one has changed, give the "
+            f"{', '.join(unknown)}. They are assumed unchanged. If one has changed, give the "
             f"experiment another name or storage.",
             stacklevel=2,
         )

@@ -12,9 +12,8 @@ from lightning_gc import AllGather, GTopK, HardThreshold, SparseReduce, TopK
 from lightning_gc.compressors import Compressor, PerParameter, Waits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import combine
+from lightning_gc.engine.compatibility import combine, waits_of_step
 from lightning_gc.memories import Memory
-from lightning_gc.methods.catalogue import waits_of_step
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated

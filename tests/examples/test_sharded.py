@@ -1,4 +1,4 @@
-"""The example of a model in shards trains, and goes on on another mesh, as its tutorial says."""
+"""The example of a model in shards trains, and goes on on another mesh, as its page says."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from tests.support.processes import run_in_processes
 
 pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(700)]
 ROOT = Path(__file__).parents[2]
-EXAMPLE, PAGE = ROOT / "examples" / "sharded.py", ROOT / "docs" / "tutorials" / "shards.md"
+EXAMPLE, PAGE = ROOT / "examples" / "sharded.py", ROOT / "docs" / "fsdp.md"
 COMMAND = re.compile(r"^torchrun --nproc-per-node (\d) examples/sharded.py (.*)$", re.M)
 PRINTED = re.compile(r"^step (\d+); loss ([\d.]+); .*: 1/([\d.]+) of", re.M)
 

@@ -18,7 +18,7 @@ from tests.support.processes import run_in_processes, without_others
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "examples" / "tutorials"
-PAGES = ROOT / "docs" / "tutorials"
+PAGES = ROOT / "docs"
 TEXT = re.compile(r'^```{\.text title="([^"]+)"}\n(.*?)^```', re.S | re.M)
 BYTES = re.compile(r"\d+(?:,\d{3})+")
 NUMBER = re.compile(r"\d[\d.,]*")
@@ -64,27 +64,27 @@ def assert_as_shown(page: str, program: str, lines: list[str]) -> None:
 def test_slow_link(tmp_path: Path) -> None:
     """With a fifth of the text: bytes per step are the same."""
     printed_lines = printed(tmp_path, "slow_link.py", "--rows", "1280")
-    assert_as_shown("slow-link.md", "slow_link.py", printed_lines)
+    assert_as_shown("tutorials/slow-link.md", "slow_link.py", printed_lines)
 
 
 @pytest.mark.nightly
 def test_controller(tmp_path: Path) -> None:
     """All of it: levels, bytes, and the reasons on TensorBoard's page, which the page quotes."""
-    expected = shown("controller.md", "controller.py")
+    expected = shown("controllers.md", "controller.py")
     lines = printed(tmp_path, "controller.py")
     lines = [line for line in lines if words(line) in set(map(words, expected))]
     levels = [(line.split()[1], BYTES.findall(line)) for line in lines]
     assert levels == [(line.split()[1], BYTES.findall(line)) for line in expected]
     (log,) = tmp_path.rglob("events.*")
     events = EventAccumulator(str(log), {"tensors": 0}).Reload()
-    page = (PAGES / "controller.md").read_text()
+    page = (PAGES / "controllers.md").read_text()
     for decision in events.Tensors("compression/decision/text_summary"):
         reason, *_ = decision.tensor_proto.string_val[0].decode().splitlines()
         assert reason.partition(" (checked")[0] in page, reason
 
 
 def test_controller_in_short(tmp_path: Path) -> None:
-    header, first, *_ = shown("controller.md", "controller.py")
+    header, first, *_ = shown("controllers.md", "controller.py")
     lines = printed(tmp_path, "controller.py", "--rows", "256")
     lines = [line for line in lines if words(line) in {words(header), words(first)}]
     assert len(lines) == 13
@@ -100,11 +100,14 @@ def test_controller_in_short(tmp_path: Path) -> None:
     reason="makes network namespaces: needs Linux, root, iproute2 and torchrun on the path",
 )
 @pytest.mark.parametrize(
-    ("page", "settings"),
-    [("slow-link.md", {}), ("two-sites.md", {"RATE": "10mbit", "PROGRAM": "two_sites.py"})],
+    ("title", "settings"),
+    [
+        ("slow_link.sh", {}),
+        ("slow_link.sh with two_sites.py", {"RATE": "10mbit", "PROGRAM": "two_sites.py"}),
+    ],
 )
-def test_slow_link_for_real(page: str, settings: dict[str, str]) -> None:
-    expected = shown(page, "slow_link.sh")
+def test_slow_link_for_real(title: str, settings: dict[str, str]) -> None:
+    expected = shown("tutorials/slow-link.md", title)
     names = [line.partition(":")[0] for line in expected]
     done = subprocess.run(
         ["bash", str(PROGRAMS / "slow_link.sh"), *names],
@@ -115,12 +118,12 @@ def test_slow_link_for_real(page: str, settings: dict[str, str]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert_as_shown(page, "slow_link.sh", done.stdout.splitlines())
+    assert_as_shown("tutorials/slow-link.md", title, done.stdout.splitlines())
 
 
 @pytest.mark.nightly
 def test_two_sites(tmp_path: Path) -> None:
-    assert_as_shown("two-sites.md", "two_sites.py", printed(tmp_path, "two_sites.py"))
+    assert_as_shown("tutorials/slow-link.md", "two_sites.py", printed(tmp_path, "two_sites.py"))
 
 
 @pytest.mark.nightly
@@ -141,7 +144,7 @@ def test_which_compressor(tmp_path: Path) -> None:
             timeout=220,
             check=True,
         )
-    page = (PAGES / "which-compressor.md").read_text()
+    page = (PAGES / "tune.md").read_text()
     table = page.partition("<!-- report -->\n")[2].partition("<!-- /report -->")[0]
     expected = [line.split("|") for line in table.splitlines()]
     assert len(expected) == 7
@@ -150,3 +153,9 @@ def test_which_compressor(tmp_path: Path) -> None:
     rows = [line.split("|") for line in report[first:] if line.startswith("| ")]
     for row, found in zip(expected, rows, strict=False):
         assert [found[1], *found[6:8]] == [row[1], *row[6:8]]  # method, ratio and wire bytes
+
+
+@pytest.mark.parametrize("page", ["tutorials/slow-link.md", "controllers.md", "tune.md"])
+def test_pages_say_that_losses_depend_on_the_python_version(page: str) -> None:
+    """The text that the programs train on is the documentation that comes with Python."""
+    assert "Python version" in " ".join((PAGES / page).read_text().split())

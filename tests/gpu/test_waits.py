@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.methods.catalogue import waits_of_step
+from lightning_gc.engine.compatibility import waits_of_step
 from lightning_gc.testing.contracts import cases
 from tests.gpu.on_device import OnDevice
 from tests.support.instances import ALL, schemes_for

@@ -18,11 +18,11 @@ import yaml
 
 from lightning_gc import cli
 from lightning_gc.advice import session
-from lightning_gc.advice.advising import Advice, rate, show
-from lightning_gc.advice.alpha_beta import Link, LinkByKind
-from lightning_gc.advice.prediction import Prediction, Situation, pieces_for, predict
+from lightning_gc.advice.advising import Advice, show
+from lightning_gc.advice.alpha_beta import Link, LinkByKind, rate
+from lightning_gc.advice.prediction import WHOLE, Prediction, Situation, pieces_for, predict
 from lightning_gc.advice.report import Verdict, strategy_section
-from lightning_gc.advice.session import WHOLE, Session
+from lightning_gc.advice.session import Session
 from lightning_gc.advice.timeline import Module
 from lightning_gc.advice.traces import Asked, Trace
 from lightning_gc.bench.baselines import FP16, PLAIN
@@ -109,7 +109,7 @@ def test_another_cluster_is_predicted_only() -> None:
     words = ("line.yaml", *QUICK, "--workers", "8", "--link", "1mbit")
     (code, said), _ = run_in_processes(run, 2, os.getcwd(), words)
     assert code == cli.OK, said
-    assert "Predicted, not measured, so no verdict" in said
+    assert "No verdict, because nothing was measured" in said
     found = json.loads(Path("runs/advice/line.advised.json").read_text())
     assert (found["measured"], found["verdict"], found["workers"]) == ({}, None, 8)
     assert not Path("runs/advice/line.advised.yaml").exists()
@@ -172,7 +172,7 @@ def test_ctrl_c_leaves_a_sentence_and_no_process() -> None:
     ("words", "said"),
     [
         (["--methods", "local"], "local has local steps"),
-        (["--link", "fast"], "write the rate as 1gbit"),
+        (["--link", "fast"], "Write it as 1gbit"),
         (["--workers", "1"], "at least 2 exchange gradients"),
         (["--budget-seconds", "1"], "give 10 or more"),
         (["--methods", "topkk"], "'topkk' is not a compressor"),
@@ -219,7 +219,8 @@ def advice(verdict: Verdict | None = None) -> Advice:
         LinkByKind(link, link, link),
     )
     rows = tuple(predict(situation, {}))
-    measured = {"cast": {"seconds": 1.0, "low": 1.0, "high": 1.0, "bytes": 1}} if verdict else {}
+    seconds = {"cast": 1.0, PLAIN: 2.0} if verdict else {}
+    measured = {n: {"seconds": s, "low": s, "high": s, "bytes": 1} for n, s in seconds.items()}
     methods, sections = {"cast": Method("cast")}, {"model": {"class_path": "m.M"}}
     return Advice(rows, measured, verdict, situation, methods, {}, sections, {"devices": 2}, {})
 
@@ -243,9 +244,9 @@ def test_files_have_names_of_their_own(tmp_path: Path) -> None:
 def test_the_table_has_the_best_row_of_each_method() -> None:
     """Of three bucket sizes of each; plain DDP is there, also where nothing was measured."""
     for verdict in (None, Verdict("cast", "it is shorter", True)):
-        without = [name for name, *_ in advice(verdict).table() if "every" not in name]
+        without = [name for name, *_ in advice(verdict).table()[1] if "every" not in name]
         assert sorted(without) == ["cast", PLAIN]
-        local = [name for name, *_ in advice(verdict).table() if "every" in name]
+        local = [name for name, *_ in advice(verdict).table()[1] if "every" in name]
         assert [name.partition(",")[0] for name in local] == ["cast", WHOLE]
 
 
@@ -255,14 +256,14 @@ def test_local_steps_are_never_suggested(
     found = advice()
     assert found.rows[0].every > 1
     show(found, tmp_path / "line.yaml", tmp_path)
-    assert "so no verdict: the shortest step is cast's" in capsys.readouterr().out
+    assert "The shortest predicted step is cast's" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("verdict", "words"),
     [
         (Verdict(None, "the best method took longer.", True), "Do nothing: the best"),
-        (Verdict(None, "quartiles overlap.", False), "No verdict: quartiles"),
+        (Verdict(None, "too noisy to tell.", False), "No verdict: too noisy"),
         (Verdict("cast", "it is shorter.", True), "Use cast: it is shorter. Accuracy"),
     ],
 )

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.core.flow import Exchange, Gather, Payload, Request
+from lightning_gc.core.message import Message
 from lightning_gc.transports import Distributed, distributed
-from lightning_gc.transports.base import Message
 from lightning_gc.transports.p2p import PIECE
 from lightning_gc.transports.peer_error import PeerError
 from tests.support.processes import run_in_processes

@@ -17,8 +17,8 @@ from lightning_gc import QSGD, GTopK, PowerSGD, SimulatedDDPStrategy, StepAhead,
 from lightning_gc.compressors import Compressor
 from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.flow import Exchange, Request
+from lightning_gc.core.message import as_bytes
 from lightning_gc.transports import Distributed
-from lightning_gc.transports.base import as_bytes
 from lightning_gc.transports.peer_error import MessageError, PeerError
 from tests.support.fitting import ddp, digest, fit
 from tests.support.fsdp import fsdp

@@ -61,8 +61,7 @@ WITH_CODE = [p for p in PAGES if scripts(p)]
 LONG = (
     "write-a-compressor.md",  # all contracts; test_new_compressor.py has such a method by day
     "kinds-of-training.md",  # torch.compile; unused and frozen parameters are in tests/processes
-    "own-study.md",  # a dozen fits
-    "tune.md",  # a study of each method; tests/tuning has studies by day
+    "tune.md",  # studies; tests/tuning has studies by day
 )
 each_page = pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.name)
 
@@ -105,8 +104,7 @@ def start(name: str, folder: Path) -> None:
 @pytest.mark.processes
 def test_a_study_of_the_other_flavour(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    for name, code in scripts(ROOT / "docs" / "own-study.md").items():
-        assert "pytorch_lightning" in code or name == "workers.py"
+    for name, code in scripts(ROOT / "docs" / "tune.md").items():
         (tmp_path / name).write_text(
             code.replace("from pytorch_lightning", "from lightning.pytorch")
         )
@@ -121,7 +119,7 @@ def fit_from_yaml(worker: int, folder: str) -> None:
 
 
 def yaml_page(folder: Path) -> dict[str, Any]:
-    page = ROOT / "docs" / "from-yaml.md"
+    page = ROOT / "docs" / "kinds-of-training.md"
     (found,) = CONFIG.findall(page.read_text())
     (folder / found[0]).write_text(found[1])
     written(page, folder)

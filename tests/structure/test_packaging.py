@@ -57,7 +57,7 @@ def test_wheel_holds_the_tree_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if name.endswith(".py")} == in_tree()
-    assert "lightning_gc/py.typed" in names
+    assert {"lightning_gc/py.typed", "lightning_gc/advice/shipped_costs.json"} <= set(names)
 
 
 def test_sdist_holds_the_tree(built: Path) -> None:

@@ -1,21 +1,37 @@
-"""Losses on pages are those of the results that the pages name."""
+"""Figures on pages are those of the results that the pages name."""
 
+import json
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-NAMED = re.compile(r"`(?:benchmarks/results/papers/)?((?:adam|local_steps|local_delay)_\d{8}\.md)`")
+DOCS = ROOT / "docs"
+NAMED = re.compile(r"`(benchmarks/results/papers/\w+_\d{8}\.md)`")
 LOSS = re.compile(r"\d\.\d{3} ± \d\.\d{3}")
 
 
-@pytest.mark.parametrize("page", ["adam.md", "local-steps.md"])
-def test_losses_are_those_of_the_named_results(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    named = [ROOT / "benchmarks" / "results" / "papers" / name for name in NAMED.findall(text)]
-    assert named
-    measured = "".join(path.read_text() for path in named)
+def test_losses_are_those_of_the_named_results() -> None:
+    text = (DOCS / "measurements-training.md").read_text().partition("\n## Tuning each")[0]
+    measured = "".join((ROOT / name).read_text() for name in NAMED.findall(text))
     losses = LOSS.findall(text)
-    assert len(losses) > 10
+    assert len(losses) > 80
     assert [loss for loss in losses if loss not in measured] == []
+
+
+def test_deviations_are_on_the_pages_of_measurements_only() -> None:
+    allowed = {"measurements.md", "measurements-training.md", "gpus.md", "papers.md"}
+    pages = [*DOCS.glob("*.md"), *(DOCS / "tutorials").glob("*.md")]
+    assert [p.name for p in pages if "±" in p.read_text() and p.name not in allowed] == []
+
+
+def test_the_method_called_fastest_is_fastest() -> None:
+    """On slow links, of all methods in the newest measurement of two workers and the LSTM."""
+    text = (DOCS / "choosing-a-compressor.md").read_text()
+    (row,) = [line for line in text.splitlines() if "fastest method" in line]
+    name = row.split("|")[2].strip(" `")
+    assert "fastest method of all those measured at 100 Mbit/s and 1 Gbit/s" in row
+    newest = max((ROOT / "benchmarks" / "results").glob("network_*.json"))
+    for part in json.loads(newest.read_text()):
+        if (part["workers"], part["model"]) == (2, "lstm8") and part["link"] != "10 Gbit/s":
+            rows = {n: r["seconds"] for n, r in part["rows"].items() if n != "no synchronisation"}
+            assert min(rows, key=lambda n: rows[n]) == name, part["link"]

@@ -255,7 +255,7 @@ PLANTED = {
 @pytest.mark.parametrize("what", PLANTED)
 def test_finds_what_is_planted(browser: Any, address: str, site: Path, what: str) -> None:
     markup, said = PLANTED[what]
-    whole = (site / "bench.html").read_text()
+    whole = (site / "advise.html").read_text()
     before, heading, rest = whole.partition("<h1")
     assert heading
     (site / "planted.html").write_text(f"{before}{markup}{heading}{rest}")

@@ -20,12 +20,12 @@ needs_kernels = pytest.mark.skipif(
     find_spec("triton") is None or not (INTERPRETED or DEVICE == "cuda"),
     reason="needs triton and a GPU, or TRITON_INTERPRET=1: see test_kernel_interpreter.py",
 )
-marks = [
-    needs_kernels,
-    pytest.mark.usefixtures("poisoned"),
+marks_anywhere = [
+    pytest.mark.usefixtures("poisoned", "fused_once"),
     # The interpreter computes with numpy, which warns of what floats do.
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
+marks = [needs_kernels, *marks_anywhere]
 
 
 def some(numbers: Iterable[Any], by_day: Collection[Any]) -> list[Any]:

@@ -1,15 +1,19 @@
 """Count the operations that one worker starts on a GPU in a step, on a machine without a GPU.
 
-The worker runs for real on tensors that only say that they are elsewhere (``counted_waits``). Each
-operation that would start work on the device is one launch: a Triton kernel, a collective, or an
-operation of torch that is neither a view nor an allocation. Some operations of torch start several
-kernels (``topk`` some 20), so the counts are lower bounds.
+The worker runs for real on tensors that only say that they are elsewhere (``counted_waits``).
+Triton's kernels run in its interpreter, so ``TRITON_INTERPRET=1`` must be set before triton is
+imported. Each operation that would start work on the device is one launch: a Triton kernel, a
+collective, or an operation of torch that is neither a view nor an allocation. Some operations of
+torch start several kernels (``topk`` some 20), so the counts are lower bounds. A kernel's bytes are
+those that it loads and stores; another operation's bytes are its operands and results.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
+import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,18 +21,17 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.core import payload_validation
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, resume
 from lightning_gc.engine import Engine
-from lightning_gc.kernels import accumulate, quantise, segments, select, triton_kernels
-from lightning_gc.kernels.segments import Segments
+from lightning_gc.kernels import gpu
 from lightning_gc.transports import distributed
 from tests.support import counted_waits
 from tests.support.counted_waits import Accelerator, Elsewhere, on_device
@@ -108,13 +111,16 @@ def counting(workers: int) -> Iterator[Counting]:
 
     Collectives return what ``workers`` equal workers would have sent.
     """
-    counts = Counting()
+    counts, traffic = Counting(), _Traffic()
     with contextlib.ExitStack() as stack:
-        for target, name, stand_in in (*_kernels(counts), *_collectives(counts, workers)):
+        for target, name, stand_in in (*traffic.patches(), *_collectives(counts, workers)):
             stack.enter_context(mock.patch.object(target, name, stand_in))
-        for name, module in list(sys.modules.items()):
-            if name.startswith("lightning_gc.") and hasattr(module, "fused"):
-                stack.enter_context(mock.patch.object(module, "fused", _fused))
+        for _, name, _ in pkgutil.iter_modules(gpu.__path__):
+            importlib.import_module(f"{gpu.__name__}.{name}")
+        stand_ins = {"fused": _fused, "launch": _launcher(counts, traffic)}
+        for module in [m for n, m in sys.modules.items() if n.startswith("lightning_gc.")]:
+            for name in stand_ins.keys() & vars(module).keys():
+                stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
         stack.enter_context(mock.patch.object(Bucket, "generator", counted_waits.generator))
         stack.enter_context(torch.no_grad())
         stack.enter_context(counts)
@@ -125,70 +131,47 @@ def _fused(tensor: Tensor) -> bool:
     return isinstance(tensor, Elsewhere) and tensor.dtype == torch.float32 and tensor.numel() > 0
 
 
-def _kernels(counts: Counting) -> list[tuple[Any, str, Any]]:
-    """Return stand-ins of Triton's kernels that compute with torch on the host."""
+class _Traffic:
+    """Counts the bytes that Triton's interpreter loads and stores, each address once a time."""
 
-    def add(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> None:
-        if positions.numel():
-            counts.note("triton scatter_add", positions, values, positions, positions)
-            accumulate.reference(_held(out), _held(positions), _held(values), scale)
+    def __init__(self) -> None:
+        self.nbytes = 0
 
-    def pack(buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: Any) -> Tensor:
-        packed = quantise.quantise(_held(buffer), _held(norms), block_size, bits, _held(noise))
-        counts.note("triton round_and_pack", buffer, buffer, norms, packed)
-        return Elsewhere(packed)
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        from triton.runtime.interpreter import InterpreterBuilder
 
-    def unpack(
-        packed: Tensor, norms: Tensor, block_size: int, bits: int, out: Tensor, scale: float
-    ) -> None:
-        counts.note("triton unpack_and_add", packed, norms, out, out)
-        parts = _held(packed), _held(norms)
-        quantise.dequantise(*parts, block_size, bits, _held(out), scale, payload_validation.codes)
+        for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw"):
+            yield InterpreterBuilder, name, self._counted(name, getattr(InterpreterBuilder, name))
 
-    def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
-        counts.note("triton mark", buffer)
-        counts.waits.append("the number of elements that reach a threshold")
-        found = select.reaching_reference(_held(buffer), _held(threshold))
-        counts.note("triton compact", found, found)
-        return Elsewhere(found)
+    def _counted(self, name: str, original: Any) -> Any:
+        def call(builder: Any, *handles: Any) -> Any:
+            pointers, mask = {
+                "create_masked_load": lambda: (handles[0], handles[1]),
+                "create_masked_store": lambda: (handles[0], handles[2]),
+                "create_atomic_rmw": lambda: (handles[1], handles[3]),
+            }[name]()
+            places = np.unique(np.broadcast_to(pointers.data, mask.data.shape)[mask.data])
+            width = pointers.get_element_ty().primitive_bitwidth // 8
+            self.nbytes += len(places) * width * (2 if "atomic" in name else 1)
+            return original(builder, *handles)
 
-    def take(buffer: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
-        counts.note("triton mark", buffer)
-        counts.waits.append("the number of elements that reach a threshold")
-        values, found = select.reference(_held(buffer), _held(threshold))
-        counts.note("triton compact", values, found, found)
-        return Elsewhere(values), Elsewhere(found)
+        return call
 
-    def peaks(flat: Tensor, pieces: Tensor, parameters: int) -> Tensor:
-        spans = [(0, 0)] * parameters
-        for index, start, stop in _held(pieces).t().tolist():
-            first = spans[index][0] if spans[index][1] else start
-            spans[index] = (first, stop)
-        found = segments.peaks(_held(flat), Segments(spans, torch.device("cpu")))
-        counts.note("zeros")
-        counts.note("triton largest", flat)
-        return Elsewhere(found)
 
-    def move_idle(
-        how: segments.Move, target: Tensor, source: Tensor, found: Tensor, pieces: Tensor
-    ) -> None:
-        counts.note("triton move_pieces")
-        assert bool((_held(found) != 0).all()), "gradients here are not zero: nothing is moved"
+def _launcher(counts: Counting, traffic: _Traffic) -> Any:
+    def launch(program: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
+        """Run the kernel in Triton's interpreter on what the tensors hold."""
+        before, listening = traffic.nbytes, counts.listening
+        counts.listening = False
+        try:
+            program[tuple(grid)](*map(_held, arguments), **constants)
+        finally:
+            counts.listening = listening
+        if listening:
+            counts.counts.launches[f"triton {program.__name__}"] += 1
+            counts.counts.nbytes += traffic.nbytes - before
 
-    def silence(flat: Tensor, flag: Tensor) -> None:
-        counts.note("triton zero_if")
-        segments.silence(_held(flat), _held(flag))
-
-    def clean(flat: Tensor) -> None:
-        counts.note("triton zero_non_finite", flat)
-        segments.clean(_held(flat))
-
-    stand_ins = (add, pack, unpack, reaching, take, peaks, move_idle, silence, clean)
-    names = (
-        *("accumulate", "quantise", "dequantise", "reaching", "select"),
-        *("peaks", "move_idle", "silence", "clean"),
-    )
-    return [(triton_kernels, name, each) for name, each in zip(names, stand_ins, strict=True)]
+    return launch
 
 
 def _collectives(counts: Counting, workers: int) -> list[tuple[Any, str, Any]]:

@@ -225,7 +225,7 @@ def test_families_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "memories", "--markdown"]) == cli.OK
     assert capsys.readouterr().out == catalogue.markdown("memories")
     assert cli.main(["list", "recollections"]) == cli.USAGE
-    assert "'recollections' is not a family; choose from compressors" in capsys.readouterr().err
+    assert "'recollections' is not a family. Choose from compressors" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -292,3 +292,12 @@ def test_the_page_says_what_diverged(benchmark: ModuleType, tmp_path: Path) -> N
     drawn = (tmp_path / "plot.svg").read_text()
     assert ">half<" in drawn
     assert ">lost<" not in drawn
+
+
+def test_the_page_says_of_each_class_when_to_use_it() -> None:
+    """One row per compressor, memory and scheme, with a case for it and a case against it."""
+    page = (ROOT / "docs" / "methods.md").read_text()
+    advice = page.partition("\n## By family\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|$", advice, re.M)
+    classes = [*COMPRESSORS.values(), *MEMORIES.values(), *SCHEMES.values()]
+    assert sorted(name for name, *_ in rows) == sorted(cls.__name__ for cls in classes)

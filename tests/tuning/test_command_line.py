@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
-from lightning_gc.advice.advising import METHODS
+from lightning_gc.advice.prediction import METHODS
 from lightning_gc.bench.baselines import DEFAULT
 from lightning_gc.tuning import open_storage
 from lightning_gc.tuning.experiment import load_experiment
@@ -68,8 +68,12 @@ def run(*words: str) -> int:
 def test_tune_then_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("tune", "toy.yaml", "--workers", "4") == cli.OK
     said = capsys.readouterr().out
-    for line in ("toy/dense: best", "toy/topk_10x: best", "cast", "lightning-gc report"):
-        assert line in said
+    assert said.startswith("Plan: 3 methods x 2 trials, then 5 final runs.")
+    for part in ("Ctrl-C is safe", "[11/11] cast", "model.x=", "\nNext: lightning-gc report"):
+        assert part in said
+    assert said.count("trial 0 complete") == 3
+    assert "\r" not in said
+    assert "\x1b" not in said
     journal = str(Path("runs", "tune", "toy.journal"))
     study = optuna.load_study(study_name="toy/topk_10x", storage=open_storage(journal))
     assert set(study.best_params) == {"model.x"}
@@ -77,6 +81,11 @@ def test_tune_then_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert study.user_attrs["rules"]["space"] == {"model.x": [0.0, 1.0, "linear"]}
     assert run("report", "--storage", journal, "--out", "out") == cli.OK
     assert (folder / "out" / "report.html").is_file()
+    *_, finding, last = capsys.readouterr().out.splitlines()
+    assert finding.startswith("cast ends")
+    assert last.startswith(f"Report: {Path('out', 'report.html')} and ")
+    assert run("tune", "toy.yaml", "--workers", "4") == cli.OK
+    assert "All have ended before." in capsys.readouterr().out
 
 
 def test_compressors_are_chosen_by_name_or_as_the_file_calls_them(folder: Path) -> None:
@@ -165,6 +174,7 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["report"], "--storage"),
         (["tune", "toy.yaml", "--metric", "x"], "unrecognized arguments: --metric x"),
         ([], "COMMAND"),
+        (["tune", "toy.yaml", "--compressor", "topkk"], "(did you mean 'topk'?). lightning-gc"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(
@@ -187,7 +197,7 @@ def test_a_mistake_in_the_model_is_a_failure(
     change("x: 0.5", "x: 0.5, slope: .nan")
     change("low: 0", "low: 0.5")
     assert run("tune", "toy.yaml", "--storage", "j") == cli.FAILED  # every trial diverges
-    assert "no trial has completed" in capsys.readouterr().out
+    assert "topk_10x has no result, because no trial has completed" in capsys.readouterr().out
 
 
 def change(old: str, new: str) -> None:
@@ -216,13 +226,17 @@ def test_the_help_names_the_default_methods(capsys: pytest.CaptureFixture[str]) 
         ("{low: 0, high: 1}", "7", "model.x: 7 is not a range"),
         ("trials: 2", "trials: two", "two"),
         ("metric: loss", "metrik: loss", "metrik"),
-        ("tests.support.tuning.Bowl", "tests.support.tuning.Bwl", "Bwl"),
+        (
+            "support.tuning.Bowl",
+            "support.tuning.Bwl",
+            "class_path tests.support.tuning.Bwl cannot be",
+        ),
         ("fixed: {density: 0.1}", "fixed: {density: 7}", "leaves the range of its knob"),
         ("bandwidth_gbps: 1.0", "topology: star", "star"),
         ("max_epochs: 1", "devices: auto", "trainer.devices='auto'"),
         ("max_epochs: 1", "strategy: ddp", "trainer.strategy='ddp'"),
         ("max_epochs: 1", "accumulate_grad_batches: 3", "accumulate_grad_batches=3"),
-        ("tune:", "tuning:", "has no section tune; it has model, data, trainer, tuning. Add one"),
+        ("tune:", "tuning:", "has no section tune. It has model, data, trainer, tuning. Add one"),
         ("topk, fixed", "lightning_gc.TopKK, fixed", "TopKK does not exist (did you mean 'TopK'?)"),
         ("trainer: {", "trainer: [", "is not valid YAML"),
         ("trainer:", "trainr:", "a section 'trainr'"),
@@ -295,7 +309,7 @@ def test_ctrl_c_leaves_a_study_that_goes_on(folder: Path, tune: Any) -> None:
     change("trials: 2", "trials: 400")
     code, said = tune(folder, ["tune", "toy.yaml", "--storage", "j", "--compressor", "cast"])
     assert code == cli.INTERRUPTED
-    assert "repeat the command to resume" in said
+    assert "Repeat the command to resume" in said
     assert "Traceback" not in said
     study = optuna.load_study(study_name="toy/dense", storage=open_storage("j"))
     done = sum(map(counts, study.trials))

@@ -86,7 +86,7 @@ def test_the_dense_baseline_has_no_budget_and_methods_may_have_their_own() -> No
         ({"timeout": nan}, "timeout=nan", "seconds above 0"),
         ({"budget": "1"}, "budget='1'", "write 1, without quotes"),
         ({"budget": -1.0}, "budget=-1.0", "give the bytes"),
-        ({"budget": 1.0, "objective": "pareto"}, "budget=1", "leave the budget out"),
+        ({"budget": 1.0, "objective": "pareto"}, "budget=1", "Leave the budget out"),
         ({"workers": 2, "devices": 2}, "devices=2", "one of the two"),
         ({"trainer": {"accumulate_grad_batches": 3}}, "accumulate_grad_batches=3", "Use 1"),
         ({"trainer": {"strategy": "ddp"}}, "'ddp'", "Remove it"),

@@ -96,7 +96,7 @@ def test_the_level_inside_has_the_range_of_its_owner(
     assert "level" not in [entry.field for entry in least.tuned]
     assert least.make_compressor({}).level == knob.low
     with pytest.raises(
-        ValueError, match=f"{knob.field} is a field of the compressor inside; call it"
+        ValueError, match=rf"{knob.field} is a field of the compressor inside\. Call it"
     ):
         Method("other", wrapper, fixed={knob.field: knob.low})
     with pytest.raises(ValueError, match="leaves the range of its knob"):

@@ -73,8 +73,8 @@ def test_its_trial_is_repeated_and_the_others_go_on(
     rules = experiment(build, trials=3, objective=objective)
     with unwarned():
         study = tune(rules, [], journal, finals=False, show=shown.append)["dense"]
-    assert [event.kind for event in shown] == ["trial", "lost", "trial", "trial"]
-    assert "trial 1: another process took this one for dead; it is repeated" in shown[1].text
+    assert [event.kind for event in shown] == ["plan", "trial", "lost", "trial", "trial"]
+    assert "trial 1: another process took this one for dead, so it is repeated" in shown[2].text
     complete, fail = TrialState.COMPLETE, TrialState.FAIL
     assert [trial.state for trial in study.trials] == [complete, fail, complete, complete]
     assert sum(map(counts, study.trials)) == 3
@@ -96,7 +96,7 @@ def test_a_trial_that_is_failed_while_it_is_told_is_repeated_too(
     shown: list[Event] = []
     with unwarned():
         tune(experiment(trials=1), [], journal, finals=False, show=shown.append)
-    assert [event.kind for event in shown] == ["lost", "trial"]
+    assert [event.kind for event in shown] == ["plan", "lost", "trial"]
 
 
 def test_ctrl_c_in_a_trial_that_was_taken_is_ctrl_c(journal: Path) -> None:

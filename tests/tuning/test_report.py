@@ -13,8 +13,9 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from lightning_gc.tuning import open_storage, report
+from lightning_gc.tuning.report import find_studies, findings
 from lightning_gc.tuning.studies import RULES
-from lightning_gc.tuning.tables import tables
+from lightning_gc.tuning.tables import Table, tables
 
 TABLES = [
     *("results", "winners", "metric_against_ratio", "tuned_parameters"),
@@ -179,11 +180,58 @@ def test_an_experiment_without_a_finished_trial_has_a_report_too(tmp_path: Path)
 
 
 def test_what_is_not_there_is_named_with_what_is(storage: BaseStorage, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no experiment 'other'; it holds made_up"):
+    with pytest.raises(ValueError, match=r"no experiment 'other'\. It holds made_up"):
         report(storage, tmp_path, "other")
     with pytest.raises(ValueError, match=r"The journal .* does not exist"):
         report(tmp_path / "fresh.journal", tmp_path)
     assert not (tmp_path / "fresh.journal").exists()
     (tmp_path / "empty.journal").touch()
-    with pytest.raises(ValueError, match="it holds none"):
+    with pytest.raises(ValueError, match="It holds none"):
         report(tmp_path / "empty.journal", tmp_path)
+
+
+def test_headings_are_written_not_generated(storage: BaseStorage, tmp_path: Path) -> None:
+    report(storage, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    found = re.findall(r"<h2>(.*?)</h2>", page)
+    assert "CPU time per epoch" in found
+    assert "Best values of learning_rate" in found
+    assert "Best values of compressor.density" in found
+    assert page.index("topk ends within the spread of dense") < page.index("<h2>Results</h2>")
+
+
+def result(test: Any, spread: float | None = 1.0, seeds: int = 3, **changes: Any) -> dict[str, Any]:
+    row = {"validation": 90.0, "test": test, "test_spread": spread, "seeds": seeds, "ratio": 50.0}
+    return row | changes
+
+
+@pytest.mark.parametrize(
+    ("dense", "other", "said"),
+    [
+        (result(100.0), result(101.0), "ends within the spread of dense over 3 seeds"),
+        (result(100.0), result(103.0), "ends 3 % above dense, more than the spread over 3 seeds"),
+        (result(100.0), result(101.5), "ends within"),  # less than two standard errors
+        (result(100.0), result(101.5, seeds=9), "ends within"),  # three seeds of dense
+        (result(100.0, seeds=9), result(101.5, seeds=9), "ends 1.5 % above dense, more than"),
+        (result(100.0), result(50.0), "ends 50 % below dense, more than"),
+        (result(0.0), result(5.0), "ends 5 above dense, more than"),
+        (result(100.0, None, 1), result(101.0, None, 1), "ends 1 % above dense with one seed, so"),
+        (result(None, None, 0), result(None, None, 0), "ends equal to dense in its best trial"),
+        (result(100.0), result("diverged", None), "diverged in a final run"),
+        (result("diverged", None), result(100.0), "cannot be compared, because dense diverged"),
+        (result(100.0, validation=None), result(100.0), "cannot be compared, because dense has"),
+        (result(100.0), result(100.0, validation=None), "has no result, because no trial"),
+        (result(100.0), result(100.0, ratio=0.5), "seeds, at 2x more bytes."),
+        (result(100.0), result(100.0, ratio=1.01), "seeds, at as many bytes."),
+        (result(100.0), result(100.0, ratio=43_956.04), "at 43,956x fewer bytes."),
+        (result(100.0), result(100.0, ratio=None), "over 3 seeds."),
+    ],
+)
+def test_a_finding_claims_what_the_data_show(
+    storage: BaseStorage, dense: dict[str, Any], other: dict[str, Any], said: str
+) -> None:
+    _, studies = find_studies(storage)
+    rows = ({"method": "dense", **dense}, {"method": "topk", **other})
+    (finding,) = findings(studies, Table(tuple(rows[0]), rows))
+    assert finding.startswith("topk ")
+    assert said in finding

@@ -63,7 +63,15 @@ def test_every_method_has_a_study_with_as_many_trials_and_dense_comes_first(jour
     assert own["params"] == studies["topk"].best_params
     assert moved["params"] == {**own["params"], **best}
     assert own["test"] == pytest.approx((own["params"]["x"] - 0.3) ** 2 + 100)
-    assert [e.kind for e in shown] == ["trial"] * 12 + ["final"] * 5
+    assert [e.kind for e in shown] == ["plan"] + ["trial"] * 12 + ["final"] * 5
+    works = [event.workload for event in shown if event.workload is not None]
+    assert [work.done for work in works] == list(range(18))
+    assert {work.runs for work in works} == {17}
+    assert works[0].seconds is None
+    assert "4 trials, then 5 final runs" in shown[0].text
+    assert "unknown until the first trial has ended" in shown[0].text
+    assert works[-1].seconds == 0
+    assert all(work.seconds for work in works[1:-1])
     trial = best_trial(studies["topk"])
     assert trial is not None
     assert trial.user_attrs["ratio"] > 2

@@ -28,7 +28,7 @@ def test_methods_may_be_a_list_of_names(given: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"methods": "topk"}, "tune.methods: 'topk' has no keys; write some, such as topk: {}, or"),
+        ({"methods": "topk"}, "tune.methods: 'topk' has no keys. Write some, such as topk: {}, or"),
         ({"methods": [{"topk": {}}]}, "tune.methods: [{'topk': {}}] has no keys"),
         ({"methods": {"topk": 3}}, "tune.methods"),
         ({"space": "model.x"}, "tune.space"),
@@ -45,6 +45,6 @@ def test_other_shapes_are_refused_by_their_key(changes: dict[str, Any], said: st
 @pytest.mark.parametrize("given", ["abc", ["a"], 3])
 def test_a_section_without_keys_is_refused(section: str, given: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"^{section}: .* has no keys; write some, such as \w+: \w+\.$"
+        ValueError, match=rf"^{section}: .* has no keys. Write some, such as \w+: \w+\.$"
     ):
         load_experiment(sections() | {section: given})

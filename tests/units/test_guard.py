@@ -6,9 +6,10 @@ from torch import Tensor
 
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Reply, Request
+from lightning_gc.core.segments import Segments
 from lightning_gc.engine.error_buffers import Layouts
 from lightning_gc.engine.guard import Guard
-from lightning_gc.kernels.segments import Idle, Move, Segments
+from lightning_gc.kernels.segments import Idle, Move
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
 

@@ -14,13 +14,10 @@ from lightning_gc.kernels import dispatch
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.timeout(300)
-@pytest.mark.nightly
-def test_kernels_in_the_interpreter() -> None:
-    tests = ["tests/units/kernels", "-m", "nightly or not nightly"]
+def interpreted(*arguments: str) -> None:
+    """Run tests in Triton's interpreter, which must be chosen before triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -29,6 +26,28 @@ def test_kernels_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
     assert " passed" in done.stdout
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_buckets_in_the_interpreter() -> None:
+    interpreted("tests/units/kernels/test_buckets.py")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_launches_in_the_interpreter() -> None:
+    interpreted("tests/contracts/test_launches.py")
+
+
+@needs_triton
+@pytest.mark.timeout(900)
+@pytest.mark.nightly
+def test_kernels_in_the_interpreter() -> None:
+    interpreted("tests/units/kernels", "-m", "nightly or not nightly")
 
 
 def test_torch_runs_where_a_first_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:

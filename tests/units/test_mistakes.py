@@ -162,24 +162,25 @@ MISTAKES = [
     # strategies for the Trainer
     (
         "Trainer(strategy='compressed_ddp_top_k', devices=2, accelerator='cpu')",
-        "There is no strategy 'compressed_ddp_top_k'; did you mean strategy='compressed_ddp_topk'?",
+        "There is no strategy 'compressed_ddp_top_k'; did you mean "
+        "strategy='compressed_ddp_topk'? lightning-gc list compressors prints all methods.",
     ),
     ("Trainer(strategy='compressed_ddp_TopK', devices=2, accelerator='cpu')", None),  # is lowered
     (
         "Trainer(strategy='compressed_ddp_power_sgd', devices=2, accelerator='cpu')",
-        "There is no strategy 'compressed_ddp_power_sgd'; ...strategy='compressed_ddp_powersgd'?",
+        "There is no strategy 'compressed_ddp_power_sgd'; ...='compressed_ddp_powersgd'?...",
     ),
     (
         "Trainer(strategy='compressed_fsdp_qsdg', devices=2, accelerator='cpu')",
-        "There is no strategy 'compressed_fsdp_qsdg'; ...strategy='compressed_fsdp_qsgd'?",
+        "There is no strategy 'compressed_fsdp_qsdg'; ...strategy='compressed_fsdp_qsgd'?...",
     ),
     (
         "Trainer(strategy='local_step', devices=2, accelerator='cpu')",
-        "There is no strategy 'local_step'; did you mean strategy='local_steps'?",
+        "There is no strategy 'local_step'; did you mean strategy='local_steps'?...",
     ),
     (
         "Fabric(strategy='compressed_ddp_top_k', devices=2, accelerator='cpu')",
-        "There is no strategy 'compressed_ddp_top_k'; ...strategy='compressed_ddp_topk'?",
+        "There is no strategy 'compressed_ddp_top_k'; ...strategy='compressed_ddp_topk'?...",
     ),
     (
         "Trainer(strategy='ddp_spwan', devices=2, accelerator='cpu')",

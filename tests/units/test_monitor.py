@@ -4,18 +4,25 @@ import csv
 import logging
 import re
 import warnings
+from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data
 
 from lightning_gc import (
     QSGD,
@@ -36,8 +43,9 @@ from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedLocalStepsStrategy,
 )
 from lightning_gc.lightning.monitor.callback import level_figures
+from lightning_gc.lightning.monitor.dashboard import _flat
 from lightning_gc.lightning.monitor.totals import Totals, summary
-from tests.support.fitting import fit, unwarned
+from tests.support.fitting import Crashed, fit, unwarned
 from tests.support.models import Plain, common_batches
 
 
@@ -310,19 +318,172 @@ class Settled(Plain):
         self.save_hyperparameters()
 
 
+class Judged(Plain):
+    """Logs losses under names of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("own_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("held_out_loss", self.loss(batch, batch_idx))
+
+
+class JudgedBy(Judged):
+    """Validates by metrics that are not called a loss, and writes its own hyperparameters."""
+
+    def on_train_start(self) -> None:
+        board: Any = self.logger
+        board.log_hyperparams({"mine": 1.0}, {"score": 0.0})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.loss(batch, batch_idx))
+        self.log("speed", 1.0)
+
+
+def logged_run(
+    folder: Path,
+    made: Any = Judged,
+    workers: int = 2,
+    prefix: str = "",
+    callbacks: Sequence[Any] = (),
+    **options: Any,
+) -> EventAccumulator:
+    """Train two epochs of simulated workers and return what TensorBoard gets."""
+    compressor = PerParameter(TopK(0.1)) if "controller" in options else TopK(0.1)
+    logger = TensorBoardLogger(folder, name="", version="run", prefix=prefix)
+    settings: dict[str, Any] = {
+        "logger": logger,
+        "callbacks": [CompressionMonitor(), *callbacks],
+        "max_epochs": 2,
+        "log_every_n_steps": 2,
+    }
+    strategy = SimulatedDDPStrategy(compressor, workers=workers, **options)
+    with unwarned():
+        fit(strategy, made, lambda: common_batches(48, 4), common_batches(8, 4), **settings)
+    return EventAccumulator(str(folder / "run"), {"tensors": 0, "scalars": 0}).Reload()
+
+
+def texts(events: EventAccumulator, name: str = "summary") -> list[str]:
+    tag = f"compression/{name}/text_summary"
+    return [each.tensor_proto.string_val[0].decode() for each in events.Tensors(tag)]
+
+
+def charts(folder: Path) -> dict[str, dict[str, list[str]]]:
+    """Return patterns by title and page, read as the page Custom Scalars reads them."""
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(folder))
+    asked: Any = {"plugin_name": "custom_scalars", "experiment_id": "", "downsample": 1}
+    points = provider.read_tensors(RequestContext(), **asked)["run"][CONFIG_SUMMARY_TAG]
+    layout = Layout.FromString(points[0].numpy.item())
+    return {
+        page.title: {each.title: list(each.multiline.tag) for each in page.chart}
+        for page in layout.category
+    }
+
+
+@pytest.mark.parametrize("controller", [None, Schedule((0.5, 0.1))])
+def test_each_run_has_a_summary(controller: Any, tmp_path: Path) -> None:
+    options = {} if controller is None else {"controller": controller}
+    events = logged_run(tmp_path, **options)
+    first, *_, last = texts(events)
+    losses = {name: events.Scalars(name)[-1].value for name in ("own_loss_epoch", "held_out_loss")}
+    rows = dict(line.strip("| ").split(" | ") for line in last.splitlines()[4:])
+    assert rows["training"] == f"`own_loss_epoch` {losses['own_loss_epoch']:.4g}"
+    assert rows["validation"] == f"`held_out_loss` {losses['held_out_loss']:.4g}"
+    assert rows["run"] == "finished after 12 steps"
+    assert rows["memory"] == "`ErrorFeedback()`"
+    assert rows["scheme"] == "`AllGather()`"
+    assert rows["controller"].startswith("`Schedule(" if controller else "`None`")
+    said = r"Compression: .*TopK\(0\.\d\).* sent .* instead of .* per worker, .* times less\. "
+    assert re.match(said + r"Compressing would take \d+% of a step, messages and waiting ", last)
+    assert "in training after 2 steps" in first
+    assert "no metric with `loss` in its name has been logged" in first  # of validation
+
+
+def test_a_run_that_crashes_has_a_summary(tmp_path: Path) -> None:
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 11:
+                raise Crashed
+
+    events = logged_run(tmp_path, callbacks=[Fails()])
+    assert "stopped by Crashed after 11 steps" in texts(events)[-1]
+    assert "compression ratio: uncompressed over sent" in charts(tmp_path)["gradient compression"]
+
+
+@pytest.mark.parametrize("prefix", ["", "mine"])
+@pytest.mark.parametrize(
+    ("workers", "options", "expected"),
+    [
+        (2, {}, ["ratio: uncompressed", "bytes", "comput", "compress", "wait", "decod", "error n"]),
+        (1, {}, ["ratio: gradient", "comput", "compress", "wait", "decod", "error n"]),
+        (
+            2,
+            {"controller": Schedule((0.5, 0.1))},
+            ["ratio: unc", "bytes", "comput", "compress", "wait", "decod", "controller", "error n"],
+        ),
+    ],
+    ids=["two", "one", "controller"],
+)
+def test_charts_have_data_and_an_order(
+    workers: int, options: Any, expected: list[str], prefix: str, tmp_path: Path
+) -> None:
+    events = logged_run(tmp_path, workers=workers, prefix=prefix, **options)
+    (page,) = charts(tmp_path).values()
+    titles = list(page)
+    assert titles[0] == "did training suffer? own_loss_epoch, held_out_loss"
+    assert len(titles) == 1 + len(expected)
+    for title, part in zip(titles[1:], expected, strict=True):
+        assert part in title
+    for patterns in page.values():
+        for pattern in patterns:
+            assert any(re.match(pattern, tag) for tag in events.Tags()["scalars"]), pattern
+
+
+@pytest.mark.parametrize("moment", ["on_fit_start", "on_train_start", "on_train_end"])
+def test_a_users_own_charts_stay(moment: str, tmp_path: Path) -> None:
+    def lay_out(trainer: Any, module: Any) -> None:
+        layout = {"my page": {"mine": ["Multiline", ["score"]]}}
+        trainer.logger.experiment.add_custom_scalars(layout)
+
+    user = pl.Callback()
+    setattr(user, moment, lay_out)
+    logged_run(tmp_path, callbacks=[user])
+    pages = charts(tmp_path)
+    assert list(pages) == ["my page", "gradient compression"]
+    assert pages["my page"] == {"mine": ["score"]}
+    assert len(pages["gradient compression"]) == 8
+
+
+@pytest.mark.parametrize("monitored", [True, False])
+def test_what_a_callback_monitors_is_shown_like_a_loss(monitored: bool, tmp_path: Path) -> None:
+    stopping = EarlyStopping("score", check_on_train_epoch_end=False)
+    events = logged_run(tmp_path, JudgedBy, callbacks=[stopping] if monitored else [])
+    shown = "`score` " if monitored else "no metric with `loss` in its name has been logged"
+    assert f"| validation | {shown}" in texts(events)[-1]
+    title, *_ = charts(tmp_path)["gradient compression"]
+    assert title == "did training suffer? own_loss_epoch" + (", score" if monitored else "")
+
+
+def test_hyperparameters_that_the_user_writes_are_shown(tmp_path: Path) -> None:
+    logged_run(tmp_path, JudgedBy)
+    [shown] = shown_by_tensorboard(tmp_path)
+    assert hparams_in(shown) == {"mine": 1.0}
+    assert [each.name.tag for each in shown.metric_values] == ["score"]
+
+
 @pytest.mark.parametrize("made", [Settled, Plain])
 def test_tensorboard_shows_the_models_hparams_too(made: type[Plain], tmp_path: Path) -> None:
     """As its HPARAMS page reads them: of several records of a run, the first."""
-    strategy = SimulatedDDPStrategy(TopK(0.1), workers=2, controller=Schedule((0.5, 0.1)))
-    logger = TensorBoardLogger(tmp_path, name="", version="run")
-    with unwarned():
-        settings: dict[str, Any] = {"logger": logger, "callbacks": [CompressionMonitor()]}
-        fit(strategy, made, lambda: common_batches(16, 4), **settings)
-    [shown] = shown_by_tensorboard(tmp_path)
+    logged_run(tmp_path, made, controller=Schedule((0.5, 0.1)))
+    [group] = shown_by_tensorboard(tmp_path)
+    shown = hparams_in(group)
     assert shown.pop("gc/network").startswith("NetworkModel(")
     own = {"rate": 0.02, "width": 40.0} if made is Settled else {}
     assert shown == own | {
-        "gc/compressor": "TopK(0.1)",
+        "gc/compressor": "PerParameter(TopK(0.1))",
         "gc/memory": "ErrorFeedback()",
         "gc/scheme": "AllGather()",
         "gc/controller": "Schedule(levels=(0.5, 0.1))",
@@ -331,8 +492,45 @@ def test_tensorboard_shows_the_models_hparams_too(made: type[Plain], tmp_path: P
     }
 
 
-def shown_by_tensorboard(folder: Path) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each run, by the code behind TensorBoard's HPARAMS page."""
+@pytest.mark.parametrize("monitored", [True, False])
+def test_runs_can_be_sorted_by_the_validation_loss(monitored: bool, tmp_path: Path) -> None:
+    callbacks = [EarlyStopping("held_out_loss")] if monitored else []
+    events = logged_run(tmp_path, callbacks=callbacks)
+    [group] = shown_by_tensorboard(tmp_path)
+    values = {each.name.tag: each.value for each in group.metric_values}
+    assert values["compression/validation_loss"] == events.Scalars("held_out_loss")[-1].value
+    assert values["compression/total_ratio"] > 1
+    metadata = events.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    experiment = parse_experiment_plugin_data(metadata)
+    names = [each.display_name for each in experiment.metric_infos]
+    loss = "held_out_loss" if monitored else "validation loss"
+    assert names[:3] == [loss, "compression ratio", "seconds per step"]
+    assert "compressor" in [each.display_name for each in experiment.hparam_infos]
+
+
+def test_a_fast_dev_run_writes_to_dummies(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"logger": TensorBoardLogger(tmp_path), "fast_dev_run": True}
+    strategy = SimulatedDDPStrategy(TopK(0.1), workers=2)
+    with unwarned():
+        callbacks = [CompressionMonitor()]
+        fit(strategy, Judged, lambda: common_batches(48, 4), callbacks=callbacks, **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nested_hyperparameters_are_flat() -> None:
+    nested = {"a": {"b": 1}, "c": [{"d": 2}], "e": Namespace(f=None), "g": TopK(0.1).traits}
+    flat = _flat(nested)
+    assert flat.items() >= {"a/b": 1, "c/0/d": 2, "e/f": "None"}.items()
+    assert any(name.startswith("g/") for name in flat)
+
+
+def hparams_in(group: Any) -> dict[str, Any]:
+    values = group.hparams.items()
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in values}
+
+
+def shown_by_tensorboard(folder: Path) -> list[Any]:
+    """Return the runs with hyperparameters and metrics, by the code behind the page HPARAMS."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
     provider = MultiplexerDataProvider(multiplexer, str(folder))
     context = backend_context.Context(TBContext(data_provider=provider))
@@ -340,8 +538,4 @@ def shown_by_tensorboard(folder: Path) -> list[dict[str, Any]]:
         start_index=0, slice_size=9, allowed_statuses=range(4), include_metrics=True
     )
     asked = RequestContext(), context, "", request
-    answer = list_session_groups.Handler(*asked).run()
-    return [
-        {name: getattr(value, value.WhichOneof("kind")) for name, value in each.hparams.items()}
-        for each in answer.session_groups
-    ]
+    return list(list_session_groups.Handler(*asked).run().session_groups)

@@ -114,7 +114,8 @@ def test_one_strategy_object_in_two_trainers(accelerator: str) -> None:
 
 
 def test_unknown_strategy_name() -> None:
-    with pytest.raises(ValueError, match="compressed_ddp_topkk"):
+    said = r"did you mean strategy='compressed_ddp_topk'\?.*lightning-gc list compressors"
+    with pytest.raises(ValueError, match=said):
         quiet_trainer("compressed_ddp_topkk", devices=2)
 
 

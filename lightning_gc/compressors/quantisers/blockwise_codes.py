@@ -5,17 +5,33 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Contraction, Knob, Traits, Variance
+from lightning_gc.compressors.base import (
+    Codec,
+    CodecScheme,
+    Contraction,
+    JointCodec,
+    Knob,
+    Part,
+    Shards,
+    Traits,
+    Variance,
+    in_row,
+)
 from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.kernels.dispatch import compiled, fused
 from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise
+
+if TYPE_CHECKING:
+    from lightning_gc.kernels.gpu.levels import Table
+    from lightning_gc.kernels.host.levels import Table as HostTable
 
 BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))
 """Block sizes worth trying, of any quantiser."""
@@ -148,6 +164,13 @@ class BlockwiseLevels(Codec):
         if self.norm not in ("max", "l2"):
             raise ValueError(f"{name}(norm={self.norm!r}): use 'max' or 'l2'.")
 
+    @property
+    def joint_kind(self) -> Hashable:
+        return self
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        return JointLevels(parts)
+
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         size = self._block_size(buffer.numel())
         norms = self._norms(buffer, size)  # (b,) float32
@@ -194,6 +217,101 @@ class BlockwiseLevels(Codec):
         others = max(0, d - 1)
         share = d / (4 * s**2) if self.norm == "l2" else others / (4 * s**2 + others)
         return Contraction(max(0.0, 1 - (math.sqrt(share) + _ROUNDING) ** 2))
+
+
+class JointLevels(JointCodec):
+    """Encode parts of a bucket by ``BlockwiseLevels``, in kernels of whole buckets.
+
+    The norm ``"l2"`` is left to torch: its last bit depends on the order of a sum.
+    """
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        joint = "no" if scheme is None else scheme.joint(bucket.workers)
+        return joint != "no" and self._in_kernels(buffer)
+
+    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
+        if not self._in_kernels(buffer):
+            return None
+        row = JointLevels(in_row(self.parts, bucket.workers))
+        return _Shards(self, row, self._table(buffer.device, bucket.workers), bucket, buffer)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        if self._in_kernels(buffer):
+            (payload,) = self._table(buffer.device, 1).encode(buffer, bucket)
+            return payload
+        if not self._compiled(buffer):
+            return super().encode(buffer, bucket)
+        seeds = None
+        if self.codec.rounding == "stochastic":
+            names = (part.name for part in self.parts)
+            seeds = [bucket.generator_seed(shared=False, name=name) for name in names]
+        return self._host_table.encode(buffer, seeds)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        if self._in_kernels(out):
+            self.check(payloads, bucket, averaged=averaged)
+            self._table(out.device, 1).average(payloads, out, bucket.pending)
+            return
+        if self._compiled(out):
+            self.check(payloads, bucket, averaged=averaged)
+            if self._host_table.add(payloads, out, 1 / len(payloads), fresh=True):
+                return
+        # The reference says which worker has sent a code that no encoder makes.
+        super().receive_all(payloads, out, bucket, averaged=averaged)
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        if not self._compiled(out) or not self._host_table.add([payload], out, scale, fresh=False):
+            super().decode(payload, out, scale, bucket)
+
+    def _in_kernels(self, flat: Tensor) -> bool:
+        return self.codec.norm == "max" and fused(flat)
+
+    def _compiled(self, flat: Tensor) -> bool:
+        return self.codec.norm == "max" and self.codec.bits <= 8 and compiled(flat)
+
+    @functools.cached_property
+    def _host_table(self) -> HostTable:
+        from lightning_gc.kernels.host import levels
+
+        spans = [(part.start, part.stop) for part in self.parts]
+        return levels.Table(spans, self.codec.bits, self.codec.block_size)
+
+    @functools.cached_property
+    def _table(self) -> Callable[[torch.device, int], Table]:
+        from lightning_gc.kernels.gpu import levels
+
+        parts = [(part.name, part.place, part.start, part.stop) for part in self.parts]
+        settings = self.codec.bits, self.codec.block_size, self.codec.rounding == "nearest"
+        return functools.cache(
+            lambda device, shards: levels.Table(parts, *settings, device, shards)
+        )
+
+
+@dataclass
+class _Shards:
+    """Implements ``Shards`` by kernels. ``row`` has the format of a payload."""
+
+    codec: JointLevels
+    row: JointLevels
+    table: Table
+    bucket: Bucket
+    buffer: Tensor
+
+    def encode(self) -> Sequence[Payload]:
+        payloads = self.table.encode(self.buffer, self.bucket)
+        elements = self.codec.elements(self.bucket.numel)
+        self.bucket.tally.count(elements, elements, [t for payload in payloads for t in payload])
+        return payloads
+
+    def encode_mean(self, payloads: Sequence[Payload]) -> Payload:
+        self.row.check(payloads, self.bucket)
+        return self.table.again(payloads, self.buffer, self.bucket.again())
+
+    def decode(self, payloads: Sequence[Payload], out: Tensor) -> None:
+        self.row.check(payloads, self.bucket)
+        self.table.average(payloads, out, self.bucket.pending)
 
 
 class LookupTable:

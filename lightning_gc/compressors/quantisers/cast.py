@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Contraction, Traits
+from lightning_gc.compressors.base import Codec, CodecScheme, Contraction, Traits
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire
+from lightning_gc.kernels.dispatch import compiled, family, fused
 from lightning_gc.kernels.quantise import add_bfloat16, round_to_bfloat16
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _kernels(tensor: Tensor) -> Any:
+    return family("casts", tensor)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,14 @@ class Cast(Codec):
             raise ValueError(f"Cast(dtype={self.dtype!r}): use 'bfloat16' or 'float16'.")
         object.__setattr__(self, "dtype", name)
 
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        one_round = scheme is not None and scheme.joint(bucket.workers) == "parts"
+        return one_round and (fused(buffer) or (self.dtype == "bfloat16" and compiled(buffer)))
+
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        if bucket.pending is not None:
+            payload: Payload = _kernels(buffer).encode(buffer, _TYPES[self.dtype], bucket.pending)
+            return payload
         if self.dtype == "bfloat16":
             return (round_to_bfloat16(buffer),)
         largest = torch.finfo(torch.float16).max
@@ -61,6 +74,15 @@ class Cast(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         add_bfloat16(out, payload[0], scale)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        if bucket.pending is None:
+            super().receive_all(payloads, out, bucket, averaged=averaged)
+            return
+        self.check(payloads, bucket, averaged=averaged)
+        _kernels(out).average([values for (values,) in payloads], out, bucket.pending)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1 − 2⁻¹⁶ for bfloat16; 0 for float16, which may round all to zero."""

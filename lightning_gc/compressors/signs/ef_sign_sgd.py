@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Contraction, Traits
+from lightning_gc.compressors.base import Contraction, Traits
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.core import Bucket, Field, Payload, Wire
+from lightning_gc.kernels.signs import mean
 
 
 @dataclass(frozen=True)
-class EFSignSGD(Codec):
+class EFSignSGD(sign_payload.TwoLevels):
     """Send each element's sign times the mean magnitude of the tensor; keep the rest as the error.
 
     ``C(x) = ‖x‖₁/d · sign(x)``, with ``sign(0) = +1``. Unlike signs alone it converges as SGD does.
@@ -32,9 +33,10 @@ class EFSignSGD(Codec):
     """
 
     traits = Traits(kind="quantiser")
+    split = False
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        scale = sign_payload.mean(buffer.abs(), buffer.numel())
+        scale = mean(buffer.abs(), buffer.numel())
         return sign_payload.take(buffer, torch.stack([-scale, scale])), scale.view(1)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Contraction, Traits
+from lightning_gc.compressors.base import Contraction, Traits
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.core import Bucket, Field, Payload, Wire
+from lightning_gc.kernels.signs import mean
 
 
 @dataclass(frozen=True)
-class OneBitSGD(Codec):
+class OneBitSGD(sign_payload.TwoLevels):
     """Send one bit an element, and the means of the negative and of the other elements.
 
     ``C(x)_i = mean{x_j : x_j ≥ 0}`` if ``x_i ≥ 0``, else ``mean{x_j : x_j < 0}``. The paper has two
@@ -32,11 +33,12 @@ class OneBitSGD(Codec):
     """
 
     traits = Traits(kind="quantiser")
+    split = True
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         negative = (buffer < 0).sum()
-        below = sign_payload.mean(buffer.clamp(max=0), negative)
-        above = sign_payload.mean(buffer.clamp(min=0), buffer.numel() - negative)
+        below = mean(buffer.clamp(max=0), negative)
+        above = mean(buffer.clamp(min=0), buffer.numel() - negative)
         means = torch.stack([below, above])
         return sign_payload.take(buffer, means), means
 

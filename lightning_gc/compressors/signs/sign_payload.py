@@ -2,20 +2,96 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.base import Codec, CodecScheme, JointCodec, Part, absorbed
 from lightning_gc.compressors.sparsifiers import sparse_codec
-from lightning_gc.core import Field, Payload, Wire, elias_fano, payload_validation
+from lightning_gc.core import Bucket, Field, Payload, Wire, elias_fano, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.kernels import signs
 from lightning_gc.kernels.accumulate import accumulate
+from lightning_gc.kernels.dispatch import compiled
 
 
-def mean(parts: Tensor, count: int | Tensor) -> Tensor:
-    """Return the mean of ``count`` numbers, 0-dim float32; 0 of none."""
-    number = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
-    # Divided before they are added: 1e30 times a million elements would be infinite.
-    return (parts / number).sum().float()
+class TwoLevels(Codec):
+    """Send a bit per element and the levels of its two values: (signs, means).
+
+    ``kernels.signs`` says in which order means are added.
+
+    Attributes:
+        split: whether the two levels are separate means. Otherwise they are ±the mean magnitude.
+    """
+
+    split: bool
+
+    @property
+    def joint_kind(self) -> Hashable:
+        return self
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        return JointSigns(parts)
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
+class JointSigns(JointCodec):
+    """Encode and decode all parts of a bucket at once, in kernels where there are some."""
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        return absorbed(bucket, buffer, scheme)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        split = self.codec.split
+        if bucket.pending is not None:
+            from lightning_gc.kernels.gpu import signs as gpu
+
+            table, means = self._table(buffer.device), len(self.parts) * (1 + split)
+            return gpu.encode(buffer, table, self._nbytes, means, split, bucket.pending)
+        if compiled(buffer):
+            from lightning_gc.kernels.host import signs as host
+
+            return host.encode(buffer, self._places, self._nbytes, split)
+        return super().encode(buffer, bucket)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        if bucket.pending is not None:
+            from lightning_gc.kernels.gpu import signs as gpu
+
+            self.check(payloads, bucket)
+            table = self._table(out.device)
+            gpu.average(payloads, out, table, self.codec.split, bucket.pending)
+        elif compiled(out):
+            from lightning_gc.kernels.host import signs as host
+
+            self.check(payloads, bucket)
+            host.average(payloads, out, self._places, self.codec.split)
+        else:
+            super().receive_all(payloads, out, bucket, averaged=averaged)
+
+    @functools.cached_property
+    def _table(self) -> Callable[[torch.device], Tensor]:
+        places = [(part.place, part.start, part.stop) for part in self.parts]
+        return functools.cache(lambda device: signs.table_of(places, device))
+
+    @functools.cached_property
+    def _places(self) -> np.ndarray[Any, Any]:
+        """First element, end and first byte of each part, ``(n, 3)`` int64."""
+        ends = np.cumsum([0, *(packed_bytes(part.numel, 1) for part in self.parts)])
+        spans = [(part.start, part.stop) for part in self.parts]
+        return np.column_stack([np.array(spans), ends[:-1]]).astype(np.int64)
+
+    @functools.cached_property
+    def _nbytes(self) -> int:
+        """Bytes of all signs."""
+        return sum(packed_bytes(part.numel, 1) for part in self.parts)
 
 
 def take(buffer: Tensor, levels: Tensor) -> Tensor:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import AbsoluteError, Knob, Traits, Waits
+from lightning_gc.compressors.base import AbsoluteError, Codec, Knob, Part, Traits, Waits
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
-from lightning_gc.core import Bucket, Payload, Range, elias_fano
-from lightning_gc.kernels.dispatch import fused
-from lightning_gc.kernels.select import select
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, TableSelection
+from lightning_gc.core import Bucket, Range
+from lightning_gc.kernels.sparse import Row, Selection, bits_of
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,17 @@ class HardThreshold(SparseCodec):
                 f"must be a finite number of at least 0; use 0.01, say."
             )
 
-    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Take elements at or above the threshold. On CUDA the host waits for their number."""
-        if fused(buffer):
-            values, found = select(buffer, self.threshold)
-            return values, elias_fano.encode(found, buffer.numel())
-        return super().encode(buffer, bucket)
-
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         return topk_selection.reaching(buffer, self.threshold)
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        if any(type(part.codec) is not HardThreshold for part in parts):
+            return super().join(parts)
+        rows = [
+            Row(part.place, part.start, part.stop, part.numel, limit=bits_of(part.codec.threshold))
+            for part in parts
+        ]
+        return TableSelection(parts, Selection("reaching", tuple(rows)))
 
     def bound(self, numel: int) -> AbsoluteError:
         """Return v = λ·√numel."""

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import abc
-from typing import Literal
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec
-from lightning_gc.core import Bucket, Field, Payload, Wire, elias_fano, payload_validation
+from lightning_gc.compressors.base import (
+    Codec,
+    CodecScheme,
+    Contraction,
+    Part,
+    Traits,
+    absorbed,
+    clear_parts,
+    limits_of,
+)
+from lightning_gc.core import (
+    Bucket,
+    Field,
+    Flow,
+    Gather,
+    Payload,
+    Wire,
+    elias_fano,
+    payload_validation,
+)
+from lightning_gc.core.message import evenly
 from lightning_gc.kernels.accumulate import accumulate
+from lightning_gc.kernels.dispatch import compiled, fused
+from lightning_gc.kernels.sparse import Selection
 
 Varies = Literal["no", "step", "worker"]
+Counts = tuple[Tensor, int]
+"""A number of the first worker, and the distance in elements to the next worker's."""
 
 
 class SparseCodec(Codec):
@@ -37,6 +62,13 @@ class SparseCodec(Codec):
     def sent_dtype(self) -> torch.dtype:
         """The dtype of sent values; the rounding error stays in the error."""
         return torch.float32
+
+    @property
+    def joint_kind(self) -> Hashable:
+        return (SparseCodec, self.sent_dtype) if self.joins else None
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        return JointSelection(parts)
 
     @abc.abstractmethod
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
@@ -70,6 +102,198 @@ class SparseCodec(Codec):
         return payload[0].numel()
 
 
+class Counted(Protocol):
+    """Chosen elements whose number is known, to the device if not to the host.
+
+    Attributes:
+        number: the payload (number of elements,), int32.
+    """
+
+    @property
+    def number(self) -> Payload: ...
+
+    def encode(self, lengths: Sequence[tuple[int, int]], worker: int) -> Payload:
+        """Return the payload (values, coded positions) of this worker.
+
+        ``lengths`` are those of all workers' payloads.
+        """
+
+
+class Encoded(NamedTuple):
+    """A payload that was encoded before the other workers' lengths were known."""
+
+    payload: Payload
+
+    @property
+    def number(self) -> Payload:
+        device = self.payload[0].device
+        # From pinned memory, or the host would wait for a GPU.
+        number = torch.tensor(
+            [self.payload[0].numel()],
+            dtype=torch.int32,
+            device="cpu",
+            pin_memory=device.type == "cuda",
+        )
+        return (number.to(device, non_blocking=True),)
+
+    def encode(self, lengths: Sequence[tuple[int, int]], worker: int) -> Payload:
+        return self.payload
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
+class JointSelection(SparseCodec):
+    """Choose elements in each part by the part's codec, and send one payload for all parts.
+
+    The elements and their mean are the same as with separate payloads. Coding, checking and adding
+    cost once per bucket, not once per parameter. If the number of elements depends on values,
+    workers gather it first. The lengths of all payloads then are known, and are not sent.
+
+    Args:
+        parts: ascending; other elements of the bucket are not changed.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def traits(self) -> Traits:
+        return self.parts[0].codec.traits  # type: ignore[no-any-return]
+
+    @property
+    def ragged(self) -> bool:
+        return any(part.codec.ragged for part in self.parts)
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        return self.parts[0].codec.sent_dtype  # type: ignore[no-any-return]
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
+        if not self.ragged or scheme is None or scheme.joint(bucket.workers) != "parts":
+            yield from super().flow(bucket, buffer, out, scheme)
+            return
+        counted, numel = self.count(buffer, bucket), buffer.numel()
+        replies = yield Gather(counted.number)
+        counts = evenly([reply[0] for reply in replies])
+        numbers = self._read(counts, bucket)
+        lengths = [(number, elias_fano.coded_bytes(number, numel)) for number in numbers]
+        payload = counted.encode(lengths, bucket.worker)
+        if bucket.pending is not None:  # else it has been noted
+            self.note(payload, numel, bucket)
+        payloads = yield Gather(payload, limits_of(self, numel), lengths)
+        if bucket.wanted:
+            self.receive_counted(payloads, counts, out, bucket)
+
+    def count(self, buffer: Tensor, bucket: Bucket) -> Counted:
+        """Choose the elements, and return their number; they may still be in ``buffer``."""
+        return Encoded(self.send(buffer, bucket))
+
+    def receive_counted(
+        self, payloads: Sequence[Payload], counts: Counts | None, out: Tensor, bucket: Bucket
+    ) -> None:
+        """Do as ``receive_all``; ``counts`` are all workers' numbers of elements."""
+        self.receive_all(payloads, out, bucket)
+
+    def _read(self, counts: Counts, bucket: Bucket) -> list[int]:
+        """Return all workers' numbers of elements. The host waits once."""
+        first, apart = counts
+        numbers: list[int] = torch.as_strided(first, (bucket.workers,), (apart,)).tolist()
+        most = self.most(bucket.numel)
+        for sender, number in enumerate(numbers):
+            if not 0 <= number <= most:
+                with payload_validation.naming(self, bucket, sender):
+                    raise ValueError(
+                        f"It announces {number:,} elements, but at most {most:,} are possible; it "
+                        f"is damaged, or its sender has another configuration."
+                    )
+        return numbers
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        found = []
+        for part in self.parts:
+            inner = bucket.part(part.name, part.start, part.stop)
+            chosen = part.codec.choose(buffer[part.start : part.stop], inner)
+            found.append(chosen.add_(part.start))
+        return torch.cat(found)
+
+    def most(self, numel: int) -> int:
+        return sum(part.codec.most(part.numel) for part in self.parts)
+
+    def elements(self, numel: int) -> int:
+        return sum(part.numel for part in self.parts)
+
+    def clear(self, out: Tensor) -> None:
+        clear_parts(self.parts, out)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 0; each part keeps its codec's bound."""
+        return Contraction(0.0)
+
+    def __repr__(self) -> str:
+        return f"PerParameter({self.parts[0].codec!r})"
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
+class TableSelection(JointSelection):
+    """Choose elements by kernels of whole buckets; without kernels as ``JointSelection`` does.
+
+    On a GPU with a ragged payload, workers gather their numbers of elements first. All are read at
+    once, so the host waits once per bucket.
+
+    Args:
+        parts: as there.
+        selection: with a row for each part.
+    """
+
+    selection: Selection
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        return absorbed(bucket, buffer, scheme)
+
+    def count(self, buffer: Tensor, bucket: Bucket) -> Counted:
+        if bucket.pending is None:
+            return super().count(buffer, bucket)
+        from lightning_gc.kernels.gpu import sparse
+
+        of = self.selection, self.sent_dtype, bucket.step, bucket.pending
+        return sparse.count(buffer, *of)
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        if compiled(buffer):
+            from lightning_gc.kernels.host import sparse
+
+            return sparse.choose(buffer, self.selection, bucket.step)
+        return super().choose(buffer, bucket)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        if fused(buffer) and not self.ragged:
+            from lightning_gc.kernels.gpu import sparse
+
+            return sparse.encode(buffer, self.selection, self.sent_dtype, bucket.pending)
+        if compiled(buffer) and self.sent_dtype == buffer.dtype:
+            from lightning_gc.kernels.host import sparse as host
+
+            return host.encode(buffer, self.selection, bucket.step)
+        return super().encode(buffer, bucket)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        if bucket.pending is None:
+            super().receive_all(payloads, out, bucket, averaged=averaged)
+        else:
+            self.receive_counted(payloads, None, out, bucket)
+
+    def receive_counted(
+        self, payloads: Sequence[Payload], counts: Counts | None, out: Tensor, bucket: Bucket
+    ) -> None:
+        if bucket.pending is None:
+            super().receive_counted(payloads, counts, out, bucket)
+            return
+        from lightning_gc.kernels.gpu import sparse
+
+        self.check(payloads, bucket)
+        sparse.average(payloads, counts, out, self.selection, bucket.pending)
+
+
 def wire(most: int, numel: int, varies: Varies, dtype: torch.dtype = torch.float32) -> Wire:
     """Return the format of ``take``: ``most`` of ``numel`` elements, or fewer if it varies."""
     return (Field("values", dtype, most, varies), positions_field(most, numel, varies))
@@ -88,15 +312,30 @@ def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> P
 
     With a narrower ``dtype`` for values, what rounding leaves of them stays in ``buffer``.
     """
-    values = buffer[indices]  # (k,) buffer.dtype
-    if dtype is None or dtype == buffer.dtype:
-        buffer.index_fill_(0, indices, 0)
+    narrow = dtype is not None and dtype != buffer.dtype
+    if compiled(buffer):
+        from lightning_gc.kernels.host import sparse
+
+        values = sparse.take(buffer, indices)  # (k,) buffer.dtype
+        if narrow:
+            values, left = _narrowed(values, dtype)
+            sparse.put(buffer, indices, left)
+        return values, sparse.code(indices, buffer.numel())
+    values = buffer[indices]
+    if narrow:
+        values, buffer[indices] = _narrowed(values, dtype)
     else:
-        whole, most = values, torch.finfo(dtype).max
-        # A finite value must not become infinite by rounding up, step after step.
-        values = torch.where(whole.isfinite(), whole.clamp(-most, most), whole).to(dtype)
-        buffer[indices] = whole - values.to(buffer.dtype)
+        buffer.index_fill_(0, indices, 0)
     return values, elias_fano.encode(indices, buffer.numel())
+
+
+def _narrowed(whole: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Return values in fewer bits, and what rounding leaves."""
+    assert dtype is not None
+    most = torch.finfo(dtype).max
+    # A finite value must not become infinite by rounding up, step after step.
+    values = torch.where(whole.isfinite(), whole.clamp(-most, most), whole).to(dtype)
+    return values, whole - values.to(whole.dtype)
 
 
 def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
@@ -108,6 +347,12 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
     values, coded = payload
     chosen = values.numel()
     payload_validation.lengths(payload, chosen, elias_fano.coded_bytes(chosen, numel))
+    if compiled(values):
+        from lightning_gc.kernels.host import sparse
+
+        positions = sparse.places(coded, chosen, numel)
+        if positions is not None:
+            return positions, values
     found = elias_fano.decode(coded, chosen, numel, payload_validation.on_host(coded))
     return payload_validation.positions(found, values, numel)
 

@@ -8,11 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Contraction, Waits
+from lightning_gc.compressors.base import Codec, Contraction, Part, Waits
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, TableSelection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket
+from lightning_gc.kernels.sparse import Row, Rule, Selection
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROUNDING = 2.0**-8  # of bfloat16, relative
@@ -88,6 +89,23 @@ class TopK(DensitySparsifier, SparseCodec):
         if self.selection == "sampled":
             return topk_selection.about_largest(buffer, k, bucket.step)
         return topk_selection.largest(buffer, k)
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        if any(type(part.codec) is not TopK for part in parts):
+            return super().join(parts)
+        rule: Rule = "sampled" if self.ragged else "largest"
+        return TableSelection(
+            parts, Selection(rule, tuple(part.codec._row(part) for part in parts))
+        )
+
+    def _row(self, part: Part) -> Row:
+        k = self.most(part.numel)
+        row = Row(part.place, part.start, part.stop, k)
+        if not self.ragged:
+            return row
+        apart = topk_selection.stride(k, part.numel)
+        least = topk_selection.enough(k)
+        return row._replace(apart=apart, rank=topk_selection.rank(k, part.numel), least=least)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = k / numel, less rounding; reached when all magnitudes are equal.

@@ -7,6 +7,7 @@ million elements.
 from __future__ import annotations
 
 import abc
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.core import Bucket, Range, payload_validation
 from lightning_gc.kernels import select
 from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.sparse import CORRECTIONS, FACTOR
 
 _SMALL = 1 << 14  # up to this many elements torch finds the largest faster than a sample is drawn
 _PIECE = 1 << 16  # elements: 256 KB, so that a piece and what is made of it stay in the cache
@@ -60,54 +62,65 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
 def largest(buffer: Tensor, k: int) -> Tensor:
     """Return the ascending positions of the k elements of greatest magnitude.
 
-    On the host a sample gives a threshold that somewhat more than k elements reach, and the k
-    largest are sought among those. Of equal ones the first are taken, unless ``topk`` is used.
+    NaN is greater than all, and of equal magnitudes the first are taken. On the host a sample gives
+    a threshold that somewhat more than k elements reach, and the k largest are sought among those.
     """
-    if _on_host(buffer) and buffer.numel() <= _SMALL:
-        return _by_torch(buffer, k)
-    # An odd distance, or in a matrix with an even row length the sample is from half the columns.
-    hits = min(max(k // _CANDIDATES, _HITS[0]), _HITS[1])
-    wanted = min(hits * buffer.numel() // max(k, 1), 1 << 17)
-    sample = buffer[:: (buffer.numel() // max(wanted, 1)) | 1].abs()
-    expected = sample.numel() * k / max(buffer.numel(), 1)
-    rank = int(1.05 * expected + 4 * expected**0.5) + 1
-    if _on_host(buffer) and rank < sample.numel() // 4:
-        found = reaching(buffer, kth_largest(sample, rank))
-        if k <= found.numel() < buffer.numel() // 2:
-            return best(buffer, found, k)
-    return _by_torch(buffer, k)
-
-
-def _by_torch(buffer: Tensor, k: int) -> Tensor:
-    return torch.topk(buffer.abs(), k, sorted=False).indices.sort().values
+    if _on_host(buffer) and buffer.numel() > _SMALL:
+        # An odd distance, or in a matrix with an even row length the sample is from half the
+        # columns.
+        hits = min(max(k // _CANDIDATES, _HITS[0]), _HITS[1])
+        wanted = min(hits * buffer.numel() // max(k, 1), 1 << 17)
+        sample = buffer[:: (buffer.numel() // max(wanted, 1)) | 1].abs()
+        expected = sample.numel() * k / max(buffer.numel(), 1)
+        rank = int(1.05 * expected + 4 * expected**0.5) + 1
+        if rank < sample.numel() // 4:
+            found = reaching(buffer, kth_largest(sample, rank))
+            if k <= found.numel() < buffer.numel() // 2:
+                return best(buffer, found, k)
+    chosen = _first_of_largest(magnitude_bits(buffer), k)
+    if payload_validation.on_host(chosen):
+        return chosen.nonzero().view(-1)
+    order = torch.arange(1, k + 1, dtype=torch.int32, device=buffer.device)
+    return torch.searchsorted(chosen.cumsum(0, dtype=torch.int32), order)
 
 
 def best(buffer: Tensor, found: Tensor, k: int) -> Tensor:
     """Return the k of the ascending positions ``found`` with the greatest magnitudes."""
-    if found.numel() <= k:
-        return found
-    magnitudes = buffer[found].abs()
-    if not k or not _on_host(buffer):
-        return found[torch.topk(magnitudes, k, sorted=False).indices.sort().values]
-    magnitudes.nan_to_num_(torch.inf, torch.inf)  # larger than all, as topk has it
-    limit = kth_largest(magnitudes, k)
-    keep = magnitudes > limit
-    as_large = (magnitudes == limit).nonzero().view(-1)
-    keep[as_large[: k - int(keep.count_nonzero())]] = True
-    return found[keep]
+    return found if found.numel() <= k else found[largest(buffer[found], k)]
+
+
+def _first_of_largest(bits: Tensor, k: int) -> Tensor:
+    """Return a mask of the k largest of ``(n,)`` numbers; of equal ones the first."""
+    if not k:
+        return torch.zeros_like(bits, dtype=torch.bool)
+    if payload_validation.on_host(bits):
+        limit: Any = _kth(bits.numpy(), k)
+    else:
+        limit = torch.topk(bits, k, sorted=False).values.amin()
+    above, equal = bits > limit, bits == limit
+    first = equal.cumsum(0, dtype=torch.int32) <= k - above.sum()
+    return torch.logical_or(above, equal & first)
+
+
+def magnitude_bits(buffer: Tensor) -> Tensor:
+    """Return magnitudes as whole numbers of the same order; NaN is above infinity."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[buffer.element_size()]
+    return buffer.contiguous().view(kind) & torch.iinfo(kind).max
 
 
 def kth_largest(magnitudes: Tensor, k: int) -> Tensor:
     """Return the k-th largest of ``(n,)`` magnitudes, 0-dim; NaN is larger than all, as in topk."""
     if not _on_host(magnitudes):
         return torch.topk(magnitudes, k, sorted=False).values.min()
-    numbers = magnitudes.numpy()
+    return magnitudes.new_tensor(float(_kth(magnitudes.numpy(), k)))
+
+
+def _kth(numbers: Any, k: int) -> Any:
+    """Return the k-th largest of numbers that are not negative; 0 if there are fewer."""
     if 2 * np.count_nonzero(numbers) < len(numbers):  # many equal numbers are slow to part
         numbers = numbers[numbers != 0]
     place = len(numbers) - k
-    return magnitudes.new_tensor(
-        float(np.partition(numbers, place)[place]) if 0 <= place < len(numbers) else 0.0
-    )
+    return np.partition(numbers, place)[place] if 0 <= place < len(numbers) else 0
 
 
 def smallest(buffer: Tensor) -> float:
@@ -199,15 +212,13 @@ def reached(magnitudes: Tensor, threshold: Tensor) -> Tensor:
 
 
 HITS = 256  # elements of the sample that are expected to be among the k largest
-CORRECTIONS = 4  # how often the threshold is lowered at most, each time by a pass over the tensor
-FACTOR = 0.8  # by what it is lowered, and the share of k below which too few elements reach it
 
 
 def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:
     """Return the ascending positions of the c largest magnitudes, zeros excluded, for some c ≤ k.
 
     c is at least ``rank(k, numel)``, but for zeros; and at least 0.8·k if the sample is like the
-    tensor. For an accelerator the host waits once, or three times if too few reach the threshold.
+    tensor. For an accelerator the host waits once.
     Every ``stride(k, numel)``-th element is in the sample; the first one moves by one
     with every ``step``.
     """
@@ -217,27 +228,26 @@ def about_largest(buffer: Tensor, k: int, step: int) -> Tensor:
     sample = buffer[step % apart :: apart].abs()
     lowest = smallest(buffer)
     reached = kth_largest(sample, rank(k, buffer.numel()))
-    threshold = reached.clamp_min(lowest)  # NaN stays NaN, which all elements reach
-    found = reaching(buffer, threshold)
-    free = payload_validation.on_host(buffer)  # to look: for an accelerator the host waits
-    for _ in range(CORRECTIONS if free else 1):
-        if found.numel() >= FACTOR * k or (free and threshold <= lowest):
-            break
-        threshold = _lowered(buffer, threshold, lowest, k, 1 if free else CORRECTIONS)
-        found = reaching(buffer, threshold)
-    return best(buffer, found, k)
+    # NaN stays NaN, which all elements reach.
+    thresholds = [reached.mul(FACTOR**i).clamp_min(lowest) for i in range(CORRECTIONS + 1)]
+    if payload_validation.on_host(buffer):
+        for threshold in thresholds:
+            found = reaching(buffer, threshold)
+            if found.numel() >= enough(k) or threshold <= lowest:
+                break
+        return best(buffer, found, k)
+    bits = magnitude_bits(buffer)
+    limits = [
+        magnitude_bits(threshold.masked_fill(threshold.isnan(), 0)) for threshold in thresholds
+    ]
+    numbers = torch.stack([(bits >= limit).sum() for limit in limits]).tolist()
+    number = next((number for number in numbers if number >= enough(k)), numbers[-1])
+    return largest(buffer, min(k, number))
 
 
-def _lowered(buffer: Tensor, threshold: Tensor, lowest: float, k: int, times: int) -> Tensor:
-    """Return the threshold, lowered up to ``times`` times until enough elements reach it."""
-    lowered = [threshold.mul(FACTOR**i).clamp_min(lowest) for i in range(1, times + 1)]
-    if times > 1:
-        magnitudes = buffer.abs()
-        numbers = torch.stack([(magnitudes >= each).sum() for each in lowered]).tolist()
-        for each, number in zip(lowered, numbers, strict=True):
-            if number >= FACTOR * k:
-                return each
-    return lowered[-1]
+def enough(k: int) -> int:
+    """Return how many elements must reach a sampled threshold: 0.8·k."""
+    return math.ceil(FACTOR * k)
 
 
 def stride(k: int, numel: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,15 +14,20 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import (
     BatchedCollective,
+    Codec,
     CodecScheme,
     Compressor,
-    Contraction,
     Joint,
-    Traits,
+    Part,
+    in_row,
+    limits_of,
 )
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
-from lightning_gc.core import Bucket, Flow, Mean, Payload, together
+from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, together
+from lightning_gc.core.flow import is_gathered, resume
+from lightning_gc.core.message import Packed
+from lightning_gc.core.segments import Pending
+from lightning_gc.kernels import segments
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,7 @@ class PerParameter(Wrapper):
     others_dense: bool = field(default=False, repr=False)
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        joint = "no" if scheme is None else scheme.joint
-        plan = _plan(self, tuple(bucket.shapes.items()), joint, bucket.workers)
+        plan = self._plan(bucket, scheme)
         flows, means = [], list[Tensor]()
         for codec, parts in plan.equals:
             spans = [slice(part.start, part.stop) for part in parts]
@@ -66,44 +70,70 @@ class PerParameter(Wrapper):
             span = slice(part.start, part.stop)
             alone = bucket.part(part.name, part.start, part.stop)
             flows.append(part.codec.flow(alone, buffer[span], out[span], scheme))
-        if plan.joint is not None and plan.rows is not None and scheme is not None:
-            flows.append(flow_in_rows(plan.joint, plan.rows, bucket, buffer, out, scheme))
-        elif plan.joint is not None:
-            flows.append(plan.joint.flow(bucket, buffer, out, scheme))
-        whole = plan.dense
+        whole = plan.uncompressed
+        pending = bucket.pending
+        if pending is not None and whole.parts:
+            assert scheme is not None
+            (joint,) = plan.joint
+            fixed = limits_of(joint.codec, bucket.numel) is None and joint.rows is None
+            if fixed and (scheme.averages or is_gathered(4 * whole.numel, bucket.workers)):
+                room = replace(bucket, pending=replace(pending, uncompressed=whole.numel))
+                flow = joint.flow(room, buffer, out, scheme)
+                yield from whole.ride(flow, buffer, out, pending)
+                return
+            # The mean is asked for first, so its message has the flag.
+            bucket = replace(bucket, pending=replace(pending, flagged=False))
+        flows += [joint.flow(bucket, buffer, out, scheme) for joint in plan.joint]
         if scheme is not None and scheme.scatters:
-            for name, span in whole.items():
-                alone = bucket.part(name, span.start, span.stop)
+            for part in whole.parts:
+                alone = bucket.part(part.name, part.start, part.stop)
+                span = slice(part.start, part.stop)
                 flows.append(scheme.dense(alone, buffer[span], out[span]))
-            whole = {}
-        elif whole:
-            flows.append(_average([buffer[span] for span in whole.values()], means))
+        elif whole.parts:
+            flows.append(_average(whole.take(buffer, pending), means))
         yield from together(flows, bucket.workers)
-        if whole:
-            torch._foreach_zero_([buffer[span] for span in whole.values()])
-            torch._foreach_copy_([out[span] for span in whole.values()], means)
+        if means:
+            whole.put(means, out, pending)
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        plan = self._plan(bucket, scheme)
+        one = len(plan.joint) == 1 and not plan.equals and not plan.alone
+        return one and plan.joint[0].codec.absorbs(bucket, buffer, scheme)
+
+    def _plan(self, bucket: Bucket, scheme: CodecScheme | None) -> _Plan:
+        joint = "no" if scheme is None else scheme.joint(bucket.workers)
+        return _plan(self, tuple(bucket.shapes.items()), joint, bucket.workers)
 
     def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
         return dataclasses.replace(self, levels=tuple(levels.items()), others_dense=dense)
 
 
-class ParameterSlice(NamedTuple):
-    """A parameter of a bucket and its compressor."""
-
-    codec: Compressor
-    name: str
-    start: int  # in the bucket's flat gradient
-    stop: int
-
-
 class _Plan(NamedTuple):
     """How the parameters of a bucket are exchanged."""
 
-    equals: list[tuple[BatchedCollective, list[ParameterSlice]]]  # groups of the same shape
-    alone: list[ParameterSlice]  # one payload each
-    joint: _JointSelection | None  # encodes all other compressed parameters in one payload
-    dense: dict[str, slice]  # uncompressed
-    rows: Rows | None  # layout for ``joint`` if it encodes shards
+    equals: list[tuple[BatchedCollective, list[Part]]]  # groups of the same shape
+    alone: list[Part]  # one payload each
+    joint: list[_Joint]
+    uncompressed: Uncompressed
+
+
+class _Joint(NamedTuple):
+    """Parameters that share a payload."""
+
+    codec: Codec  # of the whole parameters
+    rows: Rows | None  # if they are cut into shards
+    in_rows: Codec | None  # of a row
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
+        if self.rows is None or self.in_rows is None or self.codec.in_shards(bucket, buffer):
+            return self.codec.flow(bucket, buffer, out, scheme)
+        assert scheme is not None
+        if len(self.rows.parts) > 1:
+            return flow_in_rows(self.in_rows, self.rows, bucket, buffer, out, scheme)
+        (part,) = self.rows.parts
+        alone, span = bucket.part(part.name, part.start, part.stop), slice(part.start, part.stop)
+        flow: Flow = part.codec.flow(alone, buffer[span], out[span], scheme)
+        return flow
 
 
 # Cached, since levels change per epoch and shapes never, but flows are made in every step.
@@ -116,87 +146,99 @@ def _plan(
 ) -> _Plan:
     levels = dict(compressor.levels)
     others = None if compressor.others_dense else compressor.inner
-    parts, dense, stop = list[ParameterSlice](), dict[str, slice](), 0
-    equals: dict[tuple[BatchedCollective, tuple[int, ...]], list[ParameterSlice]] = {}
+    parts, dense, stop, place = list[Part](), list[Part](), 0, 0
+    equals: dict[tuple[BatchedCollective, tuple[int, ...]], list[Part]] = {}
     for name, shape in shapes:
         start, stop = stop, stop + math.prod(shape)
+        if start == stop:
+            continue
         inner = _at(compressor.inner, levels[name]) if name in levels else others
         inner = None if inner is None else inner.for_shape(shape)
+        part = Part(inner, name, start, stop, place)
+        place += 1
         if inner is None:
-            dense[name] = slice(start, stop)
-        elif start < stop and isinstance(inner, BatchedCollective):
-            alike = equals.setdefault((inner, shape), [])
-            alike.append(ParameterSlice(inner, name, start, stop))
-        elif start < stop:
-            parts.append(ParameterSlice(inner, name, start, stop))
+            dense.append(part)
+        elif isinstance(inner, BatchedCollective):
+            equals.setdefault((inner, shape), []).append(part)
+        else:
+            parts.append(part)
     groups = [(codec, some) for (codec, _), some in equals.items()]
-    if joint == "no" or len(parts) < 2:
-        return _Plan(groups, parts, None, dense, None)
-    rows = Rows(tuple(parts), workers) if joint == "shards" else None
-    codec = _joined(tuple(parts) if rows is None else rows.in_row)
-    return _Plan(groups, [] if codec is not None else parts, codec, dense, rows)
+    whole = Uncompressed(tuple(dense))
+    if joint == "no":
+        return _Plan(groups, parts, [], whole)
+    alike: dict[Hashable, list[Part]] = {}
+    for part in parts:
+        kind = part.codec.joint_kind if isinstance(part.codec, Codec) else None
+        alike.setdefault(kind, []).append(part)
+    alone = alike.pop(None, [])
+    joints = []
+    for some in alike.values():
+        join = some[0].codec.join
+        rows = Rows(tuple(some), workers) if joint == "shards" else None
+        joints.append(_Joint(join(tuple(some)), rows, None if rows is None else join(rows.in_row)))
+    return _Plan(groups, alone, joints, whole)
 
 
-def _joined(parts: tuple[ParameterSlice, ...]) -> _JointSelection | None:
-    """Return a codec that encodes all ``parts`` in one payload; None if their payloads differ."""
-    codecs = [part.codec for part in parts if isinstance(part.codec, SparseCodec)]
-    joins = len(codecs) == len(parts) and all(codec.joins for codec in codecs)
-    same = len({codec.sent_dtype for codec in codecs}) == 1
-    return _JointSelection(parts, tuple(codecs)) if joins and same else None
-
-
-@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
-class _JointSelection(SparseCodec):
-    """Choose elements in each part by the part's codec, and send one payload for all parts.
-
-    The elements and their mean are the same as with separate payloads. Coding, checking and adding
-    cost once per bucket, not once per parameter.
+@dataclass(frozen=True, eq=False)
+class Uncompressed:
+    """Parameters of a bucket that are sent uncompressed.
 
     Args:
-        parts: ascending; other elements of the bucket are not changed.
-        codecs: the parts' codecs.
+        parts: ascending; their codecs are None.
     """
 
-    parts: tuple[ParameterSlice, ...]
-    codecs: tuple[SparseCodec, ...]
+    parts: tuple[Part, ...]
 
-    @property
-    def traits(self) -> Traits:
-        return self.codecs[0].traits
+    @functools.cached_property
+    def numel(self) -> int:
+        """Elements of all parts."""
+        return sum(part.numel for part in self.parts)
 
-    @property
-    def ragged(self) -> bool:
-        return any(codec.ragged for codec in self.codecs)
+    def take(self, buffer: Tensor, pending: Pending | None) -> Tensor:
+        """Move the parts out of ``buffer``, where zeros remain, to ``(numel,)``.
 
-    @property
-    def sent_dtype(self) -> torch.dtype:
-        return self.codecs[0].sent_dtype
+        With ``pending`` as ``core.segments.Pending`` says.
+        """
+        if pending is not None:
+            taken = buffer.new_empty(self.numel)
+            segments.take(buffer, self._table(buffer.device), taken, pending)
+            return taken
+        taken = torch.cat(self._views(buffer))
+        torch._foreach_zero_(self._views(buffer))
+        return taken
 
-    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
-        found = []
-        for codec, (_, name, start, stop) in zip(self.codecs, self.parts, strict=True):
-            part = bucket.part(name, start, stop)
-            found.append(codec.choose(buffer[start:stop], part).add_(start))
-        return torch.cat(found)
+    def put(self, taken: Sequence[Tensor], out: Tensor, pending: Pending | None) -> None:
+        """Write the mean of what was ``taken``, or the only tensor, to the parts of ``out``."""
+        if pending is not None:
+            segments.put(taken, out, self._table(out.device), pending)
+            return
+        (mean,) = taken
+        torch._foreach_copy_(self._views(out), mean.split([part.numel for part in self.parts]))
 
-    def most(self, numel: int) -> int:
-        pairs = zip(self.codecs, self.parts, strict=True)
-        return sum(codec.most(part.stop - part.start) for codec, part in pairs)
+    def ride(self, flow: Flow, buffer: Tensor, out: Tensor, pending: Pending) -> Flow:
+        """Run ``flow``, whose only request is for a message with room for the parts."""
+        request = next(flow)
+        assert not isinstance(request, Exchange)
+        assert isinstance(request.tensors, Packed)
+        own = request.tensors.more()
+        segments.take(buffer, self._table(buffer.device), own[-1], pending)
+        if isinstance(request, Mean):
+            *reply, mean = yield Mean(own)
+            taken = [mean]
+        else:
+            arrived = yield Gather(own)
+            reply = [payload[:-1] for payload in arrived]
+            taken = [payload[-1] for payload in arrived]
+        resume(flow, reply)
+        self.put(taken, out, pending)
 
-    def send(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Encode and add the payload to the tally, without elements outside the parts."""
-        payload = self.encode(buffer, bucket)
-        if bucket.phase == 0:
-            elements = min(bucket.numel, sum(part.stop - part.start for part in self.parts))
-            bucket.tally.count(elements, min(payload[0].numel(), bucket.numel), payload)
-        return payload
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return [flat[part.start : part.stop] for part in self.parts]
 
-    def bound(self, numel: int) -> Contraction:
-        """Return δ = 0; each part keeps its codec's bound."""
-        return Contraction(0.0)
-
-    def __repr__(self) -> str:
-        return f"PerParameter({self.codecs[0]!r})"
+    @functools.cached_property
+    def _table(self) -> Callable[[torch.device], Tensor]:
+        places = [(part.place, part.start, part.stop) for part in self.parts]
+        return functools.cache(lambda device: segments.table_of(places, device))
 
 
 def _at(compressor: Compressor, level: float | None) -> Compressor | None:
@@ -205,10 +247,10 @@ def _at(compressor: Compressor, level: float | None) -> Compressor | None:
     return compressor if level == compressor.level else compressor.at(level)
 
 
-def _average(tensors: list[Tensor], means: list[Tensor]) -> Flow:
-    """Append the tensors' means to ``means``; do not change the tensors."""
-    (mean,) = yield Mean((torch.cat(tensors),))
-    means.extend(mean.split([tensor.numel() for tensor in tensors]))
+def _average(own: Tensor, means: list[Tensor]) -> Flow:
+    """Append the mean of ``own`` to ``means``."""
+    (mean,) = yield Mean((own,))
+    means.append(mean)
 
 
 def layerwise(compressor: Compressor) -> Compressor:
@@ -227,17 +269,13 @@ class Rows:
         workers: W, the number of rows.
     """
 
-    parts: tuple[ParameterSlice, ...]
+    parts: tuple[Part, ...]
     workers: int
 
     @functools.cached_property
-    def in_row(self) -> tuple[ParameterSlice, ...]:
+    def in_row(self) -> tuple[Part, ...]:
         """The parts with ``start`` and ``stop`` of their shards in a row."""
-        found, stop = list[ParameterSlice](), 0
-        for part in self.parts:
-            start, stop = stop, stop - (part.start - part.stop) // self.workers
-            found.append(part._replace(start=start, stop=stop))
-        return tuple(found)
+        return in_row(self.parts, self.workers)
 
     def of(self, flat: Tensor) -> Tensor:
         """Return a copy of the parts of ``flat``, ``(numel,)``, as rows, ``(W, size)``."""
@@ -277,7 +315,7 @@ class Rows:
 
 
 def flow_in_rows(
-    codec: SparseCodec, rows: Rows, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme
+    codec: Codec, rows: Rows, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme
 ) -> Flow:
     """Exchange the parts of ``buffer`` in rows; ``codec`` encodes one row.
 
@@ -314,9 +352,12 @@ class _Row(Bucket):
     def numel(self) -> int:
         return sum(shard.numel() for shard in self.shards.values())
 
+    def name_of(self, part: str) -> str:
+        return f"{part}#{self.index}"
+
     def part(self, name: str, start: int, stop: int) -> Bucket:
         """Return shard ``index`` of a parameter; with padding it has ``stop - start`` elements."""
-        own = {"grad": self.shards[name], "shapes": {f"{name}#{self.index}": (stop - start,)}}
+        own = {"grad": self.shards[name], "shapes": {self.name_of(name): (stop - start,)}}
         return Bucket(**_fields_of(self) | own | {"state": {}})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
 import math
 import os
@@ -14,63 +14,95 @@ from typing import Any
 
 import torch
 
-from lightning_gc.compressors import Compressor
 from lightning_gc.control.probes import StepClock
 from lightning_gc.controllers import Decision
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.flavours import EitherLightning, package_of
-from lightning_gc.lightning.monitor.totals import Sums, Totals, more_than_plain, ratio, summary
+from lightning_gc.lightning.monitor.dashboard import (
+    EPOCH,
+    PREFIX,
+    Dashboard,
+    configuration,
+    is_tensorboard,
+    short,
+)
+from lightning_gc.lightning.monitor.totals import (
+    Sums,
+    Totals,
+    more_than_plain,
+    ratio,
+    shares,
+    summary,
+)
 from lightning_gc.transports.accounting import Recorder
 
 _log = logging.getLogger(__name__)
-PREFIX = "compression/"
-EPOCH = "compression_epoch/"
 
 
 class Monitor(EitherLightning):
     """Logs bytes, errors, levels and seconds of compression, per logging step and per epoch.
 
-    At each logging step, under ``compression/``, of worker 0: ``wire_bytes`` and ``dense_bytes``
-    per step, ``ratio``, ``density`` (sent share of all elements, those of tensors that are sent
-    whole included), ``compressed_density`` (the same of compressed tensors only),
-    ``encoded_bytes`` (what the worker has to say: its gradient's payloads, and what is sent whole,
-    each once, whether or not anybody listens) and ``encoding_ratio`` (the gradient's bytes over
-    these; one worker has it too, whose ``wire_bytes`` are 0 and whose ``ratio`` is 1),
-    ``bits_per_element`` (payload bits over all elements of these, sent or not), ``level``,
-    ``relative_error`` ``‖x − C(x)‖/‖x‖``, ``error_norm``, the seconds of ``compress``,
-    ``communicate`` (waiting for the other workers included) and ``decode``, which run beside the
-    backward pass, and ``step_seconds``, of whole training steps from one batch to the next, as a
-    mean since the last logging step, without validation. Per epoch, under ``compression_epoch/``,
-    the same as means over steps and workers (errors: over logging steps).
-    ``compression/total_wire_bytes``, ``total_dense_bytes``, ``total_ratio``,
-    ``total_encoded_bytes`` and ``total_encoding_ratio`` of the whole fit, and the epoch's figures,
-    are also in ``trainer.callback_metrics``, for Optuna and for the parent of spawned processes.
+    At each logging step it logs figures of worker 0 and that step, under ``compression/``:
 
-    With simulated workers, ``communication_seconds_estimated``, by the strategy's ``NetworkModel``,
-    replaces ``communicate_seconds``, and ``compute_seconds`` is added: the time of all workers'
-    forward and backward passes divided by their number.
+    | tag | unit | meaning |
+    |---|---|---|
+    | ``wire_bytes`` | bytes | what the worker sent |
+    | ``dense_bytes`` | bytes | what it would have sent uncompressed |
+    | ``ratio`` | 1 | ``dense_bytes / wire_bytes``; 1 for one worker, which sends nothing |
+    | ``encoded_bytes`` | bytes | the gradient's payloads and uncompressed tensors, once each |
+    | ``encoding_ratio`` | 1 | the gradient's bytes over ``encoded_bytes``, for one worker too |
+    | ``density`` | 1 | sent share of all elements; uncompressed ones count as sent |
+    | ``compressed_density`` | 1 | the same, of compressed tensors only |
+    | ``bits_per_element`` | bits | payload bits over the elements of compressed tensors |
+    | ``level`` | the knob's | of the compressor; the median over parameters |
+    | ``relative_error`` | 1 | ``‖x − C(x)‖ / ‖x‖``; x is the gradient plus the old error |
+    | ``error_norm`` | gradient | ``‖x − C(x)‖`` |
+    | ``compress_seconds`` | s | adding the error, selecting, packing |
+    | ``communicate_seconds`` | s | messages, and waiting for other workers |
+    | ``decode_seconds`` | s | unpacking and adding up |
+    | ``step_seconds`` | s | a whole step: mean since the last logging step, no validation |
+    | ``compress_share``, ... | 1 | of a step: mean since the last logging step, for each phase |
+    | ``total_wire_bytes``, ``total_dense_bytes``, ``total_encoded_bytes`` | bytes | so far |
+    | ``total_ratio``, ``total_encoding_ratio`` | 1 | so far |
 
-    With a controller also ``level_min`` and ``level_max`` (``level`` is the median over
-    parameters), ``uncompressed_share``, per epoch the controller's own figures
-    (``critical_share``, ``budget_spent``, ``step``), ``total_error`` (``Σ‖e_t‖²`` so far, in units
-    of the gradient) and ``total_error_update`` (``Σ γ_t²·‖e_t‖²``, in units of the update) if it
-    needs them, and on TensorBoard's text page its reason with a table of all levels. TensorBoard
-    also gets a custom-scalars layout, and the configuration in the hparams of the run, beside the
-    model's own.
+    Phases overlap with the backward pass, so their seconds and shares do not add up to a step.
+    Norms, and seconds on CUDA, are measured in logging steps only.
 
-    With local steps bytes and ``ratio`` count all steps, those without an exchange too, and an
-    exchange is logged at the end of the first round that contains a logging step; ``rounds`` is
-    their number, ``drift`` worker 0's distance ``‖θ − θ_i‖`` from the common weights before the
-    exchange, and ``outer_step`` the norm of what the outer step has changed them by.
+    At the end of each epoch it logs the same under ``compression_epoch/``, as means over steps and
+    workers (errors over logging steps), and the totals as means over workers. These are also in
+    ``trainer.callback_metrics``, for Optuna and for the parent of spawned processes.
 
-    With FSDP over all ranks ``dense_bytes`` count a reduce-scatter, half of DDP's bytes, and every
-    exchanged micro-batch counts as a step.
+    | with | also | meaning |
+    |---|---|---|
+    | a controller | ``level_min``, ``level_max`` | over parameters |
+    | a controller | ``uncompressed_share`` | share of parameters that are sent uncompressed |
+    | a controller | its own figures | such as ``critical_share`` or ``budget_spent`` |
+    | a controller | ``total_error`` | ``Σ‖e_t‖²`` so far, if it needs it; in gradients |
+    | a controller | ``total_error_update`` | ``Σ γ_t²·‖e_t‖²``; in updates |
+    | local steps | ``rounds`` | number of exchanges |
+    | local steps | ``drift`` | ``‖θ − θ_i‖`` of worker 0 before the exchange |
+    | local steps | ``outer_step`` | norm of the outer step's change of the common weights |
+    | simulated workers | ``communication_seconds_estimated`` | by the ``NetworkModel`` |
+    | simulated workers | ``compute_seconds``, ``compute_share`` | forward and backward passes |
 
-    Norms, and times on CUDA, are measured on the device in logging steps only.
+    Local steps: bytes and ``ratio`` count all steps. An exchange is logged at the end of the first
+    round that contains a logging step. FSDP over all ranks: ``dense_bytes`` count a reduce-scatter,
+    half of DDP's bytes, and every exchanged micro-batch counts as a step.
 
-    At the end of ``fit`` worker 0 writes one line into Lightning's log, as Lightning does: the
-    method, its bytes compared with plain DDP's, its shares of a step, and where the figures are.
+    TensorBoard gets three pages, each without touching what the user writes there:
+
+    - *Text*: ``compression/summary`` has the method, its bytes, its cost and the last losses. It is
+      written whenever the number of steps has doubled, at the end of ``fit`` and at an exception.
+      ``compression/decision`` has a controller's reasons and levels.
+    - *Custom Scalars*: losses first, then what was saved and what it cost. Losses are the metrics
+      with "loss" in their name. If there are none, they are what a checkpoint or early stopping
+      monitors, or else the only metric. A chart is there once the run has data for it.
+    - *HPARAMS*: the configuration beside the model's own hyperparameters. Its metrics begin with
+      ``compression/validation_loss`` (the value of the first loss of validation; without
+      validation ``training_loss``), the ratio and the seconds per step.
+
+    At the end of ``fit`` worker 0 writes one line into Lightning's log: the method, its bytes
+    compared with plain DDP's, its shares of a step, and where the figures are.
 
     Raises:
         ValueError: at fit start, when the strategy does not compress.
@@ -93,6 +125,7 @@ class Monitor(EitherLightning):
         self._decision: Decision | None = None
         self._judged = False  # whether an epoch sends too much
         self._clock = StepClock()
+        self._dashboard = Dashboard()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Start at zero with a new trainer; what a checkpoint holds is loaded after this."""
@@ -112,16 +145,12 @@ class Monitor(EitherLightning):
                 "trainer.callback_metrics only; use Trainer(logger=True).",
                 stacklevel=2,
             )
+        self._dashboard = Dashboard()
+        self._dashboard.begin(trainer)
         if trainer.is_global_zero:
-            config = configuration(trainer)
             for logger in trainer.loggers:
-                experiment: Any = getattr(logger, "experiment", None)  # some loggers have none
-                if hasattr(experiment, "add_custom_scalars"):
-                    experiment.add_custom_scalars(LAYOUT)
-                    both = hparams_of(trainer) | config
-                    logger.log_hyperparams(both, grand_totals(first.total))
-                else:
-                    logger.log_hyperparams(config)
+                if not is_tensorboard(logger):
+                    logger.log_hyperparams(configuration(trainer))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start counting; a checkpoint is restored already."""
@@ -131,6 +160,7 @@ class Monitor(EitherLightning):
         self._decision = None if control is None else control.decision
         for sums, engine, recording in zip(self._sums, engines, recordings, strict=True):
             sums.begin(engine, recording, trainer.strategy.parts)
+        self._before = replace(self._sums[0].total)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -153,6 +183,13 @@ class Monitor(EitherLightning):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock: validation does not count as part of a step."""
         self._clock.pause(trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self._dashboard.see(trainer.logged_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Show the losses of the validation."""
+        if not trainer.sanity_checking:
+            self._dashboard.see(trainer.logged_metrics, validating=True)
+            self._dashboard.score("validation", self._index)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -166,13 +203,19 @@ class Monitor(EitherLightning):
         if logs:
             self._take_time()
         step, *_ = [sums.take() for sums in self._sums]  # worker 0's is shown
+        self._dashboard.settle()
         self._write_decision(trainer)
         if logs:
             self._logged = self._index
-            figures = step.averages(engine.workers, trainer.strategy.network)
+            total, network = self._sums[0].total, trainer.strategy.network
+            figures = step.averages(engine.workers, network)
+            # One step's seconds vary too much for a share.
+            figures |= shares(total.since(self._before).averages(engine.workers, network))
+            self._before = replace(total)
             figures |= self._levels(trainer) | trainer.strategy.figures()
             figures = {PREFIX + name: value for name, value in figures.items()}
-            self._write(trainer, figures, self._index)
+            self._write(trainer, figures | grand_totals(total), self._index)
+            self._show(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Average the epoch over workers in one message and log it."""
@@ -197,6 +240,8 @@ class Monitor(EitherLightning):
             ).tolist()
             figures[PREFIX + "total_error"], figures[PREFIX + "total_error_update"] = both
         self._write(trainer, figures, self._index)
+        self._show(trainer)
+        self._dashboard.score("training", self._index)
         trainer.callback_metrics.update(
             {
                 name: torch.tensor(value, dtype=torch.float64, device="cpu")
@@ -206,17 +251,41 @@ class Monitor(EitherLightning):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Summarise bytes and seconds of the fit in one line, on worker 0."""
+        if trainer.is_global_zero and self._sums[0].total.steps:
+            self._describe(trainer, "finished")
+            self._dashboard.draw(last=True)
+            # Lightning's own logger: it has a handler, and who silences Lightning silences this.
+            logger = logging.getLogger(package_of(type(self)))
+            logger.info(f"{self._line(trainer)} {where(trainer.loggers)}")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave a summary of the run so far."""
+        # A full disk or a lost GPU may be the exception. Failing here would hide it.
+        with contextlib.suppress(OSError, RuntimeError):
+            self._describe(trainer, f"stopped by {type(exception).__name__}")
+
+    def _line(self, trainer: Any) -> str:
+        """Return what worker 0 has sent so far and what it cost."""
         total, strategy = self._sums[0].total, trainer.strategy
-        if not trainer.is_global_zero or not total.steps:
-            return
         engine, method = strategy.engine, short(strategy.compressor)
         if strategy.control_loop is not None:
             method += f" with {type(strategy.controller).__name__}"
         if engine.tally.local_steps:
             method += f" in {engine.step} exchanges"
-        line = summary(method, total, total.averages(engine.workers, strategy.network))
-        # Lightning's own logger: it has a handler, and who silences Lightning silences this.
-        logging.getLogger(package_of(type(self))).info(f"{line} {where(trainer.loggers)}")
+        return summary(method, total, total.averages(engine.workers, strategy.network))
+
+    def _show(self, trainer: Any) -> None:
+        """Bring TensorBoard's pages up to date. All ranks come here: Lightning may reduce."""
+        self._dashboard.see(trainer.logged_metrics)
+        self._dashboard.draw()
+        if self._dashboard.due(self._sums[0].total.steps):
+            self._describe(trainer, "in training")
+
+    def _describe(self, trainer: Any, state: str) -> None:
+        steps = self._sums[0].total.steps
+        if steps and self._dashboard.used:
+            state = f"{state} after {steps:,.0f} steps"
+            self._dashboard.describe(self._line(trainer), steps, state, self._index)
 
     def _warn_of_bytes(self, trainer: Any, epoch: Totals) -> None:
         """Warn, after the first epoch only, if plain DDP would send less."""
@@ -260,11 +329,7 @@ class Monitor(EitherLightning):
             self._write(trainer, figures, self._index)
         if trainer.is_global_zero and control.ended:  # 80 tables per run would be unreadable
             _log.info("Epoch %d: %s", trainer.current_epoch, control.decision.reason)
-            text = as_markdown(control.decision, trainer.strategy.levels())
-            for logger in trainer.loggers:
-                experiment: Any = getattr(logger, "experiment", None)
-                if hasattr(experiment, "add_text"):
-                    experiment.add_text(PREFIX + "decision", text, self._index)
+            self._dashboard.decide(control.decision, trainer.strategy.levels(), self._index)
 
     @staticmethod
     def _mean(trainer: Any, numbers: torch.Tensor) -> torch.Tensor:
@@ -273,6 +338,7 @@ class Monitor(EitherLightning):
         return mean
 
     def _write(self, trainer: Any, figures: dict[str, float], step: int) -> None:
+        self._dashboard.wrote(figures)
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=step)
 
@@ -302,25 +368,6 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
     return engines, recordings
 
 
-_CHARTS = {
-    "bytes per step and worker": ["(wire|dense)_bytes"],
-    "compression ratio": ["(ratio|encoding_ratio)"],
-    "density and level": ["(density|compressed_density|level|level_min|level_max)"],
-    "relative error": ["relative_error"],
-    "local steps": ["(drift|outer_step)"],
-    "total error": ["(total_error|total_error_update)"],
-    "seconds": [
-        "(step|compute|compress|communicate|decode)_seconds",
-        "communication_seconds_estimated",
-    ],
-}
-LAYOUT = {
-    "gradient compression": {
-        title: ["Multiline", [PREFIX + tag for tag in tags]] for title, tags in _CHARTS.items()
-    }
-}
-
-
 def level_figures(levels: Mapping[str, float | None]) -> dict[str, float]:
     """Return median, minimum and maximum level, and the share of those that are uncompressed."""
     numbers = [level for level in levels.values() if level is not None]
@@ -329,31 +376,6 @@ def level_figures(levels: Mapping[str, float | None]) -> dict[str, float]:
         figures["level"] = statistics.median(numbers)
         figures["level_min"], figures["level_max"] = min(numbers), max(numbers)
     return figures
-
-
-def as_markdown(decision: Decision, levels: Mapping[str, float | None]) -> str:
-    """Return the reason and a table of levels for TensorBoard's text page."""
-    rows = [
-        f"| {name} | {'uncompressed' if level is None else f'{level:g}'} |"
-        for name, level in levels.items()
-    ]
-    return "\n".join([decision.reason, "", "| parameter | level |", "|---|---|", *rows])
-
-
-def configuration(trainer: Any) -> dict[str, Any]:
-    """Return compressor, memory, scheme, controller, seed and workers, by ``gc/`` names."""
-    strategy, engine = trainer.strategy, trainer.strategy.engine
-    config = {
-        "gc/compressor": short(engine.compressor),
-        "gc/memory": short(engine.memory),
-        "gc/scheme": short(engine.scheme),
-        "gc/controller": short(strategy.controller),
-        "gc/seed": engine.seed,
-        "gc/workers": engine.workers,
-    }
-    if strategy.network is not None:
-        config["gc/network"] = short(strategy.network)
-    return config
 
 
 def where(loggers: Sequence[Any]) -> str:
@@ -373,61 +395,3 @@ def where(loggers: Sequence[Any]) -> str:
     if charts:
         return f"Charts: tensorboard --logdir {folder}"
     return f"Figures: {folder or type(first).__name__}"
-
-
-def hparams_of(trainer: Any) -> dict[str, Any]:
-    """Return what Lightning is about to log: what module and datamodule have saved of themselves.
-
-    TensorBoard shows the first record of a run only.
-    """
-    found: dict[str, Any] = {}
-    if getattr(trainer, "enable_autolog_hparams", True):  # Lightning before 2.6 always does
-        for owner in (trainer.lightning_module, trainer.datamodule):
-            if owner is not None and owner._log_hyperparams:
-                found |= owner.hparams_initial
-    found.pop("_class_path", None)  # LightningCLI's own
-    return found
-
-
-def short(value: Any) -> str:
-    """Return an instance as one would write it: without wrappers and settings that are default.
-
-    Example:
-        >>> from lightning_gc import QSGD, PerParameter, Quantised, SizeSwitch, TopK
-        >>> short(PerParameter(SizeSwitch(TopK(0.05)))), short(PerParameter(TopK(0.05)))
-        ('TopK(0.05)', 'PerParameter(TopK(0.05))')
-        >>> short(Quantised(TopK(0.05, selection="sampled"), QSGD(4)))
-        "Quantised(TopK(0.05, selection='sampled'), QSGD(4))"
-    """
-    knob = None
-    if isinstance(value, Compressor):
-        value, knob = _bare(value), value.knob and value.knob.field
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    fields = [field for field in dataclasses.fields(value) if field.init]
-    words, in_order = [], True
-    for field in fields:
-        own = getattr(value, field.name)
-        parts = dataclasses.is_dataclass(own)
-        if not parts and field.name != knob and own == _default(field):
-            in_order = False
-            continue
-        in_order = in_order and (parts or field.name == knob or len(fields) == 1)
-        words.append(short(own) if in_order else f"{field.name}={short(own)}")
-    return f"{type(value).__name__}({', '.join(words)})"
-
-
-def _bare(compressor: Compressor) -> Compressor:
-    """Return what a user would have given for this, without the wrappers that are added to it."""
-    bare = inner = compressor
-    while hasattr(inner, "inner"):
-        inner = inner.inner
-        if by_default(inner) == compressor:
-            bare = inner
-    return bare
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default

@@ -53,6 +53,10 @@ class Totals:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
+    def since(self, earlier: Totals) -> Totals:
+        """Return what has been added since this was ``earlier``."""
+        return Totals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
     def averages(self, workers: int, network: NetworkModel | None = None) -> dict[str, float]:
         """Return means per step by metric name, without those not measured.
 
@@ -90,7 +94,7 @@ class Totals:
         if self.observed_steps:
             figures["relative_error"] = self.relative_error / self.observed_steps
             figures["error_norm"] = self.error_norm / self.observed_steps
-        return figures
+        return figures | shares(figures)
 
 
 class Sums:
@@ -224,7 +228,7 @@ def summary(method: str, total: Totals, averages: Mapping[str, float]) -> str:
             f"Compression: {method} sent {human_bytes(sent)} instead of {human_bytes(dense)} per "
             f"worker"
         )
-    return f"{text}, {_times(ratio(dense, sent))}.{_shares(averages)}"
+    return f"{text}, {_times(ratio(dense, sent))}.{_cost(averages)}"
 
 
 def _times(saved: float) -> str:
@@ -235,24 +239,34 @@ def _times(saved: float) -> str:
     return f"{factor:.{0 if factor >= 9.95 else 1}f} times {'less' if saved > 1 else 'more'}"
 
 
-def _shares(averages: Mapping[str, float]) -> str:
+def shares(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return each phase's share of a step by metric name, or nothing if steps were not timed.
+
+    Phases of real workers overlap, so their shares do not add up to 1.
+
+    Args:
+        figures: ``Totals.averages()``, seconds by metric name.
+    """
+    if "compress_seconds" not in figures:
+        return {}
+    phases = (COMPUTE, COMPRESS, COMMUNICATE, DECODE)
+    spent = {each: figures[f"{each}_seconds"] for each in phases if f"{each}_seconds" in figures}
+    step = figures.get("step_seconds")
+    if "communication_seconds_estimated" in figures:  # simulated workers overlap nothing
+        spent[COMMUNICATE] = figures["communication_seconds_estimated"]
+        step = sum(spent.values())
+    return {f"{phase}_share": each / step for phase, each in spent.items()} if step else {}
+
+
+def _cost(figures: Mapping[str, float]) -> str:
     """Return which shares of a step compression and messages took, or nothing if not timed."""
-    if "compress_seconds" not in averages:
+    took = shares(figures)
+    if not took:
         return ""
-    compressing = averages["compress_seconds"] + averages["decode_seconds"]
-    estimated = averages.get("communication_seconds_estimated")
-    if estimated is None:
-        sending, step, how = averages["communicate_seconds"], averages.get("step_seconds"), "took"
-    else:  # simulated workers overlap nothing
-        sending, how = estimated, "would take"
-        step = averages["compute_seconds"] + compressing + sending
-    if not step:
-        return ""
-    shares = [
-        f"{share:.0%}" if share >= 0.005 else "under 1%"
-        for share in (compressing / step, sending / step)
-    ]
-    return f" Compressing {how} {shares[0]} of a step, messages and waiting {shares[1]}."
+    how = "would take" if "communication_seconds_estimated" in figures else "took"
+    both = took["compress_share"] + took["decode_share"], took["communicate_share"]
+    compressing, waiting = (f"{each:.0%}" if each >= 0.005 else "under 1%" for each in both)
+    return f" Compressing {how} {compressing} of a step, messages and waiting {waiting}."
 
 
 _MARGIN = 1.01

@@ -23,10 +23,10 @@ from lightning_gc.core import (
     wire,
 )
 from lightning_gc.core.digest import ReplicaError
+from lightning_gc.core.message import as_bytes
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import broken, named
 from lightning_gc.testing.lockstep import Lockstep
-from lightning_gc.transports.base import as_bytes
 from lightning_gc.transports.simulated import Simulated
 
 
@@ -66,7 +66,7 @@ class Lying(Simulated):
         if isinstance(request, Mean):
             return Mean(damaged(self.data, request.tensors, None))
         if isinstance(request, Gather):
-            return Gather(damaged(self.data, request.tensors, request.limits), request.limits)
+            return request._replace(tensors=damaged(self.data, request.tensors, request.limits))
         lies = tuple(damaged(self.data, payload, request.limits) for payload in request.payloads)
         return Exchange(lies, request.limits)
 

@@ -140,6 +140,11 @@ def run(memory: Memory, bucket: Bucket, state: dict[str, Tensor]) -> Tensor:
             yield from ()
             return torch.zeros_like(buffer)
 
+        def feedback(
+            self, error: Tensor, decay: float = 1.0, gain: float = 1.0
+        ) -> Generator[Request, Reply, Tensor]:
+            return self(error.mul_(decay).add_(bucket.grad, alpha=gain))
+
         dense = __call__
 
     exchange = Exchanged()

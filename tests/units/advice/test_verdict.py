@@ -32,7 +32,7 @@ def verdict(found: Rows, limit: float = 0.1) -> Any:
         (rows(ddp=1.0, cast=1.02, topk=0.7), "topk", True, "30% shorter"),
         (rows(ddp=1.0, cast=0.97, topk=1.1), None, True, "best method, cast"),
         (rows(ddp=1.0, cast=1.2, topk=1.1), None, True, "10% longer"),
-        (rows(0.2, ddp=1.0, cast=1.0, topk=0.8), None, False, "quartiles overlap"),
+        (rows(0.2, ddp=1.0, cast=1.0, topk=0.8), None, False, "too noisy to tell"),
         (rows(0.2, ddp=1.0, cast=1.0, topk=0.98), None, False, "idle machine"),
         # Between 16 bits and a method that quartiles do not tell apart, 16 bits.
         (rows(0.1, ddp=1.0, cast=0.5, topk=0.44), "cast", True, "50% shorter"),

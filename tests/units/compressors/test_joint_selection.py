@@ -17,7 +17,7 @@ from lightning_gc import (
     TwoShot,
 )
 from lightning_gc.compressors import Compressor, SIDCo, VarianceCriterion
-from lightning_gc.compressors.base import CodecScheme
+from lightning_gc.compressors.base import CodecScheme, Joint
 from lightning_gc.core import elias_fano
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Payload, resume
@@ -42,14 +42,16 @@ NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 class GatheredApart(AllGather):
     """Encodes parameter by parameter."""
 
-    joint = "no"
+    def joint(self, workers: int) -> Joint:
+        return "no"
 
 
 @dataclass(frozen=True)
 class CutApart(TwoShot):
     """Encodes parameter by parameter."""
 
-    joint = "no"
+    def joint(self, workers: int) -> Joint:
+        return "no"
 
 
 APART = {AllGather(): GatheredApart(), TwoShot(): CutApart()}

@@ -91,3 +91,15 @@ def test_best_takes_nan_first_and_equal_ones_up_to_k(k: int) -> None:
 def _before(order: list[set[int]], group: set[int]) -> int:
     """Return how many elements are in this group and those before."""
     return sum(map(len, order[: order.index(group) + 1]))
+
+
+@pytest.mark.parametrize("numel", [5, 300, 70_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_of_equal_magnitudes_the_first_are_taken(numel: int, dtype: torch.dtype) -> None:
+    """NaN is greater than all, and signs do not matter."""
+    draw = torch.Generator().manual_seed(numel)
+    buffer = torch.randn(numel, generator=draw).mul(2).round().clamp(-2, 2).to(dtype)
+    buffer[numel // 2] = float("nan")
+    order = buffer.abs().sort(descending=True, stable=True).indices
+    for k in {0, 1, 2, numel // 7, numel // 2, numel - 1, numel}:
+        assert torch.equal(topk_selection.largest(buffer, k), order[:k].sort().values)

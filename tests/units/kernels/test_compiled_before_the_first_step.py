@@ -18,11 +18,15 @@ from tests.support.kernel_device import DEVICE, here, marks, some
 
 pytestmark = marks
 ALIGNED = {
-    "mark": {"buffer", "numel"},
-    "compact": set[str](),
-    "scatter_add": set[str](),
-    "round_and_pack": {"buffer", "numel"},
-    "unpack_and_add": {"out", "numel"},
+    "tensors.mark": {"buffer", "numel"},
+    "tensors.compact": set[str](),
+    "tensors.scatter_add": set[str](),
+    "levels.round_and_pack": {"buffer", "numel"},
+    "levels.unpack_and_add": {"out", "numel"},
+    "levels.raise_peaks": set[str](),
+    "levels.round_tiles": set[str](),
+    "levels.average_tiles": set[str](),
+    "levels.book_tiles": set[str](),
 }
 """Kernels, and of which arguments it matters to Triton whether they are aligned."""
 
@@ -62,10 +66,10 @@ class Recorded:
 )
 def test_all_are_known(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[Any] = set()
-    path = "lightning_gc.kernels.triton_kernels"
-    for name, aligned in ALIGNED.items():
-        kernel = getattr(importlib.import_module(path), name)
-        monkeypatch.setattr(f"{path}.{name}", Recorded(kernel, aligned, seen))
+    for path, aligned in ALIGNED.items():
+        module, name = path.split(".")
+        family = importlib.import_module(f"lightning_gc.kernels.gpu.{module}")
+        monkeypatch.setattr(family, name, Recorded(getattr(family, name), aligned, seen))
     lockstep = Lockstep(2, compressor)
     compile_kernels(lockstep.engines[0], torch.device(DEVICE))
     compiled = set(seen)

@@ -1,6 +1,7 @@
 """Triton compiles every kernel for a GPU, without one."""
 
 import importlib
+import pkgutil
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,33 +18,123 @@ POINTERS = {
     "threshold": "*fp32", "bitmap": "*u8", "counts": "*i32", "ends": "*i32", "values": "*fp32",
     "positions": "*i64", "out": "*fp32", "buffer": "*fp32", "norms": "*fp32", "noise": "*fp32",
     "packed": "*u8", "scale": "fp32", "seed": "i64", "pieces": "*i32", "found": "*i32",
-    "peaks": "*fp32", "target": "*fp32", "source": "*fp32", "flag": "*fp32",
+    "peaks": "*fp32", "target": "*fp32", "source": "*fp32", "flag": "*fp32", "grad": "*fp32",
+    "decay": "fp32", "gain": "fp32", "share": "fp32", "table": "*i32", "taken": "*fp32",
+    "flags": "*fp32", "first": "*i64", "starts": "*i64", "sent_flag": "*fp32",
+    "padding": "*u8", "halves": "*i16", "tiles": "*i32", "parts": "*i64", "keys": "*i64",
+    "most": "*i32", "codes": "*u8", "sums": "*fp32", "negatives": "*i32", "signs": "*u8",
+    "means": "*fp32",
+    "thresholds": "*fp32",
+    "histogram": "*i32",
+    "reached": "*i32",
+    "finer": "*i32",
+    "numbers": "*i32",
+    "before": "*i32",
+    "after": "*i32",
+    "limits": "*i32",
+    "larger": "*i32",
+    "equal": "*i32",
+    "total": "*i32",
+    "coded": "*u8",
+    "seal_place": "*i32",
+    "wrong": "*i32",
+    **{f"factor{i}": "fp32" for i in range(1, 5)},
+    "times": "fp32",
 }  # fmt: skip
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
-    ("select", "compact", {"MOVE": True, "BLOCK": 2048}),
-    ("select", "compact", {"MOVE": False, "BLOCK": 2048}),
+    ("select", "compact", {"BLOCK": 2048}),
     ("accumulate", "scatter_add", {"BLOCK": 512}),
     ("segments", "largest", {"BLOCK": 1024}),
     ("segments", "move_pieces", {"ADD": False, "TAKE": True, "BLOCK": 1024}),
     ("segments", "move_pieces", {"ADD": True, "TAKE": False, "BLOCK": 1024}),
-    ("segments", "zero_if", {"BLOCK": 2048}),
+    ("segments", "zero_if", {"PEAKS": 256, "BLOCK": 1024}),
+    ("segments", "take_pieces", {"ADD": True, "BLOCK": 1024}),
+    ("segments", "put_pieces", {"BLOCK": 1024}),
+    *(
+        ("casts", name, {**constants, "BFLOAT": bfloat, "ROW": 1024})
+        for bfloat in (True, False)
+        for name, constants in (("round_pieces", {"ADD": True}), ("average_pieces", {}))
+    ),
     ("segments", "zero_non_finite", {"BLOCK": 2048}),
+    ("sparse", "sample_thresholds", {"ADD": True, "GUARDED": True, "BINS": 2048, "ROW": 1024}),
+    *(
+        ("sparse", name, {**constants, "GUARDED": True, "SAMPLED": sampled, "ROW": 1024})
+        for sampled in (True, False)
+        for name, constants in (
+            ("first_digit", {"ADD": True, "BINS": 2048}),
+            ("next_digit", {"THIRD": False, "BINS": 2048, "NEXT": 2048}),
+            ("next_digit", {"THIRD": True, "BINS": 2048, "NEXT": 512}),
+            ("count_pieces", {"LAST": 512}),
+        )
+    ),
+    ("sparse", "count_reaching", {"ADD": True, "GUARDED": True, "ROW": 1024}),
+    *(
+        (
+            "sparse",
+            "move_chosen",
+            {**kept, "BFLOAT": bfloat, "SEALED": bfloat, "FOLD": 256, "ROW": 1024},
+        )
+        for bfloat in (True, False)
+        for kept in ({"KEEP": True, "GUARDED": True}, {"KEEP": bfloat, "GUARDED": not bfloat})
+    ),
+    ("sparse", "code_positions", {"GROUPS": 128}),
+    ("sparse", "count_bits", {"TILE": 4096, "ROW": 1024}),
+    ("sparse", "find_places", {"TILE": 4096, "FOLD": 256, "ROW": 1024}),
+    *(("sparse", "add_all", {"BFLOAT": bfloat, "ROW": 1024}) for bfloat in (True, False)),
+    *(
+        ("signs", name, {**constants, "SPLIT": split})
+        for split in (False, True)
+        for name, constants in (
+            ("sum_pieces", {"ADD": True, "LANES": 2048, "LEVELS": 11}),
+            ("take_signs", {"ADD": True, "GROUPS": 128, "SUMS": 256, "LEVELS": 8}),
+            ("average_signs", {"GROUPS": 128}),
+        )
+    ),
     *(
         (
             "quantise",
             "round_and_pack",
-            {"DRAW": bits < 9, "NEAREST": bits == 8, "STEPS": s, "BITS": bits, "GROUPS": 128},
+            {"DRAW": bits < 9, "NEAREST": bits == 8, "BITS": bits, "GROUPS": 128},
         )
-        for bits, s in ((3, 3.0), (8, 127.0), (12, 2047.0))
+        for bits in (3, 8, 12)
+    ),
+    *(("dequantise", "unpack_and_add", {"BITS": bits, "GROUPS": 128}) for bits in (3, 12)),
+    *(
+        ("levels", "raise_peaks", {"ADD": add, "LARGE": add, "MEAN": not add, "TILE": 2048})
+        for add in (False, True)
     ),
     *(
-        ("dequantise", "unpack_and_add", {"STEPS": s, "BITS": bits, "GROUPS": 128})
-        for bits, s in ((3, 3), (12, 2047))
+        (
+            "levels",
+            "round_tiles",
+            {
+                "ADD": add,
+                "KEEP": add,
+                "MEAN": not add,
+                "NEAREST": add,
+                "BITS": bits,
+                "BLOCK": block,
+                "TILE": 2048,
+            },
+        )
+        for bits, block, add in ((4, 512, False), (9, 0, True))
     ),
+    *(
+        ("levels", "average_tiles", {"MEAN": bits == 9, "BITS": bits, "TILE": 2048})
+        for bits in (4, 9)
+    ),
+    ("levels", "book_tiles", {"ADD": True, "TILE": 2048}),
 ]
 
 
+FUSED = {
+    *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
+    *("raise_peaks", "round_tiles", "average_tiles", "book_tiles"),
+    *("sum_pieces", "take_signs", "average_signs"),
+    *("sample_thresholds", "first_digit", "count_reaching"),
+}
+"""Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}
 TARGETS = [
     *(("cuda", 70, 32), ("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32)),
@@ -57,19 +148,29 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+def modules() -> list[Any]:
+    package = importlib.import_module("lightning_gc.kernels.gpu")
+    names = [each.name for each in pkgutil.iter_modules(package.__path__)]
+    return [importlib.import_module(f"lightning_gc.kernels.gpu.{name}") for name in names]
+
+
 def found(name: str) -> Any:
-    return getattr(importlib.import_module("lightning_gc.kernels.triton_kernels"), name)
+    return next(getattr(module, name) for module in modules() if hasattr(module, name))
 
 
-def compiled(name: str, constants: dict[str, Any], target: tuple[Any, ...]) -> dict[str, Any]:
+def compiled(
+    operation: str, name: str, constants: dict[str, Any], target: tuple[Any, ...]
+) -> dict[str, Any]:
     """Return the kernel's code by stage; fails where the compiler does."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = found(name)
+    types = POINTERS | ({"positions": "*i32"} if operation == "sparse" else {})
+    types |= {"values": "*i16"} if constants.get("BFLOAT") else {}
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     source = ASTSource(kernel, signature, constants)
     options = {"enable_fp_fusion": False}
     stages: dict[str, Any] = triton.compile(source, target=GPUTarget(*target), options=options).asm
@@ -79,20 +180,21 @@ def compiled(name: str, constants: dict[str, Any], target: tuple[Any, ...]) -> d
 @pytest.mark.slow
 @each_kernel
 def test_compiles(operation: str, name: str, constants: dict[str, Any]) -> None:
-    code = compiled(name, constants, ("cuda", 80, 32))["ptx"]
+    code = compiled(operation, name, constants, ("cuda", 80, 32))["ptx"]
     fused = re.findall(r"\bfma\.rn\.f32", code)
-    assert bool(fused) == (operation == "dequantise"), "a product is rounded before it is added"
+    adds = name in FUSED and constants.get("ADD", True)
+    assert bool(fused) == adds, "a product is rounded before it is added"
     assert "div.full" not in code
     assert "approx" not in code
     atomics = set(re.findall(r"\batom\.\S+|\bred\.\S+", code))
-    assert all(re.search(r"\.max\.s32$", each) for each in atomics), "sums depend on the order"
+    assert not any(re.search(r"\.b?f(16|32|64)", each) for each in atomics), "order counts in sums"
     flushed = set(re.findall(r"\S*\.ftz\S*", code))
     allowed = {"cvt.rmi.ftz.f32.f32", "div.rn.ftz.f32"}  # a floor; a quotient that is floored
     assert flushed <= allowed, "subnormal numbers count"
 
 
 NEWEST = TARGETS[-2:]
-DRAWN = {"DRAW": True, "NEAREST": False, "STEPS": 3.0, "BITS": 3, "GROUPS": 128}
+DRAWN = {"DRAW": True, "NEAREST": False, "BITS": 3, "GROUPS": 128}
 everywhere = [
     pytest.param(*case, target, ones, marks=[] if by_day else pytest.mark.nightly)
     for case in KERNELS
@@ -108,7 +210,7 @@ def test_compiles_for_all_gpus(
 ) -> None:
     """Also where all whole numbers are 1, of which Triton makes constants if it is let."""
     given = dict.fromkeys(NUMBERS & set(found(name).arg_names), 1) if ones else {}
-    assert compiled(name, constants | given, target)
+    assert compiled(operation, name, constants | given, target)
 
 
 @pytest.mark.parametrize("name", sorted({case[1] for case in KERNELS}))
@@ -121,7 +223,6 @@ def test_there_are_few_variants(name: str) -> None:
 
 
 def test_these_are_all_kernels() -> None:
-    file = importlib.import_module("lightning_gc.kernels.triton_kernels").__file__
-    text = Path(str(file)).read_text()
+    text = "".join(Path(module.__file__).read_text() for module in modules())
     declared = set(re.findall(r"^@kernel\(.*\)\ndef (\w+)", text, re.MULTILINE))
     assert declared == {name for _, name, _ in KERNELS}

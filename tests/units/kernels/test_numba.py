@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import QSGD, Cast
-from lightning_gc.core import payload_validation
+from lightning_gc import QSGD, Cast, Uniform
+from lightning_gc.compressors.base import Part
+from lightning_gc.core import Bucket, payload_validation
 from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.kernels import dispatch, quantise
+from tests.support.bucket_kernels import KINDS, LAYOUTS, train
 from tests.support.kernel_device import INTERPRETED, same, tensors
 
 pytestmark = [
@@ -85,8 +87,6 @@ def test_a_code_that_no_encoder_makes_is_refused(bits: int) -> None:
 def test_what_a_codec_sends_does_not_depend_on_numba(
     codec: QSGD | Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_gc.core.bucket import Bucket
-
     results = []
     for numba in (True, False):
         with monkeypatch.context() as patched:
@@ -101,13 +101,37 @@ def test_what_a_codec_sends_does_not_depend_on_numba(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("codec", [QSGD(4), QSGD(3, 7), QSGD(8, 5000), Uniform(5)], ids=repr)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_whole_bucket(codec: QSGD, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        results = []
+        for numba in (True, False):
+            with monkeypatch.context() as patched:
+                if not numba:
+                    without_numba(patched)
+                results.append(train(codec, kind, LAYOUTS["some"], workers=workers))
+        for ours, theirs in zip(*results, strict=True):
+            assert same(ours, theirs), kind
+
+
+def test_the_sender_of_a_code_that_no_encoder_makes_is_named() -> None:
+    bucket = Bucket(torch.randn(100), {"a": (60,), "b": (40,)})
+    joint = QSGD(3).join((Part(QSGD(3), "a", 0, 60, 0), Part(QSGD(3), "b", 60, 100, 1)))
+    codes, norms = joint.encode(bucket.grad.clone(), bucket)
+    damaged = codes.clone()
+    damaged[-2:] = 255
+    with pytest.raises(ValueError, match="what worker 1 sent"):
+        joint.receive_all([(codes, norms), (damaged, norms)], torch.zeros(100), bucket)
+
+
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_gc.kernels import numba_kernels
+    from lightning_gc.kernels.host import tensors as host
 
     def less(out: Tensor, values: Tensor, scale: float) -> None:
         out.add_(values.float(), alpha=scale * 0.999)
 
-    monkeypatch.setattr(numba_kernels, "add_bfloat16", less)
+    monkeypatch.setattr(host, "add_bfloat16", less)
     dispatch._numba_works.cache_clear()
     try:
         with pytest.warns(UserWarning, match="bfloat16 differs from torch's"):

@@ -4,7 +4,6 @@ import math
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ from lightning_gc.core import payload_validation
 from lightning_gc.core.bit_packing import packed_bytes, unpack
 from lightning_gc.kernels import quantise
 from lightning_gc.kernels.dispatch import MAX_NUMEL, fused
+from tests.support.bucket_kernels import philox
 from tests.support.kernel_device import DEVICE, INTERPRETED, here, marks, same, some, tensors
 
 pytestmark = marks
@@ -24,22 +24,6 @@ SEED = (7 << 40) + 12345
 
 def norms_of(x: torch.Tensor, size: int) -> torch.Tensor:
     return quantise.in_blocks(x, size).abs().amax(1)
-
-
-def philox(seed: int, numel: int) -> torch.Tensor:
-    """Philox-4x32-10 as its paper has it, and tl.rand's way from a word to a float."""
-    counters = np.arange(-(-numel // 4), dtype=np.uint64)
-    c = [counters, *(np.zeros_like(counters) for _ in range(3))]
-    key = [seed & 0xFFFFFFFF, seed >> 32]
-    low = np.uint64(0xFFFFFFFF)
-    for _ in range(10):
-        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
-        k0, k1 = (np.uint64(k) for k in key)
-        c = [(b >> np.uint64(32)) ^ c[1] ^ k0, b & low, (a >> np.uint64(32)) ^ c[3] ^ k1, a & low]
-        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
-    words = np.stack(c, 1).reshape(-1)[:numel].astype(np.uint32).view(np.int32)
-    folded = np.where(words < 0, -words - 1, words).astype(np.float32)
-    return torch.from_numpy(folded * np.float32(4.6566127342e-10))
 
 
 @pytest.mark.parametrize("numel", some(SIZES, (1, 9, 2 * TILE + 13)))
@@ -69,9 +53,10 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 7])
 def test_the_first_tile_of_the_largest_tensor(bits: int) -> None:
     """Which need not be there: a tile that is told of as many elements as there may be."""
-    from lightning_gc.kernels.triton_kernels import EXACT, GROUPS, round_and_pack, unpack_and_add
+    from lightning_gc.kernels.gpu.launch import EXACT
+    from lightning_gc.kernels.gpu.levels import GROUPS, round_and_pack, unpack_and_add
 
-    x, s, numel = tensors(TILE)["normal"], 2 ** (bits - 1) - 1, MAX_NUMEL - 1
+    x, numel = tensors(TILE)["normal"], MAX_NUMEL - 1
     norms, left, out = here(norms_of(x, TILE)), x.clone(), torch.zeros(TILE)
     wanted = quantise.quantise_reference(left, norms.cpu(), TILE, bits, torch.full((TILE,), 0.5))
     quantise.dequantise_reference(
@@ -82,9 +67,9 @@ def test_the_first_tile_of_the_largest_tensor(bits: int) -> None:
     # One norm for all: the block is as large as the tensor.
     round_and_pack[(1,)](
         *(ours, norms, ours, packed, 0, numel, numel),
-        **{"DRAW": False, "NEAREST": True, "STEPS": float(s), **sizes},
+        **{"DRAW": False, "NEAREST": True, **sizes},
     )
-    unpack_and_add[(1,)](packed, norms, sums, 1.0, numel, numel, STEPS=s, **sizes)
+    unpack_and_add[(1,)](packed, norms, sums, 1.0, numel, numel, **sizes)
     assert same(packed, wanted)
     assert same(ours, left)
     assert same(sums, out)

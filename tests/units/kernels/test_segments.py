@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_gc.core.segments import PIECE, Segments
 from lightning_gc.kernels.dispatch import fused
-from lightning_gc.kernels.segments import PIECE, Idle, Segments, clean, peaks, silence
+from lightning_gc.kernels.segments import Idle, clean, peaks, silence
 from tests.support.kernel_device import DEVICE, here, marks, same, some, tensors
 
 pytestmark = marks
@@ -57,13 +58,15 @@ def test_moves(how: str, lengths: list[int]) -> None:
         assert all(same(a, b) for a, b in zip(ours, wanted, strict=True)), name
 
 
-@pytest.mark.parametrize("numel", [1, 2048, 5000])
+@pytest.mark.parametrize("numel", [2, 2048, 5000])
 def test_silence_and_clean(numel: int) -> None:
+    segments = layout([1, numel - 1])
     for name, x in tensors(numel).items():
-        for flag, wanted in ((0.0, x), (float("nan"), torch.zeros_like(x))):
+        for peak, wanted in ((0.0, x), (float("nan"), 0 * x), (float("inf"), 0 * x)):
             flat = here(x)
-            silence(flat, here(torch.tensor([flag])))
-            assert same(flat, wanted), name
+            flag = silence(flat, here(torch.tensor([1.0, peak])), segments)
+            assert flag.isnan().all() == (peak != 0)
+            assert same(flat, wanted if peak == 0 else torch.zeros_like(x)), name
         flat = here(x)
         clean(flat)
         assert same(flat, x.nan_to_num(0.0, 0.0, 0.0)), name

@@ -10,20 +10,38 @@ from tests.support.kernel_device import DEVICE, marks
 
 pytestmark = marks
 KERNELS = [
-    ("accumulate", "scatter_add"),
-    ("select", "mark"),
-    ("select", "compact"),
-    ("quantise", "round_and_pack"),
-    ("dequantise", "unpack_and_add"),
-    ("segments", "largest"),
-    ("segments", "move_pieces"),
-    ("segments", "zero_if"),
-    ("segments", "zero_non_finite"),
+    ("accumulate", "tensors", "scatter_add"),
+    ("select", "tensors", "mark"),
+    ("select", "tensors", "compact"),
+    ("quantise", "levels", "round_and_pack"),
+    ("dequantise", "levels", "unpack_and_add"),
+    *(("levels", "levels", kernel) for kernel in ("raise_peaks", "round_tiles", "average_tiles")),
+    ("shards", "levels", "book_tiles"),
+    *(
+        ("segments", "segments", kernel)
+        for kernel in (
+            *("largest", "move_pieces", "zero_if", "zero_non_finite"),
+            *("take_pieces", "put_pieces"),
+        )
+    ),
+    *(
+        ("sparse", "sparse", kernel)
+        for kernel in (
+            *("sample_thresholds", "first_digit", "next_digit", "count_pieces", "count_reaching"),
+            *("move_chosen", "code_positions", "count_bits", "find_places", "add_all"),
+        )
+    ),
+    *(("casts", "casts", kernel) for kernel in ("round_pieces", "average_pieces")),
+    *(("signs", "signs", name) for name in ("sum_pieces", "take_signs", "average_signs")),
 ]
 
 
-def kernels() -> Any:
-    return importlib.import_module("lightning_gc.kernels.triton_kernels")
+def module(name: str) -> Any:
+    return importlib.import_module(f"lightning_gc.kernels.gpu.{name}")
+
+
+def self_test(device: torch.device) -> None:
+    importlib.import_module("lightning_gc.kernels.gpu").self_test(device)
 
 
 class DoesNothing:
@@ -39,17 +57,17 @@ class DoesNotCompile:
 
 
 def test_all_are_right() -> None:
-    kernels().self_test(torch.device(DEVICE))
+    self_test(torch.device(DEVICE))
 
 
-@pytest.mark.parametrize(("operation", "kernel"), KERNELS)
+@pytest.mark.parametrize(("operation", "family", "kernel"), KERNELS)
 @pytest.mark.parametrize("fails", [DoesNotCompile, DoesNothing])
 def test_one_that_fails_is_found(
-    operation: str, kernel: str, fails: type, monkeypatch: pytest.MonkeyPatch
+    operation: str, family: str, kernel: str, fails: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is left in memory was another tensor before; hence zeros, which are no result."""
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    monkeypatch.setattr(kernels(), kernel, fails())
+    monkeypatch.setattr(module(family), kernel, fails())
     with pytest.raises(RuntimeError, match=f"^{operation}: ") as found:
-        kernels().self_test(torch.device(DEVICE))
+        self_test(torch.device(DEVICE))
     assert ("unsupported" in str(found.value)) == (fails is DoesNotCompile)

@@ -6,6 +6,7 @@ import torch
 from lightning_gc import QSGD, AllGather, HardThreshold, TopK, TwoShot
 from lightning_gc.kernels import dispatch
 from lightning_gc.testing import Lockstep
+from tests.support.bucket_kernels import without_kernels
 from tests.support.kernel_device import DEVICE, here, marks, same, tensors
 
 pytestmark = marks
@@ -24,17 +25,12 @@ def gradients(step: int) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     "codec", [HardThreshold(1.5), TopK(0.1), TopK(0.05, selection="sampled")], ids=repr
 )
-def test_the_same_run(codec, scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_run(codec, scheme) -> None:
     """Means and errors of several steps, bit for bit."""
     with_kernels, without = (Lockstep(2, codec, scheme=scheme) for _ in range(2))
     for step in range(3):
         ours = with_kernels.step(gradients(step))
-        with monkeypatch.context() as patch:
-            for module in ("select", "accumulate"):
-                patch.setattr(f"lightning_gc.kernels.{module}.fused", lambda tensor: False)
-            for module in ("hard_threshold", "topk_selection"):
-                path = f"lightning_gc.compressors.sparsifiers.{module}.fused"
-                patch.setattr(path, lambda tensor: False)
+        with without_kernels():
             theirs = without.step(gradients(step))
         assert ours.wire_bytes == theirs.wire_bytes
         for name, mean in ours.mean.items():

@@ -69,6 +69,43 @@ def test_gradient_then_exchange_then_result(cuda: PretendedCuda) -> None:
         assert places == sorted(places)
 
 
+def test_a_flow_that_never_waits_runs_where_it_is_submitted(cuda: PretendedCuda) -> None:
+    """No thread takes part, the flow's stream waits for the gradient, and buckets keep order."""
+    background, result = Background(Recording(Silent()), CUDA, waits=False), torch.zeros(1)
+    own = background._stream
+    for name in "ab":
+        submit = lambda n=name: background.submit(exchanging(cuda, n), result)  # noqa: E731
+        future, theirs = in_a_thread(f"autograd {name}", submit)
+        assert future.done()
+        assert future.wait() is result
+        mine = [entry for entry in cuda.log if entry[0] == f"autograd {name}"]
+        event = mine[0][3]
+        assert mine[:3] == [
+            (f"autograd {name}", theirs, "records", event),
+            (f"autograd {name}", own, "waits", event),
+            (f"autograd {name}", own, "exchanges", name),
+        ]
+        assert mine[-1][1:3] == (own, "completes")
+    assert {entry[0] for entry in cuda.log} == {"autograd a", "autograd b"}
+    assert background.close()
+
+
+def test_after_an_error_where_it_is_submitted(cuda: PretendedCuda) -> None:
+    """The backward pass goes on, later flows are not run, and the error is raised afterwards."""
+    background = Background(Recording(Silent()), CUDA, waits=False)
+
+    def failing() -> Flow:
+        yield from ()
+        raise RuntimeError("CUDA error: out of memory")
+
+    for flow in (failing(), exchanging(cuda, "later")):
+        background.submit(flow, torch.zeros(1)).wait()
+    assert not [entry for entry in cuda.log if entry[2] == "exchanges"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        background.check()
+    assert background.close()
+
+
 def same(a: Any, b: Any) -> bool:
     """Compare entries of the log, tensors by identity."""
     return bool(a[:3] == b[:3] and (a[3] is b[3] or (isinstance(b[3], str) and a[3] == b[3])))

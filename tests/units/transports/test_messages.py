@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gc.core.flow import Exchange, Gather, Reply, Request
+from lightning_gc.core.flow import Exchange, Gather, Reply, Request, join
+from lightning_gc.core.message import Message, as_bytes
 from lightning_gc.exchange.peers import ShardParts
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.transports import Simulated, Transport
-from lightning_gc.transports.base import Message, as_bytes, check_lengths, laid_out, lengths_of
+from lightning_gc.transports.base import check_lengths, laid_out, lengths_of
 from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text
 from lightning_gc.transports.peer_error import PeerError
 
@@ -44,7 +45,7 @@ def own_payload(data: st.DataObject) -> tuple[Tensor, ...]:
 def test_unpack_takes_any_bytes_and_refuses_too_few(examples: int) -> None:
     def law(data: st.DataObject) -> None:
         own = own_payload(data)
-        layout = Message(own)
+        layout = Message.of(own)
         assert layout.pack(own).numel() == layout.nbytes
         surplus = data.draw(st.integers(-8, 16))
         size = max(layout.nbytes + surplus, 0)
@@ -65,7 +66,7 @@ def test_unpack_takes_any_bytes_and_refuses_too_few(examples: int) -> None:
 
 
 def test_what_is_no_string_of_bytes() -> None:
-    layout = Message((torch.zeros(2),))
+    layout = Message.of((torch.zeros(2),))
     for message in (torch.zeros(8), torch.zeros(1, 8, dtype=torch.uint8)):
         with pytest.raises(ValueError, match="8 bytes was expected"):
             layout.unpack(message)
@@ -89,8 +90,8 @@ def test_lengths_are_refused_or_make_a_layout_within_limits(examples: int) -> No
                 check_lengths(announced, own, limits, 3)
             return
         check_lengths(announced, own, limits, 3)
-        layout = Message(own, announced)
-        assert 8 <= layout.nbytes <= Message(tuple(t.new_zeros(20) for t in own)).nbytes + 8
+        layout = Message.of(own, announced)
+        assert 8 <= layout.nbytes <= Message.of(tuple(t.new_zeros(20) for t in own)).nbytes + 8
         sent = tuple(t.new_zeros(n) for t, n in zip(own, announced, strict=True))
         tensors = layout.unpack(layout.pack(sent))
         assert all(t.numel() <= m for t, m in zip(tensors, most, strict=True))
@@ -106,10 +107,10 @@ def test_a_message_of_other_lengths_than_announced_is_refused(examples: int) -> 
         other = [data.draw(st.integers(0, 9), label="announced") for _ in own]
         message = torch.nn.functional.pad(layout.pack(own), (0, 800))
         if other == lengths_of(own):
-            assert len(Message(own, other).unpack(message)) == len(own)
+            assert len(Message.of(own, other).unpack(message)) == len(own)
         else:
             with pytest.raises(ValueError, match=r"does not end after \d+ bytes, as announced"):
-                Message(own, other).unpack(message)
+                Message.of(own, other).unpack(message)
 
     hold(examples, law)
 
@@ -198,3 +199,29 @@ def test_sums_over_shards_name_the_ranks_of_the_node(monkeypatch: pytest.MonkeyP
     node: Any = object()
     with pytest.raises(PeerError, match=r"Worker 1: all-reduce with worker 0 .* the ranks 4, 5\."):
         ShardParts(node, CPU).total(torch.ones(1))
+
+
+def test_known_lengths_are_not_sent() -> None:
+    """Joined with a request of fixed lengths, they stay known. With unknown ones they do not."""
+    payloads = [(torch.zeros(n),) for n in (2, 5)]
+    known = [Gather(payload, (9,), [(2,), (5,)]) for payload in payloads]
+    unknown = [Gather(payload, (9,)) for payload in payloads]
+    fixed = Gather((torch.zeros(3),))
+    sent = []
+    for requests in (known, unknown):
+        network = Simulated(2)
+        network.fulfil(requests)
+        sent.append(network.sent_bytes)
+    assert sent == [[24 + 8] * 2, [24 + 8 + 8] * 2]  # 5 numbers, padding and seal; the length
+    both = join([known[0], fixed])
+    assert isinstance(both, Gather)
+    assert both.lengths == [[2, 3], [5, 3]]
+    neither = join([known[0], unknown[0]])
+    assert isinstance(neither, Gather)
+    assert neither.lengths is None
+
+
+def test_known_lengths_are_checked() -> None:
+    requests = [Gather((torch.zeros(n),), (9,), [(2,), (4,)]) for n in (2, 5)]
+    with pytest.raises(PeerError, match="Worker 1 has sent"):
+        Simulated(2).fulfil(requests)

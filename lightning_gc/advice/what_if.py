@@ -1,0 +1,427 @@
+"""Predict what compression would gain for a model, link and workers that are only described.
+
+Nothing is measured. The prediction is the one of ``advise``. It takes the methods' seconds and
+bytes from ``shipped_costs.json``, which ``benchmarks/shipped_costs.py`` measured on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import functools
+import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+
+from lightning_gc.advice import report
+from lightning_gc.advice.alpha_beta import Link, at_rate, rate
+from lightning_gc.advice.costs import bucket_trace, simulated
+from lightning_gc.advice.prediction import (
+    METHODS,
+    SIXTEEN,
+    WHOLE,
+    Prediction,
+    Situation,
+    pieces_for,
+    predict,
+    shortlist,
+)
+from lightning_gc.advice.timeline import Module
+from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern
+from lightning_gc.core.registry import did_you_mean
+from lightning_gc.core.text_table import plain
+from lightning_gc.engine.compatibility import by_default
+from lightning_gc.methods.method import Method, parse_method
+
+EXAMPLE = "lightning-gc advise --params 124M --step-ms 45 --link 1gbit --workers 4"
+LATENCY_US = 50.0
+"""Microseconds of a message, if the user gives none: a switched Ethernet."""
+FORWARD = 1 / 3
+"""Share of the forward pass in a step. The backward pass computes two products for each of its."""
+MATRICES = 48
+"""Number of matrices of a model that is described by its size only, as GPT-2's blocks have."""
+MARGIN = 1.5
+"""Factor by which a predicted speed may be off.
+
+Measured with two workers on two cores: 1.07 in the median, 1.19 at worst. With more workers than
+cores it was 2.1 at worst (``benchmarks/results/shipped_costs_20261126.md``).
+"""
+
+
+def gpt2() -> Shapes:
+    """Return the parameters of GPT-2 with 124 million parameters, in the order of use."""
+    shapes: Shapes = {"embedding": (50_257, 768), "positions": (1_024, 768)}
+    for block in range(12):
+        wide = {"qkv": (2_304, 768), "out": (768, 768), "up": (3_072, 768), "down": (768, 3_072)}
+        for name, (outputs, inputs) in wide.items():
+            shapes |= {f"{block}.{name}": (outputs, inputs), f"{block}.{name}.bias": (outputs,)}
+        shapes |= {f"{block}.norm{i}.{part}": (768,) for i in (1, 2) for part in ("weight", "bias")}
+    return shapes | {"norm.weight": (768,), "norm.bias": (768,)}
+
+
+def resnet50() -> Shapes:
+    """Return the parameters of ResNet-50 in the order of use."""
+    shapes: Shapes = {"conv": (64, 3, 7, 7), "norm.w": (64,), "norm.b": (64,)}
+
+    def conv(name: str, *shape: int) -> None:
+        shapes.update({name: shape, f"{name}.w": shape[:1], f"{name}.b": shape[:1]})
+
+    inputs = 64
+    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
+        for block in range(blocks):
+            name = f"{stage}.{block}"
+            conv(f"{name}.1", width, inputs, 1, 1)
+            conv(f"{name}.2", width, width, 3, 3)
+            conv(f"{name}.3", 4 * width, width, 1, 1)
+            if block == 0:
+                conv(f"{name}.down", 4 * width, inputs, 1, 1)
+            inputs = 4 * width
+    return shapes | {"head": (1_000, 2_048), "head.bias": (1_000,)}
+
+
+def llama() -> Shapes:
+    """Return the parameters of a Llama-like model of 1.1 billion: large tensors, no biases."""
+    width, hidden = 2_048, 5_632
+    shapes: Shapes = {"embedding": (32_000, width)}
+    for block in range(22):
+        parts = {"q": (width, width), "k": (256, width), "v": (256, width), "o": (width, width)}
+        parts |= {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
+        shapes |= {f"{block}.{name}": shape for name, shape in parts.items()}
+        shapes |= {f"{block}.norm{i}": (width,) for i in (1, 2)}
+    return shapes | {"norm": (width,), "head": (32_000, width)}
+
+
+MODELS: dict[str, Callable[[], Shapes]] = {
+    "gpt2": gpt2,
+    "resnet50": resnet50,
+    "llama-1b": llama,
+}
+"""Name -> shapes of the parameters in the order of use."""
+
+
+def square(parameters: int) -> Shapes:
+    """Return equal square matrices with this number of parameters, up to rounding."""
+    number = max(1, min(MATRICES, parameters >> 16))
+    side = max(1, round(math.sqrt(parameters / number)))
+    return {f"matrix {i}": (side, side) for i in range(number)}
+
+
+@functools.cache
+def shipped() -> Any:
+    """Return the shipped costs, as ``benchmarks/shipped_costs.py`` writes them."""
+    file = resources.files("lightning_gc.advice").joinpath("shipped_costs.json")
+    return json.loads(file.read_text())
+
+
+def shipped_trace(name: str, method: Method | None, shapes: Shapes, workers: int) -> Trace:
+    """Return a step of one segment, as ``costs.segment_trace`` measures it.
+
+    Seconds and bytes are interpolated between the measured numbers of elements. Bytes of a low-rank
+    method depend on the sides of its matrices instead.
+
+    Args:
+        name: of the method in the shipped costs.
+        method: None sends everything uncompressed.
+        shapes: of the parameters.
+        workers: W.
+    """
+    compressor = None if method is None else by_default(method.make_compressor({}))
+    taken = [s for s in shapes.values() if compressor is None or compressor.compresses(s)]
+    numel = sum(map(math.prod, taken))
+    left = sum(map(math.prod, shapes.values())) - numel
+    parts = []
+    if numel:
+        low_rank = compressor is not None and compressor.traits.kind == "low rank"
+        sides = sum(shape[0] + math.prod(shape[1:]) for shape in taken) if low_rank else None
+        parts.append(_any_workers(name, numel, sides, workers))
+    if left:
+        parts.append(_any_workers(WHOLE, left, None, workers))
+    return bucket_trace(parts)
+
+
+def _any_workers(name: str, numel: int, sides: int | None, workers: int) -> Trace:
+    seen = [_interpolated(name, numel, sides, few) for few in simulated(workers)]
+    return seen[0] if len(seen) == 1 else pattern(seen).at(workers)
+
+
+def _interpolated(name: str, numel: int, sides: int | None, workers: int) -> Trace:
+    """Return the trace of one square matrix with this many elements, or with these sides."""
+    sizes: list[int] = shipped()["sizes"]
+    known = shipped()["methods"][name][str(workers)]
+    grid = [float(size) for size in sizes]
+    by_sides = [2 * math.sqrt(size) for size in sizes]
+    seconds = tuple(
+        _between(numel, grid, column, beyond=True)
+        for column in zip(*(each["seconds"] for each in known), strict=True)
+    )
+    asked = []
+    for number, (kind, _, collectives, lengths) in enumerate(known[0]["asked"]):
+        column = [each["asked"][number][1] for each in known]
+        place = (numel, grid) if sides is None else (sides, by_sides)
+        asked.append(Asked(kind, _between(*place, column, beyond=False), collectives, lengths))
+    return Trace(workers, tuple(asked), seconds)
+
+
+def _between(x: float, grid: Sequence[float], values: Sequence[float], beyond: bool) -> float:
+    """Interpolate linearly. Above the grid values are proportional to x.
+
+    Args:
+        x: where.
+        grid: ascending.
+        values: at the grid.
+        beyond: keep the first value below the grid, as for seconds; otherwise it is proportional.
+    """
+    if x <= grid[0]:
+        return values[0] if beyond else values[0] * x / grid[0]
+    if x >= grid[-1]:
+        return values[-1] * x / grid[-1]
+    high = bisect.bisect_left(grid, x)
+    share = (x - grid[high - 1]) / (grid[high] - grid[high - 1])
+    return values[high - 1] + share * (values[high] - values[high - 1])
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A described training.
+
+    Attributes:
+        shapes: of the parameters in the order of use, in float32.
+        step: seconds of a step of one worker without any exchange.
+        workers: W.
+        gbps: nominal rate of the links, in 10⁹ bits per second.
+        latency_us: of one message, in microseconds.
+        gpu: take the costs of compression on a GPU.
+        overlap: whether the exchange may overlap with the backward pass.
+    """
+
+    shapes: Shapes
+    step: float
+    workers: int
+    gbps: float
+    latency_us: float = LATENCY_US
+    gpu: bool = False
+    overlap: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """The methods whose costs are shipped."""
+        names = [n for n in METHODS if not self.gpu or n in shipped()["gpu"]["step_ms"]]
+        return {name: parse_method(name) for name in names}
+
+    def situation(self) -> Situation:
+        """Return what ``advise`` would have measured.
+
+        Gradients become ready in proportion to their elements, the last parameter first. Each
+        second of compression delays the backward pass by a second.
+        """
+        names = tuple(self.shapes)[::-1]
+        nbytes = tuple(4 * math.prod(self.shapes[name]) for name in names)
+        backward = (1 - FORWARD) * self.step
+        done, ready = 0, []
+        for each in nbytes:
+            done += each
+            ready.append(backward * done / sum(nbytes) if self.overlap else backward)
+        pieces = pieces_for(nbytes)
+        costs = {
+            name: [
+                self._cost(name, method, {names[i]: self.shapes[names[i]] for i in piece})
+                for piece in pieces
+            ]
+            for name, method in {WHOLE: None, **self.methods}.items()
+        }
+        return Situation(
+            Module(FORWARD * self.step, backward, 0.0),
+            names,
+            nbytes,
+            tuple(ready),
+            pieces,
+            costs,
+            WHOLE,
+            self.workers,
+            at_rate(Link(self.gbps, self.latency_us), self.gbps),
+            contention=1.0,
+            overhead=self._on_gpu("plain DDP", self.parameters, "no synchronisation"),
+        )
+
+    def _cost(self, name: str, method: Method | None, shapes: Shapes) -> Trace:
+        found = shipped_trace(name, method, shapes, self.workers)
+        if not self.gpu:
+            return found
+        numel = sum(map(math.prod, shapes.values()))
+        first = self._on_gpu(name, numel)
+        return replace(found, seconds=(first, *(0.0 for _ in found.asked)))
+
+    def _on_gpu(self, name: str, numel: int, without: str = "plain DDP") -> float:
+        """Return the seconds by which a step on the GPU is longer than another one."""
+        if not self.gpu:
+            return 0.0
+        known = shipped()["gpu"]
+        more = known["step_ms"][name] - known["step_ms"][without]
+        share = numel / known["parameters"]
+        return float(max(more, 0.0) * 1e-3 * share)
+
+    def rows(self) -> list[Prediction]:
+        """Return the predicted rows, shortest step first.
+
+        Plans that leave some tensors uncompressed are not searched, because that takes seconds.
+        """
+        return predict(self.situation(), {})
+
+
+def verdict(rows: Sequence[Prediction], step: float) -> tuple[str, str | None, float]:
+    """Return the verdict as a text, the suggested method, and its speed relative to plain DDP.
+
+    The rules are those of ``report.judge``. A speed below ``MARGIN`` is within the error of a
+    prediction.
+
+    Args:
+        rows: predicted ones.
+        step: seconds of a step without exchange.
+    """
+    dense = _plain(rows)
+    best = {row.name: row for row in (dense, *shortlist(rows, len(rows)))}
+    seconds = ("seconds", "low", "high")
+    measured = {
+        name: dict.fromkeys(seconds, row.seconds) | {"bytes": row.nbytes}
+        for name, row in best.items()
+    }
+    sixteen = next((name for name, row in best.items() if row.method == SIXTEEN), SIXTEEN)
+    found = report.judge(measured, dense.name, sixteen, step)
+    if found.choice is None:
+        return str(found), None, 1.0
+    chosen = best[found.choice]
+    speed = dense.seconds / chosen.seconds
+    text = str(found) if speed >= MARGIN else f"Too close to call. {found.choice}: {found.reason}"
+    return text, chosen.method, speed
+
+
+def _plain(rows: Sequence[Prediction]) -> Prediction:
+    return next(r for r in rows if r.method is None and r.every == 1 and r.bucket_cap_mb is None)
+
+
+def changes(case: WhatIf, method: str | None) -> list[str]:
+    """Return a line for each thing that may differ from the description, and the answer then.
+
+    Args:
+        case: as described.
+        method: the method that its verdict suggests, or None.
+    """
+    slow, fast = 10 * case.latency_us, 10 * case.gbps
+    cases = {
+        f"{slow:g} µs a message": replace(case, latency_us=slow),
+        f"{2 * case.workers} workers": replace(case, workers=2 * case.workers),
+        str(Link(fast, 0)): replace(case, gbps=fast),
+        "no overlap with the backward pass": replace(case, overlap=False),
+    }
+    lines = []
+    for what, other in cases.items():
+        _, then, speed = verdict(other.rows(), other.step)
+        answer = f"{then}, {speed:.3g} times plain DDP's speed" if then else "do nothing"
+        close = " (too close to call)" if then and speed < MARGIN else ""
+        lines.append(f"  {what}: {'still ' if then == method else ''}{answer}{close}")
+    return lines
+
+
+def described(options: argparse.Namespace) -> WhatIf:
+    """Return the case that the command's options describe.
+
+    Raises:
+        ValueError: an option is missing, mistyped or contradicts another one.
+    """
+    given = {
+        "--params or --model": options.params or options.model,
+        "--step-ms": options.step_ms,
+        "--link": options.link,
+        "--workers": options.workers,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"advise needs a file such as train.yaml, or a description of the training. The "
+            f"description lacks {', '.join(missing)}. Write, for example, {EXAMPLE}."
+        )
+    if options.params and options.model:
+        raise ValueError("Give --params or --model, not both.")
+    latency = LATENCY_US if options.latency_us is None else options.latency_us
+    for name, value in (("--step-ms", options.step_ms), ("--latency-us", latency)):
+        if not value > 0:
+            raise ValueError(f"{name} {value:g}: must be above 0.")
+    if options.workers < 2:
+        raise ValueError(f"--workers {options.workers}: at least 2 exchange gradients.")
+    return WhatIf(
+        square(parameters(options.params)) if options.params else shapes_of(options.model),
+        options.step_ms * 1e-3,
+        options.workers,
+        rate(options.link),
+        latency,
+        options.gpu,
+    )
+
+
+def shapes_of(model: str) -> Shapes:
+    """Return the shapes of a known model."""
+    if model not in MODELS:
+        raise ValueError(
+            f"--model {model!r} is not known{did_you_mean(model, MODELS)}. Use "
+            f"{', '.join(MODELS)}, or give the number of parameters as --params 124M."
+        )
+    return MODELS[model]()
+
+
+def parameters(text: str) -> int:
+    """Return the number of parameters of ``"124M"``, ``"1.1B"`` or ``"124439808"``."""
+    scale = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s*([KMB]?)", text.strip(), re.IGNORECASE)
+    if found is not None and (number := round(float(found[1]) * scale[found[2].upper()])) > 0:
+        return number
+    near = re.match(r"\s*(\d+(?:\.\d+)?)\s*(k|m|b|g|t)", text, re.IGNORECASE)
+    letter = "" if near is None else {"G": "B"}.get(near[2].upper(), near[2].upper())
+    meant = f" (did you mean {near[1]}{letter}?)" if near is not None and letter in scale else ""
+    raise ValueError(
+        f"--params {text!r} is not a number of parameters{meant}. Write it as 124M or 1.1B."
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the prediction for what the options describe."""
+    case = described(options)
+    rows = case.rows()
+    text, method, _ = verdict(rows, case.step)
+    line = f"Prediction, nothing was measured. {text}"
+    columns, cells = report.table(rows, {})
+    model = options.model or f"{len(case.shapes)} equal square matrices"
+    known = shipped()["gpu"] if case.gpu else shipped()
+    lines = [
+        line,
+        "",
+        plain(columns, cells, shutil.get_terminal_size((120, 24)).columns),
+        report.LOCAL_NOTE,
+        f"Model: {model}, {case.parameters:,} parameters in float32.",
+        f"Network: {case.workers} workers, {Link(case.gbps, 0)}, {case.latency_us:g} µs a message.",
+        f"Costs of compression: {known['machine']}.",
+        "Assumed: a third of the step is the forward pass, and gradients become ready evenly.",
+        "Also assumed: compression delays the backward pass by its own seconds.",
+    ]
+    if case.gpu:
+        lines.append("The GPU's costs are those of one worker. Decoding takes longer with more.")
+    lines += [
+        f"Treat methods within a factor of {MARGIN:g} as equal. Accuracy is not predicted.",
+        "",
+        "What would change the answer:",
+        *changes(case, method),
+        "",
+        "Next: measure your model on your machines, with lightning-gc advise train.yaml",
+        line,
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")

@@ -1,0 +1,29 @@
+"""Numba kernels, one module for each family; imported when a tensor on the host needs them.
+
+They give the bits of torch's operations, so workers with and without numba can train together.
+Compiled code is kept on disk. A family's ``ATTEMPTS`` is as in ``kernels.gpu``.
+"""
+
+import importlib
+import pkgutil
+
+import torch
+
+
+def self_test() -> None:
+    """Compare every kernel with torch on small tensors; this compiles missing kernels.
+
+    An unknown compiler or processor may not run a kernel, or may contract arithmetic. Workers
+    without numba would then decode other bits.
+
+    Raises:
+        ArithmeticError: a kernel's result differs from torch's.
+    """
+    numbers = torch.linspace(-1, 1, 5000, dtype=torch.float32, device="cpu").pow(3)
+    numbers[96:240] = 0
+    for family in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{family.name}")
+        for name, attempt in getattr(module, "ATTEMPTS", {}).items():
+            for ours, theirs in attempt(numbers):
+                if not torch.equal(ours, theirs):
+                    raise ArithmeticError(f"the result of {name} differs from torch's")
