@@ -207,7 +207,11 @@ def main() -> int:
     add("--keep", action="store_true", help="take finished runs of these settings as they are")
     add("--runs", type=Path, default=Path("runs", "catalogue"), help="(default: %(default)s)")
     add("--out", type=Path, default=dated_page.RESULTS, help="folder of the dated files")
+    add("--redraw", type=Path, metavar="JSON", help="draw these results' plot, run nothing")
     options = parser.parse_args()
+    if options.redraw:
+        draw(json.loads(options.redraw.read_text())["rows"], options.redraw.with_suffix(".svg"))
+        return 0
     names = sorted({DENSE, *options.methods}, key=lambda name: (name != DENSE, name))
     settings = [getattr(options, name) for name in ("epochs", "steps", "hidden", "workers", "seed")]
     tasks = [

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import dated_page
-import matplotlib as mpl
+from matplotlib.figure import Figure
 
-mpl.use("Agg")
-mpl.rcParams["svg.hashsalt"] = "catalogue"  # the same file for the same figures
-import matplotlib.pyplot as plt  # noqa: E402
+from lightning_gc.core import plot_style
 
 Row = dict[str, Any]
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee")
 
 
 def lost(row: Row) -> bool:
@@ -95,49 +92,29 @@ no number, or at the end no lower than at the start, on the training or the vali
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the plot: each method's better run, lower left is better."""
+    """Write the plot: a row per method, by bytes, with its better run's perplexity."""
     found = [run for runs in pairs(rows).values() if (run := best(runs)) is not None]
-    kinds = dict(zip(dict.fromkeys(r["kind"] for r in rows if "kind" in r), COLOURS, strict=False))
-    figure, axes = plt.subplots(figsize=(9, 6.5), layout="constrained")
-    for kind, colour in kinds.items():
-        of_kind = [run for run in found if run["kind"] == kind]
-        points = [run["bytes"] for run in of_kind], [run["perplexity"] for run in of_kind]
-        axes.scatter(*points, s=36, color=colour, label=kind, zorder=3)
-    axes.set(xscale="log", yscale="log", title="Better of two learning rates")
-    axes.set(xlabel="bytes per step and worker", ylabel="validation perplexity")
-    axes.minorticks_off()
-    axes.yaxis.set_major_locator(
-        mpl.ticker.LogLocator(base=10, subs=(1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8, 9))
-    )
-    axes.yaxis.set_major_formatter(mpl.ticker.ScalarFormatter())
-    axes.margins(0.12)
-    axes.grid(color="0.85", lw=0.6)
-    axes.legend(frameon=False)
-    _label(figure, axes, found)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    found.sort(key=lambda run: (-run["bytes"], run["perplexity"]))
 
+    def panels(figure: Figure) -> None:
+        figure.set_size_inches(plot_style.WIDTH, 1.4 + 0.19 * len(found))
+        left, right = figure.subplots(1, 2, sharey=True)
+        for place, run in enumerate(found):
+            colour = plot_style.colour_of(run["kind"], run["name"])
+            left.plot(run["ratio"], place, "o", color=colour)
+            right.plot(run["perplexity"], place, "o", color=colour)
+        dense = next((run["perplexity"] for run in found if run["kind"] == "dense"), None)
+        if dense is not None:
+            right.axvline(dense, color=plot_style.MUTED, lw=1, ls="--")
+        for kind, colour in plot_style.FAMILIES.items():
+            left.plot([], [], "o", color=colour, label=kind)
+        plot_style.plain_log(left.xaxis)
+        plot_style.plain_log(right.xaxis)
+        left.set(title="Times fewer bytes")
+        right.set(title="Perplexity")
+        left.set_yticks(range(len(found)), [run["name"] for run in found])
+        left.invert_yaxis()
+        left.margins(y=0.02)
+        plot_style.legend(figure, 3)
 
-def _label(figure: Any, axes: Any, found: Sequence[Row]) -> None:
-    """Write names beside points, each moved up until it lies on no other name or point."""
-    figure.draw_without_rendering()
-    ordered = sorted(found, key=lambda run: (run["perplexity"], run["bytes"]))
-    at = [(run["bytes"], run["perplexity"]) for run in ordered]
-    places = [axes.transData.transform(point) * 72 / figure.dpi for point in at]  # in points
-    taken = [(x - 4, x + 4, y - 4) for x, y in places]  # left, right, bottom
-    for run, point, (x, y) in zip(ordered, at, places, strict=True):
-        left, right, bottom = x + 5, x + 5 + 5 * len(run["name"]), y - 3
-        while any(a < right and left < b and abs(c - bottom) < 9 for a, b, c in taken):
-            bottom += 1
-        taken.append((left, right, bottom))
-        axes.annotate(
-            run["name"],
-            point,
-            xytext=(left - x, bottom - y),
-            textcoords="offset points",
-            fontsize=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},  # over grid and lines
-            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "0.5", "zorder": 1}
-            if bottom > y
-            else None,
-        )
+    path.write_bytes(plot_style.svg(panels, "catalogue"))

@@ -1,38 +1,40 @@
 """The picture of the home page: seconds per step on three links, of benchmarks/network.py.
 
-Files for light and for dark pages, with transparent backgrounds: the panels beside each other, and
-one below the other for narrow screens.
+The panels beside each other, and one below the other for narrow screens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from matplotlib.figure import Figure
 
-mpl.use("Agg")
-mpl.rcParams |= {"svg.hashsalt": "network", "font.size": 10}  # the same files for the same figures
-import matplotlib.pyplot as plt  # noqa: E402
+from lightning_gc.core import plot_style
+from lightning_gc.core.plot_style import DENSE, FAMILIES, INK, PEER
 
 HERE = Path(__file__).parent
 IMAGES = HERE.parent / "docs" / "images"
 
 LINKS = ("100 Mbit/s", "1 Gbit/s", "10 Gbit/s")
-DDP, THEIRS, OURS = "#8c959f", "#6699cc", "#dd7722"
-"""Colours that stand out from white and from black: plain DDP, torch's hooks, this library."""
+CEILING = "no synchronisation"
+"""Row of the step without a network: no method can be faster."""
+OURS = {
+    "QSGD(4)": ("QSGD(4)", FAMILIES["quantiser"]),
+    "PowerSGD(2)": ("PowerSGD(2)", FAMILIES["low rank"]),
+    "TopK(0.01), bfloat16": ("TopK(0.01), bfloat16", FAMILIES["sparsifier"]),
+}
 METHODS = {
-    "plain DDP": ("plain DDP", DDP),
-    "torch fp16 hook": ("torch: fp16 hook", THEIRS),
-    "torch PowerSGD hook": ("torch: PowerSGD hook, rank 2", THEIRS),
-    "QSGD(4)": ("QSGD(4)", OURS),
-    "PowerSGD(2)": ("PowerSGD(2)", OURS),
-    "TopK(0.01), bfloat16": ("TopK(0.01), bfloat16", OURS),
+    "plain DDP": ("plain DDP", DENSE),
+    "torch fp16 hook": ("torch: fp16 hook", PEER),
+    "torch PowerSGD hook": ("torch: PowerSGD hook, rank 2", PEER),
+    **OURS,
+    CEILING: ("no network", "none"),
 }
 """Row of the results -> label and colour, from top to bottom."""
-TEXT = {"light": "#1f2328", "dark": "#e6edf3"}
 
 
 def newest() -> Path:
@@ -60,48 +62,45 @@ def in_words(found: dict[str, dict[str, float]]) -> str:
     return "; ".join(f"{link}: {text}" for link, text in shown.items())
 
 
-def draw(path: Path, found: dict[str, dict[str, float]], text: str, narrow: bool) -> None:
-    """Write a panel per link, each with a scale of its own and the seconds beside the bars.
+def draw(found: dict[str, dict[str, float]], narrow: bool, figure: Figure) -> None:
+    """Draw a panel per link on one scale, with the seconds beside the bars.
 
     Args:
-        path: of the image.
         found: link -> row -> seconds per step.
-        text: colour of everything that is written.
         narrow: one panel below the other.
+        figure: is drawn on.
     """
-    if narrow:
-        figure, panels = plt.subplots(len(LINKS), 1, figsize=(3.9, 5.4))
-    else:
-        figure, panels = plt.subplots(1, len(LINKS), figsize=(7.4, 2.3), sharey=True)
+    figure.set_size_inches((plot_style.WIDTH, 6.6) if narrow else (7.6, 2.9))
+    shape = (len(LINKS), 1) if narrow else (1, len(LINKS))
+    panels = figure.subplots(*shape, sharey=True, sharex=True).flatten()
+    figure.suptitle("Seconds per training step: an LSTM on two workers", x=0, ha="left")
     places = range(len(METHODS))
     for axis, link in zip(panels, LINKS, strict=True):
         values = [found[link][method] for method in METHODS]
         bars = axis.barh(places, values, color=[colour for _, colour in METHODS.values()])
-        axis.bar_label(bars, [f"{value:.2f} s" for value in values], padding=3, color=text)
-        axis.set_title(link, color=text, fontsize=11)
-        axis.set_xlim(0, 1.45 * max(values))
+        bars[-1].set(edgecolor=INK, linestyle="--")
+        axis.axvline(found[link][CEILING], color=INK, linestyle="--", linewidth=0.8)
+        axis.bar_label(bars, [f"{value:.2f} s" for value in values], padding=4)
+        axis.set_title(link)
         axis.set_xticks([])
-        axis.set_yticks(places, [label for label, _ in METHODS.values()], color=text)
+        axis.set_yticks(places, [label for label, _ in METHODS.values()])
         axis.spines[:].set_visible(False)
         axis.tick_params(axis="y", length=0)
-        if narrow or axis is panels[0]:
-            axis.invert_yaxis()
-    figure.tight_layout(pad=0.3, w_pad=1.0)
-    about = {"Date": None, "Description": in_words(found)}
-    figure.savefig(path, transparent=True, metadata=about)
-    plt.close(figure)
+        axis.grid(visible=False)
+    panels[0].set_xlim(0, 1.35 * max(found[link][method] for link in LINKS for method in METHODS))
+    panels[0].invert_yaxis()
 
 
 def main() -> None:
-    """Draw all four files."""
+    """Draw both files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("results", type=Path, nargs="?", default=newest(), help="a JSON file")
     parser.add_argument("--out", type=Path, default=IMAGES, help="folder (default: docs/images)")
     options = parser.parse_args()
-    for scheme, text in TEXT.items():
-        for narrow, suffix in ((False, ""), (True, "_narrow")):
-            path = options.out / f"network_{scheme}{suffix}.svg"
-            draw(path, seconds(options.results), text, narrow)
+    found = seconds(options.results)
+    for narrow, name in ((False, "network"), (True, "network_narrow")):
+        image = plot_style.svg(partial(draw, found, narrow), name, in_words(found))
+        (options.out / f"{name}.svg").write_bytes(image)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ workers of a model with 100 million parameters. Prints tables, writes a dated fi
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -20,11 +21,13 @@ from typing import Any
 import dated_page
 import pytorch_lightning as pl
 import torch
+from matplotlib.figure import Figure
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import CompressedDDPStrategy, PerParameter, SizeSwitch, TopK
 from lightning_gc.checkpoint.worker_state import worker_state
+from lightning_gc.core import plot_style
 from lightning_gc.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -132,19 +135,22 @@ def sizes() -> list[tuple[str, float, float, float]]:
 
 def plot(found: dict[str, list[float]], path: Path) -> None:
     """Draw the loss, smoothed over an epoch, from the stop on."""
-    from matplotlib.figure import Figure
+    looks = {way: (plot_style.SERIES[i], "-") for i, way in enumerate(WAYS)}
+    looks["not interrupted"] = (plot_style.DENSE, "-")
+    looks["resumed, 2 workers"] = (plot_style.INK, ":")  # on the uninterrupted run's line
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for way, losses in found.items():
-        width = len(losses) // AFTER
-        smooth = [statistics.mean(losses[i : i + width]) for i in range(len(losses) - width)]
-        first = way == "not interrupted"
-        axes.plot(smooth, label=way, color="black" if first else None, lw=3 if first else 1.2)
-    axes.set(xlabel="steps after the stop", ylabel="training loss, mean of an epoch's steps")
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for way, losses in found.items():
+            width = len(losses) // AFTER
+            smooth = [statistics.mean(losses[i : i + width]) for i in range(len(losses) - width)]
+            colour, dashes = looks[way]
+            bold = 4 if way == "not interrupted" else 1.5
+            axes.plot(smooth, dashes, label=way, color=colour, lw=bold)
+        axes.set(xlabel="steps after the stop", ylabel="training loss, mean of an epoch")
+        plot_style.legend(figure)
+
+    path.write_bytes(plot_style.svg(draw, "resuming"))
 
 
 def page(found: dict[str, list[float]], rows: list[tuple[str, float, float, float]]) -> str:
@@ -158,10 +164,23 @@ def page(found: dict[str, list[float]], rows: list[tuple[str, float, float, floa
         for way, row in found.items()
     )
     size = "".join(f"| {n} | {mb:,.0f} | {c:.2f} | {w:.2f} |\n" for n, mb, c, w in rows)
+    side_files = (
+        f"""
+## Side files
+
+100 million parameters in {TENSORS} tensors, {WORKERS} simulated workers, one after the other;
+seconds are medians of a worker's. A checkpoint of the same model with Adam's state has 1,200 MB.
+
+| stored as | MB per worker | s to copy | s to write |
+|---|---:|---:|---:|
+{size}"""
+        if rows
+        else ""
+    )
     return f"""{dated_page.title("Resuming")}
 
-`python benchmarks/resuming.py` with Python {sys.version.split()[0]}, {versions},
-{os.cpu_count()} CPUs.
+`python benchmarks/resuming.py{"" if rows else " --losses"}` with Python
+{sys.version.split()[0]}, {versions}, {os.cpu_count()} CPUs.
 
 The network of `examples/vision.py` on digits, {TOGETHER} images a step in all, `TopK({DENSITY})`,
 learning rate constant after its warm-up. Stopped after {BEFORE} epochs with 2 workers, then
@@ -171,15 +190,7 @@ learning rate constant after its warm-up. Stopped after {BEFORE} epochs with 2 w
 |---|---:|---:|---:|---|
 {loss}
 Other numbers of workers see the images in other groups, so their losses differ a little at once.
-
-## Side files
-
-100 million parameters in {TENSORS} tensors, {WORKERS} simulated workers, one after the other;
-seconds are medians of a worker's. A checkpoint of the same model with Adam's state has 1,200 MB.
-
-| stored as | MB per worker | s to copy | s to write |
-|---|---:|---:|---:|
-{size}"""
+{side_files}"""
 
 
 def main() -> None:
@@ -188,12 +199,19 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=dated_page.RESULTS, help="folder of the dated file"
     )
+    parser.add_argument("--losses", action="store_true", help="leave the side files out")
+    parser.add_argument(
+        "--redraw", type=Path, metavar="JSON", help="draw these results' plot, run nothing"
+    )
     options = parser.parse_args()
-    found, rows = curves(), sizes()
+    if options.redraw:
+        plot(json.loads(options.redraw.read_text()), options.redraw.with_suffix(".svg"))
+        return
+    found, rows = curves(), [] if options.losses else sizes()
     text = page(found, rows)
     sys.stdout.write(text)
-    stem = dated_page.write(options.out, "resuming", text)
-    plot(found, stem.with_suffix(".png"))
+    stem = dated_page.write(options.out, "resuming", text, found)
+    plot(found, stem.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

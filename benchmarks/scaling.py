@@ -42,8 +42,9 @@ from lightning_gc import (
     TwoShot,
 )
 from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange, last_that_pays
-from lightning_gc.advice.traces import Pattern, Shapes, Trace, pattern, trace
+from lightning_gc.advice.traces import Asked, Pattern, Shapes, Trace, pattern, trace
 from lightning_gc.compressors import Compressor
+from lightning_gc.core.plot_style import FAMILIES, SERIES
 from lightning_gc.core.text_table import markdown
 from lightning_gc.schemes import Scheme
 
@@ -58,6 +59,10 @@ COMPRESSORS: dict[str, Compressor] = {
     "QSGD(4)": QSGD(4),
     "TopK(0.01), bfloat16": TopK(0.01, value_dtype="bfloat16"),
     "RandomK(0.01)": RandomK(0.01),
+}
+COLOURS = {
+    **{"Cast()": SERIES[-1], "QSGD(4)": FAMILIES["quantiser"]},
+    **{"TopK(0.01), bfloat16": FAMILIES["sparsifier"], "RandomK(0.01)": SERIES[-2]},
 }
 # Those of nodes have no pattern over W, and AllGatherOrTwoShot is one of these two.
 SCHEMES = (AllGather(), AllReduce(), SparseReduce(), TwoShot())
@@ -141,6 +146,28 @@ def model(
         drawn[key] = [faster(found, w) for w in points()]
     columns = ("times faster than dense", *(f"W = {w:,}" for w in SHOWN), "pays up to W =")
     return markdown(columns, lines), drawn
+
+
+def draw_model(
+    path: Path, links: list[Link], patterns: dict[Key, Pattern], shapes: Shapes
+) -> dict[str, str]:
+    """Draw the model; return each link's table."""
+    found = {str(link): model(patterns, link, nbytes(shapes)) for link in links}
+    draw(path, points(), {link: drawn for link, (_, drawn) in found.items()}, COLOURS)
+    return {link: table for link, (table, _) in found.items()}
+
+
+def kept(path: Path) -> dict[Key, Pattern]:
+    """Return the patterns of stored results."""
+    found = {}
+    for name, traces in json.loads(path.read_text())["traces"].items():
+        compressor, _, scheme = name.rpartition(", ")
+        seen = [
+            Trace(**{**each, "asked": tuple(Asked(**one) for one in each["asked"])})
+            for each in traces
+        ]
+        found[compressor, scheme] = pattern(seen)
+    return found
 
 
 def points() -> list[int]:
@@ -244,7 +271,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="a small gradient: checks the script, not the model")
-    add("--gbps", type=float, nargs="+", default=[10, 1, 0.1], help="links, in 10⁹ bits per second")
+    add("--gbps", type=float, nargs="+", default=[0.1, 1, 10], help="links, in 10⁹ bits per second")
     add("--latency-us", type=float, default=50.0, help="of one message")
     add("--repeat", type=int, default=3, help="measured steps")
     add("--checked", type=int, nargs="*", default=CHECKED, help="numbers of real workers")
@@ -253,6 +280,7 @@ def parse() -> argparse.Namespace:
     )
     add("--out", type=Path, help="folder of the dated files (default: benchmarks/results)")
     add("--plot", type=Path, help="image (default: docs/images/scaling.svg)")
+    add("--redraw", type=Path, metavar="JSON", help="draw the image of these results, run nothing")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.repeat < 1 or not set(options.checked) <= set(SEEN) - {1}:
@@ -277,6 +305,10 @@ def main() -> None:
         path = path / f"{os.environ['RANK']}.json" if path.is_dir() else path
         path.write_text(json.dumps(work(named(ours), shapes, options.repeat)))
         return
+    links = [Link(gbps, options.latency_us) for gbps in options.gbps]
+    if options.redraw:
+        draw_model(options.plot, links, kept(options.redraw), shapes)
+        return
     if options.shaped:
         namespaces.check_privileges("The check on shaped links")
     torch.set_num_threads(1)
@@ -286,11 +318,9 @@ def main() -> None:
         traces[key] = [trace(*pair, shapes, workers, options.repeat) for workers in SEEN]
         say(f"{', '.join(key)}: {1e3 * sum(traces[key][0].seconds):.1f} ms among {SEEN[0]} workers")
     patterns = {key: pattern(seen) for key, seen in traces.items()}
-    links = [Link(gbps, options.latency_us) for gbps in options.gbps]
-    modelled = {str(link): model(patterns, link, nbytes(shapes)) for link in links}
-    draw(options.plot, points(), {link: drawn for link, (_, drawn) in modelled.items()})
+    modelled = draw_model(options.plot, links, patterns, shapes)
     checks = [(mbit, real(options, traces, mbit)) for mbit in dict.fromkeys((0.0, options.shaped))]
-    parts = [f"## The model: {link}\n\n{table}" for link, (table, _) in modelled.items()]
+    parts = [f"## The model: {link}\n\n{table}" for link, table in modelled.items()]
     parts.append(f"## What was measured\n\n{kernels(patterns, traces)}\n{_MEASURED}\n")
     parts += [checked(mbit, lines) for mbit, lines in checks if lines]
     text = f"{head(options, shapes)}\n" + "\n".join(parts)

@@ -27,9 +27,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
@@ -41,13 +38,13 @@ from network_methods import LIMIT
 
 from lightning_gc import CompressedDDPStrategy, TopK
 from lightning_gc.controllers import BandwidthAware, Controller, Fixed
+from lightning_gc.core import plot_style
 from lightning_gc.core.text_table import markdown
 
 WORKERS, MODEL, TURN, LAST = 2, "lstm8", 8, 20
 FAST, SLOW = Link(mbit=1000), Link(mbit=100)
 LEVELS = (0.1, 0.03, 0.01, 0.003)
 AWARE = "BandwidthAware"
-COLOURS = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#ee6677")
 
 
 @dataclass(frozen=True)
@@ -208,25 +205,28 @@ def line(arm: str, runs: list[list[Step]], seconds: float, target: float) -> lis
 
 def draw(found: dict[str, list[list[Step]]], seconds: float, target: float, path: Path) -> None:
     """Draw step seconds and the level over time, and the loss, of the first seed."""
-    with mpl.rc_context({"svg.hashsalt": "varying_link", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(8, 6), layout="constrained")
+
+    def panels(figure: Figure) -> None:
+        figure.set_size_inches(plot_style.WIDTH, 7)
         above, middle, below = figure.subplots(3, sharex=True)
-        for (arm, runs), colour in zip(found.items(), COLOURS, strict=False):
+        for (arm, runs), colour in zip(found.items(), plot_style.SERIES, strict=False):
             times = [step.at for step in runs[0]]
-            style = {"color": colour, "lw": 1.6 if arm == AWARE else 0.9}
+            style = {"color": colour, "lw": 1.8 if arm == AWARE else 0.9}
             above.plot(times, [step.seconds for step in runs[0]], label=arm, **style)
             middle.plot(times, [step.level for step in runs[0]], **style)
             losses = [step.loss for step in runs[0]]
             smooth = [statistics.mean(losses[max(0, i - LAST) : i + 1]) for i in range(len(losses))]
             below.plot(times, smooth, **style)
-        above.axhline(target, color="0.5", lw=0.8, ls="--")
+        above.axhline(target, color=plot_style.MUTED, lw=0.8, ls="--")
         above.set(ylabel="seconds of a step", ylim=(0, 4 * target))
-        above.legend(frameon=False, fontsize=8, ncol=len(found))
-        middle.set(ylabel="density", yscale="log")
+        plot_style.plain_log(middle.yaxis)
+        middle.set(ylabel="density")
         below.set(ylabel="training loss", xlabel="seconds; in the middle third the link is slow")
         for ax in (above, middle, below):
-            ax.axvspan(seconds / 3, 2 * seconds / 3, color="0.93", zorder=0)
-        figure.savefig(path, metadata={"Date": None})
+            ax.axvspan(seconds / 3, 2 * seconds / 3, color=plot_style.SHADE, zorder=0)
+        plot_style.legend(figure)
+
+    path.write_bytes(plot_style.svg(panels, "varying_link"))
 
 
 def parse() -> argparse.Namespace:

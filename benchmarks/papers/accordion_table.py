@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from lightning_gc import HardThreshold, PerParameter, TopK
 from lightning_gc.controllers import Accordion, TotalError, TotalErrorBudget
+from lightning_gc.core import plot_style
 
 MOST, LEAST = 0.01, 0.001
 DENSE, HIGH, LOW, ACCORDION, HARD = (
@@ -127,9 +128,9 @@ def claims(rows: list[Row]) -> list[Claim]:
 
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw accuracy over epochs, and the end against density."""
-    figure.set_size_inches(10, 4.5)
-    left, right = figure.subplots(1, 2)
-    for arm, colour in zip((*ARMS, BUDGET), ("0.3", *frame.COLOURS), strict=False):
+    figure.set_size_inches(plot_style.WIDTH, 6.5)
+    left, right = figure.subplots(2, 1)
+    for arm, colour in zip((*ARMS, BUDGET), (plot_style.INK, *plot_style.SERIES), strict=False):
         runs = where(rows, arm=arm)
         if not runs:
             continue
@@ -138,10 +139,9 @@ def draw(rows: list[Row], figure: Figure) -> None:
         points = [[100 * x for x in values(runs, name)] for name in ("density", "accuracy")]
         right.plot(*points, "o", color=colour, ms=4)
     left.set(xlabel="epoch", ylabel="test accuracy, %")
-    right.set(xscale="log", xlabel="density, %", ylabel="test accuracy, %")
-    left.legend(frameon=False, fontsize=8)
-    for ax in (left, right):
-        ax.grid(color="0.9")
+    plot_style.plain_log(right.xaxis)
+    right.set(xlabel="density, %", ylabel="test accuracy, %")
+    plot_style.legend(figure)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from lightning_gc import (
     Quantised,
     TopK,
 )
+from lightning_gc.core import plot_style
 
 RATES = (0.0015, 0.003, 0.006, 0.012)
 MOMENTA = (0.9, 0.0)
@@ -140,37 +141,33 @@ def claims(rows: list[Row]) -> list[Claim]:
 
 
 def draw(rows: list[Row], figure: Figure) -> None:
-    """Draw loss against ratio with four workers: each method a line from β₁ = 0.9 to 0."""
-    figure.set_size_inches(9, 5.5)
+    """Draw a row per method with four workers: its loss with β₁ = 0.9 and with 0."""
+    figure.set_size_inches(plot_style.WIDTH, 6.6)
     ax = figure.subplots()
     plain = tuned_rate.runs(rows, workers=4, arm=DENSE, momentum=0.9)
     if not plain:
         return
-    colours = dict(zip(MOMENTA, (frame.COLOURS[1], frame.COLOURS[0]), strict=True))
+    losses: dict[tuple[float, str], dict[float, float]] = {}  # by ratio and name
     for arm in ARMS | CORRECTED:
-        points = {}
         for momentum in MOMENTA:
             runs = tuned_rate.runs(rows, workers=4, arm=arm, momentum=momentum)
             if runs and values(runs, "loss"):
-                x = plain[0]["bytes"] / runs[0]["bytes"]
-                points[momentum] = (x, statistics.fmean(values(runs, "loss")))
-        ax.plot(*zip(*points.values(), strict=True), color="0.8", linewidth=1, zorder=1)
-        for momentum, (x, y) in points.items():
-            ax.plot([x], [y], "o" if momentum else "s", color=colours[momentum])
-        if points:
-            lowest = min(points.values(), key=lambda point: point[1])
-            heights = {"TopK(0.01), MomentumCorrection": 13, "PowerSGD(1)": 3, "PowerSGD(4)": 3}
-            place = (6, heights.get(arm, -9))  # off those that lie close by
-            ax.annotate(arm, lowest, place, textcoords="offset points", fontsize=7)
-    for momentum, colour in colours.items():
-        ax.plot([], [], "o" if momentum else "s", color=colour, label=f"β₁ = {momentum:g}")
-    ax.axhline(statistics.fmean(values(plain, "loss")), color="0.7", linewidth=1, zorder=0)
-    ax.set(xscale="log", xlim=(0.8, 500), xlabel="times fewer bytes than dense")
-    ax.set_ylabel("validation loss")
-    ax.set_xticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
-    ax.minorticks_off()
-    ax.legend(frameon=False, fontsize=9)
-    ax.grid(color="0.92")
+                key = (plain[0]["bytes"] / runs[0]["bytes"], arm)
+                losses.setdefault(key, {})[momentum] = statistics.fmean(values(runs, "loss"))
+    order = sorted(losses)
+    for place, key in enumerate(order):
+        ends = list(losses[key].values())
+        ax.plot(ends, [place] * len(ends), color=plot_style.MUTED, linewidth=1, zorder=1)
+    for momentum, mark, colour in zip(MOMENTA, "so", plot_style.SERIES[1::-1], strict=False):
+        shown = [(losses[k][momentum], i) for i, k in enumerate(order) if momentum in losses[k]]
+        ax.plot(*zip(*shown, strict=True), mark, color=colour, label=f"β₁ = {momentum:g}")
+    dense = statistics.fmean(values(plain, "loss"))
+    ax.axvline(dense, color=plot_style.MUTED, linestyle="--", linewidth=1, zorder=0)
+    names = [f"{arm.replace(', ', f',{chr(10)}', 1)}, {ratio:.0f}x" for ratio, arm in order]
+    ax.set_yticks(range(len(order)), names)
+    ax.invert_yaxis()
+    ax.set(title="Methods by times fewer bytes", xlabel="validation loss")
+    plot_style.legend(figure)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from lightning_gc import AllGather, NoMemory, PerParameter, Residual, Uniform
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Accordion, Controller, DynamicBitWidth, Schedule
+from lightning_gc.core import plot_style
 from lightning_gc.memories import Memory
 
 WHOLE = 1 << 24  # block size: one scale per tensor
@@ -163,12 +164,12 @@ def claims(rows: list[Row]) -> list[Claim]:
 
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw accuracy and bits over epochs, means over seeds."""
-    figure.set_size_inches(10, 6)
+    figure.set_size_inches(plot_style.WIDTH, 6.5)
     axes = figure.subplots(2, 2, sharex="col")
     shown = (NONE, STATIC, DYNAMIC, REVERSE, FOUR, ACCORDION)
     for column, task in enumerate(TASKS):
         above, below = axes[0][column], axes[1][column]
-        for arm, colour in zip(shown, ("0.3", *frame.COLOURS), strict=False):
+        for arm, colour in zip(shown, (plot_style.INK, *plot_style.SERIES), strict=False):
             runs = where(rows, arm=arm, task=task)
             if not runs:
                 continue
@@ -182,9 +183,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
             below.step(epochs, bits, color=colour, where="mid", lw=1.2)
         above.set(title=task, ylabel="validation accuracy, %")
         below.set(xlabel="epoch", ylabel="bits")
-        for ax in (above, below):
-            ax.grid(color="0.9")
-    axes[0][0].legend(frameon=False, fontsize=7)
+    plot_style.legend(figure)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from lightning_gc import AllGather, NoMemory, PerParameter, TopK, Uniform
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller, Fixed, Schedule
+from lightning_gc.core import plot_style
 
 # Knob -> the compressor, and levels of five equal parts of the run, hardest compression first.
 KNOBS: dict[str, tuple[Compressor, tuple[float, ...]]] = {
@@ -126,8 +127,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
     """Draw losses, a column per knob."""
     ax = figure.subplots()
     dense = values(where(rows, knob="none"), "loss")
-    ax.axhline(statistics.fmean(dense), color="0.5", lw=0.8, label="none")
-    for way, colour in zip(WAYS, frame.COLOURS, strict=False):
+    ax.axhline(statistics.fmean(dense), color=plot_style.MUTED, lw=0.8, label="none")
+    for way, colour in zip(WAYS, plot_style.SERIES, strict=False):
         for column, knob in enumerate(KNOBS):
             losses = values(where(rows, knob=knob, way=way), "loss")
             place = column + 0.2 * (list(WAYS).index(way) - 1)
@@ -140,10 +141,11 @@ def draw(rows: list[Row], figure: Figure) -> None:
                 color=colour,
                 label=None if column else label,
             )
-    ax.set_xticks(range(len(KNOBS)), [k.replace(", ", ",\n", 1) for k in KNOBS], fontsize=8)
-    ax.set(ylabel="validation loss", yscale="log")
-    ax.legend(frameon=False, fontsize=8)
-    ax.grid(color="0.9", axis="y")
+    ax.set_xticks(range(len(KNOBS)), [k.replace(", ", ",\n") for k in KNOBS])
+    plot_style.plain_log(ax.yaxis)
+    ax.set(ylabel="validation loss")
+    plot_style.legend(figure)
+    ax.grid(visible=False, axis="x")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import frame
 from equal_budgets_methods import DENSE, METHODS
 from equal_budgets_models import MODELS
 from equal_budgets_points import (
@@ -28,6 +27,7 @@ from equal_budgets_table import html
 from frame import Claim, Row, spread, table, where
 from matplotlib.figure import Figure
 
+from lightning_gc.core import plot_style
 from lightning_gc.methods.parameter_space import PREFIX
 
 SHOWN = 8  # names in a sentence
@@ -199,29 +199,55 @@ def write_html(rows: list[Row], stem: Path) -> None:
 
 
 def draw(rows: list[Row], figure: Figure) -> None:
-    """Draw each model's winners, loss against bytes, the front's names, and dense's loss."""
-    run = [model for model in MODELS if points(rows, model)] or list(MODELS)
-    figure.set_size_inches(5 * len(run), 6)
-    kinds = sorted({row["kind"] for row in rows if "kind" in row})
-    colours = dict(zip(kinds, frame.COLOURS, strict=False))
-    for ax, model in zip(figure.subplots(1, len(run), squeeze=False)[0], run, strict=True):
-        ax.set(title=model, xlabel="bytes per step and worker", xscale="log")
-        ax.grid(color="0.92")
-        found = [p for p in points(rows, model) if math.isfinite(p.loss)]
-        for kind, colour in colours.items():
-            some = [p for p in found if p.kind == kind]
-            ax.scatter(
-                [p.bytes for p in some], [p.loss for p in some], s=14, color=colour, label=kind
-            )
-        if dense := point(rows, model, DENSE, ANY):
-            ax.axhline(dense.loss, color="0.7", lw=1, ls=":", zorder=0)
-        best = front(found)
-        ax.plot([p.bytes for p in best], [p.loss for p in best], color="0.7", lw=1, zorder=0)
-        for p in best:
-            place = (3, -8)
-            ax.annotate(p.method, (p.bytes, p.loss), place, textcoords="offset points", fontsize=6)
-        if len(found) > 1:  # a few that learn nothing would flatten all others
-            low, middle = min(p.loss for p in found), statistics.median(p.loss for p in found)
-            ax.set_ylim(low - 0.1 * (middle - low), middle + 2.5 * (middle - low) or None)
-    figure.axes[0].set_ylabel("validation loss")
-    figure.axes[0].legend(frameon=False, fontsize=7)
+    """Draw a row per method and a panel per model: its loss at each ratio, and dense's loss.
+
+    The rows are sorted by the highest ratio that a method reaches on a model, then by the losses
+    at that ratio relative to dense.
+    """
+    run = [model for model in MODELS if points(rows, model)]
+    at = {
+        (model, target): {p.method: p for p in entries(rows, model, target)}
+        for model in run
+        for target in TARGETS[1:]
+    }
+    dense = {model: p.loss for model in run if (p := point(rows, model, DENSE, ANY))}
+
+    def merit(method: str) -> tuple[int, float]:
+        most = max(target for (_, target), found in at.items() if method in found)
+        losses = [
+            found[method].loss / dense.get(model, 1.0)
+            for (model, target), found in at.items()
+            if target == most and method in found
+        ]
+        return -most, statistics.fmean(losses)
+
+    order = sorted({name for found in at.values() for name in found}, key=merit)
+    if not order:
+        return
+    figure.set_size_inches(plot_style.WIDTH, 1.2 + 0.18 * len(order))
+    panels = figure.subplots(1, len(run), sharey=True, squeeze=False)[0]
+    kinds = {p.method: p.kind for found in at.values() for p in found.values()}
+    for ax, model in zip(panels, run, strict=True):
+        shown = []
+        for target, mark in zip(TARGETS[1:], "osD^", strict=True):
+            for place, method in enumerate(order):
+                p = at[model, target].get(method)
+                if p is not None and math.isfinite(p.loss):
+                    shown.append(p.loss)
+                    colour = plot_style.colour_of(kinds[method], method)
+                    ax.plot(p.loss, place, mark, ms=4.5, mew=0.9, color=colour, mfc="none")
+            ax.plot([], [], mark, color=plot_style.INK, mfc="none", label=label(target))
+        if model in dense:
+            ax.axvline(dense[model], color=plot_style.MUTED, lw=1, ls="--", label="dense")
+        low, middle = min(shown), statistics.median(shown)
+        # A few that learn nothing would flatten all others.
+        ax.set_xlim(low - 0.1 * (middle - low), min(max(shown), middle + 2.5 * (middle - low)))
+        ax.set_title(model, loc="center", fontweight="normal")
+        ax.set_xlabel("loss")
+        ax.margins(y=0.01)
+    for kind, colour in plot_style.FAMILIES.items():
+        if kind != "dense":
+            panels[0].plot([], [], lw=4, color=colour, label=kind)
+    panels[0].set_yticks(range(len(order)), order)
+    panels[0].invert_yaxis()
+    plot_style.legend(figure, 3)

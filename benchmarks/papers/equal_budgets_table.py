@@ -10,24 +10,39 @@ from equal_budgets_points import Point
 
 HEAD = ("model", "method", "kind", "ratio", "bytes per step", "loss", "deviation", "accuracy, %")
 STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.4 system-ui, sans-serif; margin: 2em; }
-table { border-collapse: collapse; } td, th { padding: .2em .7em; text-align: left; }
-th { cursor: pointer; border-bottom: 2px solid; } tr:nth-child(even) td { background: #8881; }
-thead th { position: sticky; top: 0; background: Canvas; }
-.number { text-align: right; font-variant-numeric: tabular-nums; }
+.winners th { cursor: pointer; }
+.winners tr[hidden] { display: none !important; }
+.winners :is(select, input) {
+  background: transparent; border: 1px solid; border-radius: 0.2em; color: inherit; font: inherit;
+  max-width: 100%; padding: 0.1em 0.4em; -webkit-appearance: auto; appearance: auto;
+}
+.winners option { background: Canvas; color: CanvasText; }
+.winners td:nth-child(n + 4):nth-child(-n + 8) { font-variant-numeric: tabular-nums; }
+.winners table:not([data-rows]) :is(th, td):nth-child(n + 4):nth-child(-n + 8) {
+  text-align: right;
+}
 """
+ALONE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.4 system-ui, sans-serif; margin: 1em; }
+.winners { overflow-x: auto; }
+table { border-collapse: collapse; } td, th { padding: .2em .7em; text-align: left; }
+th { border-bottom: 2px solid; } tr:nth-child(even) td { background: #8881; }
+"""
+"""Where the file is opened by itself, not as a page of the documentation."""
 SCRIPT = """
-const body = document.querySelector("tbody"), rows = [...body.rows];
-const model = document.querySelector("select"), word = document.querySelector("input[type=search]");
-const front = document.querySelector("input[type=checkbox]");
+const part = document.querySelector(".winners"), body = part.querySelector("tbody");
+const model = part.querySelector("select"), word = part.querySelector("input[type=search]");
+const front = part.querySelector("input[type=checkbox]"), rows = [...body.rows];
 function filter() {
   for (const row of rows)
     row.hidden = (model.value && row.cells[0].textContent !== model.value)
       || !row.textContent.includes(word.value) || (front.checked && !row.dataset.front);
 }
 for (const control of [model, word, front]) control.addEventListener("input", filter);
-document.querySelectorAll("th").forEach((heading, column) => {
+front.checked = window.innerWidth < 600;
+filter();
+part.querySelectorAll("th").forEach((heading, column) => {
   let up = false;
   heading.addEventListener("click", () => {
     up = !up;
@@ -41,7 +56,7 @@ document.querySelectorAll("th").forEach((heading, column) => {
 
 
 def html(some: Sequence[Point], on_front: Sequence[bool], written: Callable[[Point], str]) -> str:
-    """Return the file.
+    """Return the file. Its body is also a page of the documentation.
 
     Args:
         some: the winners.
@@ -56,16 +71,21 @@ def html(some: Sequence[Point], on_front: Sequence[bool], written: Callable[[Poi
     )
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Equal tuning budgets</title><style>{STYLE}</style>
+<title>Equal tuning budgets</title><style>{ALONE}</style>
+<body>
+<div class="winners"><style>{STYLE}</style>
 <p>All methods at equal tuning budgets: the best draws of each, run with other seeds. The ratio is
-to dense bytes, loss and accuracy are those of validation. A click on a heading sorts.
-<select aria-label="model"><option value="">all models</option>{models}</select>
+how many times fewer bytes than dense a method sends. Loss and accuracy are on the validation data.
+A click on a heading sorts.</p>
+<p><select aria-label="model"><option value="">all models</option>{models}</select>
 <input type="search" placeholder="method, kind or setting" aria-label="filter">
 <label><input type="checkbox"> Pareto front only</label></p>
 <table><thead><tr>{heads}</tr></thead>
 <tbody>
 {lines}</tbody></table>
 <script>{SCRIPT}</script>
+</div>
+</body>
 </html>
 """
 
@@ -83,7 +103,7 @@ def line(point: Point, settings: str) -> str:
     )
     cells = "".join(f"<td>{escape(text)}</td>" for text in (point.model, point.method, point.kind))
     cells += "".join(
-        f'<td class="number" data-value="{-1 if value is None else value}">'
+        f'<td data-value="{-1 if value is None else value}">'
         f"{'' if value is None else format(value, how)}</td>"
         for value, how in numbers
     )

@@ -23,6 +23,8 @@ from equal_budgets_points import BEST, trained
 from frame import Cell, Claim, Experiment, Row, table, where
 from matplotlib.figure import Figure
 
+from lightning_gc.core import plot_style
+
 Settings = dict[str, Any]
 Change = Callable[[Cell, Settings], tuple[Cell, Settings] | None]
 LONGER, SLOWER = 4, 8
@@ -172,12 +174,12 @@ def draw(rows: list[Row], figure: Figure) -> None:
     """Draw each draw's losses on a line, a panel a model; filled where the run trained."""
     run_models = [model for model in MODELS if where(rows, model=model)]
     height = max(len(in_order(where(rows, model=model))) for model in run_models)
-    figure.set_size_inches(5 * len(run_models), 1.5 + 0.2 * height)
-    panels = figure.subplots(1, len(run_models), squeeze=False)[0]
+    figure.set_size_inches(plot_style.WIDTH, (0.7 + 0.19 * height) * len(run_models))
+    panels = figure.subplots(len(run_models), 1, squeeze=False)[:, 0]
     for ax, model in zip(panels, run_models, strict=True):
         some = where(rows, model=model)
         lines = {(r["method"], r["draw"]): y for y, r in enumerate(reversed(in_order(some)))}
-        for change, colour in zip(CHANGES, frame.COLOURS, strict=False):
+        for change, colour in zip(CHANGES, plot_style.SERIES, strict=False):
             shown = [r for r in where(some, change=change) if r["loss"] is not None]
             ax.scatter(
                 [r["loss"] for r in shown],
@@ -187,11 +189,10 @@ def draw(rows: list[Row], figure: Figure) -> None:
                 facecolors=[colour if trained(r) else "none" for r in shown],
             )
             ax.scatter([], [], s=22, color=colour, label=change)
-        ax.set_yticks(range(len(lines)), [f"{m} {d}" for m, d in lines], fontsize=7)
-        ax.set(title=model, xlabel="validation loss", xscale="log")
-        ax.grid(color="0.92")
-        ax.set_axisbelow(True)
-    panels[0].legend(frameon=False, fontsize=7)
+        ax.set_yticks(range(len(lines)), [f"{m} {d}" for m, d in lines])
+        plot_style.plain_log(ax.xaxis)
+        ax.set(title=model, xlabel="validation loss")
+    plot_style.legend(figure)
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ row too.
 
     python benchmarks/papers/heterogeneity.py --data libsvm/               # what is missing
     python benchmarks/papers/heterogeneity.py --page                       # page and plot only
+    python benchmarks/papers/heterogeneity.py --plot                       # the plot only
     python benchmarks/papers/thesis.py --jobs 8                            # eight runs at a time
     python benchmarks/papers/thesis.py --only hidden=48 hidden=24 workers=1    # some of the cells
     python benchmarks/papers/heterogeneity.py --set epochs=1 --seeds 1 --out runs/try    # quickly
@@ -26,9 +27,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
-
-mpl.use("Agg")
 import cell_runs
 from cell_runs import Before, Train, read
 from cell_runs import Cell as Cell  # experiments take these from here
@@ -36,8 +34,10 @@ from cell_runs import Row as Row
 from matplotlib.figure import Figure
 from scipy import stats  # type: ignore[import-untyped]
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee", "#bbbbbb", "#000000")
+from lightning_gc.core import plot_style
+
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
 
 class Claim(NamedTuple):
@@ -119,13 +119,23 @@ def write(experiment: Experiment, cells: Sequence[Cell], out: Path) -> str:
     text += "".join(f"\n- Failed: {row}" for row in failed)
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".md").write_text(text)
-    with mpl.rc_context({"svg.hashsalt": experiment.name, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        if good:
-            experiment.draw(good, figure)
-        figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
+    plot(experiment, good, stem)
     experiment.after(good, stem)
     return text
+
+
+def plot(experiment: Experiment, rows: list[Row], stem: Path) -> None:
+    """Write the page's plot, and the documentation's copy where it shows the plot."""
+
+    def draw(figure: Figure) -> None:
+        if rows:
+            experiment.draw(rows, figure)
+
+    image = plot_style.svg(draw, experiment.name)
+    stem.with_suffix(".svg").write_bytes(image)
+    copy = IMAGES / f"{experiment.name}.svg"
+    if stem.parent == RESULTS and copy.exists():
+        copy.write_bytes(image)
 
 
 def main(experiment: Experiment) -> int:
@@ -138,6 +148,7 @@ def main(experiment: Experiment) -> int:
     add("--only", nargs="+", default=[], metavar="NAME=VALUE", help="cells to run; any of several")
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     add("--page", action="store_true", help="run nothing")
+    add("--plot", action="store_true", help="run nothing, and draw the newest page's plot again")
     add("--out", type=Path, default=RESULTS, help="folder of the JSONL, the page and the plot")
     options = parser.parse_args()
     changes = {name: given[-1] for name, given in _pairs(options.set).items()}
@@ -147,6 +158,14 @@ def main(experiment: Experiment) -> int:
     if unknown := (changes.keys() | only.keys()) - known.keys():
         parser.error(f"{', '.join(sorted(unknown))}: cells have {', '.join(known)}.")
     cells = [cell | {n: v for n, v in changes.items() if n in cell} for cell in cells]
+    if options.plot:
+        good = [
+            r for r in read(options.out / f"{experiment.name}.jsonl", cells) if "failed" not in r
+        ]
+        stem = max(options.out.glob(f"{experiment.name}_2*.md")).with_suffix("")
+        plot(experiment, good, stem)
+        experiment.after(good, stem)
+        return 0
     chosen = [] if options.page else [cell for cell in cells if _is_among(cell, only)]
     needs = [cell for cell in chosen if experiment.data and cell.get("task") not in experiment.free]
     if needs and options.data is None:

@@ -10,6 +10,8 @@ import numpy as np
 from frame import Claim, Row, spread, table, values, verdict, where
 from matplotlib.figure import Figure
 
+from lightning_gc.core import plot_style
+
 BATCH = 16  # samples of a worker, where it does not take all
 TOP, HARD, NEAREST, ROUNDING = "Top-k", "hard threshold", "nearest", "absolute rounding"
 # Arm -> its levels: densities, bits, or multiples of the mean size of a local gradient's element.
@@ -182,10 +184,10 @@ def claims(rows: list[Row]) -> list[Claim]:
 
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw gap against density for each setting."""
-    figure.set_size_inches(11, 5.5)
-    axes = figure.subplots(2, 4, sharex=True)
-    for ax, (task, batch, split) in zip(axes.T.flatten(), SETTINGS, strict=True):
-        for arm, colour in ((TOP, "#4477aa"), (HARD, "#ee6677")):
+    figure.set_size_inches(plot_style.WIDTH, 8.5)
+    axes = figure.subplots(4, 2, sharex=True)
+    for ax, (task, batch, split) in zip(axes.flatten(), SETTINGS, strict=True):
+        for arm, colour in ((TOP, plot_style.SERIES[0]), (HARD, plot_style.SERIES[1])):
             for seed in {row["seed"] for row in rows}:
                 what = {"task": task, "batch": batch, "split": split, "arm": arm, "seed": seed}
                 line = sorted(
@@ -196,9 +198,11 @@ def draw(rows: list[Row], figure: Figure) -> None:
                 if line:
                     label = arm if not seed else None
                     ax.plot(*zip(*line, strict=True), ".-", color=colour, lw=0.8, label=label)
-        ax.set(xscale="log", yscale="log", title=f"{task}, {batch}, {split}")
-        ax.title.set_fontsize(9)
-        ax.grid(color="0.9")
-    axes[0][0].legend(frameon=False, fontsize=8)
-    figure.supxlabel("density")
-    figure.supylabel("f − f*")
+        plot_style.plain_log(ax.xaxis)
+        plot_style.plain_log(ax.yaxis)
+        ax.set_title(f"{task}, {batch},\n{split}")
+    plot_style.legend(figure)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("f − f*")
+    for ax in axes[-1]:
+        ax.set_xlabel("density")

@@ -20,11 +20,11 @@ import tasks
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from lightning_gc import QSGD, PowerSGD, TopK
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import BySize, Controller, Fixed, LayerBudget
+from lightning_gc.core import plot_style
 
 TASKS: dict[str, Cell] = {
     "words": {"rate": 10.0, "epochs": 5, "hidden": 64, "workers": 2, "columns": 20},
@@ -179,12 +179,15 @@ def saves(what: str, rows: list[Row], runs: list[Row], reference: list[Row]) -> 
 
 
 def draw(rows: list[Row], figure: Figure) -> None:
-    """Draw loss against bytes, a panel per task."""
-    for ax, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
+    """Draw loss against bytes, a panel per task; plans are filled marks."""
+    figure.set_size_inches(plot_style.WIDTH, 3 * len(TASKS))
+    for ax, task in zip(figure.subplots(len(TASKS), 1), TASKS, strict=True):
         dense = where(rows, task=task, knob="none")
         if dense:
-            ax.axhline(statistics.fmean(values(dense, "loss")), color="0.5", lw=0.8)
-        for knob, colour in zip(KNOBS, frame.COLOURS, strict=False):
+            loss = statistics.fmean(values(dense, "loss"))
+            ax.axhline(loss, color=plot_style.MUTED, lw=0.8, label="dense")
+        for knob, (compressor, *_) in KNOBS.items():
+            colour = plot_style.FAMILIES[compressor.traits.kind]
             common = [
                 where(rows, task=task, knob=knob, arm=f"{level:g}") for level in KNOBS[knob][1]
             ]
@@ -192,20 +195,16 @@ def draw(rows: list[Row], figure: Figure) -> None:
             for mark, name in zip("^vs", plans(knob, task), strict=False):
                 runs = where(rows, task=task, knob=knob, arm=name)
                 _dots(ax, [runs] if runs else [], mark, colour, f"{knob}, {name}")
-        ax.set(title=task, xscale="log", xlabel="bytes per step and worker")
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-        ax.xaxis.set_minor_formatter(NullFormatter())
-        ax.grid(color="0.9")
-    figure.axes[0].set_ylabel("validation loss")
-    shown = figure.axes[-1].get_legend_handles_labels()
-    figure.legend(*shown, loc="outside lower center", ncols=4, frameon=False, fontsize=7)
+        plot_style.plain_log(ax.xaxis)
+        ax.set(title=task, xlabel="bytes per step and worker", ylabel="validation loss")
+    plot_style.legend(figure)
 
 
 def _dots(ax: Axes, groups: list[list[Row]], how: str, colour: str, label: str) -> None:
     places = [statistics.fmean(values(runs, "bytes")) for runs in groups]
     losses = [statistics.fmean(values(runs, "loss")) for runs in groups]
-    ax.plot(places, losses, how, ms=5, color=colour, label=label, alpha=0.8)
+    face = "none" if how == "o-" else colour
+    ax.plot(places, losses, how, ms=6, color=colour, label=label, markerfacecolor=face)
 
 
 if __name__ == "__main__":

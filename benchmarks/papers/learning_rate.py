@@ -20,6 +20,7 @@ from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, 
 from matplotlib.figure import Figure
 
 from lightning_gc import PerParameter, TopK
+from lightning_gc.core import plot_style
 
 RATES = (80.0, 40.0, 20.0, 10.0, 5.0)
 ARMS = {"dense": tasks.Method(), "Top-k 50x": tasks.Method(PerParameter(TopK(0.01)))}
@@ -132,10 +133,10 @@ def claims(rows: list[Row]) -> list[Claim]:
 
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw validation loss against rate, and against training loss."""
-    figure.set_size_inches(9, 4.5)
-    left, right = figure.subplots(1, 2, sharey=True)
+    figure.set_size_inches(plot_style.WIDTH, 6.5)
+    left, right = figure.subplots(2, 1)
     for (dropout, _), style in zip(SETTINGS, ("-", "--"), strict=True):
-        for arm, colour in zip(ARMS, frame.COLOURS, strict=False):
+        for arm, colour in zip(ARMS, plot_style.SERIES, strict=False):
             some = [(rate, where(rows, arm=arm, dropout=dropout, rate=rate)) for rate in RATES]
             some = [(rate, runs) for rate, runs in some if runs]
             losses = [statistics.fmean(values(runs, "loss")) for _, runs in some]
@@ -148,10 +149,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
     left.set(xscale="log", xlabel="learning rate", ylabel="validation loss")
     left.minorticks_off()
     left.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
-    right.set(xlabel="training loss")
-    left.legend(frameon=False, fontsize=8)
-    for ax in (left, right):
-        ax.grid(color="0.9")
+    right.set(xlabel="training loss", ylabel="validation loss")
+    plot_style.legend(figure)
 
 
 if __name__ == "__main__":

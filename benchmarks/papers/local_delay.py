@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from transformer_runs import Arm, run
 
 from lightning_gc import QSGD, Identity, TopK
+from lightning_gc.core import plot_style
 
 RATES = (0.003, 0.006, 0.012)
 DELAYS = (0, 1, 4)
@@ -81,7 +82,7 @@ def claims(rows: list[Row]) -> list[Claim]:
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw loss over delay, a line an arm."""
     ax = figure.subplots()
-    for arm, colour in zip(ARMS, frame.COLOURS, strict=False):
+    for arm, colour in zip(ARMS, plot_style.SERIES, strict=False):
         found = [(delay, tuned_rate.runs(rows, arm=arm, delay=delay)) for delay in DELAYS]
         points = [(delay, values(runs, "loss")) for delay, runs in found if runs]
         if points:
@@ -90,8 +91,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
             delays = [delay for delay, _ in points]
             ax.errorbar(delays, means, [s / 2 for s in spans], marker="o", color=colour, label=arm)
     ax.set(xlabel="delay, steps", ylabel="validation loss", xticks=DELAYS)
-    ax.legend(frameon=False, fontsize=9)
-    ax.grid(color="0.9")
+    plot_style.legend(figure)
 
 
 if __name__ == "__main__":

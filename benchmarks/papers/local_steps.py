@@ -33,6 +33,7 @@ from lightning_gc import (
     Residual,
     TopK,
 )
+from lightning_gc.core import plot_style
 
 WORKERS = 4
 RATES = (0.0015, 0.003, 0.006, 0.012, 0.024)
@@ -151,20 +152,23 @@ def claims(rows: list[Row]) -> list[Claim]:
 
 
 def draw(rows: list[Row], figure: Figure) -> None:
-    """Draw loss against bytes, a line an arm over H."""
-    figure.set_size_inches(9, 5)
+    """Draw loss against bytes, a line an arm over H; variants have the method's colour."""
+    figure.set_size_inches(plot_style.WIDTH, 5)
     ax = figure.subplots()
-    found = lines(rows)
-    for arm, colour in zip(EVERY_ARM, ("0.3", *frame.COLOURS), strict=True):
+    found, shown = lines(rows), []
+    families = {"dense": "dense", "QSGD": "quantiser", "TopK": "sparsifier"}
+    for arm, mark in zip(EVERY_ARM, plot_style.MARKERS, strict=False):
         points = [(every, runs) for name, every, runs in found if name == arm]
         megabytes = [runs[0]["bytes"] / 1e6 for _, runs in points]
         losses = [statistics.fmean(values(runs, "loss") or [math.nan]) for _, runs in points]
-        ax.plot(megabytes, losses, marker="o", color=colour, label=arm)
-        for (every, _), x, y in zip(points, megabytes, losses, strict=True):
-            ax.annotate(f"{every}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
-    ax.set(xscale="log", xlabel="MB sent by a worker (numbers: H)", ylabel="validation loss")
-    ax.legend(frameon=False, fontsize=9)
-    ax.grid(color="0.9")
+        family = next(family for name, family in families.items() if arm.startswith(name))
+        colour = plot_style.SERIES[-2] if "bits" in arm else plot_style.FAMILIES[family]
+        ax.plot(megabytes, losses, marker=mark, color=colour, label=arm)
+        shown += [(x, y, f"{n}") for (n, _), x, y in zip(points, megabytes, losses, strict=True)]
+    plot_style.plain_log(ax.xaxis)
+    ax.set(xlabel="MB sent by a worker (numbers: H)", ylabel="validation loss")
+    plot_style.legend(figure)
+    plot_style.label_points(ax, shown)
 
 
 if __name__ == "__main__":

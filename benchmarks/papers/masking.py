@@ -20,6 +20,7 @@ from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict
 from matplotlib.figure import Figure
 
 from lightning_gc import DGC, MomentumCorrection, PerParameter, TopK
+from lightning_gc.core import plot_style
 
 MOMENTUM = 0.5
 TOP_K, SENT, TEXT, NONE = "Top-k", "DGC", "DGC, the thesis's text", "DGC, no masking"
@@ -102,7 +103,7 @@ def claims(rows: list[Row]) -> list[Claim]:
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw the losses of each arm over densities."""
     ax = figure.subplots()
-    for arm, colour in zip((TOP_K, *MASKINGS), frame.COLOURS, strict=False):
+    for arm, colour in zip((TOP_K, *MASKINGS), plot_style.SERIES, strict=False):
         places, means = [], []
         for column, density in enumerate(DENSITIES):
             losses = losses_of(rows, arm, density)
@@ -113,8 +114,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
         ax.plot(places, means, color=colour, label=arm)
     ax.set_xticks(range(len(DENSITIES)), [f"{100 * density:g} %" for density in DENSITIES])
     ax.set(xlabel="density", ylabel="validation loss")
-    ax.legend(frameon=False, fontsize=8)
-    ax.grid(color="0.9", axis="y")
+    plot_style.legend(figure)
+    ax.grid(visible=False, axis="x")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from transformer_runs import Arm, run
 
 from lightning_gc import NarrowResidual, NoMemory, Residual, TopK
+from lightning_gc.core import plot_style
 from lightning_gc.memories import Memory
 
 MEMORIES: dict[str, Memory] = {
@@ -98,16 +99,16 @@ def claims(rows: list[Row]) -> list[Claim]:
 
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw the losses of all seeds, a panel a model."""
-    figure.set_size_inches(10, 3.5)
-    for ax, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
+    figure.set_size_inches(plot_style.WIDTH, 7)
+    for ax, task in zip(figure.subplots(len(TASKS), 1), TASKS, strict=True):
         for index, memory in enumerate(MEMORIES):
             losses = values(where(rows, task=task, memory=memory), "loss")
-            ax.plot([index] * len(losses), losses, "o", color=frame.COLOURS[index], alpha=0.8)
-        ax.set_xticks(range(len(MEMORIES)), [m.replace(" ", "\n") for m in MEMORIES], fontsize=8)
-        ax.set_title(task, fontsize=10)
-        ax.grid(color="0.92", axis="y")
+            ax.plot([index] * len(losses), losses, "o", color=plot_style.SERIES[index], alpha=0.8)
+        ax.set_xticks(range(len(MEMORIES)), [m.replace(" ", "\n") for m in MEMORIES])
+        ax.set_title(task)
+        ax.grid(visible=False, axis="x")
         ax.margins(x=0.15)
-    figure.supylabel("validation loss", fontsize=10)
+    figure.supylabel("validation loss")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from models import BPTT, WORDS, Chain, Words  # isort: skip # the path is set by
 import torch
 from torch import Tensor, nn
 
+from lightning_gc.core import plot_style
+
 COLUMNS = 256  # of the thesis
 ARMS: dict[str, Callable[[], Compressor]] = {
     "QSGD, 7 bits": lambda: QSGD(7),
@@ -149,9 +151,9 @@ def draw(rows: list[Row], figure: Figure) -> None:
     ax = figure.subplots()
     names = [*ARMS, "sort", "topk"]
     means = [100 * statistics.fmean(shares(rows, name)) for name in names]
-    ax.barh(names, means, color=frame.COLOURS[0])
+    ax.barh(names, means, color=plot_style.SERIES[0])
     ax.invert_yaxis()
-    ax.set(xlabel="CPU time, % of the model's forward and backward passes")
+    ax.set(xlabel="CPU time, % of forward and backward")
 
 
 if __name__ == "__main__":

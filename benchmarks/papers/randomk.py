@@ -19,6 +19,7 @@ from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, 
 from matplotlib.figure import Figure
 
 from lightning_gc import NoMemory, PerParameter, RandomK, TopK, UnbiasedRandomK
+from lightning_gc.core import plot_style
 
 ARMS = {
     "dense": lambda k: tasks.Method(),
@@ -108,7 +109,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
     """Draw training perplexity of each arm and density."""
     ax = figure.subplots()
     names = [arm for arm in ARMS if arm != "dense"]
-    for density, colour in zip(DENSITIES, frame.COLOURS, strict=False):
+    for density, colour in zip(DENSITIES, plot_style.SERIES, strict=False):
         for column, arm in enumerate(names):
             found = values(where(rows, arm=arm, density=density), "train_perplexity")
             place = [column + (0.12 if density == DENSITIES[0] else -0.12)] * len(found)
@@ -116,13 +117,12 @@ def draw(rows: list[Row], figure: Figure) -> None:
             ax.plot(place, found, "o", ms=4, alpha=0.7, color=colour, label=label)
     dense = values(where(rows, arm="dense"), "train_perplexity")
     if dense:
-        ax.axhline(statistics.fmean(dense), color="0.5", lw=0.8, label="dense")
-    ax.set_xticks(
-        range(len(names)), [name.replace(" with", "\nwith") for name in names], fontsize=8
-    )
-    ax.set(yscale="log", ylabel="training perplexity")
-    ax.legend(frameon=False, fontsize=8)
-    ax.grid(color="0.9", axis="y")
+        ax.axhline(statistics.fmean(dense), color=plot_style.MUTED, lw=0.8, label="dense")
+    ax.set_xticks(range(len(names)), [name.replace(" ", "\n", 2) for name in names])
+    plot_style.plain_log(ax.yaxis)
+    ax.set(ylabel="training perplexity")
+    plot_style.legend(figure)
+    ax.grid(visible=False, axis="x")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from catalogue import compressor, is_direction  # isort: skip # the path is set by tasks
 from lightning_gc import COMPRESSORS
+from lightning_gc.core import plot_style
 from lightning_gc.engine.compatibility import combine
 
 RATES = (40.0, 20.0, 10.0, 5.0)
@@ -260,18 +261,13 @@ def answer(numbers: list[float], high: float, low: float) -> str:
 
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw loss against total error in both units at dense's best rate, seed by seed."""
-    figure.set_size_inches(13, 7)
+    figure.set_size_inches(plot_style.WIDTH, 12)
     rate = tuned(rows)["identity"][0]
-    kinds = dict(
-        zip(
-            sorted(k for k in groups(rows) if k in {r["kind"] for r in rows}),
-            frame.COLOURS,
-            strict=False,
-        )
-    )
-    for ax, name in zip(
-        figure.subplots(1, 2, sharey=True), ("total_error_update", "relative_error"), strict=True
-    ):
+    found = {row["kind"] for row in rows}
+    kinds = {k: plot_style.FAMILIES[k] for k in sorted(groups(rows)) if k in found}
+    names = ("total_error_update", "relative_error")
+    panels = dict(zip(figure.subplots(2, 1), names, strict=True))
+    for ax, name in panels.items():
         for kind, colour in kinds.items():
             some = [r for r in where(comparable(rows), rate=rate, kind=kind) if r[name]]
             for mark, feeds in (("o", True), ("x", False)):
@@ -281,21 +277,16 @@ def draw(rows: list[Row], figure: Figure) -> None:
                     ax.scatter(
                         *zip(*points, strict=True), marker=mark, color=colour, s=18, label=label
                     )
-            for r in some:
-                if r["seed"] == 0:
-                    ax.annotate(
-                        r["name"],
-                        (r[name], r["loss"]),
-                        fontsize=5,
-                        xytext=(3, 2),
-                        textcoords="offset points",
-                    )
         dense = statistics.fmean(values(where(rows, name="identity", rate=rate), "loss"))
-        ax.axhline(dense, color="0.5", lw=0.8)
-        ax.set(xscale="log", xlabel=MEASURES[name], title=f"rate {rate:g}; the line is dense")
-        ax.grid(color="0.9")
-    figure.axes[0].set_ylabel("validation loss")
-    figure.axes[0].legend(frameon=False, fontsize=7)
+        ax.axhline(dense, color=plot_style.MUTED, lw=0.8)
+        plot_style.plain_log(ax.xaxis)
+        ax.set(xlabel=MEASURES[name], ylabel="validation loss")
+        ax.set_title(f"Rate {rate:g}; the line is dense")
+    plot_style.legend(figure)
+    for ax, name in panels.items():
+        some = [r for r in where(comparable(rows), rate=rate) if r["kind"] in kinds and r[name]]
+        shown = [(r[name], r["loss"], "" if r["seed"] else r["name"]) for r in some]
+        plot_style.label_points(ax, shown)
 
 
 if __name__ == "__main__":

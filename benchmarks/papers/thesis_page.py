@@ -7,10 +7,11 @@ import math
 import statistics
 from collections.abc import Iterable
 
-import frame
 from frame import Claim, Row, spread, table, values, verdict, where
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from lightning_gc.core import plot_style
 
 Place = tuple[int, int]  # units, and workers
 DENSE, NO_FEEDBACK = "dense", "randomk_50x_no_feedback"
@@ -21,7 +22,7 @@ FAMILIES = {
     "QSGD": ("qsgd_7_bits", "qsgd_5_bits", "qsgd_3_bits"),
     "Random-k": ("randomk_50x", "randomk_500x", "randomk_5000x"),
 }
-COLOURS = dict(zip(FAMILIES, frame.COLOURS, strict=False))
+COLOURS = dict(zip(FAMILIES, plot_style.SERIES, strict=False))
 SPARSE = ("Top-k", "DGC")
 
 
@@ -242,8 +243,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
     rows = complete(rows)
     if not ready(rows):
         return
-    figure.set_size_inches(13, 7.5)
-    ratios, sizes, curves, stops, rates, dropouts = figure.subplots(2, 3).flatten()
+    figure.set_size_inches(plot_style.WIDTH, 20)
+    ratios, sizes, curves, stops, rates, dropouts = figure.subplots(6, 1)
     some = places(rows)
     _ratios(ratios, rows, [place for place in some if place[0] == MEDIUM[0]])
     _ratios(sizes, rows, [place for place in some if place[1] == 1])
@@ -254,7 +255,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
         style = dict(zip((*_family(method), DENSE), ("-", "--", ":", "-"), strict=False))[method]
         curves.plot(range(1, len(line) + 1), line, style, color=_colour(method), lw=1, label=method)
     curves.set(xlabel="epoch", ylabel="training loss of the winners")
-    curves.legend(frameon=False, fontsize=5)
+    plot_style.legend(curves)
     boxes = {"best_epoch": stops, "rate": rates, "dropout": dropouts}
     for name, ax in boxes.items():
         best = [
@@ -266,10 +267,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
             for method in methods
         ]
         ax.boxplot(best, orientation="horizontal")
-        ax.set_yticks(range(1, len(methods) + 1), methods, fontsize=6)
+        ax.set_yticks(range(1, len(methods) + 1), methods)
         ax.set(xlabel=f"{name.replace('_', ' ')}, best 8 in 60")
-    for ax in figure.axes:
-        ax.grid(color="0.9")
 
 
 def _ratios(ax: Axes, rows: list[Row], among: list[Place]) -> None:
@@ -280,12 +279,15 @@ def _ratios(ax: Axes, rows: list[Row], among: list[Place]) -> None:
                 (searches(rows, m, place)[0][0]["encoding_ratio"], percent_mean(rows, m, place))
                 for m in methods
             ]
-            label = f"{name}, {place[0]} units, W = {place[1]}"
-            ax.plot(*zip(*points, strict=True), f"{mark}-", ms=3, lw=0.8, color=COLOURS[name])
-            ax.lines[-1].set_label(label)
-    ax.axhline(0, color="0.5", lw=0.8)
-    ax.set(xscale="log", xlabel="encoding ratio", ylabel="test perplexity above dense's, %")
-    ax.legend(frameon=False, fontsize=5)
+            ax.plot(*zip(*points, strict=True), f"{mark}-", ms=4, lw=0.8, color=COLOURS[name])
+        label = f"{place[0]} units, W = {place[1]}"
+        ax.plot([], [], mark, color=plot_style.INK, label=label)
+    for name, colour in COLOURS.items():
+        ax.plot([], [], color=colour, label=name)
+    plot_style.legend(ax)
+    ax.axhline(0, color=plot_style.MUTED, lw=0.8)
+    plot_style.plain_log(ax.xaxis)
+    ax.set(xlabel="encoding ratio", ylabel="test perplexity above dense's, %")
 
 
 def percent_mean(rows: list[Row], method: str, place: Place) -> float:
@@ -303,4 +305,4 @@ def _family(method: str) -> tuple[str, ...]:
 
 
 def _colour(method: str) -> str:
-    return next((COLOURS[name] for name, ms in FAMILIES.items() if method in ms), "0.3")
+    return next((COLOURS[name] for name, ms in FAMILIES.items() if method in ms), plot_style.INK)

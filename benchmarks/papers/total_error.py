@@ -38,6 +38,7 @@ from lightning_gc.controllers import (
     TotalError,
     TotalErrorBudget,
 )
+from lightning_gc.core import plot_style
 
 TOP, CONSTANT, ROOT_S, ROOT = "Top-k", "constant λ", "λ ∝ √s", "λ ∝ √(s/γ)"
 BUDGET, EVEN, SIMPLE, ESTIMATED = "budget", "even budget", "simple λ", "estimated λ"
@@ -280,15 +281,19 @@ def claims(rows: list[Row]) -> list[Claim]:
 
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw density and total error over the run, of the first seed of the language model."""
-    left, right = figure.subplots(1, 2)
-    for arm, colour in zip(MATCHED, frame.COLOURS, strict=False):
+    figure.set_size_inches(plot_style.WIDTH, 5.6)
+    above, below = figure.subplots(2, sharex=True)
+    looks = zip(plot_style.SERIES, ("-", "--", "-.", ":"), strict=False)
+    for arm, (colour, dashes) in zip(MATCHED, looks, strict=False):
         for row in where(rows, arm=arm, task="words", aim=0.001, seed=0):
             at = (np.arange(PARTS) + 0.5) / PARTS
-            left.semilogy(at, row["sent"], color=colour, label=arm)
-            right.plot(at, row["errors"], color=colour)
-    left.set(xlabel="share of the run", ylabel="density")
-    right.set(xlabel="share of the run", ylabel="Σγ²‖e‖² so far")
-    left.legend(frameon=False)
+            above.plot(at, 100 * np.asarray(row["sent"]), dashes, color=colour, label=arm)
+            below.plot(at, row["errors"], dashes, color=colour)
+    above.set_title("Density, % of the elements")
+    plot_style.plain_log(above.yaxis)
+    below.set_title("Total error: Σγ²‖e‖² so far")
+    below.set(xlabel="share of the run")
+    plot_style.legend(figure)
 
 
 if __name__ == "__main__":

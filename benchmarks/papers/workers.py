@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from scipy import stats  # type: ignore[import-untyped]
 
 from lightning_gc import DGC, QSGD, PerParameter, TopK
+from lightning_gc.core import plot_style
 
 COUNTS = (1, 2, 4, 8, 16)
 ARMS = {
@@ -105,7 +106,7 @@ def interval(numbers: list[float]) -> tuple[float, float]:
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw loss against the number of workers."""
     ax = figure.subplots()
-    for arm, colour in zip(ARMS, ("0.3", *frame.COLOURS), strict=False):
+    for arm, colour in zip(ARMS, (plot_style.INK, *plot_style.SERIES), strict=False):
         for row in where(rows, arm=arm):
             if row["loss"] is not None:
                 ax.plot(row["workers"], row["loss"], "o", ms=3, color=colour)
@@ -117,8 +118,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(COUNTS, [str(count) for count in COUNTS])
     ax.set(xlabel="workers", ylabel="validation loss")
-    ax.legend(frameon=False, fontsize=8)
-    ax.grid(color="0.9")
+    plot_style.legend(figure)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class Advice:
         steps = {row.name: row.drawn for row in self.rows if row.name == PLAIN and row.drawn}
         if best is not None and best.drawn is not None and best.method in self.methods:
             steps[best.name] = best.drawn
-        report.plot(Path(path), steps)
+        report.plot(Path(path), steps, self.situation.module.step)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return columns and cells: measured rows, then the best other row of every method."""

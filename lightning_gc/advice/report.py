@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -13,8 +13,12 @@ from lightning_gc.advice.alpha_beta import HasSeconds
 from lightning_gc.advice.prediction import Prediction, shortlist
 from lightning_gc.advice.timeline import Timeline
 from lightning_gc.controllers import BySize, Plan
+from lightning_gc.core import plot_style
 from lightning_gc.core.registry import given_fields, path_of
 from lightning_gc.methods.method import Method
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LOCAL_SHOWN = 2
 """Rows of local steps in the table."""
@@ -135,47 +139,42 @@ def _as_yaml(value: Any) -> Any:
     return {"class_path": path_of(type(value)), **({"init_args": fields} if fields else {})}
 
 
-_COLOURS = {
-    "forward": "tab:blue",
-    "backward": "tab:cyan",
-    "optimizer": "tab:gray",
-    "compute": "tab:orange",
-    "communicate": "tab:red",
-}
+_PHASES = {"compute": "compression", "communicate": "communication"}
 
 
-def plot(path: Path, steps: Mapping[str, Timeline]) -> None:
+def plot(path: Path, steps: Mapping[str, Timeline], limit: float) -> None:
     """Draw timelines as one SVG, one below the other.
 
     Args:
         path: of the file.
         steps: title -> timeline.
+        limit: seconds of a step without a network, drawn as a line.
 
     Raises:
         ImportError: without matplotlib.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(7.5, 1.6 * len(steps) + 0.6), layout="constrained")
-    grid = figure.subplots(len(steps), 1, sharex=True, squeeze=False)
-    for axes, (title, step) in zip(grid[:, 0], steps.items(), strict=True):
-        for span in step.spans:
-            place = 1 if span.lane == "module" else 0
-            axes.broken_barh(
-                [(span.start * 1e3, (span.stop - span.start) * 1e3)],
-                (place - 0.4, 0.8),
-                facecolors=_COLOURS[span.what],
-                edgecolor="white",
-                linewidth=0.4,
-            )
-        axes.set_yticks([0, 1], ["exchange", "module"])
-        axes.set_title(f"{title}: {step.seconds * 1e3:.1f} ms predicted", fontsize="medium")
-    grid[-1, 0].set_xlabel("milliseconds")
-    handles = [Patch(color=colour, label=what) for what, colour in _COLOURS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize="small")
+    def draw(figure: "Figure") -> None:
+        figure.set_size_inches(plot_style.WIDTH, 1.5 * len(steps) + 1.2)
+        grid = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (title, step) in zip(grid, steps.items(), strict=True):
+            for span in step.spans:
+                what = _PHASES.get(span.what, span.what)
+                place = 1 if span.lane == "module" else 0
+                axes.broken_barh(
+                    [(span.start * 1e3, (span.stop - span.start) * 1e3)],
+                    (place - 0.4, 0.8),
+                    facecolors=plot_style.PHASES[what],
+                    label=what,
+                )
+            axes.axvline(limit * 1e3, color=plot_style.INK, ls="--", lw=0.8, label="no network")
+            axes.set_yticks([0, 1], ["exchange", "module"])
+            axes.set_title(f"{title}: {step.seconds * 1e3:.1f} ms predicted")
+        grid[-1].set_xlabel("milliseconds")
+        plot_style.legend(figure)
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    path.write_bytes(plot_style.svg(draw, "timeline"))
 
 
 LEAST_GAIN = 0.05

@@ -1,24 +1,24 @@
 """Report an experiment: Markdown with SVG plots, CSV tables, and one self-contained HTML page."""
 
 import base64
-import functools
 import hashlib
 import html
-import io
 import math
 import re
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import optuna
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from optuna.storages import BaseStorage
 
-from lightning_gc.core import text_table
+from lightning_gc.compressors import COMPRESSORS
+from lightning_gc.core import plot_style, text_table
 from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.journal import open_storage
 from lightning_gc.tuning.tables import TOP, Row, Studies, Table, is_log, rules_of, sizes_of, tables
@@ -40,8 +40,8 @@ _SECTIONS = {
     ),
     "metric_against_ratio": (
         "Metric against compression ratio",
-        "Every complete trial. Trials further right and with a better metric are better. The line "
-        "is the Pareto front.",
+        "Every complete trial. Trials further right and with a better metric are better. The "
+        "ringed trials are the Pareto front: none is better in both.",
     ),
     "tuned": (
         "Best values of {}",
@@ -72,9 +72,10 @@ _ALONE = (
     "encoding ratio is the gradients' bytes over the encoded bytes."
 )
 _STYLE = """
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
 table { border-collapse: collapse; margin: 1em 0; display: block; overflow-x: auto; }
-th, td { border-bottom: 1px solid #ccc; padding: 0.2em 0.8em; text-align: right; }
+th, td { border-bottom: 1px solid #8886; padding: 0.2em 0.8em; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
 img { max-width: 100%; }
 """
@@ -337,7 +338,8 @@ def _page(
             alt = html.escape(section.title)
             parts.append(f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">')
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{name}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
 
@@ -354,50 +356,50 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-# Makes plots reproducible to the byte.
-_SVG: Any = {"svg.hashsalt": "lightning_gc", "svg.fonttype": "path"}
-
-
 def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
     """Return ``{name: SVG}``; a plot that would be empty is left out."""
     metric = rules_of(studies)["metric"]
     found: dict[str, bytes] = {}
 
-    def draw(name: str, table: str, how: Callable[[Axes, tuple[Row, ...]], None]) -> None:
-        if tables[table].rows:
-            found[name] = _svg(how, tables[table].rows)
+    def draw(name: str, table: str, how: Callable[..., None], **settings: Any) -> None:
+        if rows := tables[table].rows:
+            found[name] = _svg(how, rows, **settings)
 
-    scatter = functools.partial(_scatter, metric=metric, ratio=sizes_of(studies)[0])
-    draw("metric_against_ratio", "metric_against_ratio", scatter)
+    ratio = sizes_of(studies)[0]
+    draw("metric_against_ratio", "metric_against_ratio", _scatter, metric=metric, ratio=ratio)
     draw("transfer", "results", _transfer)
     tuned = tables["tuned_parameters"].rows
     for parameter in sorted({row["parameter"] for row in tuned}):
         chosen = [row for row in tuned if row["parameter"] == parameter]
         if all(isinstance(row["value"], int | float) for row in chosen):
             log = is_log(studies, parameter)
-            boxes = functools.partial(_boxes, column="value", label=parameter, log=log)
-            found[f"tuned_{parameter}"] = _svg(boxes, chosen)
+            found[f"tuned_{parameter}"] = _svg(
+                _spreads, chosen, column="value", label=parameter, log=log
+            )
     draw("seconds_per_step", "seconds_per_step", _stacks)
-    times = functools.partial(_boxes, column="cpu_seconds", label="CPU seconds per epoch")
-    draw("cpu_seconds", "cpu_seconds", times)
-    draw("convergence", "convergence", lambda axes, rows: _curves(axes, rows, metric))
-    epochs = functools.partial(_boxes, column="best_epoch", label="best epoch")
-    draw("epochs_to_converge", "epochs_to_converge", epochs)
+    draw(
+        "cpu_seconds", "cpu_seconds", _spreads, column="cpu_seconds", label="CPU seconds per epoch"
+    )
+    draw("convergence", "convergence", _curves, metric=metric)
+    draw(
+        "epochs_to_converge",
+        "epochs_to_converge",
+        _spreads,
+        column="best_epoch",
+        label="best epoch",
+    )
     draw("importance", "importance", _bars)
     return found
 
 
-def _svg(how: Callable[..., None], rows: Iterable[Row]) -> bytes:
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3)
-    how(axes, rows)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize="small")
-    file = io.BytesIO()
-    with mpl.rc_context(_SVG):
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    return file.getvalue()
+def _svg(how: Callable[..., None], rows: Iterable[Row], **settings: Any) -> bytes:
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        how(axes, rows, **settings)
+        if axes.get_legend_handles_labels()[1]:
+            plot_style.legend(figure)
+
+    return plot_style.svg(draw, "lightning_gc")
 
 
 def _by_method(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -407,63 +409,111 @@ def _by_method(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def _looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the colours of the methods' families, with a marker and dashes for each member."""
+    found: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        # A method is named by the user, as a rule after its compressor.
+        name = max((name for name in COMPRESSORS if method.startswith(name)), key=len, default="")
+        kind = COMPRESSORS[name].examples()[0].traits.kind if name else "dense"
+        known = name or method == DENSE
+        colour = plot_style.colour_of(kind, name) if known else plot_style.PEER
+        family = sum(look["color"] == colour for look in found.values())
+        found[method] = {
+            "color": colour,
+            "marker": plot_style.MARKERS[family % len(plot_style.MARKERS)],
+            "linestyle": ("-", "--", ":", "-.")[family % 4],
+        }
+    return found
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Give each method a row, the first at the top."""
+    figure: Any = axes.figure
+    figure.set_size_inches(plot_style.WIDTH, 1.5 + 0.4 * len(names))
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
 def _scatter(axes: Axes, rows: tuple[Row, ...], metric: str, ratio: str) -> None:
-    for method, points in _by_method(rows).items():
+    groups = _by_method(rows)
+    for method, look in _looks(groups).items():
+        points = groups[method]
         x, y = [p[ratio] or 1.0 for p in points], [p["metric"] for p in points]
-        axes.scatter(x, y, s=22, alpha=0.7, label=method)
+        axes.plot(x, y, alpha=0.8, label=method, **{**look, "linestyle": "none"})
     front = sorted((p[ratio] or 1.0, p["metric"]) for p in rows if p["on_front"])
-    axes.plot(*zip(*front, strict=True), color="black", linewidth=1, label="Pareto front")
+    line: Any = {"color": plot_style.INK, "lw": 1, "marker": "o", "ms": 10, "mfc": "none"}
+    axes.plot(*zip(*front, strict=True), label="Pareto front", **line)
     of = {"ratio": "compression ratio", "encoding_ratio": "encoding ratio (nothing is sent)"}
-    axes.set(xscale="log", xlabel=of[ratio], ylabel=metric)
+    plot_style.plain_log(axes.xaxis)
+    axes.set(xlabel=of[ratio], ylabel=metric)
     _log_if_wide(axes, [p["metric"] for p in rows])
 
 
 def _transfer(axes: Axes, rows: tuple[Row, ...]) -> None:
     """Draw each method twice: tuned, and with dense's hyper-parameters."""
     key = "test_with_dense_hyper_parameters"
-    for offset, column, label in ((-0.18, "test", "tuned"), (0.18, key, "dense's")):
+    _name_rows(axes, [row["method"] for row in rows])
+    looks = zip(plot_style.SERIES, plot_style.MARKERS, strict=True)
+    for offset, column, label in ((-0.14, "test", "tuned"), (0.14, key, "dense's")):
         known = [(i, r) for i, r in enumerate(rows) if isinstance(r[column], int | float)]
+        colour, marker = next(looks)
         axes.errorbar(
-            [i + offset for i, _ in known],
             [r[column] for _, r in known],
-            [r[f"{column}_spread"] or 0.0 for _, r in known],
-            fmt="o",
+            [i + offset for i, _ in known],
+            xerr=[r[f"{column}_spread"] or 0.0 for _, r in known],
+            fmt=marker,
+            color=colour,
             capsize=4,
             label=f"{label} hyper-parameters",
         )
-    axes.set_xticks(range(len(rows)), [row["method"] for row in rows])
-    axes.set_ylabel("test metric, mean and deviation over seeds")
+    axes.set_xlabel("test metric, mean and deviation over seeds")
 
 
-def _boxes(axes: Axes, rows: Iterable[Row], column: str, label: str, log: bool = False) -> None:
+def _spreads(axes: Axes, rows: Iterable[Row], column: str, label: str, log: bool = False) -> None:
+    """Draw the values of the best trials, their quartiles, and a star for the winner."""
     groups = _by_method(rows)
-    values = [[row[column] for row in group] for group in groups.values()]
-    axes.boxplot(values, showfliers=False)
-    for place, points in enumerate(values, start=1):
-        axes.scatter([place] * len(points), points, s=14, alpha=0.5, color="tab:blue", zorder=3)
+    _name_rows(axes, list(groups))
+    for place, look in enumerate(_looks(groups).values()):
+        values = [row[column] for row in list(groups.values())[place]]
+        if len(values) > 1:
+            low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+            axes.plot([low, high], [place] * 2, color=plot_style.GRID, lw=12, zorder=1)
+            axes.lines[-1].set_solid_capstyle("butt")
+            axes.plot(middle, place, "|", color=plot_style.MUTED, ms=12, zorder=2)
+        axes.scatter(values, [place] * len(values), s=20, color=look["color"], zorder=3)
         # A study's rows come best first.
-        axes.scatter(place, points[0], s=110, marker="*", color="tab:red", zorder=4)
-    axes.set_xticks(range(1, len(groups) + 1), list(groups))
-    axes.set_ylabel(f"{label}, best trials")
+        axes.scatter(values[0], place, s=130, marker="*", color=plot_style.INK, zorder=4)
+    axes.set_xlabel(f"{label}, best trials")
     if log:
-        axes.set_yscale("log")
+        plot_style.plain_log(axes.xaxis)
 
 
 def _stacks(axes: Axes, rows: tuple[Row, ...]) -> None:
-    names, bottom = [row["method"] for row in rows], [0.0] * len(rows)
+    left = [0.0] * len(rows)
+    _name_rows(axes, [row["method"] for row in rows])
     estimated = any(row["estimated"] for row in rows)
     for part in ("computation", "compression", "communication"):
-        heights = [1000 * row[part] for row in rows]
+        widths = [1000 * row[part] for row in rows]
         label = f"{part}, estimated" if part == "communication" and estimated else part
-        axes.bar(names, heights, bottom=bottom, label=label)
-        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
-    axes.set_ylabel("milliseconds per step and worker")
+        axes.barh(range(len(rows)), widths, left=left, label=label, color=plot_style.PHASES[part])
+        left = [low + high for low, high in zip(left, widths, strict=True)]
+    for row in rows:
+        if row["method"] == DENSE:
+            axes.axvline(
+                1000 * row["computation"], color=plot_style.INK, ls="--", lw=1, label="no network"
+            )
+    axes.set_xlabel("milliseconds per step and worker")
 
 
 def _curves(axes: Axes, rows: tuple[Row, ...], metric: str) -> None:
-    for method, points in _by_method(rows).items():
-        axes.plot([p["epoch"] for p in points], [p["metric"] for p in points], label=method)
+    groups = _by_method(rows)
+    for method, look in _looks(groups).items():
+        points = groups[method]
+        epochs = [p["epoch"] for p in points]
+        axes.plot(epochs, [p["metric"] for p in points], label=method, ms=5, **look)
     axes.set(xlabel="epoch", ylabel=f"{metric}, best trial")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _log_if_wide(axes, [p["metric"] for p in rows])
 
 
@@ -471,15 +521,15 @@ def _bars(axes: Axes, rows: tuple[Row, ...]) -> None:
     methods = list(_by_method(rows))
     parameters = sorted({row["parameter"] for row in rows})
     known = {(row["method"], row["parameter"]): row["importance"] for row in rows}
+    _name_rows(axes, methods)
     width = 0.8 / len(parameters)
     for i, parameter in enumerate(parameters):
-        heights = [known.get((method, parameter), 0.0) for method in methods]
+        shares = [known.get((method, parameter), 0.0) for method in methods]
         places = [place + (i - (len(parameters) - 1) / 2) * width for place in range(len(methods))]
-        axes.bar(places, heights, width, label=parameter)
-    axes.set_xticks(range(len(methods)), methods)
-    axes.set_ylabel("importance (PED-ANOVA)")
+        axes.barh(places, shares, width, label=parameter)
+    axes.set_xlabel("importance (PED-ANOVA)")
 
 
 def _log_if_wide(axes: Axes, values: list[Any]) -> None:
     if min(values) > 0 and max(values) > 10 * min(values):
-        axes.set_yscale("log")
+        plot_style.plain_log(axes.yaxis)

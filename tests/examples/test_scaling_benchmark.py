@@ -46,7 +46,9 @@ def test_what_the_benchmark_models_has_a_pattern_and_a_line(tmp_path: Path) -> N
     for key, pair in scaling.configurations().items():
         pattern([trace(*pair, SHAPES, workers, 1) for workers in scaling.SEEN])
         lines[key] = [1.0] * len(scaling.points())
-    scaling_plot.draw(tmp_path / "scaling.svg", scaling.points(), {"a link": lines})
+    scaling_plot.draw(
+        tmp_path / "scaling.svg", scaling.points(), {"a link": lines}, scaling.COLOURS
+    )
 
 
 def made(workers: int) -> Trace:

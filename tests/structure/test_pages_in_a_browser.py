@@ -1,10 +1,13 @@
-"""Every page of the documentation, opened in a real browser: no errors, nothing off the screen.
+"""Every page of the documentation, opened in a real browser.
+
+No errors, nothing off the screen, and pictures that can be read on light and on dark pages.
 
 Needs mkdocs (the extra ``docs``), playwright (``browser``) and a chromium that the machine has.
 """
 
 import functools
 import importlib.util
+import io
 import re
 import shutil
 import subprocess
@@ -15,7 +18,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = next(
@@ -50,6 +55,20 @@ OFF_SCREEN = """() => {
     if (wide(part)) found.push("off the screen: " + part.textContent.trim().slice(0, 60));
   return found;
 }"""
+
+LEAST_PIXELS = 9
+LEAST_CONTRAST = 4.5  # of text, as WCAG 2 demands
+# Chromium reads a file once, so that currentSrc has the fragment of the first image with the file.
+ADDRESS = "(image) => image.currentSrc.split('#')[0] + new URL(image.src).hash"
+BACKGROUND = "() => getComputedStyle(document.body).backgroundColor"
+TEXTS = """() => {
+  const width = document.documentElement.viewBox?.baseVal.width;
+  return [...document.querySelectorAll("text")].map((part) => {
+    const style = getComputedStyle(part);
+    return [part.textContent, style.fill, parseFloat(style.fontSize) / width];
+  });
+}"""
+"""Of an SVG: each text, its colour, and its height as a share of the picture's width."""
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -94,10 +113,51 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
+def luminance(colours: Any) -> Any:
+    """Return the relative luminance of colours with channels in [0, 1], as WCAG defines it."""
+    channels = np.asarray(colours, dtype=float)[..., :3]
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
+def contrast(one: Any, other: Any) -> Any:
+    high, low = np.maximum(one, other), np.minimum(one, other)
+    return (high + 0.05) / (low + 0.05)
+
+
+def parsed(colour: str) -> Any:
+    """Return the luminance of a colour such as ``rgb(1, 2, 3)``."""
+    return luminance([float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]])
+
+
+def unreadable(tab: Any, svg: Any) -> list[str]:
+    """Return what cannot be read in the pictures of a page, with a second tab to open SVGs in."""
+    found, page = [], parsed(tab.evaluate(BACKGROUND))
+    for picture in tab.locator("article img:visible").all():
+        address = picture.evaluate(ADDRESS)
+        name = address.rpartition("/")[2][:60]
+        pixels = contrast(luminance(imread(io.BytesIO(picture.screenshot()))), page)
+        if np.median(pixels) > 3:
+            found.append(f"a rectangle that does not suit the page: {name}")
+        if "svg" not in name:
+            continue
+        svg.goto(address)
+        texts = svg.evaluate(TEXTS)
+        if not texts:
+            found.append(f"a picture without text that can be measured: {name}")
+        width = picture.evaluate("(image) => image.clientWidth")
+        for text, colour, height in texts:
+            if height * width < LEAST_PIXELS:
+                found.append(f"small text: {text!r} has {height * width:.1f} pixels: {name}")
+            if contrast(parsed(colour), page) < LEAST_CONTRAST:
+                found.append(f"faint text: {text!r} is {colour}: {name}")
+    return found
+
+
 def faults(browser: Any, address: str, pages: list[str], **settings: Any) -> dict[str, list[str]]:
     """Open the pages; return what is wrong with each with which something is."""
     context = browser.new_context(**settings)
-    tab, errors = context.new_page(), []
+    tab, svg, errors = context.new_page(), context.new_page(), []
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     tab.on("pageerror", lambda error: errors.append(str(error)))
 
@@ -115,7 +175,7 @@ def faults(browser: Any, address: str, pages: list[str], **settings: Any) -> dic
     for page in pages:
         errors.clear()
         tab.goto(address + page, wait_until="networkidle")
-        wrong = [*errors, *tab.evaluate(OFF_SCREEN)]
+        wrong = [*errors, *tab.evaluate(OFF_SCREEN), *unreadable(tab, svg)]
         if wrong:
             found[page] = wrong
     context.close()
@@ -162,6 +222,12 @@ def test_paths_of_sources_begin_at_the_repository(site: Path) -> None:
     }
 
 
+def image(markup: str) -> str:
+    """Return an <img> with an SVG of 100 by 100 units."""
+    svg = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 100 100'>{markup}</svg>"
+    return f'<article><img width="300" src="data:image/svg+xml,{svg}"></article>'
+
+
 PLANTED = {
     "a line that is too wide": ("<p style='width: 2000px'>x</p>", "the page is wider"),
     "a table that is too wide": (
@@ -172,6 +238,16 @@ PLANTED = {
     "an error": ("<script>console.error('planted')</script>", "planted"),
     "an exception": ("<script>planted()</script>", "planted is not defined"),
     "a missing image": ("<img src='none.png'>", "404"),
+    "a picture on white": (
+        image("<rect width='100' height='100' fill='white'/><text fill='white' y='50'>x</text>"),
+        "a rectangle that does not suit the page",
+    ),
+    "black text in a picture": (image("<text y='50'>x</text>"), "faint text: 'x'"),
+    "small text in a picture": (
+        image("<text y='50' fill='white' font-size='2.9'>x</text>"),
+        "small text: 'x' has 8.7 pixels",
+    ),
+    "text as curves": (image("<path d='M0 0L9 9' stroke='white'/>"), "can be measured"),
     "a file from elsewhere": ("<img src='http://127.0.0.1:9/x.png'>", "from elsewhere"),
 }
 
@@ -184,7 +260,8 @@ def test_finds_what_is_planted(browser: Any, address: str, site: Path, what: str
     assert heading
     (site / "planted.html").write_text(f"{before}{markup}{heading}{rest}")
     try:
-        found = faults(browser, address, ["planted.html"], viewport={"width": 1280, "height": 900})
+        screen = {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"}
+        found = faults(browser, address, ["planted.html"], **screen)
     finally:
         (site / "planted.html").unlink()
     assert any(said in line for line in found["planted.html"]), found

@@ -29,14 +29,14 @@ def plot(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_pictures_are_drawn_from_them(plot: Any) -> None:
     drawn = plot.in_words(plot.seconds(plot.newest()))
-    for name in ("light", "dark", "light_narrow", "dark_narrow"):
-        image = (ROOT / "docs" / "images" / f"network_{name}.svg").read_text()
+    for name in ("network", "network_narrow"):
+        image = (ROOT / "docs" / "images" / f"{name}.svg").read_text()
         assert drawn in image, "stale: run python benchmarks/network_plot.py"
 
 
 def test_sentence_holds_for_the_picture(plot: Any) -> None:
     rows = plot.seconds(plot.newest())
-    ours = [name for name, (_, colour) in plot.METHODS.items() if colour == plot.OURS]
+    ours = plot.OURS
     slow = [rows[link]["plain DDP"] / rows[link][m] for link in plot.LINKS[:2] for m in ours]
     assert f"{min(slow):.1f} to {max(slow):.0f} times as fast as with plain DDP" in PAGE
     fast = rows["10 Gbit/s"]

@@ -290,8 +290,8 @@ def test_the_page_says_what_diverged(benchmark: ModuleType, tmp_path: Path) -> N
     assert "- lost at 8: ValueError: 7" in lines
     draw(rows, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
-    assert "<!-- half -->" in drawn
-    assert "<!-- lost -->" not in drawn
+    assert ">half<" in drawn
+    assert ">lost<" not in drawn
 
 
 def test_the_page_says_of_each_class_when_to_use_it() -> None:
