@@ -22,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; by default this process's ``sys.argv[1:]``.
     """
     parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return USAGE
     options, rest = parser.parse_known_args(argv)
     if rest and options.run is not _fit:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -15,6 +15,7 @@ from lightning_gc.advice.timeline import Timeline
 from lightning_gc.controllers import BySize, Plan
 from lightning_gc.core import plot_style
 from lightning_gc.core.registry import given_fields, path_of
+from lightning_gc.core.text_table import human_bytes
 from lightning_gc.methods.method import Method
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ def table(
         spread = f"{seen['seconds']:.4f} ({seen['low']:.4f}-{seen['high']:.4f})"
         speed = f"{measured[dense.name]['seconds'] / seen['seconds']:.2f}"
         foretold = f"{predicted[name]:.4f}" if name in predicted else ""  # not for torch's hook
-        cells.append([name, spread, speed, f"{seen['bytes']:,.0f}", foretold])
+        cells.append([name, spread, speed, human_bytes(seen["bytes"]), foretold])
     for row in (*others, *local):
         speed = f"{dense.seconds / row.seconds:.2f}"
-        cells.append([row.name, "", speed, f"{row.nbytes:,.0f}", f"{row.seconds:.4f}"])
+        cells.append([row.name, "", speed, human_bytes(row.nbytes), f"{row.seconds:.4f}"])
     columns = ["method", "s per step", "speed relative to DDP", "bytes per step", "s predicted"]
     if not measured:
         columns = [columns[0], columns[4], *columns[2:4]]

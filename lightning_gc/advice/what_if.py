@@ -333,6 +333,18 @@ def changes(case: WhatIf, method: str | None) -> list[str]:
     return lines
 
 
+def in_python(method: Method) -> str:
+    """Return the strategy of a method of ``METHODS`` as one would write it.
+
+    Example:
+        >>> in_python(parse_method("topk:value_dtype=bfloat16,scheme=two_shot"))
+        "CompressedDDPStrategy(TopK(value_dtype='bfloat16'), scheme='two_shot')"
+    """
+    fields = ", ".join(f"{name}={value!r}" for name, value in method.fixed.items())
+    scheme = "" if method.scheme is None else f", scheme={method.scheme!r}"
+    return f"CompressedDDPStrategy({method.compressor_class.__name__}({fields}){scheme})"
+
+
 def described(options: argparse.Namespace) -> WhatIf:
     """Return the case that the command's options describe.
 
@@ -418,9 +430,10 @@ def run(options: argparse.Namespace) -> None:
     lines += [
         f"Treat methods within a factor of {MARGIN:g} as equal. Accuracy is not predicted.",
         "",
-        "What would change the answer:",
+        "What if:",
         *changes(case, method),
         "",
+        *([] if method is None else [f"In Python: {in_python(case.methods[method])}"]),
         "Next: measure your model on your machines, with lightning-gc advise train.yaml",
         line,
     ]

@@ -525,7 +525,7 @@ class AttachedDDP(Attached):
         if error is not None and is_from_backend(error):
             group = ddp.process_group
             own = dist.get_rank(group), dist.get_world_size(group)
-            error.add_note(peers_in_words("a collective of DDP's", *own))
+            error.add_note(peers_in_words(error, "a collective of DDP's", *own))
 
     def before_pass(self) -> None:
         """Refuse a static graph that begins with accumulated gradients."""

@@ -146,10 +146,10 @@ def checked(given: Any, workers: Workers, control: ControlLoop | None) -> tuple[
         for what, now in {"worker": worker, "workers": number}.items():
             if own[what] != now:
                 raise ValueError(
-                    f"has a state with {what}={own[what]!r}, but here it is {now!r}; give every "
-                    f"worker the state that it has saved; if the number of workers has changed, "
+                    f"has a state with {what}={own[what]!r}, but here it is {now!r}. Give every "
+                    f"worker the state that it has saved. If the number of workers has changed, "
                     f"give all workers the list of all saved states, or a state from "
-                    f"state_dict(mode='mean'); {_ZERO}."
+                    f"state_dict(mode='mean'), {_ZERO}."
                 )
     return _saved_with(own, workers), of_worker(own, workers, control)
 

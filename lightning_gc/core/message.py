@@ -86,8 +86,8 @@ class Message:
             found = message[self.nbytes - SEAL_BYTES : self.nbytes].view(torch.int64)
             if int(found) != self.seal:
                 raise ValueError(
-                    f"The message does not end after {self.nbytes} bytes, as announced; its "
-                    f"lengths, or itself, were damaged on the way."
+                    f"The message does not end after {self.nbytes} bytes, as announced. It was "
+                    f"damaged on the way."
                 )
         return self.views(message)
 

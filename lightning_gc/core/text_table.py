@@ -23,6 +23,8 @@ def markdown(
 def plain(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
     """Return a table with lines of at most ``width`` characters.
 
+    An empty line is between rows if one of them has several lines.
+
     Args:
         columns: the headings. Headings and cells may have several lines.
         rows: one text per column each.
@@ -35,19 +37,22 @@ def plain(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> 
     words = [max(map(len, text.split()), default=1) for text in cells]
     while sum(widths) + 2 * (len(widths) - 1) > max(width, words[0] + 3 * len(widths)):
         # Narrow the widest column that can break at spaces, otherwise one that must break words.
-        i = max(range(len(widths)), key=lambda i: (widths[i] > words[i], i > 0, widths[i]))
-        widths[i] -= 1
-    lines = []
+        narrow = [i for i, size in enumerate(widths) if size > words[i]] or range(1, len(widths))
+        widths[max(narrow, key=lambda i: widths[i])] -= 1
+    blocks = []
     for row in table:
         wrapped = [
             [part for line in cell.split("\n") for part in textwrap.wrap(line, size) or [""]]
             for cell, size in zip(row, widths, strict=True)
         ]
-        for parts in itertools.zip_longest(*wrapped, fillvalue=""):
-            padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
-            lines.append("  ".join(padded).rstrip())
-        lines.append("" if row is not columns else "  ".join("-" * size for size in widths))
-    return "\n".join(lines)
+        lines = [
+            "  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)).rstrip()
+            for parts in itertools.zip_longest(*wrapped, fillvalue="")
+        ]
+        blocks.append("\n".join(lines))
+    head, rule, rows = blocks[0], "  ".join("-" * size for size in widths), blocks[1:]
+    between = "\n\n" if any("\n" in block for block in rows) else "\n"
+    return f"{head}\n{rule}\n{between.join(rows)}\n"
 
 
 def human_bytes(nbytes: float) -> str:

@@ -79,8 +79,8 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise ValueError(
-                f"{name} is {type(child).__name__}(sparse=True), whose gradients cannot be "
-                f"compressed; use sparse=False, TopK sends few elements of it anyway."
+                f"{name} is {type(child).__name__}(sparse=True). Sparse gradients cannot be "
+                f"compressed; use sparse=False. TopK sends few of its elements anyway."
             )
 
 
@@ -121,9 +121,9 @@ def refuse_unsynchronised(
     for name, param in module.named_parameters():
         if param.requires_grad and param not in names:
             raise RuntimeError(
-                f"{name} was unfrozen, added or replaced after the fit began, so its gradient is "
-                f"not exchanged, and workers would drift apart. Change the model between two fits: "
-                f"DDP takes in what requires a gradient when a fit begins, or when it is made."
+                f"{name} was unfrozen, added or replaced after the fit began. Its gradient is not "
+                f"exchanged, so workers would drift apart. Change the model between two fits, or "
+                f"before you make DDP."
             )
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
@@ -131,10 +131,10 @@ def refuse_unsynchronised(
                 if param.requires_grad and param not in names:
                     raise RuntimeError(
                         f"Parameter group {number} of {type(optimizer).__name__} has a tensor of "
-                        f"shape {tuple(param.shape)} that is not a parameter of the module, so its "
-                        f"gradient is not exchanged here, and workers may drift apart. Make it a "
-                        f"parameter of the module before the fit, or let it require no gradient; "
-                        f"if another module exchanges it, leave attach(optimizers=...) out."
+                        f"shape {tuple(param.shape)} that is not a parameter of the module. Its "
+                        f"gradient is not exchanged here, so workers may drift apart. Make it a "
+                        f"parameter of the module before the fit, or set requires_grad=False. If "
+                        f"another module exchanges it, leave attach(optimizers=...) out."
                     )
 
 
@@ -214,9 +214,9 @@ def warn_of_one_queue(ddp: DistributedDataParallel) -> None:
         others.append("find_unused_parameters=True")
     if others:
         warnings.warn(
-            f"{_QUEUES}=1 gives a GPU one queue, in which the exchange of gradients and the "
-            f"collectives of {' and '.join(others)} can stand in another order on another worker: "
-            f"then all wait for ever. Unset {_QUEUES}, or go without.",
+            f"{_QUEUES}=1 gives a GPU one queue for the exchange of gradients and for the "
+            f"collectives of {' and '.join(others)}. Their order can differ between workers, "
+            f"and then all wait for ever. Unset {_QUEUES}, or do without {' and '.join(others)}.",
             stacklevel=2,
         )
 

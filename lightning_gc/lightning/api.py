@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
         accelerator: Any
         checkpoint_io: Any
+        cluster_environment: Any
         global_rank: int
         lightning_module: Any
         local_rank: int
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         optimizers: list[Optimizer]
         precision: Any  # Fabric
         precision_plugin: Any
+        process_group_backend: str | None
         root_device: torch.device
         world_size: int
 

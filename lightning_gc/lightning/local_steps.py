@@ -274,9 +274,9 @@ def warn_of_few_rounds(compressor: Compressor, steps: int | None, every: int) ->
             smaller = f"every={oftener} or less" if oftener else "a smaller every"
             fix = f"Use a quantiser, such as QSGD(4), {smaller}, or more steps"
         warnings.warn(
-            f"{steps} steps with every={every} are {rounds} round{'s' * (rounds > 1)}, in each of "
-            f"which a share of {compressor.level:g} of the elements is sent: most are never sent, "
-            f"and old errors do harm. {fix}.",
+            f"{steps} steps with every={every} are {rounds} round{'s' * (rounds > 1)}. Each round "
+            f"sends a share of {compressor.level:g} of the elements. So most are never sent, and "
+            f"old errors harm training. {fix}.",
             stacklevel=2,
         )
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from lightning_gc.exchange import JOINING
 from lightning_gc.flavours import refuse_other_package
 from lightning_gc.lightning.api import StrategyAPI
-from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
+from lightning_gc.transports.peer_error import (
+    SET_INTERFACE,
+    is_from_backend,
+    naming_peers,
+    peers_in_words,
+)
 
 _LIGHTNING = "what Lightning shares between workers: metrics, decisions, paths of checkpoints"
 _STEP = "a collective of DDP's, of Lightning's or of the module's own"
@@ -67,7 +73,8 @@ class PeerNaming(StrategyAPI):
         """Explain an error that comes from elsewhere, such as a hook of the module's."""
         super().on_exception(exception)
         if self.world_size > 1 and is_from_backend(exception):
-            exception.add_note(peers_in_words(_STEP, self.global_rank, self.world_size))
+            own = self.global_rank, self.world_size
+            exception.add_note(peers_in_words(exception, _STEP, *own))
 
     def _named(
         self, operation: str, during: str, act: Callable[..., Any], *args: Any, **kwargs: Any
@@ -89,10 +96,37 @@ def warn_of_blocking_waits(trainer: Any) -> None:
     if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
         warnings.warn(
             f"{_BLOCKING}=1 switches NCCL's watchdog off, and this version of Lightning broadcasts "
-            f"before each batch without a limit: if a worker dies, the others wait for ever. Unset "
+            f"before each batch without a limit. If a worker dies, the others wait for ever. Unset "
             f"{_BLOCKING}; the watchdog then ends them after the timeout.",
             stacklevel=2,
         )
+
+
+def warn_of_loopback(main_address: str) -> None:
+    """Warn if Gloo announces the loopback interface to other machines, and workers would hang.
+
+    Gloo takes the address of the machine's name. Debian gives that name 127.0.1.1.
+
+    Args:
+        main_address: of worker 0. On the loopback interface itself all workers share a machine.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    own, main = _address(socket.gethostname()), _address(main_address)
+    if own.startswith("127.") and not main.startswith("127."):
+        warnings.warn(
+            f"The name of this machine, {socket.gethostname()}, has the address {own}. Gloo "
+            f"announces it to the other machines, which cannot reach it. {SET_INTERFACE}",
+            stacklevel=2,
+        )
+
+
+def _address(host: str) -> str:
+    """Return a host's IPv4 address, or the loopback address if it has none, as Gloo does."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return "127.0.0.1"
 
 
 GRACE = 10.0  # seconds for a child to report its own error

@@ -94,8 +94,8 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
     """Raise ValueError for settings of Trainer and module that local steps cannot obey."""
     if not trainer.lightning_module.automatic_optimization:
         raise ValueError(
-            f"{owner} counts the steps of one optimizer and exchanges after every H of them, which "
-            f"needs automatic optimization; use that, or CompressedDDPStrategy."
+            f"{owner} counts the steps of one optimizer, so it needs automatic optimization. Set "
+            f"automatic_optimization = True, or use CompressedDDPStrategy."
         )
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):

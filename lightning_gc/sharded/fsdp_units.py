@@ -39,7 +39,7 @@ def refuse_interrupted(running: bool) -> None:
     if running:
         raise RuntimeError(
             "A backward pass was interrupted by an exception, so its exchange of gradients is "
-            "incomplete and cannot go on. Resume from a checkpoint in a new process."
+            "incomplete. Resume from a checkpoint in a new process."
         )
 
 

@@ -225,8 +225,9 @@ def refuse_settings(owner: str, way: Way, mesh_arguments: Mapping[str, Any] | No
         known, torch_version, method = fsdp_units.has_hooks, "2.7", "all_reduce_hook"
     if not known():
         raise RuntimeError(
-            f"{owner} needs torch {torch_version} or later, whose FSDP2 has set_{method}; this is "
-            f"torch {torch.__version__}. Install a newer one, or use CompressedDDPStrategy."
+            f"{owner} needs torch {torch_version} or later, because it calls set_{method} of "
+            f"FSDP2. This is torch {torch.__version__}. Install a newer one, or use "
+            f"CompressedDDPStrategy."
         )
     fixes = {
         "data_parallel_size": sizes,
@@ -259,18 +260,18 @@ def refuse_errors(owner: str, compressor: Compressor, memory: Memory, given: boo
     if not memory.buffers:
         return
     price = (
-        "errors of whole parameters, 4 bytes for each of the model's on every rank, which is what "
-        "FSDP is there to save, and which this strategy does not keep"
+        "errors of full parameters on every rank, 4 bytes for each parameter of the model. FSDP "
+        "exists to save that memory"
     )
     if given:
         raise ValueError(
             f"{owner}(memory={memory!r}): it would keep {price}. Leave it out and use an unbiased "
-            f"compressor such as QSGD(8), or CompressedHSDPStrategy, whose errors are of shards."
+            f"compressor such as QSGD(8), or CompressedHSDPStrategy, which keeps errors of shards."
         )
     raise ValueError(
-        f"{owner}({compressor.method!r}): this method feeds back its errors by {memory!r}, which "
-        f"would be {price}. Use an unbiased one such as QSGD(8), CompressedHSDPStrategy, whose "
-        f"errors are of shards, or memory='none' to drop them knowingly."
+        f"{owner}({compressor.method!r}): this method feeds back its errors by {memory!r}. It "
+        f"would keep {price}. Use an unbiased one such as QSGD(8), or CompressedHSDPStrategy, "
+        f"which keeps errors of shards. memory='none' drops the errors."
     )
 
 
@@ -294,8 +295,8 @@ def replicated_mesh(units: Sequence[Unit]) -> DeviceMesh:
     for unit in units:
         if not unit.replicates:
             raise ValueError(
-                f"attach(...): {unit.name} is sharded over all of its mesh, so that there are no "
-                f"replicas to exchange gradients with; {_MESH}."
+                f"attach(...): {unit.name} is sharded over all of its mesh, so it has no replicas "
+                f"to exchange gradients with; {_MESH}."
             )
     mesh = units[0].mesh
     for unit in units:

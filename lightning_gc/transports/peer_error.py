@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+SET_INTERFACE = (
+    "On every machine, set GLOO_SOCKET_IFNAME to the interface that joins the machines, such as "
+    "eth0. `ip address` lists the names."
+)
 _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
 
 
@@ -54,15 +58,23 @@ def explained(
     """
     waiting = f" waiting for worker {error.peer}" if isinstance(error, WaitError) else ""
     when = f" after {time.monotonic() - since:.1f} s{waiting}, in {during}"
-    why = peers_in_words(operation, worker, workers, when)
+    why = peers_in_words(error, operation, worker, workers, when)
     return PeerError(f"{why} The backend says: {error}")
 
 
-def peers_in_words(operation: str, worker: int, workers: int, when: str = "") -> str:
+def peers_in_words(
+    error: BaseException, operation: str, worker: int, workers: int, when: str = ""
+) -> str:
     """Describe which workers a failed collective may have waited for, and likely causes."""
-    peers = ", ".join(str(i) for i in range(workers) if i != worker)
+    others = ", ".join(str(i) for i in range(workers) if i != worker)
+    peers = f"worker{'s'[: workers > 2]} {others}"
+    if "connectFullMesh" in str(error):  # Gloo's words while it makes a process group
+        return (
+            f"Worker {worker} could not connect to {peers}{when}. One of them has died, or Gloo "
+            f"announces an address that this machine cannot reach. {SET_INTERFACE}"
+        )
     return (
-        f"Worker {worker}: {operation} with worker{'s'[: workers > 2]} {peers} failed{when}. "
+        f"Worker {worker}: {operation} with {peers} failed{when}. "
         f"One of them has died, hangs, has fewer batches, has stopped earlier, or has a loss that "
         f"reaches no parameter; its own output says more."
     )

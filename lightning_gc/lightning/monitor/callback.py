@@ -272,7 +272,8 @@ class Monitor(EitherLightning):
             method += f" with {type(strategy.controller).__name__}"
         if engine.tally.local_steps:
             method += f" in {engine.step} exchanges"
-        return summary(method, total, total.averages(engine.workers, strategy.network))
+        network = strategy.network
+        return summary(method, total, total.averages(engine.workers, network), network)
 
     def _show(self, trainer: Any) -> None:
         """Bring TensorBoard's pages up to date. All ranks come here: Lightning may reduce."""

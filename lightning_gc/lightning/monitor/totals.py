@@ -199,13 +199,16 @@ def ratio(dense_bytes: float, wire_bytes: float) -> float:
     return math.inf if dense_bytes else 1.0
 
 
-def summary(method: str, total: Totals, averages: Mapping[str, float]) -> str:
+def summary(
+    method: str, total: Totals, averages: Mapping[str, float], network: NetworkModel | None = None
+) -> str:
     """Return what compression saved and what it cost, as one line.
 
     Args:
         method: the compressor, as tables show it.
         total: worker 0's totals of the fit.
         averages: ``total.averages()``.
+        network: the assumed one of simulated workers. None: messages were timed.
 
     Example:
         >>> total = Totals(steps=4, wire_bytes=2e6, dense_bytes=8e6)
@@ -228,7 +231,7 @@ def summary(method: str, total: Totals, averages: Mapping[str, float]) -> str:
             f"Compression: {method} sent {human_bytes(sent)} instead of {human_bytes(dense)} per "
             f"worker"
         )
-    return f"{text}, {_times(ratio(dense, sent))}.{_cost(averages)}"
+    return f"{text}, {_times(ratio(dense, sent))}.{_cost(averages, network)}"
 
 
 def _times(saved: float) -> str:
@@ -258,15 +261,17 @@ def shares(figures: Mapping[str, float]) -> dict[str, float]:
     return {f"{phase}_share": each / step for phase, each in spent.items()} if step else {}
 
 
-def _cost(figures: Mapping[str, float]) -> str:
+def _cost(figures: Mapping[str, float], network: NetworkModel | None) -> str:
     """Return which shares of a step compression and messages took, or nothing if not timed."""
     took = shares(figures)
     if not took:
         return ""
-    how = "would take" if "communication_seconds_estimated" in figures else "took"
+    how = "Compressing took"
+    if network is not None:
+        how = f"On links of {network.bandwidth_gbps:g} Gbit/s compressing would take"
     both = took["compress_share"] + took["decode_share"], took["communicate_share"]
     compressing, waiting = (f"{each:.0%}" if each >= 0.005 else "under 1%" for each in both)
-    return f" Compressing {how} {compressing} of a step, messages and waiting {waiting}."
+    return f" {how} {compressing} of a step, messages and waiting {waiting}."
 
 
 _MARGIN = 1.01

@@ -183,9 +183,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             self._done = 0  # also if the last step was abandoned
         if self._done % self.workers != worker:
             raise RuntimeError(
-                f"Worker {worker}'s micro-batch is run when it is worker "
-                f"{self._done % self.workers}'s turn: an optimizer that calls its closure several "
-                f"times, such as LBFGS, or a skipped backward pass cannot be simulated."
+                f"Worker {worker}'s micro-batch runs when it is worker "
+                f"{self._done % self.workers}'s turn. Simulated workers cannot skip a backward "
+                f"pass, or use an optimizer that calls its closure several times, such as LBFGS."
             )
         if self._done == 0:
             self._begin_step()

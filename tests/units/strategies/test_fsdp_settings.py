@@ -16,9 +16,9 @@ from lightning_gc.sharded.unit_scatters import UnitScatter
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"compressor": TopK(0.1)}, r"memory='none' to drop them knowingly"),
-        ({"compressor": TopK(0.1)}, r"4 bytes for each of the model's on every rank"),
-        ({"memory": "residual"}, r"memory=ErrorFeedback\(.*\): it would keep errors of whole"),
+        ({"compressor": TopK(0.1)}, r"memory='none' drops the errors"),
+        ({"compressor": TopK(0.1)}, r"on every rank, 4 bytes for each parameter"),
+        ({"memory": "residual"}, r"memory=ErrorFeedback\(.*\): it would keep errors of full"),
         ({"compressor": PowerSGD(2)}, "a payload must be for one worker"),
         ({"compressor": SignSGD()}, "is a vote"),
         ({"controller": 3}, "unknown argument"),

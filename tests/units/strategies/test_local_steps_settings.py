@@ -83,7 +83,7 @@ def test_a_sparsifier_needs_rounds(recwarn: pytest.WarningsRecorder) -> None:
     with pytest.warns(UserWarning, match=r"20 rounds.*0.01 of the elements.*0.05 or more.*every=6"):
         warn_of_few_rounds(TopK(0.01), 640, 32)
     with pytest.warns(
-        UserWarning, match=r"1 round, .* harm\. Use a quantiser, .*, a smaller every"
+        UserWarning, match=r"1 round\. .* harm training\. Use a quantiser, .*, a smaller every"
     ):
         warn_of_few_rounds(TopK(0.01), 8, 8)
     with pytest.warns(UserWarning, match=r"Use .* QSGD\(4\), every=2 or less, or more steps\.$"):
