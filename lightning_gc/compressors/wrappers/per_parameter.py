@@ -21,6 +21,7 @@ from lightning_gc.compressors.base import (
     Part,
     in_row,
 )
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Flow, Mean, together
 from lightning_gc.core.flow import is_gathered
@@ -64,16 +65,14 @@ class PerParameter(Wrapper):
             inner = [bucket.part(part.name, part.start, part.stop) for part in parts]
             mine, theirs = ([flat[span] for span in spans] for flat in (buffer, out))
             flows.append(codec.rounds_of_equals(inner, mine, theirs))
-        for part in plan.alone:
-            span = slice(part.start, part.stop)
-            alone = bucket.part(part.name, part.start, part.stop)
-            flows.append(part.codec.flow(alone, buffer[span], out[span], scheme))
+        flows += [_alone(part, bucket, buffer, out, scheme) for part in plan.alone]
         whole = plan.uncompressed
         if bucket.pending is not None and whole.parts:
             # The mean is asked for first, so that its message has the flag.
             late = not is_gathered(4 * whole.numel, bucket.workers)
             bucket = replace(bucket, pending=replace(bucket.pending, flagged=not late))
-        flows += [joint.flow(bucket, buffer, out, scheme) for joint in plan.joint]
+        for joint in plan.joint:
+            flows += joint.flows(bucket, buffer, out, scheme)
         if scheme is not None and scheme.scatters:
             for part in whole.parts:
                 alone = bucket.part(part.name, part.start, part.stop)
@@ -108,22 +107,31 @@ class _Plan(NamedTuple):
 
 
 class _Joint(NamedTuple):
-    """Parameters that share a payload."""
+    """Parameters that share a payload, or are cut into shards."""
 
-    codec: Codec  # of the whole parameters
-    rows: Rows | None  # if they are cut into shards
-    in_rows: Codec | None  # of a row
+    parts: list[Part]
+    codec: Codec  # of all parts
+    cut: bool  # into shards
+    rows: Rows | None  # where a row of shards is one payload
+    in_rows: Codec | None
 
-    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        if self.rows is None or self.in_rows is None or self.codec.in_shards(bucket, buffer):
-            return self.codec.flow(bucket, buffer, out, scheme)
-        assert scheme is not None
-        if len(self.rows.parts) > 1:
-            return flow_in_rows(self.in_rows, self.rows, bucket, buffer, out, scheme)
-        (part,) = self.rows.parts
-        alone, span = bucket.part(part.name, part.start, part.stop), slice(part.start, part.stop)
-        flow: Flow = part.codec.flow(alone, buffer[span], out[span], scheme)
-        return flow
+    def flows(
+        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
+    ) -> list[Flow]:
+        if not self.cut or self.codec.in_shards(bucket, buffer) is not None:
+            return [self.codec.flow(bucket, buffer, out, scheme)]
+        if self.rows is None or self.in_rows is None or scheme is None:
+            return [_alone(part, bucket, buffer, out, scheme) for part in self.parts]
+        return [flow_in_rows(self.in_rows, self.rows, bucket, buffer, out, scheme)]
+
+
+def _alone(
+    part: Part, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
+) -> Flow:
+    """Exchange one parameter by its own compressor."""
+    span, inner = slice(part.start, part.stop), bucket.part(part.name, part.start, part.stop)
+    flow: Flow = part.codec.flow(inner, buffer[span], out[span], scheme)
+    return flow
 
 
 # Cached, since levels change per epoch and shapes never, but flows are made in every step.
@@ -163,9 +171,12 @@ def _plan(
     alone = alike.pop(None, [])
     joints = []
     for some in alike.values():
-        join = some[0].codec.join
-        rows = Rows(tuple(some), workers) if joint == "shards" else None
-        joints.append(_Joint(join(tuple(some)), rows, None if rows is None else join(rows.in_row)))
+        join, rows, in_rows = some[0].codec.join, None, None
+        # Rows are copies, and pay only where a row is coded together.
+        if joint == "shards" and len(some) > 1 and isinstance(some[0].codec, SparseCodec):
+            rows = Rows(tuple(some), workers)
+            in_rows = join(rows.in_row)
+        joints.append(_Joint(some, join(tuple(some)), joint == "shards", rows, in_rows))
     return _Plan(groups, alone, joints, whole)
 
 
