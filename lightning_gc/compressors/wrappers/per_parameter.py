@@ -23,6 +23,7 @@ from lightning_gc.compressors.base import (
     in_row,
     limits_of,
 )
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, together
 from lightning_gc.core.flow import is_gathered, resume
@@ -62,22 +63,20 @@ class PerParameter(Wrapper):
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         plan = self._plan(bucket, scheme)
         flows, means = [], list[Tensor]()
-        for part in plan.alone:
-            span = slice(part.start, part.stop)
-            alone = bucket.part(part.name, part.start, part.stop)
-            flows.append(part.codec.flow(alone, buffer[span], out[span], scheme))
+        flows += [_alone(part, bucket, buffer, out, scheme) for part in plan.alone]
         whole = plan.uncompressed
         pending = bucket.pending
         if pending is not None and whole.parts:
             (joint,) = plan.joint
             if joint.takes_along(bucket, scheme, 4 * whole.numel):
                 room = replace(bucket, pending=replace(pending, uncompressed=whole.numel))
-                flow = joint.flow(room, buffer, out, scheme)
+                flow = joint.codec.flow(room, buffer, out, scheme)
                 yield from whole.ride(flow, buffer, out, pending)
                 return
             # The mean is asked for first, so its message has the flag.
             bucket = replace(bucket, pending=replace(pending, flagged=False))
-        flows += [joint.flow(bucket, buffer, out, scheme) for joint in plan.joint]
+        for joint in plan.joint:
+            flows += joint.flows(bucket, buffer, out, scheme)
         if scheme is not None and scheme.scatters:
             for part in whole.parts:
                 alone = bucket.part(part.name, part.start, part.stop)
@@ -111,25 +110,25 @@ class _Plan(NamedTuple):
 
 
 class _Joint(NamedTuple):
-    """Parameters that share a payload, or rounds of communication."""
+    """Parameters that share a payload or rounds of communication, or are cut into shards."""
 
-    codec: Codec | JointCollective  # of the whole parameters
-    rows: Rows | None  # if they are cut into shards
-    in_rows: Codec | None  # of a row
+    parts: Sequence[Part]
+    codec: Codec | JointCollective  # of all parts
+    cut: bool  # into shards
+    rows: Rows | None  # where a row of shards is one payload
+    in_rows: Codec | None
 
-    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        codec = self.codec
-        if self.rows is None or self.in_rows is None or isinstance(codec, JointCollective):
-            return codec.flow(bucket, buffer, out, scheme)
-        if codec.in_shards(bucket, buffer):
-            return codec.flow(bucket, buffer, out, scheme)
-        assert scheme is not None
-        if len(self.rows.parts) > 1:
-            return flow_in_rows(self.in_rows, self.rows, bucket, buffer, out, scheme)
-        (part,) = self.rows.parts
-        alone, span = bucket.part(part.name, part.start, part.stop), slice(part.start, part.stop)
-        flow: Flow = part.codec.flow(alone, buffer[span], out[span], scheme)
-        return flow
+    def flows(
+        self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
+    ) -> list[Flow]:
+        codec, given = self.codec, (bucket, buffer, out, scheme)
+        if not self.cut or isinstance(codec, JointCollective):
+            return [codec.flow(*given)]
+        if codec.in_shards(bucket, buffer) is not None:
+            return [codec.flow(*given)]
+        if self.rows is None or self.in_rows is None or scheme is None:
+            return [_alone(part, *given) for part in self.parts]
+        return [flow_in_rows(self.in_rows, self.rows, bucket, buffer, out, scheme)]
 
     def takes_along(self, bucket: Bucket, scheme: CodecScheme | None, nbytes: int) -> bool:
         """Return whether uncompressed parameters of ``nbytes`` travel in the first message.
@@ -139,7 +138,16 @@ class _Joint(NamedTuple):
         if scheme is None or scheme.averages:
             return True
         fixed = isinstance(self.codec, Codec) and limits_of(self.codec, bucket.numel) is None
-        return self.rows is None and fixed and is_gathered(nbytes, bucket.workers)
+        return not self.cut and fixed and is_gathered(nbytes, bucket.workers)
+
+
+def _alone(
+    part: Part, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
+) -> Flow:
+    """Exchange one parameter by its own compressor."""
+    span, inner = slice(part.start, part.stop), bucket.part(part.name, part.start, part.stop)
+    flow: Flow = part.codec.flow(inner, buffer[span], out[span], scheme)
+    return flow
 
 
 # Cached, since levels change per epoch and shapes never, but flows are made in every step.
@@ -171,7 +179,7 @@ def _plan(
     joints = list[_Joint]()
     for batched, group in batches.items():
         several, theirs = zip(*group, strict=True)
-        joints.append(_Joint(batched.join(several, theirs), None, None))
+        joints.append(_Joint(several, batched.join(several, theirs), False, None, None))
     whole = Uncompressed(tuple(dense))
     if joint == "no":
         return _Plan(parts, joints, whole)
@@ -181,9 +189,12 @@ def _plan(
         alike.setdefault(kind, []).append(part)
     alone = alike.pop(None, [])
     for some in alike.values():
-        join = some[0].codec.join
-        rows = Rows(tuple(some), workers) if joint == "shards" else None
-        joints.append(_Joint(join(tuple(some)), rows, None if rows is None else join(rows.in_row)))
+        join, rows, in_rows = some[0].codec.join, None, None
+        # Rows are copies, and pay only where a row is coded together.
+        if joint == "shards" and len(some) > 1 and isinstance(some[0].codec, SparseCodec):
+            rows = Rows(tuple(some), workers)
+            in_rows = join(rows.in_row)
+        joints.append(_Joint(some, join(tuple(some)), joint == "shards", rows, in_rows))
     return _Plan(alone, joints, whole)
 
 

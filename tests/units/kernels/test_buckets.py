@@ -69,8 +69,7 @@ def test_memories(compressor: Compressor) -> None:
 def test_shards(compressor: Compressor, kind: str) -> None:
     """The second encoding's error is booked as without kernels."""
     for memory in (NoMemory(), ErrorFeedback(decay=0.5)):
-        scheme = gc.TwoShot()
-        assert_same_bits(compressor, kind, "few", workers=3, memory=memory, scheme=scheme)
+        assert_same_bits(compressor, kind, "few", workers=3, memory=memory, scheme=gc.TwoShot())
 
 
 @methods
