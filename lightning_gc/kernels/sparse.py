@@ -7,6 +7,7 @@ select part by part, with the same bits.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.core.segments import pieces_of
+from lightning_gc.core.segments import PIECE, pieces_of
 
 Rule = Literal["largest", "sampled", "reaching"]
 
@@ -86,9 +87,9 @@ class Selection:
 
         def made(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
             pieces = pieces_of([slice(row.start, row.stop) for row in self.rows], device)
-            host = pieces_of([slice(row.start, row.stop) for row in self.rows], torch.device("cpu"))
-            first = torch.searchsorted(host[0].contiguous(), torch.arange(len(self.rows)))
-            columns = [*zip(*self.rows, strict=True), first.tolist()]
+            counts = [-(-(row.stop - row.start) // PIECE) for row in self.rows]
+            first = itertools.accumulate(counts[:-1], initial=0)
+            columns = [*zip(*self.rows, strict=True), tuple(first)]
             table = torch.tensor(columns, dtype=torch.int32, device=device)
             return pieces, table, torch.tensor([self.most], dtype=torch.int32, device=device)
 

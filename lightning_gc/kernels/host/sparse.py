@@ -281,7 +281,8 @@ def _places(coded, low, map_at, length, numel, positions):
     chosen = positions.size
     whole, rest = low // 8, low % 8
     plane = whole * chosen
-    i, last = 0, np.int64(-1)
+    i = 0
+    last: Any = -1
     for at in range((length + 7) // 8):
         byte = np.int64(coded[map_at + at])
         if 8 * at + 8 > length:

@@ -6,12 +6,22 @@ On a GPU and in the interpreter these are Triton's kernels, elsewhere numba's.
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 import lightning_gc as gc
 from lightning_gc import ErrorFeedback, NoMemory
 from lightning_gc.compressors import Compressor
+from lightning_gc.core import elias_fano
+from lightning_gc.kernels.sparse import Row, Selection
 from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits
-from tests.support.kernel_device import DEVICE, INTERPRETED, marks_anywhere, some
+from tests.support.kernel_device import (
+    DEVICE,
+    INTERPRETED,
+    here,
+    marks_anywhere,
+    needs_kernels,
+    some,
+)
 
 pytestmark = [
     *marks_anywhere,
@@ -77,3 +87,24 @@ def test_shards(compressor: Compressor, kind: str) -> None:
 def test_with_uncompressed_parameters(compressor: Compressor, workers: int) -> None:
     if not compressor.traits.elementwise:
         assert_same_bits(compressor, "idle", "some", workers=workers, min_numel=1000)
+
+
+@needs_kernels
+@pytest.mark.parametrize("positions", [[5, 5, 9], [5, 9, 1000], [5, 9]])
+def test_impossible_positions_make_all_nan(positions: list[int]) -> None:
+    """They repeat, leave the bucket, or are too few; whoever sent them, nothing else is written."""
+    from lightning_gc.kernels.gpu import segments, sparse
+
+    out = here(torch.ones(1000))
+    pending = segments.sample(out)
+    selection = Selection("largest", (Row(0, 0, 500, 2), Row(1, 600, 1000, 1)))
+    numel = max(*positions, 999) + 1  # the low bits are as many as in 1000 elements
+    coded = elias_fano.encode(torch.tensor(positions), numel)
+    size = elias_fano.coded_bytes(3, 1000)
+    damaged = torch.nn.functional.pad(coded, (0, size - len(coded)))
+    honest = elias_fano.encode(torch.tensor([1, 2, 700]), 1000)
+    payloads = [(here(torch.ones(3)), here(each)) for each in (honest, damaged)]
+    sparse.average(payloads, None, out, selection, pending)
+    assert bool(out[:500].isnan().all())
+    assert bool(out[600:].isnan().all())
+    assert out[500:600].tolist() == [1.0] * 100
