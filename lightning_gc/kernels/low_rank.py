@@ -153,7 +153,10 @@ class Factors:
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
     def together(self, kept: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
-        """Return the tensor, like ``like``, of which ``columns_of`` has made ``kept``, or None."""
+        """Return the tensor that ``columns_of`` has cut into ``kept``; None for separate tensors.
+
+        Tensors of another dtype or device than ``like`` count as separate.
+        """
         first = kept[0]
         if first is None or (first.dtype, first.device) != (like.dtype, like.device):
             return None
