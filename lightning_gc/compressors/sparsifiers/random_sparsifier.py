@@ -85,12 +85,7 @@ class RandomSparsifier(DensitySparsifier, Codec):
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         numel = buffer.numel()
         chosen = self._drawn_once(numel, bucket) if self.shared else self.drawn(numel, bucket)
-        values = buffer[chosen]  # (k,) buffer.dtype
-        if self.unbiased:
-            values *= numel / max(1, chosen.numel())
-            buffer[chosen] -= values
-        else:
-            buffer.index_fill_(0, chosen, 0)
+        values = _take(buffer, chosen, numel / max(1, chosen.numel()) if self.unbiased else None)
         if self.shared:
             return (values,)
         seed = bucket.generator_seed(shared=False)
@@ -137,12 +132,16 @@ class JointDraw(JointCodec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if bucket.pending is None:
-            return super().encode(buffer, bucket)
+            return (_take(buffer, self._drawn_once(bucket), self._factors(buffer)),)
         from lightning_gc.kernels.gpu import random_k as gpu
 
         pieces, _ = self._tables(bucket.seed, buffer.device)
         sent, scaled = sum(self._counts), self.codec.unbiased
         return gpu.encode(buffer, pieces, bucket.step, sent, scaled, bucket.pending)
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        (values,) = payload
+        out.index_add_(0, self._drawn_once(bucket), values.to(out.dtype), alpha=scale)
 
     def receive_all(
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
@@ -159,6 +158,23 @@ class JointDraw(JointCodec):
 
     def sent(self, payload: Payload, numel: int) -> int:
         return payload[0].numel()
+
+    def _drawn_once(self, bucket: Bucket) -> Tensor:
+        """Return the positions in the bucket that are drawn in this round, ``(k,)``."""
+        if self not in bucket.cache:
+            drawn = []
+            for part in self.parts:
+                inner = bucket.part(part.name, part.start, part.stop)
+                drawn.append(part.codec.drawn(part.numel, inner).add_(part.start))
+            bucket.cache[self] = torch.cat(drawn)
+        return bucket.cache[self]
+
+    def _factors(self, like: Tensor) -> Tensor | None:
+        """Return the factor of each sent element, numel/k of its part; None if it is 1."""
+        if not self.codec.unbiased:
+            return None
+        pairs = zip(self.parts, self._counts, strict=True)
+        return torch.cat([like.new_full((k,), part.numel / k) for part, k in pairs])
 
     @functools.cached_property
     def _counts(self) -> list[int]:
@@ -179,6 +195,17 @@ class JointDraw(JointCodec):
             return gpu.tables_of(rows, self.codec.unbiased, device)
 
         return functools.cache(made)
+
+
+def _take(buffer: Tensor, chosen: Tensor, factor: float | Tensor | None) -> Tensor:
+    """Move elements out of ``buffer``, with a factor; return them, ``(k,)`` of its dtype."""
+    values = buffer[chosen]
+    if factor is None:
+        buffer.index_fill_(0, chosen, 0)
+    else:
+        values *= factor
+        buffer[chosen] -= values
+    return values
 
 
 def by_generator(device: torch.device) -> bool:
