@@ -66,7 +66,7 @@ def rows(numel: int, density: float, device: torch.device) -> list[Row]:
     """Return what is measured; the copy first."""
     generator = torch.Generator(device).manual_seed(0)
     gradient = torch.randn(numel, device=device, generator=generator)
-    error, out = torch.zeros_like(gradient), torch.zeros_like(gradient)
+    out = torch.zeros_like(gradient)
     k = max(1, round(density * numel))
     threshold = torch.topk(gradient.abs(), k).values[-1]
     positions = (gradient.abs() >= threshold).nonzero().view(-1)[:k]
@@ -75,10 +75,8 @@ def rows(numel: int, density: float, device: torch.device) -> list[Row]:
     buffer = gradient.clone()
     packed = quantise.quantise(buffer, norms, BLOCK_SIZE, BITS, generator)
 
-    def move(name: str, run: Callable[..., object]) -> Row:
-        # Restored from run to run, or nothing would be left to select.
-        task = functools.partial(run, error, threshold)
-        return Row(f"select, {name}", 4 * numel, task, functools.partial(error.copy_, gradient))
+    def find(name: str, run: Callable[..., object]) -> Row:
+        return Row(f"select, {name}", 4 * numel, lambda: run(gradient, threshold))
 
     def encode(name: str, run: Callable[..., Tensor]) -> Row:
         task = functools.partial(run, buffer, norms, BLOCK_SIZE, BITS, generator)
@@ -95,8 +93,8 @@ def rows(numel: int, density: float, device: torch.device) -> list[Row]:
 
     return [
         Row("`copy_`", 8 * numel, lambda: out.copy_(gradient)),
-        move("Triton", select.select),
-        move("torch", select.reference),
+        find("Triton", select.reaching),
+        find("torch", select.reference),
         Row("`torch.topk` alone", 4 * numel, lambda: torch.topk(gradient.abs(), k, sorted=False)),
         encode("Triton", quantise.quantise),
         encode("torch", quantise.quantise_reference),

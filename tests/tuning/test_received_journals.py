@@ -14,8 +14,8 @@ import yaml
 from optuna.storages import BaseStorage
 from optuna.trial import BaseTrial, create_trial
 
-from lightning_gc.bench.baselines import parse_method
 from lightning_gc.methods import yaml_config
+from lightning_gc.methods.method import parse_method
 from lightning_gc.tuning import Method, TrialError, open_storage, report
 from lightning_gc.tuning.experiment import load_experiment
 from lightning_gc.tuning.failure_detector import FailureDetector
