@@ -68,11 +68,6 @@ class Selection:
         return sum(row.number for row in self.rows)
 
     @functools.cached_property
-    def elements(self) -> int:
-        """Elements of all parts."""
-        return sum(row.stop - row.start for row in self.rows)
-
-    @functools.cached_property
     def on_host(self) -> np.ndarray:
         """The rows, ``(n, 8)`` int64."""
         return np.array(self.rows, np.int64)

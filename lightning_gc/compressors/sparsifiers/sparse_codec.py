@@ -112,7 +112,7 @@ class Counted(Protocol):
     def encode(self, lengths: Sequence[tuple[int, int]], worker: int) -> Payload:
         """Return the payload (values, coded positions) of this worker.
 
-        ``lengths`` are those of all workers' payloads.
+        ``lengths`` has an entry for the payload of each worker.
         """
 
 

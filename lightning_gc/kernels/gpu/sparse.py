@@ -73,7 +73,7 @@ def bins(digit, valid, SIZE: tl.constexpr):
 
 @triton.jit
 def digit_of(counts, wanted, SIZE: tl.constexpr):
-    """Return the digit of the wanted-th largest, and which it is among those of its digit."""
+    """Return the digit of the wanted-th largest, and its rank among numbers with this digit."""
     above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)
     hit = (above < wanted) & (above + counts >= wanted)
     digit = tl.sum(tl.where(hit, tl.arange(0, SIZE), 0), axis=0)
@@ -450,7 +450,7 @@ def move_chosen(
             tl.store(values + rank, sent, mask=chosen)
         tl.store(positions + rank, here, mask=chosen)
         if KEEP:
-            # What is not finite stays in no error.
+            # No error keeps a number that is not finite.
             left = tl.where(chosen, left, 0.0)
             gone = tl.where(chosen | (inside & (bits >= 0x7F800000)), 1, 0)
             tl.store(buffer + here, left, mask=tl.where(idle, 0, gone) == 1)
@@ -700,7 +700,7 @@ def add_all(
 
 
 class _Work:
-    """What the kernels of one selection share.
+    """Tensors and numbers that the kernels of one selection share.
 
     Args:
         buffer: of the whole bucket, changed in place.
@@ -898,7 +898,7 @@ def count(
 ) -> Counted:
     """Count the elements to send, of the rules ``"sampled"`` and ``"reaching"``.
 
-    ``dtype`` is that of the values, and ``step`` moves the sample. The host does not wait.
+    Values have ``dtype``, and ``step`` moves the sample. The host does not wait.
     """
     work = _Work(buffer, selection, pending)
     _count(work, step)
@@ -921,7 +921,7 @@ def average(
         counts: all workers' numbers of elements on the device, ``(W,)`` int32; None if all are
             ``selection.most``.
         out: of the whole bucket.
-        selection: of which the places of the parts are used.
+        selection: has the places of the parts.
         pending: the engine's work.
     """
     pieces, table, most = selection.on(out.device)

@@ -37,7 +37,7 @@ def choose(buffer: Tensor, selection: Selection, step: int = 0) -> Tensor:
 
     ``step`` moves the sample. ``buffer`` is not changed.
     """
-    return torch.from_numpy(_chosen(buffer, selection, step).copy())
+    return torch.from_numpy(_chosen(buffer, selection, step))
 
 
 def encode(buffer: Tensor, selection: Selection, step: int) -> tuple[Tensor, Tensor]:
@@ -49,9 +49,8 @@ def encode(buffer: Tensor, selection: Selection, step: int) -> tuple[Tensor, Ten
 
 
 def _chosen(buffer: Tensor, selection: Selection, step: int) -> Any:
-    found = np.empty(selection.elements + WORD, np.int64)
     bits, rows = buffer.numpy().view(np.int32), selection.on_host
-    return found[: _choose(bits, rows, _RULES[selection.rule], step, found)]
+    return _choose(bits, rows, _RULES[selection.rule], step)
 
 
 def take(buffer: Tensor, positions: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ def _coded(positions: Any, numel: int) -> Tensor:
 def places(coded: Tensor, chosen: int, numel: int) -> Tensor | None:
     """Return the coded positions, ``(chosen,)`` int64; None if they are impossible.
 
-    That is, they do not ascend below ``numel``, or there are not ``chosen`` of them.
+    Impossible positions do not ascend, leave the tensor, or are more or fewer than ``chosen``.
     """
     positions = torch.empty(chosen, dtype=torch.int64, device="cpu")
     length = elias_fano.map_bits(chosen, numel)
@@ -95,26 +94,36 @@ def add(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> None:
 
 
 @jit
-def _choose(bits, rows, rule, step, found):
-    count = 0
+def _choose(bits, rows, rule, step):
+    found, count = np.empty(2 * CHUNK, np.int64), 0
     histogram = np.zeros(2048, np.int64)
     for row in rows:
         start, stop, number, apart = row[1], row[2], row[3], row[4]
         if rule == 0:
-            count = _largest(bits, start, stop, number, found, count, histogram)
+            found, count = _largest(bits, start, stop, number, found, count, histogram)
         elif rule == 1:
             sample = _magnitudes(bits[start + step % apart : stop : apart])
             threshold, _ = _kth(sample, row[5], histogram)
             total = count
             for factor in _FACTORS:
                 limit = _lowered(threshold, factor)
-                total = _reaching(bits, start, stop, limit, found, count)
+                found, total = _reaching(bits, start, stop, limit, found, count)
                 if total - count >= row[6] or limit <= 1:
                     break
             count = _best(bits, found, count, total, number, histogram)
         else:
-            count = _reaching(bits, start, stop, np.int32(row[7]), found, count)
-    return count
+            found, count = _reaching(bits, start, stop, np.int32(row[7]), found, count)
+    return found[:count].copy()
+
+
+@jit
+def _with_room(found, count, more):
+    """Return ``found``, or a copy with room for ``more`` positions behind the first ``count``."""
+    if found.size >= count + more:
+        return found
+    larger = np.empty(2 * (count + more), np.int64)
+    larger[:count] = found[:count]
+    return larger
 
 
 @jit
@@ -147,14 +156,17 @@ def _largest(bits, start, stop, k, found, count, histogram):
         rank = int(1.05 * expected + 4 * expected**0.5) + 1
         if rank < sample.size // 4:
             limit, _ = _kth(sample, rank, histogram)
-            total = _reaching(bits, start, stop, max(limit, np.int32(1)), found, count)
+            lowest = max(limit, np.int32(1))
+            found, total = _reaching(bits, start, stop, lowest, found, count)
             if total - count >= k:
-                return _best(bits, found, count, total, k, histogram)
+                return found, _best(bits, found, count, total, k, histogram)
             if limit == 0:
-                return _with_zeros(bits, start, found, count, total, k)
+                found = _with_room(found, total, k)
+                return found, _with_zeros(bits, start, found, count, total, k)
+    found = _with_room(found, count, numel)
     for i in range(numel):
         found[count + i] = start + i
-    return _best(bits, found, count, count + numel, k, histogram)
+    return found, _best(bits, found, count, count + numel, k, histogram)
 
 
 @jit
@@ -219,10 +231,11 @@ def _kth(magnitudes, k, histogram):
 
 @jit
 def _reaching(bits, start, stop, limit, found, count):
-    """Append the positions of magnitudes from ``limit`` on, and return their end."""
+    """Append the positions of magnitudes from ``limit`` on; return ``found`` and their end."""
     reach = np.zeros(CHUNK, np.uint8)
     words = reach.view(np.uint64)
     for first in range(start, stop, CHUNK):
+        found = _with_room(found, count, CHUNK)
         chunk = bits[first : min(first + CHUNK, stop)]
         _compare(chunk, limit, reach)
         reach[chunk.size : (chunk.size + WORD - 1) // WORD * WORD] = 0
@@ -231,7 +244,7 @@ def _reaching(bits, start, stop, limit, found, count):
                 for i in range(word * WORD, word * WORD + WORD):
                     found[count] = first + i
                     count += reach[i]
-    return count
+    return found, count
 
 
 @jit
@@ -282,7 +295,7 @@ def _places(coded, low, map_at, length, numel, positions):
     whole, rest = low // 8, low % 8
     plane = whole * chosen
     i = 0
-    last: Any = -1
+    last = np.int64(-1)
     for at in range((length + 7) // 8):
         byte = np.int64(coded[map_at + at])
         if 8 * at + 8 > length:
@@ -305,7 +318,7 @@ def _places(coded, low, map_at, length, numel, positions):
             if place <= last or place >= numel:
                 return False
             positions[i] = place
-            last = place
+            last = np.int64(place)
             i += 1
     return i == chosen
 
