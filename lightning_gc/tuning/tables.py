@@ -20,7 +20,7 @@ from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
 from lightning_gc.tuning.studies import RULES, best_trial
 
 TOP = 8
-"""Maximum number of best trials per study in box plots; at most a third of its trials."""
+"""Maximum number of best trials per study in plots of their values; at most a third of all."""
 
 _RESULTS = """method validation test test_spread seeds test_with_dense_hyper_parameters
 test_with_dense_hyper_parameters_spread ratio wire_bytes encoding_ratio encoded_bytes epochs
