@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numba import carray
 from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack, packed_bytes
-from lightning_gc.core.message import evenly
+from lightning_gc.kernels.host.segments import addresses, pointer
 from lightning_gc.kernels.host.tensors import copysign, floor, jit, magnitude, multiply_add
 
 CHUNK = 2048  # elements whose codes and random numbers lie in the first cache
@@ -73,15 +74,9 @@ class Table:
         Returns:
             False if a code is above 2s, which no encoder makes.
         """
-        codes, norms = (_in_rows(tensors) for tensors in zip(*payloads, strict=True))
-        arrays = codes, norms, out.numpy(), self.rows
+        codes, norms = ([t.contiguous() for t in each] for each in zip(*payloads, strict=True))
+        arrays = addresses(codes), addresses(norms), out.numpy(), self.rows
         return bool(_add(*arrays, self.block_size, self.bits, np.float32(scale), fresh))
-
-
-def _in_rows(tensors: Sequence[Tensor]) -> np.ndarray:
-    first, apart = evenly(tensors)
-    rows = first.as_strided((len(tensors), tensors[0].numel()), (apart, 1))
-    return rows.numpy()
 
 
 @jit
@@ -103,18 +98,17 @@ def _add(codes, norms, out, rows, block_size, bits, scale, fresh):
     highest = np.uint8(0)
     for part in range(rows.shape[0] - 1):
         first, end, code, norm = rows[part]
-        own = norms[:, norm : rows[part + 1, 3]]
-        packed = codes[:, code : rows[part + 1, 2]]
         for start in range(0, end - first, CHUNK):
             stop = min(start + CHUNK, end - first)
             mean = out[first + start : first + stop]
             if fresh:
                 mean[:] = 0
-            for worker in range(codes.shape[0]):
-                here = packed[worker, start * bits // 8 : (stop * bits + 7) // 8]
-                _unpack(here, bits, unpacked)
+            for worker in range(codes.size):
+                packed = carray(pointer(codes[worker]), rows[-1, 2], np.uint8)[code:]
+                own = carray(pointer(norms[worker]), rows[-1, 3], np.float32)[norm:]
+                _unpack(packed[start * bits // 8 : (stop * bits + 7) // 8], bits, unpacked)
                 highest = max(highest, _most(unpacked[: stop - start]))
-                _add_blocks(unpacked, mean, own[worker], start, block_size, s, scale)
+                _add_blocks(unpacked, mean, own, start, block_size, s, scale)
     return highest <= 2 * s
 
 

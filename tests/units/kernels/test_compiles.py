@@ -20,35 +20,21 @@ POINTERS = {
     "packed": "*u8", "scale": "fp32", "seed": "i64", "pieces": "*i32", "found": "*i32",
     "peaks": "*fp32", "target": "*fp32", "source": "*fp32", "flag": "*fp32", "grad": "*fp32",
     "decay": "fp32", "gain": "fp32", "share": "fp32", "table": "*i32", "taken": "*fp32",
-    "flags": "*fp32", "first": "*i64", "starts": "*i64", "sent_flag": "*fp32",
-    "padding": "*u8", "halves": "*i16", "tiles": "*i32", "parts": "*i64", "keys": "*i64",
-    "most": "*i32", "codes": "*u8", "sums": "*fp32", "negatives": "*i32", "signs": "*u8",
-    "means": "*fp32",
-    "thresholds": "*fp32",
-    "histogram": "*i32",
-    "reached": "*i32",
-    "finer": "*i32",
-    "numbers": "*i32",
-    "before": "*i32",
-    "after": "*i32",
-    "limits": "*i32",
-    "larger": "*i32",
-    "equal": "*i32",
-    "total": "*i32",
-    "coded": "*u8",
-    "seal_place": "*i32",
-    "wrong": "*i32",
+    "flags": "*fp32", "first": "*i64", "starts": "*i64", "sent_flag": "*fp32", "padding": "*u8",
+    "halves": "*i16", "tiles": "*i32", "keys": "*i64", "codes": "*u8", "times": "fp32",
+    "sums": "*fp32", "negatives": "*i32", "signs": "*u8", "means": "*fp32", "thresholds": "*fp32",
+    "histogram": "*i32", "reached": "*i32", "finer": "*i32", "numbers": "*i32", "after": "*i32",
+    "limits": "*i32", "larger": "*i32", "equal": "*i32", "total": "*i32", "coded": "*u8",
+    "seal_place": "*i32", "wrong": "*i32", "columns": "*fp32", "bases": "*fp32", "least": "fp32",
+    "arrivals": "*i32", "p": "*fp32", "q": "*fp32", "kept": "*fp32", "products": "*fp32",
     **{f"factor{i}": "fp32" for i in range(1, 5)},
-    "times": "fp32",
-    "columns": "*fp32",
-    "bases": "*fp32",
-    "least": "fp32",
-    "arrivals": "*i32",
-    "p": "*fp32",
-    "q": "*fp32",
-    "kept": "*fp32",
-    "products": "*fp32",
 }  # fmt: skip
+FAMILIES = {
+    "levels": {"mean": "*fp32", "most": "*i32", "parts": "*i64"},
+    "low_rank": {"before": "*fp32", "most": "fp32"},
+    "sparse": {"before": "*i32", "positions": "*i32", "tiles": "i32"},
+}
+"""Types of arguments that mean something else in other families."""
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
     ("select", "compact", {"BLOCK": 2048}),
@@ -200,7 +186,7 @@ def compiled(
     from triton.compiler import ASTSource
 
     kernel = found(name)
-    types = POINTERS | ({"positions": "*i32"} if operation == "sparse" else {})
+    types = POINTERS | FAMILIES.get(operation, {})
     types |= {"values": "*i16"} if constants.get("BFLOAT") else {}
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
