@@ -33,12 +33,15 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_buckets_in_the_interpreter() -> None:
-    interpreted("tests/units/kernels/test_buckets.py")
+    """By day with idle parameters, and with numbers that are not finite."""
+    interpreted("tests/units/kernels/test_buckets.py", "-k", "same_bits and (idle or finite)")
 
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_launches_in_the_interpreter() -> None:
     interpreted("tests/contracts/test_launches.py")
 
