@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.core import payload_validation
-from lightning_gc.kernels import accumulate, dispatch, quantise, select
+from lightning_gc.kernels import accumulate, dispatch, quantise
 
 BITS, BLOCK_SIZE = 4, 512
 
@@ -93,8 +94,8 @@ def rows(numel: int, density: float, device: torch.device) -> list[Row]:
 
     return [
         Row("`copy_`", 8 * numel, lambda: out.copy_(gradient)),
-        find("Triton", select.reaching),
-        find("torch", select.reference),
+        find("Triton", topk_selection.reaching),
+        find("torch", topk_selection.reaching_reference),
         Row("`torch.topk` alone", 4 * numel, lambda: torch.topk(gradient.abs(), k, sorted=False)),
         encode("Triton", quantise.quantise),
         encode("torch", quantise.quantise_reference),

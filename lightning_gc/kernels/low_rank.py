@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.kernels.dispatch import compiled, fused
+from lightning_gc.kernels.dispatch import compiled, family, fused
 
 MAX_RANK = 16
 """Columns of a factor that a program on a GPU holds at most."""
@@ -173,11 +173,7 @@ class Factors:
 def kernels_for(buffer: Tensor, rank: int) -> ModuleType | None:
     """Return the kernels that factor matrices of ``buffer``, or None: then torch does."""
     if fused(buffer) and rank <= MAX_RANK:
-        from lightning_gc.kernels.gpu import low_rank as gpu
-
-        return gpu
+        return family("low_rank", buffer)
     if compiled(buffer) and rank <= MAX_RANK_ON_HOST:
-        from lightning_gc.kernels.host import low_rank as host
-
-        return host
+        return family("low_rank", buffer)
     return None

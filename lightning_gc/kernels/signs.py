@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.core.segments import PIECE
-from lightning_gc.kernels.dispatch import compiled
+from lightning_gc.kernels.dispatch import compiled, family
 
 LANES = 2048
 """Elements in a row of a piece."""
@@ -50,9 +50,8 @@ def mean(numbers: Tensor, count: int | Tensor) -> Tensor:
         return numbers.new_zeros((), dtype=torch.float32)
     share = PIECE * float(np.float32(1) / np.float32(max(1, int(count))))
     if compiled(numbers):
-        from lightning_gc.kernels.host import signs as host
-
-        return host.mean(numbers, share)
+        found: Tensor = family("signs", numbers).mean(numbers, share)
+        return found
     return by_torch(numbers, share)
 
 

@@ -55,11 +55,14 @@ def visited(engine: Engine, recording: Recording) -> set[str]:
 
 @pytest.mark.usefixtures("group")
 def test_a_gradient_visits_few_files() -> None:
-    """Of ``TopK`` by default, in a step after the first, over Gloo: 25 before the second storey."""
+    """Of ``TopK`` by default, in a step after the first, over Gloo.
+
+    25 before the second storey, and again since kernels work on whole buckets.
+    """
     engine, recording = Engine(by_default(TopK(0.01))), Recording(Distributed())
     visited(engine, recording)
     files = visited(engine, recording)
-    assert len(files) <= 22, sorted(files)
+    assert len(files) <= 25, sorted(files)
 
 
 def imports_of() -> dict[str, set[str]]:

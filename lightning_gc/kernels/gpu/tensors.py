@@ -71,7 +71,7 @@ def compact(bitmap, ends, positions, numel, BLOCK: tl.constexpr):
 
 
 def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
-    """Return the positions; see ``kernels.select``."""
+    """Return the positions; see ``topk_selection``."""
     numel, device = buffer.numel(), buffer.device
     if isinstance(threshold, Tensor):
         limit = threshold.to(device, torch.float32)

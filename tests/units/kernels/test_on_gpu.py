@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.core import payload_validation
-from lightning_gc.kernels import accumulate, quantise, select
+from lightning_gc.kernels import accumulate, quantise
 from tests.support.kernel_device import same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -45,6 +46,6 @@ def test_the_same_without_the_host_waiting() -> None:
 def test_reaching_gives_the_same() -> None:
     x = torch.randn(NUMEL, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     threshold = x.abs().mean() * 2.5
-    found = select.reaching(x, threshold)
+    found = topk_selection.reaching(x, threshold)
     assert 0 < len(found) < NUMEL // 8
-    assert same(found, select.reference(x, threshold))
+    assert same(found, topk_selection.reaching_reference(x, threshold))

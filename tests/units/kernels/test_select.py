@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from lightning_gc.compressors.sparsifiers.topk_selection import reaching, reaching_reference
 from lightning_gc.kernels.dispatch import fused
-from lightning_gc.kernels.select import reaching, reference
 from tests.support.kernel_device import DEVICE, here, marks, same, some, tensors
 
 pytestmark = marks
@@ -16,7 +16,7 @@ def agree(x, threshold) -> None:
     ours = here(x)
     assert fused(ours)
     limit = here(threshold) if isinstance(threshold, torch.Tensor) else threshold
-    assert same(reaching(ours, limit), reference(x, threshold))
+    assert same(reaching(ours, limit), reaching_reference(x, threshold))
     assert same(ours, x)
 
 
