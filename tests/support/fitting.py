@@ -66,12 +66,15 @@ def fit(
     return left_by(trainer)
 
 
+SHARES_OF_TIME = tuple(f"{e}_share" for e in ("compress", "communicate", "decode", "compute"))
+
+
 def left_by(trainer: pl.Trainer) -> dict[str, Any]:
     """Return plain values and arrays, which travel between processes without sharing memory.
 
     Of each worker of this process: ``memory`` has all that its memory keeps, as bytes, which are
-    the same or not; ``errors`` are numbers to calculate with. Seconds are apart from ``metrics``,
-    for they are never the same.
+    the same or not; ``errors`` are numbers to calculate with. Seconds, and shares of them, are
+    apart from ``metrics``: no two runs agree on them.
     """
     strategy: Any = trainer.strategy
     module: Any = trainer.lightning_module
@@ -79,6 +82,7 @@ def left_by(trainer: pl.Trainer) -> dict[str, Any]:
     states = [engine.state_dict() for engine in engines]
     turn = getattr(strategy, "control_loop", None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    times = {name for name in metrics if "seconds" in name or name.endswith(SHARES_OF_TIME)}
     return {
         "digest": digest(module),
         "parameters": [plain(each) for each in module.parameters()],
@@ -97,8 +101,8 @@ def left_by(trainer: pl.Trainer) -> dict[str, Any]:
         "levels": strategy.levels() if engines else None,
         "controller": turn.state if turn else None,
         "reason": turn.decision.reason if turn and turn.decision else "",
-        "metrics": {name: value for name, value in metrics.items() if "seconds" not in name},
-        "seconds": {name: value for name, value in metrics.items() if "seconds" in name},
+        "metrics": {name: value for name, value in metrics.items() if name not in times},
+        "seconds": {name: metrics[name] for name in times},
         **(module.noted() if hasattr(module, "noted") else {}),
     }
 

@@ -147,13 +147,9 @@ def differences(whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> l
     return found
 
 
-TIMES = tuple(f"{phase}_share" for phase in ("compress", "communicate", "decode", "compute"))
-
-
 def totals(result: dict[str, Any]) -> dict[str, float]:
-    """Return the monitor's figures, of the epoch and of the run, without shares of time."""
-    found = {name: value for name, value in result["metrics"].items() if "compression" in name}
-    return {name: value for name, value in found.items() if not name.endswith(TIMES)}
+    """Return the monitor's figures, of the epoch and of the run."""
+    return {name: value for name, value in result["metrics"].items() if "compression" in name}
 
 
 def side_files(folder: Path) -> dict[str, Path]:

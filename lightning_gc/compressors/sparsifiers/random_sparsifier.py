@@ -190,7 +190,8 @@ class JointDraw(JointCodec):
 
             rows = []
             for part, k in zip(self.parts, self._counts, strict=True):
-                key = Bucket(torch.empty(0), {part.name: (part.numel,)}, seed=seed).shared_key
+                nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+                key = Bucket(nothing, {part.name: (part.numel,)}, seed=seed).shared_key
                 rows.append((part.place, part.start, part.stop, k, key))
             return gpu.tables_of(rows, self.codec.unbiased, device)
 
