@@ -339,15 +339,11 @@ def test_seconds_on_a_network() -> None:
     elements = 8 * 40 + 40 + 40 * 40 + 40 + 40 * 4 + 4
     estimated = run["seconds"]["compression_epoch/communication_seconds_estimated"]
     assert estimated == pytest.approx(2 * 8 * 4 * elements / 1e9 + 2e-4)
-    assert set(run["seconds"]) == {
-        f"compression_epoch/{name}"
-        for name in (
-            "compute_seconds",
-            "compress_seconds",
-            "decode_seconds",
-            "communication_seconds_estimated",
-        )
-    }
+    phases = ("compute", "compress", "decode")
+    seconds = {f"{phase}_seconds" for phase in phases} | {"communication_seconds_estimated"}
+    shares = {f"{phase}_share" for phase in (*phases, "communicate")}
+    assert set(run["seconds"]) == {f"compression_epoch/{name}" for name in seconds | shares}
+    assert sum(run["seconds"][f"compression_epoch/{name}"] for name in shares) == pytest.approx(1)
     assert all(value > 0 for value in run["seconds"].values())
 
 
