@@ -32,7 +32,7 @@ def starts(
 )
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_one_queue(module, unused, named, backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match=f"collectives of {named} can.*Unset CUDA_DEVICE_MAX"):
+    with pytest.warns(UserWarning, match=rf"collectives of {named}\. .*Unset CUDA_DEVICE_MAX"):
         starts(module, unused, "1", backend, monkeypatch)
 
 
