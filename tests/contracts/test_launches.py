@@ -41,7 +41,7 @@ def test_a_bucket_starts_no_more(compressor: Compressor) -> None:
 @pytest.mark.parametrize("compressor", LIMITS, ids=repr)
 @pytest.mark.parametrize("parameters", some((8, 64), (8,)))
 def test_as_many_for_any_number_of_parameters(compressor: Compressor, parameters: int) -> None:
-    one, several = (counted(compressor, number, 1 << 12) for number in (1, parameters))
+    one, several = (counted(compressor, number, 1 << 11) for number in (1, parameters))
     assert one.launches == several.launches
     assert one.waits == several.waits
 
@@ -57,14 +57,14 @@ def test_uncompressed_parameters_cost_no_operation_each() -> None:
 
 @pytest.mark.parametrize("cut", some((1, 8, 64), (8,)))
 def test_matrices_of_any_shapes_cost_no_operation_each(cut: int) -> None:
-    shapes = {f"p{i}": (12 + i, 4096 // cut) for i in range(cut)}
+    shapes = {f"p{i}": (12 + i, 2048 // cut) for i in range(cut)}
     assert launches(by_default(gc.PowerSGD(2), 0), [shapes], workers=2).total == 12
 
 
 def test_a_loop_over_parameters_is_counted() -> None:
     """The count rises with every operation: else a limit could not be exceeded."""
-    shapes = {f"p{i}": (16, 64) for i in range(8)}
-    whole = launches(by_default(gc.TopK(0.01)), [shapes], workers=2)
-    split = launches(by_default(gc.TopK(0.01)), [{n: s} for n, s in shapes.items()], workers=2)
-    assert split.total >= 4 * whole.total
+    shapes = {f"p{i}": (16, 64) for i in range(4)}
+    whole = launches(by_default(gc.Cast()), [shapes], workers=2)
+    split = launches(by_default(gc.Cast()), [{n: s} for n, s in shapes.items()], workers=2)
+    assert split.total == 4 * whole.total
     assert split.elements == whole.elements

@@ -13,6 +13,14 @@ import lightning_gc.bench.benchmark
 import lightning_gc.testing.contracts
 import tests.support.resuming
 import tests.support.simulation
+from lightning_gc.kernels import dispatch
 
 __all__ = ["event_accumulator", "hypothesis", "lightning_gc", "optuna", "pytest", "tests", "torch"]
 __all__ += ["pytorch_lightning"]
+
+# Workers inherit the tested kernels; else each worker would need a second to load and test them.
+# Threads do not survive a fork, so the test uses one.
+_threads = torch.get_num_threads()
+torch.set_num_threads(1)
+dispatch.numba_in_words()
+torch.set_num_threads(_threads)
