@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc.attachment.attached import AttachedRounds
+from lightning_gc.attachment.local_steps import AttachedRounds
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
@@ -30,8 +30,6 @@ from lightning_gc.local_steps.local_rounds import (
     LocalRounds,
     MeanDrift,
     OwnState,
-    Waits,
-    finished,
 )
 from lightning_gc.local_steps.refusals import (
     FirstStep,
@@ -114,15 +112,10 @@ class LocalHooks(CompressedStrategy):
         with self._first_step.watched(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
-    def _stepped(self, rounds: LocalRounds) -> Waits:
-        """Count a worker's step; what is due is exchanged while this runs."""
+    def _ends(self) -> bool:
+        """Return whether this step is the last one."""
         trainer = self.lightning_module.trainer
-        ends = steps_of(trainer) == trainer.global_step + 1
-        if ends or rounds.is_due:
-            assert self._attached is not None
-            self._attached.refuse_unsynchronised()
-        rate = max(float(group["lr"]) for group in self.optimizers[0].param_groups)
-        return rounds.stepped(ends, rate)
+        return steps_of(trainer) == int(trainer.global_step) + 1
 
     def on_train_start(self) -> None:
         """Begin at the module's weights, where a callback has loaded others since ``setup``."""
@@ -248,14 +241,6 @@ class LocalHooks(CompressedStrategy):
 
     def _check_optimizer(self, group: Any) -> None:
         """No check: a memory's momentum acts per round, an optimizer's per step."""
-
-    def _reset_poisoned(self) -> None:
-        """Empty the state of optimizers in which something is not finite."""
-        for optimizer in self.optimizers:
-            kept = (value for state in optimizer.state.values() for value in state.values())
-            tensors = (value for value in kept if isinstance(value, torch.Tensor))
-            if not all(bool(value.isfinite().all()) for value in tensors):
-                optimizer.state.clear()
 
 
 def warn_of_few_rounds(compressor: Compressor, steps: int | None, every: int) -> None:
@@ -415,6 +400,11 @@ class LocalSteps(LocalHooks, RealWorker):
         rounds = self._all_rounds[0]
         self._broadcast_each_batch = broadcast_only(lambda: rounds.position == 0, trainer)
 
+    @property
+    def _handle(self) -> AttachedRounds:
+        assert isinstance(self._attached, AttachedRounds)
+        return self._attached
+
     def _start_alike(self) -> None:
         assert self._rounds is not None
         buffers = self._rounds.weights.buffers.alike(self.root_device)
@@ -423,15 +413,12 @@ class LocalSteps(LocalHooks, RealWorker):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make this worker's own step; exchange if a round is over, or the run."""
         output = self._own_step(*args, **kwargs)
-        assert self._rounds is not None
         with self._stopping_with_peers():
-            if not finished(self._stepped(self._rounds)):
-                self._reset_poisoned()
+            self._handle.stepped(self._ends())
         return output
 
     def _exchange_the_rest(self) -> None:
-        assert self._rounds is not None
-        finished(self._rounds.ending())
+        self._handle.end_rounds()
 
     def teardown(self) -> None:
         super().teardown()

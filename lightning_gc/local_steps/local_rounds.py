@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -328,6 +328,15 @@ def finished(waits: Waits) -> bool:
             next(waits)
         except StopIteration as end:
             return bool(end.value)
+
+
+def reset_poisoned(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Empty the state of optimizers in which something is not finite."""
+    for optimizer in optimizers:
+        kept = (value for state in optimizer.state.values() for value in state.values())
+        tensors = (value for value in kept if isinstance(value, Tensor))
+        if not all(bool(value.isfinite().all()) for value in tensors):
+            optimizer.state.clear()
 
 
 class CommonState:
