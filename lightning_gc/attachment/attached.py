@@ -353,8 +353,8 @@ class Attached:
         """
         if self.control is None or not self._setup.optimizers():
             raise ValueError(
-                "A decision needs a controller, and an optimizer for the learning rate; give "
-                "attach(..., controller=Accordion(...), optimizers=optimizer)."
+                f"A decision needs a controller, and an optimizer for the learning rate. Give "
+                f"{self._setup.owner} both, such as controller=Accordion(low=0.1, high=0.01)."
             )
         self.decide(epoch, partial(Moment, metrics or {}, **run))
 

@@ -4,7 +4,6 @@ Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`
 ``for_lightning.py``.
 """
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -26,13 +25,14 @@ from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
 from lightning_gc.local_steps.local_rounds import (
-    CommonState,
+    ROUNDS,
     LocalRounds,
     MeanDrift,
-    OwnState,
+    in_rounds,
+    keep,
 )
 from lightning_gc.local_steps.refusals import (
-    FirstStep,
+    OwnSteps,
     check_rounds,
     refuse_communicating,
     refuse_in_trainer,
@@ -41,8 +41,6 @@ from lightning_gc.local_steps.refusals import (
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-
-_NAME = "local_steps"
 
 
 class LocalHooks(CompressedStrategy):
@@ -57,7 +55,7 @@ class LocalHooks(CompressedStrategy):
     """Rounds of this process's workers, while fitting. Between steps the module is the first's."""
     _first_callback: type[FirstCallback]
     _first: FirstCallback | None = None
-    _first_step: FirstStep
+    _own_steps: OwnSteps
     _exchanges_rounds = True
 
     def _configure_rounds(
@@ -82,18 +80,11 @@ class LocalHooks(CompressedStrategy):
 
     def _keep(self, rounds: Sequence[LocalRounds]) -> None:
         """Begin a fit with these rounds, and let checkpoints keep them."""
-        workers = self.local_workers
-        before = workers.common.get(_NAME)
-        self._all_rounds = workers.rounds = rounds
-        self._first_step = FirstStep(type(self).__name__)
-        workers.common[_NAME] = CommonState(rounds)
-        if before is not None:  # an earlier fit's outer momentum
-            state = before.common_state() | {"since": [], "anchor": {}}
-            workers.common[_NAME].load_common_state(state)
-        self._own = [OwnState(each, lambda: self.optimizers, self._scaler) for each in rounds]
-        workers.own[_NAME] = self._own
+        self._all_rounds = rounds
+        self._own_steps = OwnSteps(type(self).__name__)
+        self._own = keep(self.local_workers, rounds, lambda: self.optimizers, self._scaler)
         if self._keeps_mean:
-            workers.kept[_NAME] = [MeanDrift(each) for each in rounds]
+            self.local_workers.kept[ROUNDS] = [MeanDrift(each) for each in rounds]
         self._first = self._first_callback(self._show_common, self._end_rounds)
         self._first.join(self.lightning_module.trainer)
 
@@ -107,9 +98,9 @@ class LocalHooks(CompressedStrategy):
 
     def _own_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a worker's own step; refuse an optimizer whose first one needs other workers."""
-        if self._first_step.over:
+        if self._own_steps.begun:
             return super().optimizer_step(optimizer, *args, **kwargs)
-        with self._first_step.watched(optimizer):
+        with self._own_steps.heard(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _ends(self) -> bool:
@@ -183,14 +174,9 @@ class LocalHooks(CompressedStrategy):
         """Return the common weights and buffers, as copies."""
         if self._rounds is None:
             return super().lightning_module_state_dict()
-        shown = self._rounds.weights.shown
-        self._rounds.weights.show()
-        try:
+        with self._rounds.weights.presented():
             state = super().lightning_module_state_dict()
             return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
-        finally:
-            if not shown:
-                self._rounds.weights.hide()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Wait for an exchange under way, so that what it brings can be saved."""
@@ -234,10 +220,8 @@ class LocalHooks(CompressedStrategy):
     def _moment(self, trainer: Any, batch: int) -> Moment:
         """Return the moment with its steps counted in rounds, as the engine counts."""
         self._arrive()  # levels change between exchanges
-        now = super()._moment(trainer, batch)
         every = self.plan.every if self._rounds is None else self._rounds.every
-        steps = None if now.total_steps is None else max(now.total_steps // every, 1)
-        return dataclasses.replace(now, total_steps=steps, rates_to_come=None)
+        return in_rounds(super()._moment(trainer, batch), every)
 
     def _check_optimizer(self, group: Any) -> None:
         """No check: a memory's momentum acts per round, an optimizer's per step."""
