@@ -286,8 +286,8 @@ class LocalSteps(AttachedRounds):
         if not self._own_steps.begun and not self.rounds.apart and weights.replaced:
             raise RuntimeError(
                 f"{self._owner}: the model's weights have changed since it was made, so other "
-                f"workers would not begin with them. Load weights before you make it, or load a "
-                f"state of its own by load_state_dict."
+                f"workers would not begin with them. Load weights before you make it, or load what "
+                f"{self._owner}.state_dict() has returned."
             )
 
     def _after_step(self) -> None:
@@ -487,7 +487,7 @@ def _refuse_process_group(owner: str, device: torch.device) -> None:
     """Raise ValueError unless the default process group can send from ``device``."""
     if not dist.is_initialized():
         raise ValueError(
-            f"{owner}: there is no process group, so workers cannot exchange weights. Call "
+            f"{owner}: no process group exists, so workers cannot exchange weights. Call "
             f'torch.distributed.init_process_group("gloo") first, and start with torchrun.'
         )
     backends = dist.get_backend_config()

@@ -548,7 +548,7 @@ class ModuleState:
     """A module's whole ``state_dict`` with the common weights, where nothing else saves it.
 
     Args:
-        module: its parameters and buffers are those of the rounds.
+        module: the rounds' module.
         rounds: the worker's.
     """
 
