@@ -15,6 +15,7 @@ from lightning_gc import flavours as _flavours
 
 if _TYPE_CHECKING:
     from lightning_gc.advice import advise as advise
+    from lightning_gc.attachment.local_steps import LocalSteps as LocalSteps
     from lightning_gc.attachment.plain_torch import attach as attach
     from lightning_gc.compressors import *
     from lightning_gc.lightning.fabric_for_pytorch_lightning import (
@@ -52,6 +53,7 @@ __version__ = "0.2.0"
 _FAMILIES = {"compressors": "Compressor", "memories": "Memory", "schemes": "Scheme"}
 _SINGLE = {
     "GrowingRounds": "local_steps",
+    "LocalSteps": "attachment.local_steps",
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
     "advise": "advice",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc.checkpoint import memory_store
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller
-from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks, take_over
+from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
     check_controller,
-    digest_of,
     refuse_second_hook,
     refuse_sparse_gradients,
     refuse_static_accumulation,
@@ -35,9 +34,6 @@ from lightning_gc.exchange.validation import (
 )
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import Configuration, Workers
-from lightning_gc.local_steps import OuterSGD
-from lightning_gc.local_steps.local_rounds import LocalRounds
-from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
 
@@ -165,6 +161,16 @@ class Setup:
         )
 
 
+class InBackground(Protocol):
+    """Exchanges in the background, as a ``Synchronizer`` does."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong since."""
+
+    def close(self, failed: bool = False) -> None:
+        """Stop; ``failed``: without waiting for others."""
+
+
 class Attached:
     """Handle of a module whose gradients are compressed; returned by ``attach``.
 
@@ -172,7 +178,7 @@ class Attached:
         module: that is trained.
         setup: what the way in was given.
         peers: the other workers, for a controller's decisions.
-        synchronizer: exchanges gradients in the background, where something does.
+        background: what exchanges in the background, where something does.
 
     Attributes:
         control: the control loop, if there is a controller.
@@ -186,10 +192,10 @@ class Attached:
         module: nn.Module,
         setup: Setup,
         peers: Peers,
-        synchronizer: Synchronizer | None = None,
+        background: InBackground | None = None,
     ) -> None:
         self._module, self._setup, self._peers = module, setup, peers
-        self._workers, self._synchronizer = setup.workers, synchronizer
+        self._workers, self._background = setup.workers, background
         self.control = setup.control
         self._watching: list[Any] = []
         self._open.add(self)
@@ -294,8 +300,8 @@ class Attached:
             PeerError: an exchange has failed.
             ReplicaError: workers have found that they differ.
         """
-        if self._synchronizer is not None:
-            self._synchronizer.check()
+        if self._background is not None:
+            self._background.check()
 
     def reset(self) -> None:
         """Set errors and the compressor's state to zero, as for weights from elsewhere.
@@ -347,8 +353,8 @@ class Attached:
         """
         if self.control is None or not self._setup.optimizers():
             raise ValueError(
-                "A decision needs a controller, and an optimizer for the learning rate; give "
-                "attach(..., controller=Accordion(...), optimizers=optimizer)."
+                f"A decision needs a controller, and an optimizer for the learning rate. Give "
+                f"{self._setup.owner} both, such as controller=Accordion(low=0.1, high=0.01)."
             )
         self.decide(epoch, partial(Moment, metrics or {}, **run))
 
@@ -441,8 +447,8 @@ class Attached:
             for hook in self._watching:
                 hook.remove()
             self._detach()
-        if self._synchronizer is not None:
-            self._synchronizer.close(failed)
+        if self._background is not None:
+            self._background.close(failed)
 
     def _detach(self) -> None:
         """Take off what listens to the module."""
@@ -489,7 +495,7 @@ class AttachedDDP(Attached):
         warn_of_one_queue(ddp)
         setup.workers.name(ddp.module)
         group = ddp.process_group
-        synchronizer = Synchronizer(
+        self._synchronizer = Synchronizer(
             setup.workers,
             setup.device,
             group,
@@ -500,17 +506,15 @@ class AttachedDDP(Attached):
             agreed=setup.agreed,
             verify=setup.verify,
         )
-        super().__init__(ddp, setup, peers_of(setup.device, group, group), synchronizer)
+        super().__init__(ddp, setup, peers_of(setup.device, group, group), self._synchronizer)
 
     def _start(self) -> None:
         super()._start()
-        assert self._synchronizer is not None
         self._module.register_comm_hook(None, ModuleHook(self._synchronizer.hook).exchange)
 
     @property
     def has_exchanged(self) -> bool:
         """Whether a gradient has been submitted to the exchange."""
-        assert self._synchronizer is not None
         return self._synchronizer.exchanged
 
     def watch(self) -> Self:
@@ -534,53 +538,3 @@ class AttachedDDP(Attached):
     def refuse_unsynchronised(self) -> None:
         """Raise RuntimeError for a parameter that is trained, and not exchanged."""
         refuse_unsynchronised(self._module.module, self._exchanged, self._setup.optimizers())
-
-
-class AttachedRounds(Attached):
-    """Handle of a module whose workers exchange differences of weights every H steps.
-
-    Args:
-        module: that is trained, without a wrapper.
-        setup: as for ``Attached``.
-        plan: when what is exchanged.
-        outer: the step of the common weights.
-        keep: takes the rounds of this process, before the control loop sets H.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        setup: Setup,
-        plan: RoundPlan,
-        outer: OuterSGD,
-        keep: Callable[[Sequence[LocalRounds]], None],
-    ) -> None:
-        setup.workers.name(module)
-        tensors = (*module.named_parameters(), *module.named_buffers())
-        synchronizer = Synchronizer(
-            setup.workers,
-            setup.device,
-            timeout=setup.timeout,
-            revocable=True,
-            agreed=setup.agreed
-            | {
-                "plan": repr(plan),
-                "outer": repr(outer),
-                "names and shapes of parameters and buffers": digest_of(
-                    {name: tuple(tensor.shape) for name, tensor in tensors}
-                ),
-            },
-            verify=setup.verify,
-        )
-        workers = setup.workers
-        parts = (module, workers.names, workers.first, synchronizer, plan, outer)
-        self._begin: Callable[[], None] = lambda: keep([LocalRounds(*parts)])
-        super().__init__(module, setup, peers_of(setup.device, None, None), synchronizer)
-
-    def _start(self) -> None:
-        take_over(self._module)
-        self._begin()
-        super()._start()
-
-    def after_pass(self) -> None:
-        """Do nothing: a worker's own steps exchange no gradients."""

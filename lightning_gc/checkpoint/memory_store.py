@@ -19,7 +19,19 @@ from lightning_gc.checkpoint.worker_state import (
 )
 from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop
 from lightning_gc.control.probes import WorkerStatistics
-from lightning_gc.core import COUNT, TEXT, WHOLE, Each, Leaf, Listed, Optional, Pair, Record
+from lightning_gc.core import (
+    ANYTHING,
+    COUNT,
+    TEXT,
+    WHOLE,
+    Each,
+    Leaf,
+    Listed,
+    Optional,
+    Pair,
+    Record,
+    Structure,
+)
 from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree
 from lightning_gc.core.registry import with_new_names
@@ -27,6 +39,7 @@ from lightning_gc.core.state_structure import LEVEL
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.levels import RequestedLevels
 from lightning_gc.exchange.workers import Workers
+from lightning_gc.local_steps.local_rounds import MODULE
 
 _STATE = Layout(
     {
@@ -49,6 +62,7 @@ _MAYBE = {
     "shard": WHOLE,
     "shards": COUNT,
     "mode": Leaf("'mean'", lambda v: v == "mean"),  # since format 3
+    **dict.fromkeys(("exchanged", "common", "own"), ANYTHING),  # with local steps
 }
 _SHARED = ", with levels, buckets and decisions of checksum "
 _ZERO = "or leave load_state_dict out, and errors begin at zero"
@@ -68,8 +82,13 @@ def state_dict(
             mean over workers.
     """
     state = worker_state(workers, control, shared_state(workers, control))
+    parts: Tree = {}
+    if workers.common:
+        parts = {"common": state.shared["common"], "own": state.own[0]["own"]}
     if mean is not None:
         state = state.over_workers(mean)
+        for name, own in parts.get("own", {}).items():
+            parts["own"][name] = workers.own[name][0].over_workers(own, mean)
     shared, kept = state.shared, None
     if control is not None:
         kept = {
@@ -91,6 +110,7 @@ def state_dict(
         "control": kept,
         "worker": workers.first.worker,
         "workers": workers.first.workers,
+        **parts,
         **_settings(workers),
     }
     return with_checksum(saved if mean is None else saved | {"mode": "mean"})
@@ -170,8 +190,10 @@ def of_worker(state: Tree, workers: Workers, control: ControlLoop | None) -> Wor
         "levels": state["levels"],
         "configuration": configuration,
         CONTROLLER: kept and kept["loop"],
+        "common": state.get("common", {}),
     }
-    return WorkerState(shared, averaged, ({"compressor": engine["compressor"]},))
+    own = {"compressor": engine["compressor"], "own": state.get("own", {})}
+    return WorkerState(shared, averaged, (own,))
 
 
 def _opened(given: Any, workers: Workers) -> Tree:
@@ -179,12 +201,14 @@ def _opened(given: Any, workers: Workers) -> Tree:
     try:
         state = _STATE.opened(dict(given) if isinstance(given, Mapping) else given, {}, _MAYBE)
         state["configuration"] = with_new_names(state["configuration"])
-        for what, own in _settings(workers).items():
+        state.setdefault("exchanged", "gradients")
+        for what, own in (_settings(workers) | {"exchanged": workers.exchanged}).items():
             if state.get(what) != own:
                 raise _Other(
                     f"has a state with {what}={state.get(what)!r}, but here it is {own!r}; attach "
                     f"with the same arguments, on as many shards, {_ZERO}."
                 )
+        Record(_parts(workers), others=ANYTHING).check(state)
         for name, kept in state["engine"]["memory"].items():
             for tensor in kept.values():
                 if tuple(tensor.shape) != workers.shapes.get(name):
@@ -211,7 +235,17 @@ class _Other(ValueError):
 
 def _settings(workers: Workers) -> dict[str, Any]:
     """Return the part of the state that must be equal where it is loaded."""
-    return {"configuration": workers.configuration.in_words(), **workers.place()}
+    units = {} if workers.exchanged == "gradients" else {"exchanged": workers.exchanged}
+    return {"configuration": workers.configuration.in_words(), **units, **workers.place()}
+
+
+def _parts(workers: Workers) -> dict[str, Structure]:
+    """Return the structure of further state, as of local steps."""
+    if not workers.common:
+        return {}
+    common = {name: part.common_structure for name, part in workers.common.items()}
+    own = {name: parts[0].structure for name, parts in workers.own.items()}
+    return {"common": Record(common), "own": Record(own)}
 
 
 def _loop_of(state: Tree) -> Tree:
@@ -226,6 +260,8 @@ def _saved_with(state: Tree, workers: Workers) -> str:
         "levels": state["levels"],
         "layout": [] if workers.place() else state["layout"],
         "loop": {name: loop.get(name) for name in ("state", "levels", "every", "pause", "epoch")},
+        # Integer buffers of a module may differ.
+        "common": {n: part for n, part in state.get("common", {}).items() if n != MODULE},
     }
     run = f" of run {state['run']}" if "run" in state else ""
     return f"step {state['engine']['step']}{run}{_SHARED}{checksum(shared)}"

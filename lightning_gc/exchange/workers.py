@@ -117,6 +117,9 @@ class BelongsToWorker(Protocol):
     def own_state(self) -> dict[str, Any]:
         """Return nested dicts of tensors and plain values."""
 
+    def over_workers(self, state: Any, mean: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return ``own_state()`` with the means over workers of what has one, by ``mean``."""
+
     def load_own_states(self, states: Sequence[Any]) -> None:
         """Resume from this worker's ``own_state()``, or from all states if W has changed."""
 

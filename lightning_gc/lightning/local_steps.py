@@ -4,7 +4,6 @@ Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`
 ``for_lightning.py``.
 """
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc.attachment.attached import AttachedRounds
+from lightning_gc.attachment.local_steps import AttachedRounds
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
@@ -26,15 +25,14 @@ from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
 from lightning_gc.local_steps.local_rounds import (
-    CommonState,
+    ROUNDS,
     LocalRounds,
     MeanDrift,
-    OwnState,
-    Waits,
-    finished,
+    in_rounds,
+    keep,
 )
 from lightning_gc.local_steps.refusals import (
-    FirstStep,
+    OwnSteps,
     check_rounds,
     refuse_communicating,
     refuse_in_trainer,
@@ -43,8 +41,6 @@ from lightning_gc.local_steps.refusals import (
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-
-_NAME = "local_steps"
 
 
 class LocalHooks(CompressedStrategy):
@@ -59,7 +55,7 @@ class LocalHooks(CompressedStrategy):
     """Rounds of this process's workers, while fitting. Between steps the module is the first's."""
     _first_callback: type[FirstCallback]
     _first: FirstCallback | None = None
-    _first_step: FirstStep
+    _own_steps: OwnSteps
     _exchanges_rounds = True
 
     def _configure_rounds(
@@ -84,18 +80,11 @@ class LocalHooks(CompressedStrategy):
 
     def _keep(self, rounds: Sequence[LocalRounds]) -> None:
         """Begin a fit with these rounds, and let checkpoints keep them."""
-        workers = self.local_workers
-        before = workers.common.get(_NAME)
-        self._all_rounds = workers.rounds = rounds
-        self._first_step = FirstStep(type(self).__name__)
-        workers.common[_NAME] = CommonState(rounds)
-        if before is not None:  # an earlier fit's outer momentum
-            state = before.common_state() | {"since": [], "anchor": {}}
-            workers.common[_NAME].load_common_state(state)
-        self._own = [OwnState(each, lambda: self.optimizers, self._scaler) for each in rounds]
-        workers.own[_NAME] = self._own
+        self._all_rounds = rounds
+        self._own_steps = OwnSteps(type(self).__name__)
+        self._own = keep(self.local_workers, rounds, lambda: self.optimizers, self._scaler)
         if self._keeps_mean:
-            workers.kept[_NAME] = [MeanDrift(each) for each in rounds]
+            self.local_workers.kept[ROUNDS] = [MeanDrift(each) for each in rounds]
         self._first = self._first_callback(self._show_common, self._end_rounds)
         self._first.join(self.lightning_module.trainer)
 
@@ -109,20 +98,15 @@ class LocalHooks(CompressedStrategy):
 
     def _own_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a worker's own step; refuse an optimizer whose first one needs other workers."""
-        if self._first_step.over:
+        if self._own_steps.begun:
             return super().optimizer_step(optimizer, *args, **kwargs)
-        with self._first_step.watched(optimizer):
+        with self._own_steps.heard(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
-    def _stepped(self, rounds: LocalRounds) -> Waits:
-        """Count a worker's step; what is due is exchanged while this runs."""
+    def _ends(self) -> bool:
+        """Return whether this step is the last one."""
         trainer = self.lightning_module.trainer
-        ends = steps_of(trainer) == trainer.global_step + 1
-        if ends or rounds.is_due:
-            assert self._attached is not None
-            self._attached.refuse_unsynchronised()
-        rate = max(float(group["lr"]) for group in self.optimizers[0].param_groups)
-        return rounds.stepped(ends, rate)
+        return steps_of(trainer) == int(trainer.global_step) + 1
 
     def on_train_start(self) -> None:
         """Begin at the module's weights, where a callback has loaded others since ``setup``."""
@@ -190,14 +174,9 @@ class LocalHooks(CompressedStrategy):
         """Return the common weights and buffers, as copies."""
         if self._rounds is None:
             return super().lightning_module_state_dict()
-        shown = self._rounds.weights.shown
-        self._rounds.weights.show()
-        try:
+        with self._rounds.weights.presented():
             state = super().lightning_module_state_dict()
             return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
-        finally:
-            if not shown:
-                self._rounds.weights.hide()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Wait for an exchange under way, so that what it brings can be saved."""
@@ -241,21 +220,11 @@ class LocalHooks(CompressedStrategy):
     def _moment(self, trainer: Any, batch: int) -> Moment:
         """Return the moment with its steps counted in rounds, as the engine counts."""
         self._arrive()  # levels change between exchanges
-        now = super()._moment(trainer, batch)
         every = self.plan.every if self._rounds is None else self._rounds.every
-        steps = None if now.total_steps is None else max(now.total_steps // every, 1)
-        return dataclasses.replace(now, total_steps=steps, rates_to_come=None)
+        return in_rounds(super()._moment(trainer, batch), every)
 
     def _check_optimizer(self, group: Any) -> None:
         """No check: a memory's momentum acts per round, an optimizer's per step."""
-
-    def _reset_poisoned(self) -> None:
-        """Empty the state of optimizers in which something is not finite."""
-        for optimizer in self.optimizers:
-            kept = (value for state in optimizer.state.values() for value in state.values())
-            tensors = (value for value in kept if isinstance(value, torch.Tensor))
-            if not all(bool(value.isfinite().all()) for value in tensors):
-                optimizer.state.clear()
 
 
 def warn_of_few_rounds(compressor: Compressor, steps: int | None, every: int) -> None:
@@ -415,6 +384,11 @@ class LocalSteps(LocalHooks, RealWorker):
         rounds = self._all_rounds[0]
         self._broadcast_each_batch = broadcast_only(lambda: rounds.position == 0, trainer)
 
+    @property
+    def _handle(self) -> AttachedRounds:
+        assert isinstance(self._attached, AttachedRounds)
+        return self._attached
+
     def _start_alike(self) -> None:
         assert self._rounds is not None
         buffers = self._rounds.weights.buffers.alike(self.root_device)
@@ -423,15 +397,12 @@ class LocalSteps(LocalHooks, RealWorker):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make this worker's own step; exchange if a round is over, or the run."""
         output = self._own_step(*args, **kwargs)
-        assert self._rounds is not None
         with self._stopping_with_peers():
-            if not finished(self._stepped(self._rounds)):
-                self._reset_poisoned()
+            self._handle.stepped(self._ends())
         return output
 
     def _exchange_the_rest(self) -> None:
-        assert self._rounds is not None
-        finished(self._rounds.ending())
+        self._handle.end_rounds()
 
     def teardown(self) -> None:
         super().teardown()

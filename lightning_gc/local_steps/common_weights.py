@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +161,18 @@ class CommonWeights:
             self._aside = None
             self._put(weights)
             self.buffers.put_back(buffers)
+
+    @contextlib.contextmanager
+    def presented(self) -> Iterator[None]:
+        """Show the common weights within it; where they are shown already, they stay so."""
+        if self.shown:
+            yield
+            return
+        self.show()
+        try:
+            yield
+        finally:
+            self.hide()
 
     def forget(self) -> None:
         """Give up this worker's own weights and buffers that are aside."""

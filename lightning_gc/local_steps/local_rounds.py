@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_gc.control.control_loop import Moment
 from lightning_gc.core import (
     ANYTHING,
     COUNT,
@@ -20,19 +21,23 @@ from lightning_gc.core import (
     WHOLE,
     Each,
     Flow,
+    Leaf,
     Listed,
     Optional,
     Record,
+    Structure,
 )
-from lightning_gc.core.pytree import Tree, average
+from lightning_gc.core.pytree import Tree, average, reduced
 from lightning_gc.core.state_structure import ERRORS, FLOATS
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import explaining
-from lightning_gc.exchange.workers import Shapes, plain_name
+from lightning_gc.exchange.workers import Shapes, Workers, plain_name
 from lightning_gc.local_steps import OuterSGD
 from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
 from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
 
+ROUNDS, MODULE = "local_steps", "module"
+"""Names in checkpoints: of the state of rounds, and of a module that nothing else saves."""
 LOST_IN_A_ROW = 10
 """Exchanges that may be lost one after the other before the run stops."""
 
@@ -330,6 +335,15 @@ def finished(waits: Waits) -> bool:
             return bool(end.value)
 
 
+def reset_poisoned(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Empty the state of optimizers in which something is not finite."""
+    for optimizer in optimizers:
+        kept = (value for state in optimizer.state.values() for value in state.values())
+        tensors = (value for value in kept if isinstance(value, Tensor))
+        if not all(bool(value.isfinite().all()) for value in tensors):
+            optimizer.state.clear()
+
+
 class CommonState:
     """Place in the round, outer momentum, and common weights finer than the parameters' dtype.
 
@@ -477,6 +491,14 @@ class OwnState:
             "scaler": {} if scaler is None else scaler.state_dict(),
         }
 
+    def over_workers(self, state: Any, mean: Callable[[Tensor], Tensor]) -> Tree:
+        """Return ``own_state()`` with the mean over workers, by the collective ``mean``."""
+        common = self._rounds.weights.buffers.common
+        buffers = {name: state["buffers"].get(name, each) for name, each in common.items()}
+        parts = {"weights": state["weights"], "buffers": buffers, "sent": state["sent"]}
+        over: Tree = state | reduced(parts, mean)
+        return over
+
     def load_own_states(self, states: Sequence[Any]) -> None:
         if not states:
             return
@@ -493,13 +515,16 @@ class OwnState:
         if flight is not None and flight.sent is not None:
             fragment = self._rounds.weights.fragments[flight.index]
             flight.sent = fragment.flat(own["sent"], flight.sent)
-        if not same:
-            return
-        optimizers: Mapping[str, Any] = states[0]["optimizers"]
+        if same:
+            self.take(states[0])
+
+    def take(self, state: Any) -> None:
+        """Take the loss scaler of a worker's state, and its optimizers for ``load_optimizers``."""
+        optimizers: Mapping[str, Any] = state["optimizers"]
         self._restored = [optimizers[str(index)] for index in range(len(optimizers))]
         scaler = self._scaler()
-        if scaler is not None and states[0]["scaler"]:
-            scaler.load_state_dict(states[0]["scaler"])
+        if scaler is not None and state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
 
     def load_optimizers(self) -> bool:
         """Give optimizers their own loaded state, if any, in place of worker 0's.
@@ -517,6 +542,39 @@ class OwnState:
 def _state_of(optimizer: torch.optim.Optimizer) -> Any:
     """Return an optimizer's state; its own exception says neither whose it is nor which call."""
     return explaining(f"{type(optimizer).__name__}.state_dict() failed", optimizer.state_dict)()
+
+
+class ModuleState:
+    """A module's whole ``state_dict`` with the common weights, where nothing else saves it.
+
+    Args:
+        module: the rounds' module.
+        rounds: the worker's.
+    """
+
+    def __init__(self, module: nn.Module, rounds: LocalRounds) -> None:
+        self._module, self._rounds = module, rounds
+
+    @property
+    def common_structure(self) -> Structure:
+        return Record({name: _like(value) for name, value in self._module.state_dict().items()})
+
+    def common_state(self) -> Tree:
+        with self._rounds.weights.presented():
+            state = self._module.state_dict()
+            return {n: v.clone() if isinstance(v, Tensor) else v for n, v in state.items()}
+
+    def load_common_state(self, state: Any) -> None:
+        self._module.load_state_dict(state)
+
+
+def _like(value: Any) -> Structure:
+    """Return the structure of tensors of this one's shape."""
+    if not isinstance(value, Tensor):
+        return ANYTHING
+    shape = value.shape
+    rule = f"a tensor of shape {tuple(shape)}"
+    return Leaf(rule, lambda other: isinstance(other, Tensor) and other.shape == shape)
 
 
 class MeanDrift:
@@ -546,3 +604,33 @@ class MeanDrift:
     def load_own_state(self, state: Any) -> None:
         with self._rounds.present():
             self._rounds.weights.load_drift(state)
+
+
+def keep(
+    workers: Workers,
+    rounds: Sequence[LocalRounds],
+    optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+    scaler: Callable[[], Any],
+) -> list[OwnState]:
+    """Let checkpoints keep these rounds, which go on with the outer momentum of an earlier fit.
+
+    Args:
+        workers: of this process.
+        rounds: of these workers.
+        optimizers: returns the optimizers of the worker that is present.
+        scaler: returns the loss scaler, or None.
+    """
+    before = workers.common.get(ROUNDS)
+    workers.rounds, workers.common[ROUNDS] = rounds, CommonState(rounds)
+    if before is not None:
+        state = before.common_state() | {"since": [], "anchor": {}}
+        workers.common[ROUNDS].load_common_state(state)
+    own = [OwnState(each, optimizers, scaler) for each in rounds]
+    workers.own[ROUNDS] = own
+    return own
+
+
+def in_rounds(now: Moment, every: int) -> Moment:
+    """Return a moment whose steps are rounds of H, as the engine counts."""
+    steps = None if now.total_steps is None else max(now.total_steps // every, 1)
+    return dataclasses.replace(now, total_steps=steps, rates_to_come=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -97,13 +96,7 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
             f"{owner} counts the steps of one optimizer, so it needs automatic optimization. Set "
             f"automatic_optimization = True, or use CompressedDDPStrategy."
         )
-    for name, child in module.named_modules():
-        if isinstance(child, nn.SyncBatchNorm):
-            raise ValueError(
-                f"{name} is SyncBatchNorm, which communicates in every forward pass, and {owner} "
-                f"is there to avoid that; use BatchNorm, without Trainer(sync_batchnorm=True): its "
-                f"running statistics are averaged with each exchange."
-            )
+    refuse_synchronised_norms(owner, module)
     for callback in trainer.callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}
         if "ModelPruning" in names:
@@ -116,6 +109,17 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
             raise ValueError(
                 f"{type(callback).__name__} averages a worker's own weights, which differ between "
                 f"workers, and {owner} already averages over workers; remove the callback."
+            )
+
+
+def refuse_synchronised_norms(owner: str, module: nn.Module) -> None:
+    """Raise ValueError for a layer that communicates in every forward pass."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{name} is SyncBatchNorm, which communicates in every forward pass, and {owner} "
+                f"is there to avoid that; use BatchNorm, without Trainer(sync_batchnorm=True): its "
+                f"running statistics are averaged with each exchange."
             )
 
 
@@ -156,53 +160,91 @@ def _with_wrapped(optimizer: Any) -> list[Any]:
 def _why_refused(owner: str, optimizer: Any, found: str) -> str:
     return (
         f"{type(optimizer).__name__} {found}, which communicates with other workers in each step. "
-        f"With {owner} a worker makes its steps alone, and the weights are exchanged by the "
-        f"strategy. Return the optimizer for one worker, such as torch.optim.AdamW, from "
-        f"configure_optimizers, or use CompressedDDPStrategy."
+        f"With {owner} a worker makes its steps alone, and only weights are exchanged. Use an "
+        f"optimizer for one worker, such as torch.optim.AdamW, or exchange gradients at each step, "
+        f"with CompressedDDPStrategy or attach."
     )
 
 
-class FirstStep:
-    """Refuses an optimizer that communicates in its first step, before the first collective.
+class OwnSteps:
+    """Hears a worker's optimizer step, and refuses one that communicates in its first step.
 
     Every worker refuses it at its own first collective, so that none waits for another. An
     optimizer that communicates in later steps only is not noticed.
 
+    Torch calls an optimizer's hooks once more within a ``step`` that calls ``super().step()``. A
+    step is heard once.
+
     Args:
-        owner: the strategy's name.
+        owner: the strategy or class, for the sentence.
+        before: called before each step.
+        after: called after each step.
+
+    Attributes:
+        begun: whether a first step has been made.
     """
 
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
-        self.over = False
+    def __init__(
+        self,
+        owner: str,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._owner, self._do_before, self._do_after = owner, before, after
+        self.begun = False
+        self._hooks: list[Any] = []
+        self._depth = 0
+        self._watch: _Watch | None = None
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Hear the steps of this optimizer from now on."""
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def end(self) -> None:
+        """Hear no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._depth = [], 0
+        self._leave()
 
     @contextlib.contextmanager
-    def watched(self, optimizer: Optimizer) -> Iterator[None]:
-        """Watch ``optimizer.step`` within this, but not its closure, which trains the module."""
-        before = vars(optimizer).get(
-            "step"
-        )  # a scheduler's wrapper is the object's, not the class's
-        step = optimizer.step
-
-        @functools.wraps(step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            watch = _Watch(lambda found: _why_refused(self._owner, optimizer, found))
-            args = tuple(watch.leaving(each) if callable(each) else each for each in args)
-            if callable(kwargs.get("closure")):
-                kwargs["closure"] = watch.leaving(kwargs["closure"])
-            with watch:
-                output = step(*args, **kwargs)
-            self.over = True
-            return output
-
-        optimizer.step = watched  # type: ignore[method-assign]
+    def heard(self, optimizer: Optimizer) -> Iterator[None]:
+        """Hear the steps within this."""
+        self.begin(optimizer)
         try:
             yield
         finally:
-            if before is None:
-                del optimizer.step
-            else:
-                optimizer.step = before  # type: ignore[method-assign]
+            self.end()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        self._do_before()
+        if self.begun:
+            return None
+        self._watch = watch = _Watch(lambda found: _why_refused(self._owner, optimizer, found))
+        args = tuple(watch.leaving(each) if callable(each) else each for each in args)
+        if callable(kwargs.get("closure")):
+            kwargs = kwargs | {"closure": watch.leaving(kwargs["closure"])}
+        watch.__enter__()  # type: ignore[no-untyped-call]
+        return args, kwargs
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        self._leave()
+        self.begun = True
+        self._do_after()
+
+    def _leave(self) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._watch = None
 
 
 class _Watch(TorchDispatchMode):

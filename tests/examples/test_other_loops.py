@@ -31,11 +31,15 @@ def last_line(*command: str, folder: Path) -> str:
     ("needs", "command"),
     [
         ("torch", (*TORCHRUN, str(EXAMPLES / "plain_torch.py"))),
+        ("torch", (*TORCHRUN, str(EXAMPLES / "local_plain_torch.py"))),
         ("lightning_fabric", (str(EXAMPLES / "fabric.py"),)),
+        ("lightning_fabric", (str(EXAMPLES / "local_fabric.py"),)),
         ("accelerate", (*TORCHRUN, str(EXAMPLES / "accelerate_loop.py"))),
+        ("accelerate", (*TORCHRUN, str(EXAMPLES / "local_accelerate.py"))),
         ("transformers", (*TORCHRUN, str(EXAMPLES / "transformers_trainer.py"))),
+        ("transformers", (*TORCHRUN, str(EXAMPLES / "local_transformers.py"))),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: Path(value[-1]).stem if isinstance(value, tuple) else "",
 )
 def test_it_goes_on_as_if_it_had_not_stopped(
     needs: str, command: tuple[str, ...], tmp_path: Path

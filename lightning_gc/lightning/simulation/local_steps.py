@@ -18,7 +18,7 @@ from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps import LocalHooks
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
-from lightning_gc.local_steps.local_rounds import LocalRounds, Waits
+from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_in_trainer
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -151,7 +151,12 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             self._replicas.enter(worker)
             again = _Once(result)
             output = self._own_step(optimizer, again, *args, **kwargs)
-        self._together(self._stepped(each) for each in self._all_rounds)
+        ends = self._ends()
+        if ends or self._all_rounds[0].is_due:
+            assert self._attached is not None
+            self._attached.refuse_unsynchronised()
+        rate = max(float(group["lr"]) for group in optimizer.param_groups)
+        self._together(each.stepped(ends, rate) for each in self._all_rounds)
         return output
 
     def _exchange_the_rest(self) -> None:
@@ -168,7 +173,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
                 except StopIteration as end:
                     left.remove((worker, each))
                     if not end.value:
-                        self._reset_poisoned()
+                        reset_poisoned(self.optimizers)
         self._replicas.enter(0)
 
 

@@ -1,0 +1,499 @@
+"""LocalSteps: exchange differences of weights every H steps, in any training loop.
+
+Lightning's ``LocalStepsStrategy`` holds the same ``AttachedRounds``, and forwards its hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Never, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_gc.attachment.attached import Attached, InBackground, Setup, peers_of
+from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
+from lightning_gc.control.control_loop import Moment
+from lightning_gc.controllers import Controller
+from lightning_gc.core.registry import did_you_mean
+from lightning_gc.exchange import Workers, configure
+from lightning_gc.exchange.peers import Peers, take_over
+from lightning_gc.exchange.synchronizer import Synchronizer
+from lightning_gc.exchange.validation import check_controller, digest_of
+from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.local_steps.local_rounds import (
+    MODULE,
+    ROUNDS,
+    Exchanger,
+    LocalRounds,
+    ModuleState,
+    OwnState,
+    finished,
+    in_rounds,
+    keep,
+    reset_poisoned,
+)
+from lightning_gc.local_steps.refusals import (
+    OwnSteps,
+    check_rounds,
+    refuse_communicating,
+    refuse_settings,
+    refuse_synchronised_norms,
+)
+from lightning_gc.local_steps.round_plan import RoundPlan
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
+
+
+class RoundExchange(Exchanger, InBackground, Protocol):
+    """Carries out the exchanges of one real worker until it is closed."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A worker's connection to the other workers.
+
+    Attributes:
+        exchange: carries out the exchanges; it has started the worker's engine.
+        peers: the other workers, for a controller's decisions.
+        begin: gives a module the weights and buffers that all workers begin with.
+    """
+
+    exchange: RoundExchange
+    peers: Peers
+    begin: Callable[[nn.Module], None]
+
+
+Meet = Callable[[Setup, Mapping[str, str]], Meeting]
+"""Connects a worker, given the settings that must be equal on all workers, as text."""
+
+
+def among_ranks(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
+    """Connect a worker to all ranks of the default process group, whose number is fixed."""
+    synchronizer = Synchronizer(
+        setup.workers,
+        setup.device,
+        timeout=setup.timeout,
+        revocable=True,
+        agreed=agreed,
+        verify=setup.verify,
+    )
+    return Meeting(synchronizer, peers_of(setup.device, None, None), take_over)
+
+
+class AttachedRounds(Attached):
+    """Handle of a module whose workers exchange differences of weights every H steps.
+
+    Args:
+        module: that is trained, without a wrapper.
+        setup: as for ``Attached``.
+        plan: when what is exchanged.
+        outer: the step of the common weights.
+        keep: takes the rounds of this process, before the control loop sets H.
+        meet: connects this worker to the others.
+
+    Attributes:
+        rounds: of this worker.
+    """
+
+    rounds: LocalRounds
+
+    def __init__(
+        self,
+        module: nn.Module,
+        setup: Setup,
+        plan: RoundPlan,
+        outer: OuterSGD,
+        keep: Callable[[Sequence[LocalRounds]], None],
+        meet: Meet = among_ranks,
+    ) -> None:
+        setup.workers.name(module)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        layout = {name: tuple(tensor.shape) for name, tensor in tensors}
+        agreed = {
+            "plan": repr(plan),
+            "outer": repr(outer),
+            "names and shapes of parameters and buffers": digest_of(layout),
+        }
+        meeting = meet(setup, setup.agreed | agreed)
+        self._keep, self._meeting, self._outer, self._plan = keep, meeting, outer, plan
+        super().__init__(module, setup, meeting.peers, meeting.exchange)
+
+    def _start(self) -> None:
+        self._meeting.begin(self._module)
+        workers, exchange = self._workers, self._meeting.exchange
+        self.rounds = LocalRounds(
+            *(self._module, workers.names, workers.first, exchange, self._plan, self._outer)
+        )
+        self._keep([self.rounds])
+        super()._start()
+
+    def after_pass(self) -> None:
+        """Do nothing: a worker's own steps exchange no gradients."""
+
+    def stepped(self, ends: bool = False) -> None:
+        """Count this worker's own step; exchange what is due.
+
+        Args:
+            ends: it was the last one, so everything is exchanged.
+        """
+        if ends or self.rounds.is_due:
+            self.refuse_unsynchronised()
+        optimizers = self._setup.optimizers()
+        rate = max(float(group["lr"]) for group in optimizers[0].param_groups)
+        if not finished(self.rounds.stepped(ends, rate)):
+            reset_poisoned(optimizers)
+
+    def end_rounds(self) -> None:
+        """Exchange everything now, so that all workers have the common weights."""
+        finished(self.rounds.ending())
+
+
+class LocalSteps(AttachedRounds):
+    """Let workers train alone for H optimizer steps, and exchange compressed weights then.
+
+    For training loops of your own, in plain torch, Fabric, Accelerate or transformers. Make it on
+    all workers, after the weights are loaded and before the first step. It registers hooks of the
+    optimizer, so the loop does not change. The model must not be wrapped in
+    ``DistributedDataParallel``. Weights are bit-equal to ``LocalStepsStrategy``'s.
+
+    After each exchange the model holds the common weights. Between two exchanges it holds this
+    worker's own weights, and ``common_weights`` shows the common ones for a while. ``finish``
+    makes the last exchange. As a context manager, ``LocalSteps`` calls ``finish`` at the end.
+
+    Args:
+        model: the module that is trained. All workers begin with worker 0's weights and buffers.
+        optimizer: of the model's parameters. Every worker makes the same number of steps.
+        compressor: as for ``LocalStepsStrategy``, like all arguments that are not described here.
+        memory: the error feedback rule, of differences of weights.
+        scheme: how payloads become a mean.
+        controller: chooses levels or H; the loop calls ``begin_epoch`` or ``begin_batch``.
+        every: H, in optimizer steps.
+        outer: the step of the common weights.
+        delay: steps of overlap.
+        merge: with a delay, how the result is taken over.
+        fragments: parts in which parameters are exchanged, one after the other.
+        scaler: of fp16 training. A step that it skips counts as a step, so workers agree on the
+            rounds.
+        seed: of the compressor's private random numbers.
+        timeout: of the exchange's collectives. Default: the process group's timeout.
+        verify: what workers compare.
+        min_numel: as for ``CompressedDDPStrategy``.
+        unknown: refused, with a suggestion.
+
+    Communication pattern:
+        As ``LocalStepsStrategy``, over the default process group: nothing between exchanges.
+
+    Raises:
+        ValueError: what ``LocalStepsStrategy`` refuses; no process group, or one that cannot send
+            from the model's device; a model that is wrapped in DDP, is in shards, or synchronises
+            batch norms; an optimizer of other parameters, or one that communicates.
+        RuntimeError: in a step, weights that were loaded after this was made; a parameter that was
+            unfrozen or replaced; a step while the common weights are shown.
+        PeerError: in a step, an exchange has failed.
+
+    Example:
+        ``examples/plain_torch_local_steps.py`` trains and resumes; in short::
+
+            with LocalSteps(model, optimizer, QSGD(4), every=32):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    loss(model(x), y).backward()
+                    optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        compressor: Compressor | str,
+        memory: Memory | str | None = None,
+        scheme: Scheme | str | None = None,
+        controller: Controller | None = None,
+        *,
+        every: int | GrowingRounds = 32,
+        outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
+        delay: int = 0,
+        merge: Literal["rebase", "mix"] = "rebase",
+        fragments: int = 1,
+        scaler: torch.amp.GradScaler | None = None,
+        seed: int = 0,
+        timeout: timedelta | None = None,
+        verify: Verify = 0,
+        min_numel: int = MIN_NUMEL,
+        **unknown: Never,
+    ) -> None:
+        owner = type(self).__name__
+        _refuse_unknown(owner, unknown)
+        configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
+        parts = configuration.compressor, configuration.memory
+        check_controller(controller, *parts, owner)
+        refuse_settings(owner, *parts, controller, outer)
+        plan = RoundPlan.of(owner, every, fragments, delay, merge)
+        check_rounds(owner, plan, controller)
+        verification(verify, owner)
+        _refuse_model(owner, model)
+        refuse_synchronised_norms(owner, model)
+        refuse_communicating(owner, [optimizer])
+        self._optimizer = _with_hooks(owner, optimizer)
+        device = _device_of(owner, model, self._optimizer)
+        _refuse_process_group(owner, device)
+        if any(each._module is model for each in self._open):
+            raise ValueError(
+                f"{owner}: this model's weights or gradients are exchanged already; close the "
+                f"handle before you make another one."
+            )
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scaler, self._owner = scaler, owner
+        self._scaling = False
+        self._own_steps = OwnSteps(owner, self._before_step, self._after_step)
+        workers = Workers(configuration)
+        workers.exchanged = "weights"
+        optimizers = [self._optimizer]
+        more_workers = "start more processes, or leave LocalSteps out"
+        settings = scaler, timeout, verify, more_workers
+        setup = Setup(owner, workers, controller, lambda: optimizers, device, *settings)
+        super().__init__(model, setup, plan, outer, self._keep_rounds)
+        self._own_steps.begin(self._optimizer)
+        if scaler is not None:
+            self._count_attempts(scaler)
+
+    def _keep_rounds(self, rounds: Sequence[LocalRounds]) -> None:
+        workers = self._workers
+        workers.common[MODULE] = ModuleState(self._module, rounds[0])  # before the rounds' state
+        self._own: list[OwnState] = keep(
+            workers, rounds, self._setup.optimizers, lambda: self._scaler
+        )
+
+    def _before_step(self) -> None:
+        """Refuse a step that would be lost, or be taken for another one."""
+        weights = self.rounds.weights
+        if weights.shown:
+            raise RuntimeError(
+                f"{self._owner}: a step within common_weights() would change the weights that all "
+                f"workers share; train after it."
+            )
+        if not self._own_steps.begun and not self.rounds.apart and weights.replaced:
+            raise RuntimeError(
+                f"{self._owner}: the model's weights have changed since it was made, so other "
+                f"workers would not begin with them. Load weights before you make it, or load what "
+                f"{self._owner}.state_dict() has returned."
+            )
+
+    def _after_step(self) -> None:
+        if self._scaler is None:
+            self.stepped()
+        elif not self._scaling:
+            raise RuntimeError(
+                f"{self._owner}(..., scaler=...): the optimizer made a step without the scaler, "
+                f"which counts the steps. Call scaler.step(optimizer), or leave scaler out."
+            )
+
+    def _count_attempts(self, scaler: Any) -> None:
+        """Count a step that the scaler skips too: scalers are local, and H is common."""
+        step = scaler.step
+
+        @functools.wraps(step)
+        def counted(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self not in self._open or _innermost(optimizer) is not self._optimizer:
+                return step(optimizer, *args, **kwargs)
+            self._scaling = True
+            try:
+                output = step(optimizer, *args, **kwargs)
+            finally:
+                self._scaling = False
+            self.stepped()
+            return output
+
+        scaler.step = counted
+
+    def decide(self, epoch: int, moment: Callable[[], Moment]) -> None:
+        """As for ``Attached``; levels change between exchanges, and steps count in rounds."""
+
+        def between_exchanges() -> Moment:
+            self.rounds.arrive()
+            return in_rounds(moment(), self.rounds.every)
+
+        super().decide(epoch, between_exchanges)
+
+    @contextlib.contextmanager
+    def common_weights(self) -> Iterator[None]:
+        """Show the common weights and buffers in the model: for validation, or to save a model.
+
+        This worker's own weights are back afterwards. Call it on all workers or on one.
+        """
+        with self.rounds.weights.presented():
+            yield
+
+    def state_dict(self, mode: Literal["full", "mean"] = "full") -> dict[str, Any]:
+        """Return all that this worker needs to go on, between steps; every worker saves its own.
+
+        It holds the model with the common weights, this worker's weights, optimizer, scaler and
+        errors, outer momentum, and the place in the round. The loop saves its schedulers and its
+        place in the data. Tensors, numbers and strings only.
+
+        Args:
+            mode: as for ``Attached``. ``"mean"`` has the optimizer of the worker that saves it.
+        """
+        self.rounds.arrive()
+        return super().state_dict(mode)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Resume from ``state_dict()`` of the same worker, bit for bit; or of all workers.
+
+        Call it on all workers, after anything else that loads model or optimizer. All states are
+        checked before any is loaded.
+
+        Args:
+            state: as for ``Attached``. If the number of workers has changed, each begins with the
+                mean of the weights and errors, and with worker 0's optimizer.
+
+        Raises:
+            ValueError: as for ``Attached``.
+        """
+        super().load_state_dict(state)
+        if not self._own[0].load_optimizers():
+            first = state if isinstance(state, Mapping) else state[0]
+            self._own[0].take(first["own"][ROUNDS])
+            self._own[0].load_optimizers()
+
+    def finish(self) -> None:
+        """Exchange what is left, so that all workers end with the common weights; then close.
+
+        Call it on all workers, after the last step.
+
+        Raises:
+            PeerError: the last exchange failed.
+        """
+        if self in self._open and self.rounds.apart:
+            self.refuse_unsynchronised()
+            self.end_rounds()
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.end(failed=True)
+
+    def _detach(self) -> None:
+        self._own_steps.end()
+
+
+def _refuse_unknown(owner: str, given: Mapping[str, Any]) -> None:
+    for name in given:
+        known = LocalSteps.__init__.__kwdefaults__ or {}
+        raise ValueError(f"{owner}({name}=...): unknown argument{did_you_mean(name, known)}.")
+
+
+def _refuse_model(owner: str, model: Any) -> None:
+    """Raise ValueError for a module that exchanges gradients, or is not in one process."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{owner}({type(model).__name__}(...)): give the module that is trained.")
+    for module in model.modules():
+        bases = {(base.__module__, base.__name__) for base in type(module).__mro__}
+        names = {name for where, name in bases if where.startswith("torch.")}
+        if names & _GRADIENTS:
+            raise ValueError(
+                f"{owner}({type(model).__name__}(...)): {(names & _GRADIENTS).pop()} exchanges "
+                f"gradients in every backward pass. Give the module inside it, such as ddp.module, "
+                f"and train that module."
+            )
+        if names & _SHARDS:
+            raise ValueError(
+                f"{owner}({type(model).__name__}(...)): {(names & _SHARDS).pop()} keeps the "
+                f"weights in shards, so no process has a worker's weights. Give each process the "
+                f"complete model."
+            )
+    shard = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if shard is not None:
+        raise ValueError(
+            f"{owner}({type(model).__name__}(...)): {shard} is a DTensor, so no process has a "
+            f"worker's weights. Give each process the complete model."
+        )
+
+
+_GRADIENTS = {"DistributedDataParallel", "DDP", "ReplicateModule"}
+_SHARDS = {"FullyShardedDataParallel", "FSDPModule"}
+
+
+def _innermost(optimizer: Any) -> Any:
+    """Return the optimizer whose hooks torch calls; Fabric and Accelerate hand steps on to it."""
+    while _HOOKS not in vars(optimizer) and isinstance(
+        getattr(optimizer, "optimizer", None), Optimizer
+    ):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+_HOOKS = "_optimizer_step_post_hooks"
+
+
+def _with_hooks(owner: str, optimizer: Any) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"{owner}(optimizer={type(optimizer).__name__}(...)): give the optimizer that trains "
+            f"the model, one of torch.optim.Optimizer."
+        )
+    found: Optimizer = _innermost(optimizer)
+    if _HOOKS not in vars(found):
+        raise ValueError(
+            f"{owner}(optimizer={type(found).__name__}(...)): torch calls no hooks in its steps, "
+            f"since its __init__ does not call super().__init__(params, defaults); let it do so."
+        )
+    return found
+
+
+def _device_of(owner: str, model: nn.Module, optimizer: Optimizer) -> torch.device:
+    """Return the device of all trained parameters, which the optimizer must have."""
+    trained: list[Tensor] = [param for param in model.parameters() if param.requires_grad]
+    devices = {param.device for param in trained}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "no device: no parameter is trained"
+        raise ValueError(
+            f"{owner}: the trained parameters are on {found}; all must be on one device."
+        )
+    own = set(model.parameters())
+    for number, group in enumerate(optimizer.param_groups):
+        other = next((each for each in group["params"] if each not in own), None)
+        if other is not None:
+            raise ValueError(
+                f"{owner}: parameter group {number} of {type(optimizer).__name__} has a tensor of "
+                f"shape {tuple(other.shape)} that is not a parameter of the model, so it would "
+                f"not be exchanged. Give the model and the optimizer of its parameters."
+            )
+    return devices.pop()
+
+
+def _refuse_process_group(owner: str, device: torch.device) -> None:
+    """Raise ValueError unless the default process group can send from ``device``."""
+    if not dist.is_initialized():
+        raise ValueError(
+            f"{owner}: no process group exists, so workers cannot exchange weights. Call "
+            f'torch.distributed.init_process_group("gloo") first, and start with torchrun.'
+        )
+    backends = dist.get_backend_config()
+    if not any(each.startswith(f"{device.type}:") for each in backends.split(",")):
+        raise ValueError(
+            f"{owner}: the model is on {device}, but the default process group has the backend "
+            f"{backends}. Move the model before, or give init_process_group a backend for "
+            f"{device.type}, such as 'cpu:gloo,cuda:nccl'."
+        )
