@@ -122,9 +122,8 @@ def code_by_book(x, there, own, real, book, top, sign, STEPS: tl.constexpr):
         sought = tl.where(share == share, tl.abs(share) * top, 0.0)
     code = tl.zeros_like(x).to(tl.int32)
     for i in tl.static_range(STEPS):
-        step: tl.constexpr = 1 << (STEPS - 1 - i)
-        middle = tl.load(book + code + (step - 1))
-        code = tl.where(middle >= sought, code, code + step)
+        middle = tl.load(book + code + ((1 << (STEPS - 1 - i)) - 1))
+        code = tl.where(middle >= sought, code, code + (1 << (STEPS - 1 - i)))
     code += tl.where(share < 0, sign, 0)
     return code, tl.load(book + ((1 << STEPS) - 1) + code) * largest[:, None]
 
