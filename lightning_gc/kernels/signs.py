@@ -65,12 +65,12 @@ def by_torch(numbers: Tensor, share: float) -> Tensor:
         lanes = pieces[:, 0] + 0.0  # not -0.0
         for row in range(1, pieces.shape[1]):
             lanes += pieces[:, row]
-        sums.append(_in_pairs(lanes))
+        sums.append(in_pairs(lanes))
     if full * PIECE < numbers.numel():
-        sums.append(_in_pairs(_lanes(numbers[full * PIECE :], LANES)))
+        sums.append(in_pairs(_lanes(numbers[full * PIECE :], LANES)))
     if len(sums) == 1 and full < 2:
         return sums[0].mul(share).view(()).float()
-    return _in_pairs(_lanes(torch.cat(sums) * share, SUMS)).view(()).float()
+    return in_pairs(_lanes(torch.cat(sums) * share, SUMS)).view(()).float()
 
 
 def _lanes(numbers: Tensor, width: int) -> Tensor:
@@ -81,7 +81,7 @@ def _lanes(numbers: Tensor, width: int) -> Tensor:
     return total.view(1, -1)
 
 
-def _in_pairs(lanes: Tensor) -> Tensor:
+def in_pairs(lanes: Tensor) -> Tensor:
     """Return the sum of each row of ``lanes``, ``(n, width)``: of neighbours, again and again."""
     while lanes.shape[1] > 1:
         if lanes.shape[1] % 2:

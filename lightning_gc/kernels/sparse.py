@@ -18,8 +18,11 @@ from torch import Tensor
 
 from lightning_gc.core.segments import PIECE, pieces_of
 
-Rule = Literal["largest", "sampled", "reaching"]
+Rule = Literal["largest", "sampled", "reaching", "chunks"]
 
+_TILE = 1 << 11
+MOST_IN_CHUNK = 1 << 13
+"""Elements of a chunk that a program of a GPU can keep in registers."""
 FACTOR = 0.8
 """By what a sampled threshold is lowered, and the share of k below which too few reach it."""
 CORRECTIONS = 4
@@ -32,10 +35,11 @@ class Row(NamedTuple):
     Attributes:
         place: index of the parameter among the bucket's that are not empty.
         start, stop: first element and end.
-        number: k, the number of elements sent; an upper limit unless the rule is ``"largest"``.
-        apart: distance of the elements of a sample.
-        rank: of the threshold in the sample.
-        least: number of elements that must reach the threshold, or it is lowered.
+        number: k, the number of elements sent; an upper limit if the rule has a threshold.
+        apart: distance of the elements of a sample; elements of a chunk.
+        rank: of the threshold in the sample; number sent of each chunk.
+        least: number of elements that must reach the threshold, or it is lowered; number sent of a
+            last, shorter chunk.
         limit: bits of the least magnitude that is sent, for the rule ``"reaching"``.
     """
 
@@ -56,6 +60,7 @@ class Selection:
     Args:
         rule: ``"largest"``: the k largest magnitudes. ``"sampled"``: the c largest, where
             ``c ≤ k`` elements reach a threshold from a sample. ``"reaching"``: all from a limit on.
+            ``"chunks"``: the largest of each chunk.
         rows: ascending, not empty.
     """
 
@@ -69,26 +74,61 @@ class Selection:
 
     @functools.cached_property
     def on_host(self) -> np.ndarray:
-        """The rows, ``(n, 8)`` int64."""
-        return np.array(self.rows, np.int64)
+        """The rows, ``(n, 8)`` int64; for the rule ``"chunks"`` a row of each chunk."""
+        if self.rule != "chunks":
+            return np.array(self.rows, np.int64)
+        return np.array([chunk for row in self.rows for chunk in chunks(row)], np.int64)
 
     @functools.cached_property
     def on(self) -> Callable[[torch.device], tuple[Tensor, Tensor, Tensor]]:
         """Return what kernels on a device read, from a cache.
 
-        Index of the row, first element and end of each piece, ``(3, m)``; the columns of the rows
-        and the first piece of each, ``(9, n)``; and ``most``, ``(1,)``. All are int32.
+        Index of the row, first element and end of each piece, ``(3, m)``; the columns of the rows,
+        the first piece of each and the number sent before it, ``(10, n)``; and ``most``, ``(1,)``.
+        All are int32.
         """
 
         def made(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
             pieces = pieces_of([slice(row.start, row.stop) for row in self.rows], device)
             counts = [-(-(row.stop - row.start) // PIECE) for row in self.rows]
             first = itertools.accumulate(counts[:-1], initial=0)
-            columns = [*zip(*self.rows, strict=True), tuple(first)]
+            before = itertools.accumulate((row.number for row in self.rows[:-1]), initial=0)
+            columns = [*zip(*self.rows, strict=True), tuple(first), tuple(before)]
             table = torch.tensor(columns, dtype=torch.int32, device=device)
             return pieces, table, torch.tensor([self.most], dtype=torch.int32, device=device)
 
         return functools.cache(made)
+
+    @functools.cached_property
+    def tiles(self) -> Callable[[torch.device], tuple[Tensor, int, int]]:
+        """Return tiles of chunks on a device, from a cache: what a program takes at once.
+
+        Index of the row and first chunk of each tile, ``(2, m)`` int32; chunks of a tile, and the
+        elements for which a chunk has room, both powers of two.
+        """
+
+        def made(device: torch.device) -> tuple[Tensor, int, int]:
+            width = 1 << (max(row.apart for row in self.rows) - 1).bit_length()
+            together = max(1, _TILE // width)
+            found = [
+                (index, chunk)
+                for index, row in enumerate(self.rows)
+                for chunk in range(0, -(-(row.stop - row.start) // row.apart), together)
+            ]
+            table = torch.tensor(found, dtype=torch.int32, device=device)
+            return table.t().contiguous(), together, width
+
+        return functools.cache(made)
+
+
+def chunks(row: Row) -> list[Row]:
+    """Return a row of the rule ``"largest"`` for each chunk of ``row``."""
+    starts = range(row.start, row.stop, row.apart)
+    stops = [min(start + row.apart, row.stop) for start in starts]
+    return [
+        Row(row.place, start, stop, row.rank if stop - start == row.apart else row.least)
+        for start, stop in zip(starts, stops, strict=True)
+    ]
 
 
 def bits_of(threshold: float) -> int:

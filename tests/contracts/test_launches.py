@@ -19,6 +19,10 @@ LIMITS: dict[Compressor, tuple[int, float, int]] = {
     gc.HardThreshold(0.03): (12, 37.7, 1),
     gc.RandomK(0.01): (7, 27.3, 0),
     gc.PowerSGD(2): (12, 41.6, 0),
+    gc.ChunkedTopK(): (9, 28.6, 0),
+    gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)): (12, 28.6, 0),
+    gc.Int8(): (6, 28.6, 0),
+    gc.Float8(): (6, 28.6, 0),
 }
 """Method -> operations of a bucket, bytes per element, waits of the host; W = 2."""
 

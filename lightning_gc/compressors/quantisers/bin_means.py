@@ -10,8 +10,8 @@ from torch import Tensor
 from lightning_gc.compressors.base import Contraction, Knob, Traits
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, BlockwiseCodes
 from lightning_gc.core import Range
-
-_RANGE = 6  # standard deviations that the bins cover
+from lightning_gc.kernels.blocks import RANGE, BlockCode
+from lightning_gc.kernels.signs import in_pairs
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,27 @@ class BinMeans(BlockwiseCodes):
         bins = 2**self.bits
         there = ~blocks.isnan()
         given = blocks.masked_fill(~there, 0)
-        largest = given.abs().amax(dim=1, keepdim=True).float()  # (b, 1): squares stay in range
-        unit = given / largest.where(largest > 0, 1.0)
-        members = there.sum(dim=1, keepdim=True).clamp_(min=1)
-        sigma = (unit.square().sum(dim=1, keepdim=True) / members).sqrt()
-        places = unit / sigma.where(sigma > 0, 1.0) * (bins / _RANGE)
-        codes = places.floor_().add_(bins // 2).clamp_(0, bins - 1).to(torch.uint8)
+        # A power of two next to the inverse of the largest, so that squares stay in range.
+        largest = given.abs().amax(dim=1, keepdim=True).float()  # (b, 1)
+        exponent = (254 - (largest.view(torch.int32) >> 23)).clamp_(1, 253)
+        down, up = ((e << 23).view(torch.float32) for e in (exponent, 254 - exponent))
+        unit = given * down + 0.0  # not -0.0
+        squares = in_pairs(unit.square()) / there.sum(dim=1).clamp_(min=1)
+        sigma = squares.sqrt_().view(-1, 1)
+        sigma = sigma.where(sigma > 0, 1.0)
+        codes = torch.zeros_like(blocks, dtype=torch.uint8)
+        for i in range(1, bins):
+            codes += unit >= sigma * ((i - bins // 2) * (RANGE / bins))
         means = []
         for i in range(bins):
             inside = (codes == i) & there
-            total = (unit * inside).sum(dim=1) / inside.sum(dim=1).clamp_(min=1)
-            means.append(total.float() * largest.view(-1))
+            total = in_pairs(unit.where(inside, 0.0)) / inside.sum(dim=1).clamp_(min=1)
+            means.append(total.float() * up.view(-1))
         return codes, *means
+
+    @property
+    def in_kernels(self) -> BlockCode:
+        return BlockCode("bins", self.bits, self.block_size, 2**self.bits)
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
         means = torch.stack(numbers, dim=1)  # (b, bins)

@@ -22,15 +22,19 @@ from lightning_gc.compressors.base import (
     Shards,
     Traits,
     Variance,
+    absorbed,
     in_row,
 )
 from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.kernels.blocks import BlockCode
 from lightning_gc.kernels.dispatch import compiled, fused
 from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise
 
 if TYPE_CHECKING:
+    from lightning_gc.kernels.gpu.blocks import Table as BlockTable
     from lightning_gc.kernels.gpu.levels import Table
+    from lightning_gc.kernels.host.blocks import Table as HostBlocks
     from lightning_gc.kernels.host.levels import Table as HostTable
 
 BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))
@@ -64,6 +68,18 @@ class BlockwiseCodes(Codec):
 
     def __post_init__(self) -> None:
         check_block_size(type(self).__name__, self.block_size)
+
+    @property
+    def in_kernels(self) -> BlockCode | None:
+        """What kernels of whole buckets need to know; None: torch codes each parameter."""
+        return None
+
+    @property
+    def joint_kind(self) -> Hashable:
+        return self if self.in_kernels is not None else None
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        return JointBlocks(parts)
 
     @abc.abstractmethod
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
@@ -114,6 +130,65 @@ class BlockwiseCodes(Codec):
 
     def _size(self, numel: int) -> int:
         return min(self.block_size, max(1, numel))
+
+
+class JointBlocks(JointCodec):
+    """Encode parts of a bucket by ``BlockwiseCodes``, in kernels of whole buckets.
+
+    On a GPU the kernels take blocks whose size is a power of two from 8 to 4,096.
+    """
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        return absorbed(bucket, buffer, scheme) and self.table(buffer) is not None
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        table = self.table(buffer)
+        if table is not None:
+            return table.encode(buffer, bucket.pending)
+        if compiled(buffer):
+            return self._host_table.encode(buffer)
+        return super().encode(buffer, bucket)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        table = self.table(out)
+        if table is None and not compiled(out):
+            super().receive_all(payloads, out, bucket, averaged=averaged)
+            return
+        self.check(payloads, bucket, averaged=averaged)
+        if table is not None:
+            table.average(payloads, out, bucket.pending)
+        else:
+            self._host_table.add(payloads, out, 1 / len(payloads), fresh=True)
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        if compiled(out):
+            self._host_table.add([payload], out, scale, fresh=False)
+        else:
+            super().decode(payload, out, scale, bucket)
+
+    def table(self, flat: Tensor) -> BlockTable | None:
+        """Return what kernels of a GPU read; None if they do not take ``flat``."""
+        if not fused(flat):
+            return None
+        from lightning_gc.kernels.gpu import blocks
+
+        return self._table(flat.device) if blocks.takes(self.codec.in_kernels) else None
+
+    @functools.cached_property
+    def _host_table(self) -> HostBlocks:
+        from lightning_gc.kernels.host import blocks
+
+        spans = [(part.start, part.stop) for part in self.parts]
+        return blocks.Table(spans, self.codec.in_kernels)
+
+    @functools.cached_property
+    def _table(self) -> Callable[[torch.device], BlockTable]:
+        from lightning_gc.kernels.gpu import blocks
+
+        places = [(part.place, part.start, part.stop) for part in self.parts]
+        return functools.cache(lambda device: blocks.Table(places, self.codec.in_kernels, device))
 
 
 def check_block_size(name: str, block_size: int) -> None:

@@ -13,6 +13,7 @@ from lightning_gc.compressors.quantisers.blockwise_codes import (
     Blockwise8Bit,
     LookupTable,
 )
+from lightning_gc.kernels.blocks import BlockCode, Book
 
 _DECADES = 7
 _ROUNDING = 1.0001
@@ -60,6 +61,12 @@ class DynamicTree(Blockwise8Bit):
         # The lower value gets what is at a middle.
         codes = torch.bucketize(shares.float(), _MIDDLES(device=blocks.device))
         return codes.to(torch.uint8), largest
+
+    @property
+    def in_kernels(self) -> BlockCode:
+        here = torch.device("cpu")
+        book = Book(_MIDDLES(device=here), _VALUES(device=here))
+        return BlockCode("book", self.bits, self.block_size, 1, book)
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
         known = _VALUES(device=codes.device)

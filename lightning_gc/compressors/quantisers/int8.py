@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Contraction, Traits
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, Blockwise8Bit
+from lightning_gc.kernels.blocks import BlockCode
 
 _STEPS = 255
 _LARGEST_BLOCK = 1 << 16
@@ -58,11 +59,16 @@ class Int8(Blockwise8Bit):
             )
 
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        low, high = blocks.amin(dim=1).float(), blocks.amax(dim=1).float()  # (b,)
+        low, high = blocks.amin(dim=1).float() + 0.0, blocks.amax(dim=1).float() + 0.0  # not -0.0
         # Halves: the whole of a difference may be beyond float32.
         extent = (high / 2 - low / 2).view(-1, 1)
         share = (blocks / 2 - low.view(-1, 1) / 2) / extent.where(extent > 0, 1.0)
-        return share.mul_(_STEPS).round_().clamp_(0, _STEPS).to(torch.uint8), low, high
+        codes = share.mul_(_STEPS).round_().clamp_(0, _STEPS).nan_to_num_(0.0)
+        return codes.to(torch.uint8), low, high
+
+    @property
+    def in_kernels(self) -> BlockCode:
+        return BlockCode("range", self.bits, self.block_size, 2)
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
         low, high = (number.view(-1, 1) for number in numbers)

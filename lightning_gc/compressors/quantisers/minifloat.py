@@ -7,6 +7,8 @@ of the smallest number above zero.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Contraction
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseCodes, LookupTable
+from lightning_gc.kernels.blocks import BlockCode, Book
 
 _MANTISSA, _BIAS = 23, 127  # of float32
 _ROUNDING = 1.0001  # factor by which float32's rounding, at most 2^−22, may raise squared errors
@@ -43,13 +46,17 @@ def nearest(shares: Tensor, mantissa: int, top: int, sign: int) -> Tensor:
         sign: added to the codes of negative numbers.
     """
     # In units of the smallest number above zero, which make T a whole number.
-    numbers = shares.abs().float() * number(top, mantissa)
+    codes = _codes(shares.abs().float() * number(top, mantissa), mantissa, top)
+    return codes.add_((shares < 0) * sign).to(torch.uint8)
+
+
+def _codes(numbers: Tensor, mantissa: int, top: int) -> Tensor:
+    """Return the codes of ``numbers``, not negative, without a sign."""
     exponents = numbers.view(torch.int32) >> _MANTISSA
     places = exponents.sub_(_BIAS + mantissa).clamp_(min=0)  # to shift a mantissa by
     inverse = (_BIAS - places << _MANTISSA).view(torch.float32)
     codes = (numbers * inverse).round_().to(torch.int32)
-    codes.add_(places << mantissa).clamp_(0, top)
-    return codes.add_((shares < 0) * sign).to(torch.uint8)
+    return codes.add_(places << mantissa).clamp_(0, top)
 
 
 def _table(mantissa: int, top: int, sign: int, device: torch.device) -> Tensor:
@@ -65,6 +72,19 @@ def _table(mantissa: int, top: int, sign: int, device: torch.device) -> Tensor:
 
 
 _TABLE = LookupTable(_table)
+
+
+@functools.cache
+def _book(mantissa: int, top: int, sign: int) -> Book:
+    """Return the format as kernels read it."""
+    known = [float(number(code, mantissa)) for code in range(top + 1)]
+    middles = torch.tensor(
+        [(a + b) / 2 for a, b in itertools.pairwise(known)], dtype=torch.float32, device="cpu"
+    )
+    # The higher number gets what is at a middle if rounding takes it there.
+    up = _codes(middles, mantissa, top) > torch.arange(top, device="cpu")
+    middles = torch.where(up, middles.nextafter(torch.zeros_like(middles)), middles)
+    return Book(middles, _table(mantissa, top, sign, middles.device), known[top], sign)
 
 
 class Minifloat(BlockwiseCodes):
@@ -94,6 +114,11 @@ class Minifloat(BlockwiseCodes):
         largest = blocks.abs().amax(dim=1).float()  # (b,)
         shares = blocks / largest.where(largest > 0, 1.0).view(-1, 1)
         return nearest(shares, *self.formats[self.format], sign=2 ** (self.bits - 1)), largest
+
+    @property
+    def in_kernels(self) -> BlockCode:
+        book = _book(*self.formats[self.format], 2 ** (self.bits - 1))
+        return BlockCode("book", self.bits, self.block_size, 1, book)
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
         sign = 2 ** (self.bits - 1)

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Contraction
+from lightning_gc.compressors.base import Codec, Contraction, Part
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, TableSelection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket
+from lightning_gc.kernels.sparse import MOST_IN_CHUNK, Row, Selection, chunks
 
 
 @dataclass(frozen=True)
 class ChunkedTopK(DensitySparsifier, SparseCodec):
     """Send the k = density·chunk elements of greatest magnitude of each chunk of a tensor.
 
-    ``C(x)_i = x_i`` if ``|x_i|`` is among the k largest of its chunk, else 0. Chunks are selected
+    ``C(x)_i = x_i`` if ``|x_i|`` is among the k largest of its chunk, else 0. Of equal magnitudes
+    the first are sent. Chunks are selected
     from one by one, so nothing sorts or searches a whole tensor, every part of it is heard, and
     each chunk has the same share of what is sent. The last chunk may be shorter, and has k by the
     same density.
@@ -61,25 +63,37 @@ class ChunkedTopK(DensitySparsifier, SparseCodec):
             )
 
     def most(self, numel: int) -> int:
-        chunks, rest = divmod(numel, self.chunk)
-        return chunks * self.count(self.chunk) + (self.count(rest) if rest else 0)
+        full, rest = divmod(numel, self.chunk)
+        return full * self.count(self.chunk) + (self.count(rest) if rest else 0)
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
-        chunks, rest = divmod(buffer.numel(), self.chunk)
-        end, k = chunks * self.chunk, self.count(self.chunk)
-        rows = buffer[:end].view(chunks, self.chunk).abs()
-        inside = rows.topk(k, dim=1, sorted=False).indices.sort(dim=1).values  # (chunks, k)
-        firsts = torch.arange(0, end, self.chunk, device=buffer.device).view(-1, 1)
-        found = (inside + firsts).view(-1)
+        full, rest = divmod(buffer.numel(), self.chunk)
+        end, k = full * self.chunk, self.count(self.chunk)
+        found = topk_selection.largest_of_rows(buffer[:end].view(full, self.chunk), k)
         if not rest:
             return found
         last = topk_selection.largest(buffer[end:], self.count(rest))
         return torch.cat([found, last + end])
 
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        if any(type(part.codec) is not ChunkedTopK for part in parts):
+            return super().join(parts)
+        rows = tuple(part.codec._row(part) for part in parts)
+        if max(row.apart for row in rows) <= MOST_IN_CHUNK:
+            return TableSelection(parts, Selection("chunks", rows))
+        each = tuple(chunk for row in rows for chunk in chunks(row))
+        return TableSelection(parts, Selection("largest", each))
+
+    def _row(self, part: Part) -> Row:
+        size = min(self.chunk, part.numel)
+        last = self.count(part.numel % size) if part.numel % size else 0
+        sent = self.most(part.numel)
+        return Row(part.place, part.start, part.stop, sent, size, self.count(size), last)
+
     def bound(self, numel: int) -> Contraction:
         """Return δ = the least k/chunk of a chunk, reached when all magnitudes are equal."""
-        chunks, rest = divmod(numel, self.chunk)
-        shares = [self.count(self.chunk) / self.chunk] if chunks else []
+        full, rest = divmod(numel, self.chunk)
+        shares = [self.count(self.chunk) / self.chunk] if full else []
         shares += [self.count(rest) / rest] if rest else []
         return Contraction(min(shares, default=1.0))
 

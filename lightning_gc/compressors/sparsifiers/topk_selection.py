@@ -87,10 +87,26 @@ def largest(buffer: Tensor, k: int) -> Tensor:
             found = reaching(buffer, kth_largest(sample, rank))
             if k <= found.numel() < buffer.numel() // 2:
                 return best(buffer, found, k)
-    chosen = _first_of_largest(magnitude_bits(buffer), k)
+    return _places(_first_of_largest(magnitude_bits(buffer), k), k)
+
+
+def largest_of_rows(rows: Tensor, k: int) -> Tensor:
+    """Return the ascending positions of the k largest of each row, in ``rows.view(-1)``.
+
+    NaN is greater than all, and of equal magnitudes the first are taken.
+    """
+    bits = magnitude_bits(rows)
+    limits = torch.topk(bits, k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    above, equal = bits > limits, bits == limits
+    first = equal.cumsum(1, dtype=torch.int32) <= k - above.sum(dim=1, keepdim=True)
+    return _places(torch.logical_or(above, equal & first).view(-1), rows.shape[0] * k)
+
+
+def _places(chosen: Tensor, count: int) -> Tensor:
+    """Return the ascending positions of ``count`` set elements, without waits."""
     if payload_validation.on_host(chosen):
         return chosen.nonzero().view(-1)
-    order = torch.arange(1, k + 1, dtype=torch.int32, device=buffer.device)
+    order = torch.arange(1, count + 1, dtype=torch.int32, device=chosen.device)
     return torch.searchsorted(chosen.cumsum(0, dtype=torch.int32), order)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,18 +17,27 @@ from lightning_gc.compressors.base import (
     AbsoluteError,
     Bound,
     Codec,
+    CodecScheme,
     Contraction,
     Multiple,
+    Part,
     Traits,
     Unbounded,
     Waits,
+    absorbed,
+    clear_parts,
 )
+from lightning_gc.compressors.quantisers.blockwise_codes import JointBlocks
 from lightning_gc.compressors.quantisers.natural_compression import NaturalCompression
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD
 from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.compressors.sparsifiers.hard_threshold import HardThreshold
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.sparsifiers.sparse_codec import (
+    JointSelection,
+    SparseCodec,
+    TableSelection,
+)
 from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.core import (
     Bucket,
@@ -37,6 +48,10 @@ from lightning_gc.core import (
     elias_fano,
     payload_validation,
 )
+
+if TYPE_CHECKING:
+    from lightning_gc.kernels.gpu.blocks import Table as BlockTable
+    from lightning_gc.kernels.sparse import Selection
 
 _STEP = 16  # positions; that many more always take at least one byte more
 
@@ -198,6 +213,15 @@ class Quantised(Codec):
     def sent(self, payload: Payload, numel: int) -> int:
         return _count(payload, numel, self.sparsifier.most(numel))
 
+    @property
+    def joint_kind(self) -> Hashable:
+        inner = self.sparsifier.joint_kind, self.quantiser.joint_kind
+        known = all(kind is not None for kind in inner) and not self.sparsifier.ragged
+        return (Quantised, *inner) if known else None
+
+    def join(self, parts: tuple[Part, ...]) -> Codec:
+        return JointQuantised(parts)
+
     @classmethod
     def examples(cls) -> tuple[Quantised, ...]:
         return (
@@ -207,10 +231,115 @@ class Quantised(Codec):
         )
 
 
+@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
+class JointQuantised(Codec):
+    """Choose elements in each part, and send their values and positions in one payload.
+
+    The payload consists of the quantiser's payload for the values of all parts, and of coded
+    positions in the bucket. Elements and mean are those of separate payloads.
+
+    Args:
+        parts: ascending. Their codecs are ``Quantised``, with fixed numbers of elements and equal
+            quantisers.
+    """
+
+    parts: tuple[Part, ...]
+
+    @functools.cached_property
+    def selection(self) -> JointSelection:
+        """The codec of the choice alone."""
+        parts = tuple(part._replace(codec=part.codec.sparsifier) for part in self.parts)
+        return parts[0].codec.join(parts)  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def quantiser(self) -> Codec:
+        """The codec of the chosen values, which has a part for the values of each part."""
+        parts, stop = list[Part](), 0
+        for part in self.parts:
+            start, stop = stop, stop + part.codec.sparsifier.most(part.numel)
+            inner, name = part.codec.quantiser, _of_values(part.name)
+            parts.append(Part(inner, name, start, stop, part.place))
+        return parts[0].codec.join(tuple(parts))  # type: ignore[no-any-return]
+
+    @property
+    def traits(self) -> Traits:
+        return self.parts[0].codec.traits  # type: ignore[no-any-return]
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        return absorbed(bucket, buffer, scheme) and self._in_kernels(buffer) is not None
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        kernels = self._in_kernels(buffer)
+        if kernels is not None:
+            selection, table = kernels
+            return table.encode_chosen(buffer, selection, bucket.pending)
+        chosen = self.selection.choose(buffer, bucket)  # (k,)
+        values, coded = sparse_codec.take(buffer, chosen)
+        payload = self.quantiser.encode(values, self._values(bucket, values))
+        buffer.index_copy_(0, chosen, values)
+        return *payload, coded
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        *quantised, coded = payload
+        values = out.new_zeros(self.selection.most(out.numel()))
+        self.quantiser.decode(tuple(quantised), values, 1.0, self._values(bucket, values))
+        sparse_codec.add((values, coded), out, scale)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        kernels = self._in_kernels(out)
+        if kernels is None or bucket.pending is None:
+            super().receive_all(payloads, out, bucket, averaged=averaged)
+            return
+        self.check(payloads, bucket)
+        selection, table = kernels
+        table.average_chosen(payloads, out, selection, bucket.pending)
+
+    def _in_kernels(self, flat: Tensor) -> tuple[Selection, BlockTable] | None:
+        """Return what kernels of a GPU read; None if they do not take the codecs or ``flat``."""
+        inner = self.quantiser
+        if not isinstance(self.selection, TableSelection) or not isinstance(inner, JointBlocks):
+            return None
+        table = inner.table(flat)
+        return None if table is None else (self.selection.selection, table)
+
+    def _values(self, bucket: Bucket, values: Tensor) -> Bucket:
+        """Return a bucket of the chosen values of all parts."""
+        sizes = {part.name: part.codec.sparsifier.most(part.numel) for part in self.parts}
+        shapes = {_of_values(name): (size,) for name, size in sizes.items()}
+        changes = {"grad": values, "shapes": shapes, "state": {}, "pending": None}
+        return dataclasses.replace(bucket, **changes)  # type: ignore[arg-type]
+
+    def clear(self, out: Tensor) -> None:
+        clear_parts(self.parts, out)
+
+    def elements(self, numel: int) -> int:
+        return sum(part.numel for part in self.parts)
+
+    def sent(self, payload: Payload, numel: int) -> int:
+        return self.selection.most(numel)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = 0; each part keeps its codec's bound."""
+        return Contraction(0.0)
+
+    def wire(self, numel: int) -> Wire:
+        sent = self.selection.most(numel)
+        return *self.quantiser.wire(sent), sparse_codec.positions_field(sent, numel, "no")
+
+    def __repr__(self) -> str:
+        return f"PerParameter({self.parts[0].codec!r})"
+
+
 def _values(bucket: Bucket, values: Tensor) -> Bucket:
     """Return a bucket of the chosen values, with other random numbers."""
-    shapes = {f"{'+'.join(bucket.shapes)}%values": (values.numel(),)}
+    shapes = {_of_values("+".join(bucket.shapes)): (values.numel(),)}
     return dataclasses.replace(bucket, grad=values, shapes=shapes, state={})
+
+
+def _of_values(name: str) -> str:
+    return f"{name}%values"
 
 
 def _count(payload: Payload, numel: int, most: int) -> int:

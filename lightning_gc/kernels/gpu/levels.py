@@ -56,11 +56,17 @@ def value_of(level, norm, BITS: tl.constexpr):
 
 
 @triton.jit
-def store_codes(packed, level, groups, at, numel, BITS: tl.constexpr):
-    """Pack the codes of levels, ``(groups, 8)``, into the bytes of a tensor of ``numel`` codes."""
+def code_of(level, BITS: tl.constexpr):
+    """Return the codes of levels, int32; 0 for NaN."""
     steps = tl.zeros_like(level) + ((1 << (BITS - 1)) - 1)
+    return tl.where(level == level, level + steps, 0.0).to(tl.int32)
+
+
+@triton.jit
+def store_codes(packed, code, groups, at, numel, BITS: tl.constexpr):
+    """Pack codes, ``(groups, 8)`` int32, into the bytes of a tensor of ``numel`` codes."""
     inside = at < numel
-    code = tl.where(inside & (level == level), level + steps, 0.0).to(tl.int32)
+    code = tl.where(inside, code, 0)
     WHOLE: tl.constexpr = BITS // 8
     REST: tl.constexpr = BITS % 8
     for i in tl.static_range(WHOLE):
@@ -77,8 +83,8 @@ def store_codes(packed, level, groups, at, numel, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_values(packed, norm, groups, at, numel, BITS: tl.constexpr):
-    """Return what codes mean, ``(groups, 8)``; NaN where no encoder makes the code."""
+def load_codes(packed, groups, at, numel, BITS: tl.constexpr):
+    """Return codes, ``(groups, 8)`` int32."""
     WHOLE: tl.constexpr = BITS // 8
     REST: tl.constexpr = BITS % 8
     code = tl.zeros_like(at)
@@ -96,6 +102,13 @@ def load_values(packed, norm, groups, at, numel, BITS: tl.constexpr):
             word |= byte.to(tl.int64) << (8 * i)
         rest = (word[:, None] >> (REST * lane)) & ((1 << REST) - 1)
         code |= rest.to(tl.int32) << (8 * WHOLE)
+    return code
+
+
+@triton.jit
+def load_values(packed, norm, groups, at, numel, BITS: tl.constexpr):
+    """Return what codes mean, ``(groups, 8)``; NaN where no encoder makes the code."""
+    code = load_codes(packed, groups, at, numel, BITS)
     steps: tl.constexpr = (1 << (BITS - 1)) - 1
     value = value_of((code - steps).to(tl.float32), norm, BITS)
     return tl.where(code > 2 * steps, float("nan"), value)
@@ -129,7 +142,7 @@ def round_and_pack(
         u = tl.load(noise + at, mask=inside, other=0.0)
     level = level_of(x, norm, u, BITS)
     tl.store(buffer + at, x - value_of(level, norm, BITS), mask=inside)
-    store_codes(packed, level, groups, at, numel, BITS)
+    store_codes(packed, code_of(level, BITS), groups, at, numel, BITS)
 
 
 def quantise(
@@ -328,7 +341,7 @@ def round_tiles(
         u = uniforms(tl.load(keys + part), step, groups, GROUPS)
     level = level_of(x, norm, u, BITS)
     codes += field_at(parts, number, part, CODES, codes_apart)
-    store_codes(codes, level, groups, at, numel, BITS)
+    store_codes(codes, code_of(level, BITS), groups, at, numel, BITS)
     if KEEP:
         left = x - value_of(level, norm, BITS)
         if ADD:

@@ -40,7 +40,10 @@ TILE = 4096
 
 @triton.jit
 def column(table, index, parts, part):
-    """Return a number of a part, in the order of ``kernels.sparse.Row``; 8: its first piece."""
+    """Return a number of a part, in the order of ``kernels.sparse.Row``.
+
+    8: its first piece; 9: the number of elements sent of the parts before.
+    """
     return tl.load(table + index * parts + part)
 
 
@@ -459,6 +462,85 @@ def move_chosen(
         at += ROW
 
 
+@kernel()
+def take_chunks(
+    buffer,
+    grad,
+    decay,
+    gain,
+    peaks,
+    tiles,
+    count,
+    table,
+    parts,
+    values,
+    positions,
+    bitmap,
+    zeroed,
+    length,
+    flag,
+    sent_flag,
+    padding,
+    padded,
+    ADD: tl.constexpr,
+    KEEP: tl.constexpr,
+    GUARDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Add the gradient, and move the largest of each of ROWS chunks out of the buffer.
+
+    Also zero ``zeroed`` bytes of the bitmap, and write the end of the message.
+    """
+    tile = tl.program_id(0)
+    if tile == 0:
+        end_message(flag, sent_flag, padding, padded)
+    byte = tile * zeroed
+    end = tl.minimum(byte + zeroed, length)
+    while byte < end:
+        each = byte + tl.arange(0, ROW)
+        tl.store(bitmap + each, tl.zeros([ROW], tl.uint8), mask=each < end)
+        byte += ROW
+
+    part = tl.load(tiles + tile)
+    chunk = tl.load(tiles + count + tile) + tl.arange(0, ROWS)
+    stop = column(table, 2, parts, part)
+    size = column(table, 4, parts, part)
+    number = column(table, 5, parts, part)
+    idle = is_idle(peaks, table, parts, part, GUARDED)
+    begin = column(table, 1, parts, part) + chunk * size
+    wanted = tl.where(begin + size <= stop, number, column(table, 6, parts, part))
+    wanted = tl.where(begin < stop, wanted, 0)
+    lane = tl.arange(0, WIDTH)[None, :]
+    here = begin[:, None] + lane  # (ROWS, WIDTH)
+    inside = (lane < size) & (here < stop)
+    x = compensated(buffer, grad, here, inside, decay, gain, ADD)
+    bits = tl.where(inside, tl.where(idle, 0, magnitude_bits(x)), -1)
+    limit = wanted * 0  # the greatest number that as many reach as are wanted, bit by bit
+    step = (part * 0) + (1 << 30)
+    while step > 0:
+        reach = tl.sum(tl.where(bits >= (limit | step)[:, None], 1, 0), axis=1)
+        limit = tl.where(reach >= wanted, limit | step, limit)
+        step = step >> 1
+    above = bits > limit[:, None]
+    equal = tl.where(bits == limit[:, None], 1, 0)
+    needed = wanted - tl.sum(tl.where(above, 1, 0), axis=1)
+    chosen = above | ((equal == 1) & (tl.cumsum(equal, axis=1) <= needed[:, None]))
+    first = column(table, 9, parts, part) + chunk * number
+    rank = first[:, None] + tl.cumsum(tl.where(chosen, 1, 0), axis=1) - 1
+    sent = x
+    if KEEP:
+        sent = tl.where(idle, 0.0, x)
+    tl.store(values + rank, sent, mask=chosen)
+    tl.store(positions + rank, here, mask=chosen)
+    if ADD:
+        left = tl.where(idle, x, tl.where(chosen, 0.0, x))
+        tl.store(buffer + here, tl.where(is_finite(left), left, 0.0), mask=inside)
+    elif KEEP:
+        tl.store(buffer + here, tl.zeros_like(x), mask=chosen)
+
+
 @triton.jit
 def within_bfloat(x):
     """Return finite numbers that bfloat16 would round to infinity as its largest; others as is."""
@@ -644,6 +726,7 @@ def add_all(
     flags,
     flags_apart,
     senders,
+    starts,
     pieces,
     count,
     table,
@@ -695,7 +778,7 @@ def add_all(
             here = at + tl.arange(0, ROW)
             tl.store(out + here, tl.zeros([ROW], tl.float32) + float("nan"), mask=here < stop)
             at += ROW
-    elif start == column(table, 1, parts, part):
+    elif start == tl.load(starts + column(table, 0, parts, part)):
         tl.store(out + start, tl.load(out + start) + arrived(flags, flags_apart, senders))
 
 
@@ -717,16 +800,17 @@ class _Work:
         self.sampled = selection.rule == "sampled"
         self.guarded, self.add, self.keep = pending is not None, adds, adds or pending is None
         sizes = [2]  # the number of elements in all, and the flag
-        if selection.rule != "largest":
+        if selection.rule in ("sampled", "reaching"):
             sizes += [self.parts]
-        if selection.rule != "reaching":
+        if selection.rule in ("sampled", "largest"):
             sizes += [self.parts * size for size in (BINS, BINS, LAST, CORRECTIONS + 1)]
         words = sum(sizes)
         zeros = buffer.new_zeros(words, dtype=torch.int32) if pending is None else None
         work = pending.work.take(words) if zeros is None and pending else zeros
         assert work is not None
         self.head, *rest = work.split(sizes)
-        self.numbers = self.table[3] if selection.rule == "largest" else rest.pop(0)
+        fixed = selection.rule in ("largest", "chunks")
+        self.numbers = self.table[3] if fixed else rest.pop(0)
         self.histograms = rest
         self.limits, self.larger, self.equal = buffer.new_empty(
             2 * (self.parts + self.count), dtype=torch.int32
@@ -806,29 +890,45 @@ def _count(work: _Work, step: int) -> None:
     )
 
 
-def _move(work: _Work, number: int, payload: Packed, flag: tuple[Tensor, Tensor]) -> Tensor:
-    """Fill the payload (values, coded positions), and return the positions, int32."""
-    values, coded = payload[:2]
-    numel, device = work.buffer.numel(), work.buffer.device
+def _move(
+    work: _Work, values: Tensor, coded: Tensor, payload: Packed, flag: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Fill values, coded positions and the payload's end, and return the positions, int32."""
+    number, numel, device = values.numel(), work.buffer.numel(), work.buffer.device
     positions = torch.empty(number, dtype=torch.int32, device=device)
     low, map_at = elias_fano.layout(number, numel)
     bitmap, bfloat = coded[map_at:], values.dtype == torch.bfloat16
-    seal = payload.layout.seal
-    launch(
-        move_chosen,
-        (work.count,),
-        *(work.buffer, work.peaks, *work.places, work.limits, work.numbers),
-        *(work.larger, work.equal, values.view(torch.int16) if bfloat else values, positions),
-        *(number, bitmap, triton.cdiv(bitmap.numel(), work.count), bitmap.numel()),
-        *(*flag, payload.padding, payload.layout.padding),
-        *(work.head if seal is None else payload.seal.view(torch.int32), _low_word(seal)),
-        KEEP=work.keep,
-        GUARDED=work.guarded,
-        BFLOAT=bfloat,
-        SEALED=seal is not None,
-        FOLD=FOLD,
-        ROW=ROW,
-    )
+    ending = *flag, payload.padding, payload.layout.padding
+    kind = {"KEEP": work.keep, "GUARDED": work.guarded}
+    if work.selection.rule == "chunks":
+        tiles, rows, width = work.selection.tiles(device)
+        launch(
+            take_chunks,
+            (tiles.shape[1],),
+            *(*work.addition, tiles, tiles.shape[1], work.table, work.parts, values, positions),
+            *(bitmap, triton.cdiv(bitmap.numel(), tiles.shape[1]), bitmap.numel(), *ending),
+            ADD=work.add,
+            **kind,
+            ROWS=rows,
+            WIDTH=width,
+            ROW=ROW,
+            num_warps=8 if width > TILE else 4,
+        )
+    else:
+        seal = payload.layout.seal
+        launch(
+            move_chosen,
+            (work.count,),
+            *(work.buffer, work.peaks, *work.places, work.limits, work.numbers),
+            *(work.larger, work.equal, values.view(torch.int16) if bfloat else values, positions),
+            *(number, bitmap, triton.cdiv(bitmap.numel(), work.count), bitmap.numel(), *ending),
+            *(work.head if seal is None else payload.seal.view(torch.int32), _low_word(seal)),
+            **kind,
+            BFLOAT=bfloat,
+            SEALED=seal is not None,
+            FOLD=FOLD,
+            ROW=ROW,
+        )
     if number:
         grid = (triton.cdiv(number, 8 * GROUPS),)
         bits = positions, coded, map_at, coded.numel(), number, low
@@ -849,19 +949,41 @@ def encode(
 
     Args:
         buffer: of the whole bucket; the unsent part remains, as ``core.segments.Pending`` says.
-        selection: of the rule ``"largest"``.
-        dtype: of the values, float32 or bfloat16.
+        selection: of the rule ``"largest"`` or ``"chunks"``.
+        dtype: of the values, float32 or bfloat16; for ``"chunks"`` float32.
+        pending: the engine's work, or None.
+    """
+    number = selection.most
+    fields = [(dtype, number), (torch.uint8, elias_fano.coded_bytes(number, buffer.numel()))]
+    payload = pending.reserve(fields) if pending else reserve(fields, buffer.device)
+    take(buffer, selection, payload[0], payload[1], payload, pending)
+    return payload.first(2)
+
+
+def take(
+    buffer: Tensor,
+    selection: Selection,
+    values: Tensor,
+    coded: Tensor,
+    payload: Packed,
+    pending: Pending | None,
+) -> Tensor:
+    """Move the elements to send out of ``buffer``, and return their positions, ``(k,)`` int32.
+
+    Args:
+        buffer: of the whole bucket; the unsent part remains, as ``core.segments.Pending`` says.
+        selection: of the rule ``"largest"`` or ``"chunks"``.
+        values: ``(k,)`` float32 or bfloat16; overwritten.
+        coded: of the coded positions; overwritten.
+        payload: its flag and padding are written.
         pending: the engine's work, or None.
     """
     work = _Work(buffer, selection, pending)
-    _count(work, 0)
-    number = selection.most
-    fields = [(dtype, number), (torch.uint8, elias_fano.coded_bytes(number, buffer.numel()))]
+    if selection.rule == "largest":
+        _count(work, 0)
     flagged = pending is not None and pending.flagged
-    payload = pending.reserve(fields) if pending else reserve(fields, buffer.device)
     flag = (work.flag, payload.flag if flagged else work.sent_flag)
-    _move(work, number, payload, flag)
-    return payload.first(2)
+    return _move(work, values, coded, payload, flag)
 
 
 @dataclass(frozen=True, eq=False)
@@ -889,7 +1011,7 @@ class Counted:
         own, longest = lengths[worker], max(layout.nbytes for layout in layouts)
         fields = list(zip(dtypes, own, strict=True))
         payload = reserve(fields, device, sealed=own, nbytes=longest)
-        _move(self._work, own[0], payload, (self._work.flag, self._work.sent_flag))
+        _move(self._work, *payload, payload, (self._work.flag, self._work.sent_flag))
         return payload
 
 
@@ -953,7 +1075,7 @@ def average(
         (pieces.shape[1],),
         *(values.view(torch.int16) if bfloat else values, apart, *counted),
         *(positions, longest, wrong, workers, 1 / workers, out),
-        *(flags, flags_apart, len(pending.flags)),
+        *(flags, flags_apart, len(pending.flags), pending.segments.starts),
         *(pieces, pieces.shape[1], table, len(selection.rows)),
         BFLOAT=bfloat,
         ROW=ROW,

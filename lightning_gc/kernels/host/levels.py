@@ -106,7 +106,7 @@ def _add(codes, norms, out, rows, block_size, bits, scale, fresh):
             for worker in range(codes.size):
                 packed = carray(pointer(codes[worker]), rows[-1, 2], np.uint8)[code:]
                 own = carray(pointer(norms[worker]), rows[-1, 3], np.float32)[norm:]
-                _unpack(packed[start * bits // 8 : (stop * bits + 7) // 8], bits, unpacked)
+                unpack_codes(packed[start * bits // 8 : (stop * bits + 7) // 8], bits, unpacked)
                 highest = max(highest, _most(unpacked[: stop - start]))
                 _add_blocks(unpacked, mean, own, start, block_size, s, scale)
     return highest <= 2 * s
@@ -204,7 +204,7 @@ def _quantise(x, norms, packed, block_size, bits, state, draw, known):
             part = slice(at - start, end - start)
             _round(x[at:end], noise[part], codes[part], norms[block], s)
             at = end
-        _pack(codes, size, bits, packed[start * bits // 8 : (stop * bits + 7) // 8])
+        pack_codes(codes, size, bits, packed[start * bits // 8 : (stop * bits + 7) // 8])
 
 
 @jit
@@ -240,7 +240,8 @@ def _round(x, noise, codes, norm, s):
 
 
 @jit
-def _pack(codes, size, bits, packed):
+def pack_codes(codes, size, bits, packed):
+    """Pack the first ``size`` codes; up to seven behind them are overwritten."""
     if bits == 8:
         packed[:] = codes[:size]
     elif bits == 4:
@@ -283,7 +284,7 @@ def _dequantise(packed, norms, out, block_size, bits, scale):
         return highest
     for start in range(0, out.size, CHUNK):
         stop = min(start + CHUNK, out.size)
-        _unpack(packed[start * bits // 8 : (stop * bits + 7) // 8], bits, codes)
+        unpack_codes(packed[start * bits // 8 : (stop * bits + 7) // 8], bits, codes)
         _add_blocks(codes, out[start:stop], norms, start, block_size, s, scale)
     return highest
 
@@ -293,13 +294,14 @@ def _highest(packed, bits, codes, numel):
     highest = np.uint8(0)
     for start in range(0, numel, CHUNK):
         stop = min(start + CHUNK, numel)
-        _unpack(packed[start * bits // 8 : (stop * bits + 7) // 8], bits, codes)
+        unpack_codes(packed[start * bits // 8 : (stop * bits + 7) // 8], bits, codes)
         highest = max(highest, _most(codes[: stop - start]))
     return highest
 
 
 @jit
-def _unpack(packed, bits, codes):
+def unpack_codes(packed, bits, codes):
+    """Write the codes in ``packed`` to the first of ``codes``, and up to seven more."""
     if bits == 8:
         codes[: packed.size] = packed
     elif bits == 4:

@@ -69,13 +69,13 @@ def _mean(x, kind, share, sums):
         lanes[:width] = 0
         for row in range(start, stop, LANES):
             _add_row(x[row : min(row + LANES, stop)], kind, lanes)
-        sums[piece] = _in_pairs(lanes, width) * share
+        sums[piece] = in_pairs(lanes, width) * share
     width = min(pieces, SUMS)
     lanes[:width] = 0
     for row in range(0, pieces, SUMS):
         for i in range(min(SUMS, pieces - row)):
             lanes[i] += sums[row + i]
-    return _in_pairs(lanes, width)
+    return in_pairs(lanes, width)
 
 
 @jit
@@ -96,7 +96,8 @@ def _add_row(x, kind, lanes):
 
 
 @jit
-def _in_pairs(lanes, width):
+def in_pairs(lanes, width):
+    """Return the sum of the first ``width`` lanes: of neighbours, again and again."""
     while width > 1:
         half = width // 2
         for i in range(half):

@@ -27,7 +27,7 @@ MOST = 1 << 17
 """Elements of that sample at most."""
 MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
-_RULES = {"largest": 0, "sampled": 1, "reaching": 2}
+_RULES = {"largest": 0, "chunks": 0, "sampled": 1, "reaching": 2}
 _FACTORS = np.array([FACTOR**i for i in range(CORRECTIONS + 1)], np.float32)
 _LOWEST_BIT = np.array([0, *((n & -n).bit_length() - 1 for n in range(1, 256))], np.uint8)
 

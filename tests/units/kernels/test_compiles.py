@@ -26,15 +26,18 @@ POINTERS = {
     "histogram": "*i32", "reached": "*i32", "finer": "*i32", "numbers": "*i32", "after": "*i32",
     "limits": "*i32", "larger": "*i32", "equal": "*i32", "total": "*i32", "coded": "*u8",
     "seal_place": "*i32", "wrong": "*i32", "columns": "*fp32", "bases": "*fp32", "least": "fp32",
-    "arrivals": "*i32", "p": "*fp32", "q": "*fp32", "kept": "*fp32", "products": "*fp32",
+    "book": "*fp32", "top": "fp32", "arrivals": "*i32", "p": "*fp32", "q": "*fp32", "kept": "*fp32", "products": "*fp32",
     **{f"factor{i}": "fp32" for i in range(1, 5)},
 }  # fmt: skip
 FAMILIES = {
     "levels": {"mean": "*fp32", "most": "*i32", "parts": "*i64"},
     "low_rank": {"before": "*fp32", "most": "fp32"},
     "sparse": {"before": "*i32", "positions": "*i32", "tiles": "i32"},
+    "chunks": {"positions": "*i32"},
+    "blocks": {"numbers": "*fp32", "positions": "*i32"},
 }
 """Types of arguments that mean something else in other families."""
+BLOCKS = [(0, 2, 0, True), (0, 4, 0, False), (1, 8, 0, False), (2, 8, 7, False), (2, 4, 3, True)]
 KERNELS = [
     ("select", "mark", {"GROUPS": 256}),
     ("select", "compact", {"BLOCK": 2048}),
@@ -93,6 +96,32 @@ KERNELS = [
     ("sparse", "code_positions", {"GROUPS": 128}),
     ("sparse", "count_bits", {"TILE": 4096, "ROW": 1024}),
     ("sparse", "find_places", {"TILE": 4096, "FOLD": 256, "ROW": 1024}),
+    *(
+        (
+            "chunks",
+            "take_chunks",
+            {"ADD": add, "KEEP": add, "GUARDED": add, "ROWS": 1 if add else 32, "WIDTH": width}
+            | {"ROW": 1024},
+        )
+        for add, width in ((True, 4096), (False, 64))
+    ),
+    *(
+        (
+            "blocks",
+            "round_blocks",
+            {"ADD": not chosen, "KEEP": True, "GUARDED": True, "CHOSEN": chosen, "KIND": kind}
+            | {"BITS": bits, "STEPS": steps, "LEVELS": 9, "SIGMAS": 6, "TILE": 2048},
+        )
+        for kind, bits, steps, chosen in BLOCKS
+    ),
+    *(
+        (
+            "blocks",
+            "average_blocks",
+            {"KIND": kind, "BITS": bits, "STEPS": steps, "LEVELS": 9, "TILE": 2048},
+        )
+        for kind, bits, steps, _ in BLOCKS
+    ),
     *(("sparse", "add_all", {"BFLOAT": bfloat, "ROW": 1024}) for bfloat in (True, False)),
     ("random_k", "take_drawn", {"ADD": True, "SCALED": False, "ROW": 1024}),
     ("random_k", "take_drawn", {"ADD": True, "SCALED": True, "ROW": 1024}),
@@ -151,7 +180,7 @@ FUSED = {
     *("raise_peaks", "round_tiles", "average_tiles", "book_tiles"),
     *("sum_pieces", "take_signs", "average_signs"),
     *("sample_thresholds", "first_digit", "count_reaching"),
-    *("take_drawn", "project_rows"),
+    *("take_drawn", "project_rows", "take_chunks", "round_blocks", "average_blocks"),
 }
 """Kernels that add a product as torch's ``add`` with a factor does, rounded once."""
 NUMBERS = {"numel", "chosen", "block_size", "count"}

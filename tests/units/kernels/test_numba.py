@@ -7,9 +7,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import QSGD, AllGather, Cast, EFSignSGD, OneBitSGD, Uniform
+from lightning_gc import (
+    QSGD,
+    AllGather,
+    BinMeans,
+    Cast,
+    ChunkedTopK,
+    DynamicTree,
+    EFSignSGD,
+    Float4,
+    Float8,
+    Int8,
+    OneBitSGD,
+    Quantised,
+    TopK,
+    Uniform,
+)
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.base import Part
+from lightning_gc.compressors.base import Codec, Part
 from lightning_gc.core import Bucket, payload_validation
 from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.kernels import dispatch, quantise
@@ -103,9 +118,18 @@ def test_what_a_codec_sends_does_not_depend_on_numba(
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("codec", [QSGD(4), QSGD(3, 7), QSGD(8, 5000), Uniform(5)], ids=repr)
+BLOCKS: list[Codec] = [
+    *(Quantised(ChunkedTopK(0.1, 256), BinMeans(2, 16)), Quantised(TopK(0.1), QSGD(4, 64))),
+    *(BinMeans(1, 7), BinMeans(4, 64), Int8(), DynamicTree(7)),
+    *(Float8("e4m3"), Float8("e5m2", 7), Float8("1-3-4"), Float4(), Float4("e3m0", 7)),
+]
+
+
+@pytest.mark.parametrize(
+    "codec", [QSGD(4), QSGD(3, 7), QSGD(8, 5000), Uniform(5), *BLOCKS], ids=repr
+)
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_whole_bucket(codec: QSGD, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_bucket(codec: Codec, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         results = []
         for numba in (True, False):

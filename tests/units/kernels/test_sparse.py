@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from lightning_gc import HardThreshold, TopK
+from lightning_gc import ChunkedTopK, HardThreshold, TopK
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import Codec, Part
 from lightning_gc.core import elias_fano
@@ -20,6 +20,7 @@ pytestmark = [
 CODECS: list[Codec] = [
     *(TopK(0.01), TopK(0.3), TopK(1.0), TopK(0.02, "bfloat16")),
     *(TopK(0.05, selection="sampled"), HardThreshold(0.0), HardThreshold(1.5)),
+    *(ChunkedTopK(), ChunkedTopK(0.3, 7), ChunkedTopK(0.02, 20_000)),
 ]
 NUMEL = 40_000
 

@@ -1,0 +1,242 @@
+"""Kernels for the host that code blocks of a bucket by a few numbers each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from lightning_gc.core.bit_packing import packed_bytes
+from lightning_gc.kernels.blocks import RANGE, BlockCode
+from lightning_gc.kernels.host.levels import pack_codes, unpack_codes
+from lightning_gc.kernels.host.segments import pointer
+from lightning_gc.kernels.host.signs import in_pairs
+from lightning_gc.kernels.host.tensors import jit, magnitude, multiply_add
+
+TOGETHER = 8
+"""Blocks that are packed together, so that they end with a byte."""
+_BINS, _BETWEEN, _BOOK = range(3)
+_KINDS = {"bins": _BINS, "range": _BETWEEN, "book": _BOOK}
+_NOTHING = np.zeros(1, np.float32)
+
+
+class Table:
+    """The parts of a bucket that share a payload of a code.
+
+    Args:
+        spans: first element and end of each part.
+        code: of all parts.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]], code: BlockCode) -> None:
+        self.code = code
+        rows, codes, blocks = [], 0, 0
+        for start, stop in spans:
+            size = min(code.block_size, stop - start)
+            rows.append((start, stop, codes, blocks, size))
+            codes += packed_bytes(stop - start, code.bits)
+            blocks -= (start - stop) // size
+        self.rows = np.array(rows, np.int64)
+        self._lengths = codes, blocks
+        self._book: tuple[np.ndarray, np.ndarray, np.float32, int] = _NOTHING, _NOTHING, *_zeros()
+        if code.book is not None:
+            steps = code.book.middles.numel().bit_length()
+            middles = np.full((1 << steps) - 1, np.inf, np.float32)
+            middles[: code.book.middles.numel()] = code.book.middles.numpy()
+            book = middles, code.book.values.numpy()
+            self._book = *book, np.float32(code.book.top), code.book.sign
+
+    def encode(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """Move what is sent out of ``buffer``, and return codes and each of the numbers."""
+        codes, blocks = self._lengths
+        packed = torch.empty(codes, dtype=torch.uint8, device=buffer.device)
+        numbers = buffer.new_empty(self.code.numbers, blocks)
+        arrays = buffer.numpy(), self.rows, packed.numpy(), numbers.numpy()
+        _encode(*arrays, _KINDS[self.code.kind], self.code.bits, *self._book)
+        return packed, *numbers
+
+    def add(
+        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, scale: float, *, fresh: bool
+    ) -> None:
+        """Add ``scale`` times all payloads to the parts of ``out``, or to zeros if ``fresh``."""
+        kept = [[tensor.contiguous() for tensor in payload] for payload in payloads]
+        places = np.array([[tensor.data_ptr() for tensor in each] for each in kept], np.uint64)
+        of = _KINDS[self.code.kind], self.code.bits, self._book[1]
+        _add(places, *self._lengths, out.numpy(), self.rows, *of, np.float32(scale), fresh)
+
+
+def _zeros() -> tuple[np.float32, int]:
+    return np.float32(0), 0
+
+
+@jit
+def _encode(x, rows, packed, numbers, kind, bits, middles, values, top, sign):
+    most = rows[:, 4].max()
+    codes = np.empty(TOGETHER * (most + 1), np.uint8)
+    unit, lanes = np.empty(most, np.float32), np.empty(most, np.float32)
+    for part in range(rows.shape[0]):
+        start, stop, byte, block, size = rows[part]
+        for first in range(start, stop, TOGETHER * size):
+            end = min(first + TOGETHER * size, stop)
+            for at in range(first, end, size):
+                own = x[at : min(at + size, end)]
+                coded = codes[at - first : at - first + own.size]
+                if kind == _BINS:
+                    _code_bins(own, bits, coded, numbers[:, block], unit, lanes)
+                elif kind == _BETWEEN:
+                    _code_range(own, coded, numbers[:, block])
+                else:
+                    book = middles, values, top, sign
+                    _code_by_book(own, coded, numbers[:, block], unit, book)
+                block += 1
+            length = ((end - first) * bits + 7) // 8
+            pack_codes(codes, end - first, bits, packed[byte : byte + length])
+            byte += length
+
+
+@jit
+def _code_bins(x, bits, codes, means, unit, lanes):
+    words, count = x.view(np.int32), 1 << bits
+    zero, largest, members = np.float32(0), np.int32(0), 0
+    for i in range(x.size):
+        size = words[i] & np.int32(0x7FFFFFFF)
+        sound = size <= np.int32(0x7F800000)
+        largest = max(largest, size if sound else np.int32(0))
+        members += sound
+    scales = np.empty(2, np.int32)
+    exponent = min(max(254 - (largest >> 23), 1), 253)
+    scales[0], scales[1] = exponent << 23, (254 - exponent) << 23
+    down, up = scales.view(np.float32)
+    for i in range(x.size):
+        unit[i] = x[i] * down + zero if x[i] == x[i] else zero
+        lanes[i] = unit[i] * unit[i]
+    sigma = np.sqrt(in_pairs(lanes, x.size) / np.float32(max(members, 1)))
+    sigma = sigma if sigma > 0 else np.float32(1)
+    codes[:] = 0
+    for i in range(1, count):
+        _count_reaching(unit, sigma * np.float32((i - count // 2) * (RANGE / count)), codes)
+    for i in range(count):
+        inside = 0
+        for j in range(x.size):
+            hit = codes[j] == i and x[j] == x[j]
+            lanes[j] = unit[j] if hit else zero
+            inside += hit
+        means[i] = in_pairs(lanes, x.size) / np.float32(max(inside, 1)) * up
+    for i in range(x.size):
+        x[i] -= means[codes[i]]
+
+
+@jit
+def _count_reaching(unit, edge, codes):
+    for i in range(codes.size):
+        codes[i] += unit[i] >= edge
+
+
+@jit
+def _code_range(x, codes, ends):
+    zero = np.float32(0)
+    low, high, bad = np.float32(np.inf), np.float32(-np.inf), False
+    for i in range(x.size):
+        low = x[i] if x[i] < low else low
+        high = x[i] if x[i] > high else high
+        bad |= x[i] != x[i]
+    low = np.float32(np.nan) if bad else low + zero
+    high = np.float32(np.nan) if bad else high + zero
+    ends[0], ends[1] = low, high
+    half, most = np.float32(0.5), np.float32(255)
+    extent = high * half - low * half
+    divisor = extent if extent > 0 else np.float32(1)
+    for i in range(x.size):
+        share = (x[i] * half - low * half) / divisor * most
+        share = most if share > most else (share if share > 0 else zero)
+        codes[i] = np.uint8(np.int32(_whole(share)))
+        x[i] -= _between(codes[i], low, high)
+
+
+@jit
+def _whole(x):
+    """Return a number below 2^22 rounded to the nearest whole one, halves to even."""
+    shift = np.float32(12582912)
+    return (x + shift) - shift
+
+
+@jit
+def _between(code, low, high):
+    share = np.float32(np.int32(code)) / np.float32(255)
+    value = (np.float32(1) - share) * low + share * high
+    value = low if value < low else value
+    return high if value > high else value
+
+
+@jit
+def _code_by_book(x, codes, scales, unit, book):
+    middles, values, top, sign = book
+    words, largest = x.view(np.int32), np.zeros(1, np.int32)
+    most = np.int32(0)
+    for i in range(x.size):
+        most = max(most, words[i] & np.int32(0x7FFFFFFF))
+    largest[0] = most
+    scale = largest.view(np.float32)[0]
+    scales[0] = scale
+    divisor = scale if scale > 0 else np.float32(1)
+    for i in range(x.size):
+        share = x[i] / divisor
+        size = magnitude(share) * top
+        unit[i] = (size if size == size else np.float32(0)) if top > 0 else share
+    codes[:] = 0
+    step = (middles.size + 1) // 2
+    while step > 0:
+        _step(unit, middles, step, codes)
+        step //= 2
+    for i in range(x.size):
+        codes[i] += sign if x[i] / divisor < 0 else 0
+        x[i] -= values[codes[i]] * scale
+
+
+@jit
+def _step(unit, middles, step, codes):
+    for i in range(codes.size):
+        below = not middles[codes[i] + step - 1] >= unit[i]
+        codes[i] += step if below else 0
+
+
+@jit
+def _add(places, length, blocks, out, rows, kind, bits, values, scale, fresh):
+    codes = np.empty(TOGETHER * (rows[:, 4].max() + 1), np.uint8)
+    for part in range(rows.shape[0]):
+        start, stop, byte, block, size = rows[part]
+        for first in range(start, stop, TOGETHER * size):
+            end = min(first + TOGETHER * size, stop)
+            taken = ((end - first) * bits + 7) // 8
+            if fresh:
+                out[first:end] = 0
+            for worker in range(places.shape[0]):
+                packed = carray(pointer(places[worker, 0]), length, np.uint8)
+                unpack_codes(packed[byte : byte + taken], bits, codes)
+                for at in range(first, end, size):
+                    here, coded = out[at : min(at + size, end)], codes[at - first :]
+                    number = block + (at - first) // size
+                    _add_block(here, coded, places[worker], blocks, number, kind, values, scale)
+            byte += taken
+            block += TOGETHER
+
+
+@jit
+def _add_block(out, codes, places, blocks, block, kind, values, scale):
+    one = carray(pointer(places[1]), blocks, np.float32)[block]
+    if kind == _BINS:
+        means = np.empty(places.size - 1, np.float32)
+        for i in range(means.size):
+            means[i] = carray(pointer(places[i + 1]), blocks, np.float32)[block]
+        for i in range(out.size):
+            out[i] = multiply_add(means[codes[i]], scale, out[i])
+    elif kind == _BETWEEN:
+        high = carray(pointer(places[2]), blocks, np.float32)[block]
+        for i in range(out.size):
+            out[i] = multiply_add(_between(codes[i], one, high), scale, out[i])
+    else:
+        for i in range(out.size):
+            out[i] = multiply_add(values[codes[i]] * one, scale, out[i])
