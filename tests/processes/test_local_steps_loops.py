@@ -35,7 +35,7 @@ STEPS = 8
 
 
 class Grouped(Learner):
-    """Has two parameter groups, one of which decays."""
+    """Has two parameter groups with different rates and decays."""
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -155,7 +155,7 @@ class FabricLoop(Loop):
 
 TOP = PerParameter(TopK(0.1))
 CASES: dict[str, dict[str, Any]] = {
-    # The last round has two steps; that of fragments and delays has one.
+    # The last round is shorter than the others.
     "momentum": {"compressor": TOP, "every": 3, "outer": OuterSGD.diloco(), "verify": 2},
     "groups": {"compressor": QSGD(4), "every": 5, "module": Grouped, "accumulate": 2},
     "parts": {"compressor": TOP, "every": 7, "fragments": 3, "delay": 1, "merge": "mix"},
@@ -231,7 +231,7 @@ def test_it_equals_the_strategy_and_resumes(found: list[dict[str, Any]], name: s
 
 
 def handled(worker: int) -> dict[str, Any]:
-    """Look at common weights; save for other numbers of workers; leave by an exception."""
+    """Look at common weights, load the mean state, and leave by an exception."""
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     made: dict[str, Any] = {"compressor": TOP, "outer": OuterSGD(0.9, 0.5)}
