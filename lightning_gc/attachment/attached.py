@@ -339,7 +339,7 @@ class Attached:
                 as known; a controller with a budget needs ``total_steps`` and ``progress``.
 
         Raises:
-            ValueError: ``attach`` was given no controller, or no optimizer.
+            ValueError: no controller or no optimizer was given.
             RuntimeError: on all workers, if the controller fails.
         """
         self.begin_batch(epoch, metrics, **run)

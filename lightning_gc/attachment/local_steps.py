@@ -286,8 +286,8 @@ class LocalSteps(AttachedRounds):
         if not self._own_steps.begun and not self.rounds.apart and weights.replaced:
             raise RuntimeError(
                 f"{self._owner}: the model's weights have changed since it was made, so other "
-                f"workers would not begin with them. Load weights before you make it, or load what "
-                f"{self._owner}.state_dict() has returned."
+                f"workers would not begin with them. Load weights before you make it, or call its "
+                f"reset() on all workers."
             )
 
     def _after_step(self) -> None:
@@ -334,6 +334,18 @@ class LocalSteps(AttachedRounds):
         """
         with self.rounds.weights.presented():
             yield
+
+    def reset(self) -> None:
+        """Begin again at worker 0's weights and buffers, as after others have been loaded.
+
+        Errors, outer momentum and the place in the round are zero. Optimizers stay as they are.
+        Call it on all workers, between steps.
+        """
+        self.rounds.arrive()
+        super().reset()
+        self.rounds.restart()
+        self._meeting.begin(self._module)
+        self.rounds.begin(*self.rounds.weights.held())
 
     def state_dict(self, mode: Literal["full", "mean"] = "full") -> dict[str, Any]:
         """Return all that this worker needs to go on, between steps; every worker saves its own.

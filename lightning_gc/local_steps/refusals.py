@@ -220,11 +220,10 @@ class OwnSteps:
             self.end()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self._depth:
+            self._do_before()
         self._depth += 1
-        if self._depth > 1:
-            return None
-        self._do_before()
-        if self.begun:
+        if self._depth > 1 or self.begun:
             return None
         self._watch = watch = _Watch(lambda found: _why_refused(self._owner, optimizer, found))
         args = tuple(watch.leaving(each) if callable(each) else each for each in args)

@@ -1,6 +1,7 @@
 """``LocalSteps`` in a loop of one's own: bit-equal to the strategy, resumed, refused."""
 
 import copy
+import importlib.util
 import io
 import math
 import warnings
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_fabric import Fabric
+from lightning_fabric.plugins import MixedPrecision as FabricPrecision
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +35,7 @@ STEPS = 8
 
 
 class Grouped(Learner):
-    """Has two parameter groups, one of which decays."""
+    """Has two parameter groups with different rates and decays."""
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -76,19 +79,31 @@ class Loop:
         self.optimizer = made[0][0] if several else made
         self.schedulers = [each["scheduler"] for each in made[1]] if several else []
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=amp)
-        self.local = LocalSteps(self.module, self.optimizer, scaler=self.scaler, **options)
         self.amp, self.accumulate, self.broken = amp, accumulate, broken
+        self.prepare()
+        self.local = LocalSteps(self.module, self.optimizer, scaler=self.scaler, **options)
         self.data, self.worker = list(own_batches(worker, STEPS * accumulate)), worker
+
+    def prepare(self) -> None:
+        """Do what a framework needs."""
+
+    def loss(self, part: int) -> Any:
+        with torch.autocast("cpu", torch.float16, enabled=self.amp):
+            return self.module.loss(self.data[part], part) / self.accumulate
+
+    def backward(self, loss: Any) -> None:
+        self.scaler.scale(loss).backward()
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def run(self, start: int, stop: int) -> None:
         for step in range(start, stop):
             for part in range(step * self.accumulate, (step + 1) * self.accumulate):
-                with torch.autocast("cpu", torch.float16, enabled=self.amp):
-                    loss = self.module.loss(self.data[part], part) / self.accumulate
-                loss = loss * (math.inf if (self.worker, step) == self.broken else 1.0)
-                self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+                broken = (self.worker, step) == self.broken
+                self.backward(self.loss(part) * (math.inf if broken else 1.0))
+            self.step()
             self.optimizer.zero_grad()
             for scheduler in self.schedulers:
                 scheduler.step()
@@ -117,9 +132,30 @@ class Loop:
         }
 
 
+class FabricLoop(Loop):
+    """The same in Fabric."""
+
+    def prepare(self) -> None:
+        precision = FabricPrecision("16-mixed", "cpu", self.scaler) if self.amp else None
+        self.fabric = Fabric(accelerator="cpu", strategy="ddp", devices=WORKERS, plugins=precision)
+        self.fabric.launch()
+        self.fabric.to_device(self.module)
+        self.optimizer = self.fabric.setup_optimizers(self.optimizer)
+
+    def loss(self, part: int) -> Any:
+        with self.fabric.autocast():
+            return self.module.loss(self.data[part], part) / self.accumulate
+
+    def backward(self, loss: Any) -> None:
+        self.fabric.backward(loss)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
 TOP = PerParameter(TopK(0.1))
 CASES: dict[str, dict[str, Any]] = {
-    # The last round has two steps; that of fragments and delays has one.
+    # The last round is shorter than the others.
     "momentum": {"compressor": TOP, "every": 3, "outer": OuterSGD.diloco(), "verify": 2},
     "groups": {"compressor": QSGD(4), "every": 5, "module": Grouped, "accumulate": 2},
     "parts": {"compressor": TOP, "every": 7, "fragments": 3, "delay": 1, "merge": "mix"},
@@ -127,6 +163,8 @@ CASES: dict[str, dict[str, Any]] = {
     "skipped": {"compressor": TOP, "every": 4, "amp": True, "broken": (1, 1)},
     "super": {"compressor": TOP, "every": 4, "module": CallsOn},
 }
+
+IN_FABRIC = dict.fromkeys(("groups", "skipped"), FabricLoop)
 
 
 def by_the_strategy(
@@ -157,7 +195,9 @@ def both_ways(worker: int) -> dict[str, Any]:
     for name, case in CASES.items():
         with unwarned():
             found[name] = [by_the_strategy(worker, **case)]
-        straight, first = (Loop(worker, **case) for _ in range(2))
+        with unwarned():
+            straight = IN_FABRIC.get(name, Loop)(worker, **case)
+        first = Loop(worker, **case)
         straight.run(0, STEPS)
         first.run(0, 5)
         saved = first.saved()
@@ -178,7 +218,7 @@ def found() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_the_strategy_and_resumes(found: list[dict[str, Any]], name: str) -> None:
-    """Weights, errors and the number of rounds, bit for bit; scalers, groups, accumulation."""
+    """Weights, errors and the number of rounds, bit for bit; in Fabric too."""
     for worker in found:
         strategy, straight, resumed = worker[name]
         for loop in (straight, resumed):
@@ -191,7 +231,7 @@ def test_it_equals_the_strategy_and_resumes(found: list[dict[str, Any]], name: s
 
 
 def handled(worker: int) -> dict[str, Any]:
-    """Look at common weights; save for other numbers of workers; leave by an exception."""
+    """Look at common weights, load the mean state, and leave by an exception."""
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     made: dict[str, Any] = {"compressor": TOP, "outer": OuterSGD(0.9, 0.5)}
@@ -335,6 +375,11 @@ def refused(worker: int) -> dict[str, str]:
                 net.weight.add_(1.0)
             net(torch.ones(4)).sum().backward()
             found["loaded later"] = said(sgd.step)
+            local.reset()
+            common = net.weight.detach().clone()
+            sgd.step()
+            with local.common_weights():
+                found["reset"] = f"{torch.equal(net.weight, common)} {local.rounds.position}"
         gathers = OPTIMIZERS["gathers"](net.parameters())
         with LocalSteps(net, gathers, "topk", every=2):
             found["gathers"] = said(gathers.step, lambda: None)
@@ -364,6 +409,7 @@ WORDS = {
     "meta": "the default process group has the backend",
     "twice": "exchanged already",
     "loaded later": "Load weights before you make it",
+    "reset": "True 1",
     "gathers": "Gathers calls c10d.allreduce_",
     "attach": "wrap the model first",
     "unscaled": "Call scaler.step(optimizer)",
@@ -376,3 +422,85 @@ def test_what_cannot_work_is_refused() -> None:
     assert found.keys() == WORDS.keys()
     for name, words in WORDS.items():
         assert words in found[name], (name, found[name])
+
+
+class Echo(nn.Module):
+    """Notes what it is given, as a Trainer chooses the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Learner()
+        self.seen: list[Any] = []
+
+    def forward(self, x: Any, labels: Any = None) -> dict[str, Any]:
+        self.seen.append(x.detach().clone())
+        return {"loss": self.net.loss(x, 0)}
+
+
+def in_frameworks(worker: int, folder: str) -> dict[str, tuple[str, str]]:
+    """Train with Accelerate and with a Trainer; train on the same batches in a plain loop."""
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    from examples.local_transformers import LocalTraining
+
+    made: dict[str, Any] = {"compressor": TOP, "every": 3, "outer": OuterSGD.diloco()}
+    found = {}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    theirs = Echo()
+    model = accelerator.prepare_model(theirs, evaluation_mode=True)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
+    with LocalSteps(model, optimizer, **made):
+        for x in own_batches(worker, 2 * STEPS):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+    found["accelerate"] = digest(theirs), by_hand(theirs.seen, 2, made)
+
+    theirs = Echo()
+    data: Any = [{"x": row, "labels": row} for row in torch.randn(64, 8).unbind()]
+    arguments = TrainingArguments(
+        output_dir=folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        learning_rate=0.01,
+        weight_decay=0.01,
+        lr_scheduler_type="constant",
+        average_tokens_across_devices=False,
+        max_grad_norm=0.0,
+        use_cpu=True,
+        ddp_backend="gloo",
+        report_to="none",
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_strategy="no",
+    )
+    groups: Any = torch.optim.AdamW(theirs.parameters(), lr=0.01), None
+    trainer = Trainer(theirs, arguments, train_dataset=data, optimizers=groups)
+    LocalTraining(trainer, **made)
+    trainer.train()
+    found["transformers"] = digest(theirs), by_hand(theirs.seen, 1, made)
+    return found
+
+
+def by_hand(batches: list[Any], accumulate: int, made: dict[str, Any]) -> str:
+    ours = Echo()
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01)
+    with LocalSteps(ours, optimizer, **made):
+        for number, x in enumerate(batches, 1):
+            (ours(x)["loss"] / accumulate).backward()
+            if number % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return digest(ours)
+
+
+@pytest.mark.nightly
+def test_hugging_face_loops_are_the_plain_one(tmp_path: Path) -> None:
+    for needs in ("accelerate", "transformers"):
+        if not importlib.util.find_spec(needs):
+            pytest.skip(f"{needs} is not installed: pip install 'lightning-gc[huggingface]'")
+    one, other = run_in_processes(in_frameworks, WORKERS, str(tmp_path), timeout=220)
+    for name, (theirs, ours) in one.items():
+        assert theirs == ours == other[name][0] == other[name][1], name
