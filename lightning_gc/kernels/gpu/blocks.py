@@ -6,7 +6,7 @@ A program takes a tile of complete blocks. Sums of a block are of neighbours, ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -22,8 +22,8 @@ from lightning_gc.kernels.blocks import RANGE, BlockCode, Book
 from lightning_gc.kernels.gpu import sparse
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
 from lightning_gc.kernels.gpu.levels import load_codes, store_codes
-from lightning_gc.kernels.gpu.segments import arrived, compensated
-from lightning_gc.kernels.sparse import Selection
+from lightning_gc.kernels.gpu.segments import arrived, compensated, sample
+from lightning_gc.kernels.sparse import Row, Selection
 
 TILE = 2048
 """Elements that one program codes, or one block if it has more."""
@@ -438,3 +438,31 @@ def _on_device(book: Book | None, device: torch.device) -> tuple[Tensor, float, 
     steps = book.middles.numel().bit_length()
     filled = pad(book.middles, (0, (1 << steps) - 1 - book.middles.numel()), value=float("inf"))
     return torch.cat([filled, book.values]).to(device), book.top, book.sign, steps
+
+
+def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    x = 0.5 * numbers + numbers.flip(0)
+    used = torch.arange(1000, device=numbers.device) < 500  # the other parameter is idle
+    sent, kept = x.where(used, 0.0), x.where(~used, 0.0)
+    table = Table([(0, 0, 500), (1, 500, 1000)], BlockCode("range", 8, 64, 2), numbers.device)
+    pending, left, out = sample(numbers), numbers.clone(), numbers.clone()
+    payload = table.encode(left, pending)
+    table.average([payload] * 2, out, pending)
+    low, high = (
+        ends.view(2, -1).repeat_interleave(64, dim=1)[:, :500].reshape(-1) for ends in payload[1:3]
+    )
+    value = low + (high - low) * payload[0] / 255
+    yield out, value
+    yield left, sent - value + kept
+    yield (sent - value).abs() <= (high - low) / 509, torch.ones_like(used)
+    rows = tuple(Row(i, 500 * i, 500 * i + 500, 50, 100, 10) for i in range(2))
+    few = Table([(0, 0, 50), (1, 50, 100)], BlockCode("bins", 2, 16, 4), numbers.device)
+    chosen = Selection("chunks", rows)
+    pending, left = sample(numbers), numbers.clone()
+    payload = few.encode_chosen(left, chosen, pending)
+    few.average_chosen([payload] * 2, out, chosen, pending)
+    yield left + out, x
+    yield (out[:500] != 0).sum(), used[::10].sum()
+
+
+ATTEMPTS = {"blocks": _attempt}

@@ -1011,7 +1011,8 @@ class Counted:
         own, longest = lengths[worker], max(layout.nbytes for layout in layouts)
         fields = list(zip(dtypes, own, strict=True))
         payload = reserve(fields, device, sealed=own, nbytes=longest)
-        _move(self._work, *payload, payload, (self._work.flag, self._work.sent_flag))
+        values, coded = payload
+        _move(self._work, values, coded, payload, (self._work.flag, self._work.sent_flag))
         return payload
 
 

@@ -26,7 +26,8 @@ POINTERS = {
     "histogram": "*i32", "reached": "*i32", "finer": "*i32", "numbers": "*i32", "after": "*i32",
     "limits": "*i32", "larger": "*i32", "equal": "*i32", "total": "*i32", "coded": "*u8",
     "seal_place": "*i32", "wrong": "*i32", "columns": "*fp32", "bases": "*fp32", "least": "fp32",
-    "book": "*fp32", "top": "fp32", "arrivals": "*i32", "p": "*fp32", "q": "*fp32", "kept": "*fp32", "products": "*fp32",
+    "arrivals": "*i32", "p": "*fp32", "q": "*fp32", "kept": "*fp32", "products": "*fp32",
+    "book": "*fp32", "top": "fp32",
     **{f"factor{i}": "fp32" for i in range(1, 5)},
 }  # fmt: skip
 FAMILIES = {
