@@ -74,7 +74,7 @@ class Together(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers, "defaults": self.defaults}
 
-    @property  # type: ignore[override]
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parts' groups, in the order of the parts; the list is a copy, the groups are not."""
         return [group for part in self.optimizers for group in part.param_groups]

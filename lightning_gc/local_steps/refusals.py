@@ -122,12 +122,18 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
 
 _COMMUNICATING = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
 """Names in ``torch.distributed.optim``, whose import has side effects."""
+_GROUPS = {"ProcessGroup", "DeviceMesh"}
+"""Names in ``torch.distributed``, which some builds of torch lack."""
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 """Namespaces of the operators that ``torch.distributed`` calls; send and receive are there too."""
 
 
 def refuse_communicating(owner: str, optimizers: Iterable[Optimizer]) -> None:
-    """Raise ValueError for a class of torch's that communicates in ``step``, also if wrapped."""
+    """Raise ValueError for an optimizer that communicates in ``step``, also if wrapped.
+
+    It is known by its class, or by an attribute: a process group or device mesh of several workers,
+    which distributed Muon and Shampoo keep.
+    """
     for optimizer in optimizers:
         for part in _with_wrapped(optimizer):
             classes = [
@@ -136,6 +142,11 @@ def refuse_communicating(owner: str, optimizers: Iterable[Optimizer]) -> None:
             known = _COMMUNICATING & {cls.__name__ for cls in classes}
             if known:
                 raise ValueError(_why_refused(owner, optimizer, f"is or holds a {known.pop()}"))
+            for name, value in getattr(part, "__dict__", {}).items():
+                kinds = _GROUPS & {cls.__name__ for cls in type(value).__mro__}
+                if kinds and value.size() > 1:
+                    held = f"has a {kinds.pop()} of {value.size()} workers as {name}"
+                    raise ValueError(_why_refused(owner, optimizer, held))
 
 
 def _with_wrapped(optimizer: Any) -> list[Any]:

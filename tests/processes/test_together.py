@@ -22,7 +22,7 @@ from tests.support.fitting import digest, fit, unwarned
 from tests.support.hsdp import RANKS, Sharded, fit_sharded, hsdp
 from tests.support.local_steps import local
 from tests.support.models import Plain, own_batches
-from tests.support.optimizers import ByHand, Joined, parts
+from tests.support.optimizers import MUON, ByHand, Joined, parts
 from tests.support.processes import run_in_processes
 from tests.support.resuming import Crash, checkpoint
 from tests.support.simulation import real, simulated
@@ -165,14 +165,14 @@ def test_a_scaler_skips_the_step_of_both() -> None:
 
 
 class OnShards(Sharded):
-    """SGD and AdamW as one, or two by hand; they step shards as they step whole tensors."""
+    """Muon and AdamW as one; Muon orthogonalises whole matrices, and communicates to do so."""
 
     def configure_optimizers(self) -> Any:
         trained = {n: p for n, p in self.named_parameters() if p.requires_grad}
         matrices = [p for p in trained.values() if p.ndim == 2]
         others = [p for p in trained.values() if p.ndim != 2]
-        sgd = torch.optim.SGD(matrices, lr=0.05, momentum=0.9)
-        return Together([sgd, torch.optim.AdamW(others, lr=0.01)])
+        muon = MUON(matrices, lr=0.02, momentum=0.9)
+        return Together([muon, torch.optim.AdamW(others, lr=0.01)])
 
 
 def on_shards(rank: int, folder: str) -> list[dict[str, Any]]:
