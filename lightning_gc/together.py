@@ -18,11 +18,11 @@ class Together(Optimizer):
 
     ``torch.optim.Muon`` takes matrices only, so its users have a second optimizer for the other
     parameters. Lightning's automatic optimization, local steps, simulated workers and studies take
-    one optimizer. ``param_groups`` and ``state`` are those of the parts. One ``step`` calls the
-    closure once and steps each part in order.
+    one optimizer. ``param_groups`` and ``state`` contain the groups and states of all parts. A
+    ``step`` calls the closure once and steps each part in order.
 
     Gradient clipping and a ``GradScaler`` see the gradients of all parts. If one of them is not
-    finite, no part makes its step. With separate optimizers the scaler would skip a part only.
+    finite, no part makes its step. A scaler would skip only one of two separate optimizers.
 
     ``state_dict`` has the format of torch: its parameters are numbered in the order of the parts.
     Each part loads its share by its own ``load_state_dict``.
@@ -31,12 +31,13 @@ class Together(Optimizer):
     ``scheduler``.
 
     Args:
-        optimizers: the parts, each with parameters of its own. Their order is kept in checkpoints.
+        optimizers: the parts, with different parameters. A checkpoint does not name the parts, so keep
+            their order.
 
     Raises:
-        ValueError: no optimizer; a parameter in two parts; a part that needs a closure
-            (``torch.optim.LBFGS``), or has a ``state_dict`` in another form
-            (``ZeroRedundancyOptimizer``); a new parameter group for the whole.
+        ValueError: no optimizer, a parameter in two parts, a part that needs a closure
+            (``torch.optim.LBFGS``) or has its own form of ``state_dict``
+            (``ZeroRedundancyOptimizer``), a new parameter group.
 
     Example:
         >>> import torch
@@ -68,7 +69,7 @@ class Together(Optimizer):
                         f"stepped twice; give it to one of them."
                     )
             seen |= dict.fromkeys(_params(part), part)
-        # Not Optimizer.__init__, which would make groups and a state of its own.
+        # Not Optimizer.__init__, which would make other groups and another state.
         self.__setstate__({"optimizers": parts, "defaults": {}})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class Together(Optimizer):
         """Refuse a new group, since it could be of any part."""
         raise ValueError(
             "Together.add_param_group does not know which part is to train the new parameters; "
-            "call optimizer.optimizers[0].add_param_group(...), or that of another part."
+            "call optimizer.optimizers[0].add_param_group(...) for the first part."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,8 +264,8 @@ def _refuse(part: Any) -> None:
         raise ValueError(f"Together of a Together: give its parts, {name}.optimizers, instead.")
     if type(part).state_dict is not Optimizer.state_dict:
         raise ValueError(
-            f"Together([..., {name}]): {name} has a state_dict in a form of its own, which cannot "
-            f"be joined with the others'; return {name} alone from configure_optimizers."
+            f"Together([..., {name}]): {name} has its own form of state_dict, which cannot be "
+            f"joined with the others; return {name} alone from configure_optimizers."
         )
     closure = inspect.signature(part.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -96,7 +96,7 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
         raise ValueError(
             f"{owner} counts the steps of one optimizer, so it needs automatic optimization. Set "
             f"automatic_optimization = True. Join several optimizers: return Together([muon, "
-            f"adamw]). For losses of their own, as of a GAN, use CompressedDDPStrategy."
+            f"adamw]). For one loss per optimizer, as in a GAN, use CompressedDDPStrategy."
         )
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):

@@ -190,7 +190,7 @@ def of(kind: Any, model: nn.Module) -> Any:
         (lambda m: Together([m]), "instances of torch.optim.Optimizer"),
         (lambda m: Together([of(torch.optim.SGD, m)] * 2), "in SGD and in SGD"),
         (lambda m: Together([Together(parts(m))]), "give its parts"),
-        (lambda m: Together([of(Own, m)]), "Own has a state_dict in a form of its own"),
+        (lambda m: Together([of(Own, m)]), "Own has its own form of state_dict"),
         (lambda m: Together([of(torch.optim.LBFGS, m)]), "LBFGS.step needs a closure"),
         (lambda m: Together(parts(m)).add_param_group({}), "which part is to train"),
         (lambda m: Together(parts(m)).scheduler([lrs.StepLR(of(Own, m), 1)]), "is of Own, which"),

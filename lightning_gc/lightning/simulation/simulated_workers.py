@@ -154,8 +154,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             raise ValueError(
                 f"{type(module).__name__} optimizes manually, but simulated workers take turns in "
                 f"Lightning's gradient accumulation. Join several optimizers: return "
-                f"Together([muon, adamw]) with automatic_optimization = True. For losses of their "
-                f"own, as of a GAN, use CompressedDDPStrategy with processes."
+                f"Together([muon, adamw]) with automatic_optimization = True. For one loss per "
+                f"optimizer, as in a GAN, use CompressedDDPStrategy with processes."
             )
         refuse_sparse_gradients(module)
         self._refuse_synchronised_norms()
