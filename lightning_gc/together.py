@@ -31,7 +31,7 @@ class Together(Optimizer):
     ``scheduler``.
 
     Args:
-        optimizers: the parts, with different parameters. A checkpoint does not name the parts, so keep
+        optimizers: the parts, with different parameters. Checkpoints do not name the parts, so keep
             their order.
 
     Raises:
