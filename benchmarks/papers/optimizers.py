@@ -66,8 +66,11 @@ MOMENTUM = {
     "EF21()": (Arm(TopK(0.01), EF21()), (True, False)),
     "EF21(momentum=0.1)": (Arm(TopK(0.01), EF21(0.1)), (True, False)),
     "EF21(momentum=0.3)": (Arm(TopK(0.01), EF21(0.3)), (False,)),
+    "Residual(), 10 %": (Arm(TopK(0.1), Residual()), (False,)),
+    "EF21(), 10 %": (Arm(TopK(0.1), EF21()), (False,)),
+    "EF21(momentum=0.1), 10 %": (Arm(TopK(0.1), EF21(0.1)), (False,)),
 }
-"""Memories of ``TopK(0.01)``, and whether the optimizer has momentum."""
+"""Memories of ``TopK(0.01)`` and ``TopK(0.1)``, and whether the optimizer has momentum."""
 RATES: dict[str, tuple[float, ...]] = {
     "adamw": (0.0015, 0.003, 0.006),
     "muon": (0.005, 0.01, 0.02),
@@ -194,7 +197,7 @@ def page(rows: list[Row]) -> str:
                 )
                 shown[inner] = _cell(runs, RATES[optimizer][1:])
             lines.append([optimizer, arm, shown.get(True, ""), shown.get(False, "")])
-    head = ["optimizer", "`TopK(0.01)` with", "its momentum", "without"]
+    head = ["optimizer", "`TopK`, 1 %, with", "its momentum", "without"]
     return f"{text}**Momentum before compression, 320 steps**\n\n{table(head, lines)}\n"
 
 
