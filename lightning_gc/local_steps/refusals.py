@@ -128,11 +128,12 @@ _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 """Namespaces of the operators that ``torch.distributed`` calls; send and receive are there too."""
 
 
-def refuse_communicating(owner: str, optimizers: Iterable[Optimizer]) -> None:
-    """Raise ValueError for an optimizer that communicates in ``step``, also if wrapped.
+def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
+    """Raise ValueError for an optimizer that cannot step alone, also if another one holds it.
 
-    It is known by its class, or by an attribute: a process group or device mesh of several workers,
-    which distributed Muon and Shampoo keep.
+    One that communicates in ``step`` is known by its class, or by an attribute: a process group or
+    device mesh of several workers, which distributed Muon and Shampoo keep. One that averages its
+    weights itself, as schedule-free ones do, is known by its methods ``train`` and ``eval``.
     """
     for optimizer in optimizers:
         for part in _with_wrapped(optimizer):
@@ -142,6 +143,13 @@ def refuse_communicating(owner: str, optimizers: Iterable[Optimizer]) -> None:
             known = _COMMUNICATING & {cls.__name__ for cls in classes}
             if known:
                 raise ValueError(_why_refused(owner, optimizer, f"is or holds a {known.pop()}"))
+            if callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None)):
+                raise ValueError(
+                    f"{type(part).__name__} has train() and eval(), between which it moves the "
+                    f"weights to an average of its own, and with {owner} each worker would have "
+                    f"another average. Use torch.optim.AdamW with a schedule, or "
+                    f"CompressedDDPStrategy."
+                )
             for name, value in getattr(part, "__dict__", {}).items():
                 kinds = _GROUPS & {cls.__name__ for cls in type(value).__mro__}
                 if kinds and value.size() > 1:

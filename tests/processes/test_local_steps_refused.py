@@ -148,6 +148,15 @@ class Later(torch.optim.SGD):
         self._process_group = dist.group.WORLD
 
 
+class Averages(torch.optim.SGD):
+    """Moves weights to their average for a validation, as schedule-free optimizers do."""
+
+    def train(self) -> None:
+        pass
+
+    eval = train
+
+
 class Unreadable(torch.optim.SGD):
     """Has its state on worker 0 only, after a call that Lightning makes."""
 
@@ -180,6 +189,7 @@ OPTIMIZERS: dict[str, Any] = {
     "post-local": lambda params: Holds(params, post_local(params)),
     "later": Later,
     "together": lambda params: Together([Later(params[:1]), torch.optim.SGD(params[1:], 0.05)]),
+    "averages": lambda params: Averages(params, lr=0.05),
     "gathers": lambda params: Gathers(params, lr=0.05),
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.05),
     "unreadable": lambda params: Unreadable(params, lr=0.05),
@@ -191,7 +201,7 @@ def with_optimizers(worker: int) -> dict[str, str]:
     said = {}
     torch.manual_seed(0)
     first = digest(Learner())
-    for kind in ("ZeRO", "held", "post-local", "later", "together", "gathers", "LBFGS"):
+    for kind in ("ZeRO", "held", "post-local", "later", "together", "averages", "gathers", "LBFGS"):
         module = with_optimizer(kind)()
         try:
             with warnings.catch_warnings():
@@ -222,6 +232,7 @@ def test_optimizers_that_communicate_are_refused_on_all_workers() -> None:
         assert said["held"].startswith("Holds is or holds a ZeroRedundancyOptimizer")
         for kind, name in (("later", "Later"), ("together", "Together")):
             assert said[kind].startswith(f"{name} has a ProcessGroup of 2 workers as _process_grou")
+        assert said["averages"].startswith("Averages has train() and eval()")
         assert said["gathers"].startswith("Gathers calls c10d.allreduce_")
         assert "With SimulatedLocalStepsStrategy a worker" in said["simulated"]
         assert "LBFGS" not in said, "a closure and what Lightning shares are not the optimizer's"
