@@ -143,7 +143,7 @@ def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
             known = _COMMUNICATING & {cls.__name__ for cls in classes}
             if known:
                 raise ValueError(_why_refused(owner, optimizer, f"is or holds a {known.pop()}"))
-            if callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None)):
+            if callable(getattr(part, "train", None)):  # and so it has eval() too
                 raise ValueError(
                     f"{type(part).__name__} has train() and eval(), between which it moves the "
                     f"weights to an average of its own, and with {owner} each worker would have "
