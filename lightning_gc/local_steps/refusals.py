@@ -146,7 +146,7 @@ def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
             if callable(getattr(part, "train", None)):  # and so it has eval() too
                 raise ValueError(
                     f"{type(part).__name__} has train() and eval(), between which it moves the "
-                    f"weights to an average of its own, and with {owner} each worker would have "
+                    f"weights to their average, and with {owner} each worker would have "
                     f"another average. Use torch.optim.AdamW with a schedule, or "
                     f"CompressedDDPStrategy."
                 )
