@@ -46,6 +46,7 @@ if _TYPE_CHECKING:
     from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.memories import *
     from lightning_gc.schemes import *
+    from lightning_gc.together import Together as Together
     from lightning_gc.transports.network_model import NetworkModel as NetworkModel
 
 __version__ = "0.2.0"
@@ -56,6 +57,7 @@ _SINGLE = {
     "LocalSteps": "attachment.local_steps",
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
+    "Together": "together",
     "advise": "advice",
     "attach": "attachment.plain_torch",
 }

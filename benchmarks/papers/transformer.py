@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 LENGTH = 32
 WIDTH, LAYERS = 64, 2
@@ -44,17 +46,31 @@ class Worker:
         steps: of the run.
         text: its share, ``(rows, words)``.
         momentum: AdamW's β₁.
+        make: makes another optimizer of the model and the rate. If the optimizer averages its
+            weights itself, as a schedule-free one does, the rate does not fall.
     """
 
     def __init__(
-        self, model: Transformer, rate: float, steps: int, text: Tensor, momentum: float = 0.9
+        self,
+        model: Transformer,
+        rate: float,
+        steps: int,
+        text: Tensor,
+        momentum: float = 0.9,
+        make: Callable[[Transformer, float], Optimizer] | None = None,
     ) -> None:
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(momentum, 0.999))
-        warm = max(steps // 20, 1)
+        self.optimizer = (
+            make(model, rate)
+            if make
+            else torch.optim.AdamW(model.parameters(), rate, betas=(momentum, 0.999))
+        )
+        warm, falls = max(steps // 20, 1), not hasattr(self.optimizer, "eval")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer,
-            lambda step: min((step + 1) / warm, (1 + math.cos(math.pi * step / steps)) / 2),
+            lambda step: min(
+                (step + 1) / warm, (1 + math.cos(math.pi * step / steps)) / 2 if falls else 1
+            ),
         )
         self.text = text
 
@@ -70,6 +86,12 @@ class Worker:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
+
+    def evaluate(self, text: Tensor) -> float:
+        """Return the mean cross-entropy of a text, at the averaged weights if there are some."""
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
+        return validation(self.model, text)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return parameter name -> a copy of its gradient."""

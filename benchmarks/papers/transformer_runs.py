@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import tasks  # noqa: F401 - sets the path
@@ -10,7 +11,8 @@ import torch
 from frame import Row
 from text import columns, load
 from torch import Tensor
-from transformer import Transformer, Worker, validation
+from torch.optim import Optimizer
+from transformer import Transformer, Worker
 
 from lightning_gc import OuterSGD
 from lightning_gc.compressors import Compressor
@@ -36,6 +38,7 @@ class Arm:
         delay: steps of training until an exchange of weights is taken over, by rebasing.
         dense: share of the steps, at the beginning, in which gradients are sent whole.
         momentum: AdamW's β₁.
+        make: makes an optimizer other than AdamW, of the model and the learning rate.
     """
 
     compressor: Compressor
@@ -45,6 +48,7 @@ class Arm:
     delay: int = 0
     dense: float = 0.0
     momentum: float = 0.9
+    make: Callable[[Transformer, float], Optimizer] | None = None
 
 
 def run(arm: Arm, workers: int, *, rate: float, steps: int, seed: int) -> Row:
@@ -55,11 +59,11 @@ def run(arm: Arm, workers: int, *, rate: float, steps: int, seed: int) -> Row:
     rows = columns(corpus.train, workers * BATCH)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     group = [
-        Worker(copy.deepcopy(model), rate, steps, share, arm.momentum)
+        Worker(copy.deepcopy(model), rate, steps, share, arm.momentum, arm.make)
         for share in rows[order].split(BATCH)
     ]
     sent = _weights(group, arm, steps, seed) if arm.every else _gradients(group, arm, steps, seed)
-    return {"loss": validation(group[0].model, corpus.valid), "bytes": sent}
+    return {"loss": group[0].evaluate(corpus.valid), "bytes": sent}
 
 
 def _gradients(workers: list[Worker], arm: Arm, steps: int, seed: int) -> int:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_gc.control.control_loop import Moment
+from lightning_gc.together import Together
 
 
 def moment_of(trainer: Any, batch: int) -> Moment:
@@ -131,6 +132,9 @@ def forecast(
     """
     copies = {optimizer: _without_state(optimizer) for optimizer in optimizers}
     memo: dict[int, object] = {id(optimizer): copied for optimizer, copied in copies.items()}
+    for optimizer, copied in copies.items():
+        if isinstance(optimizer, Together) and isinstance(copied, Together):
+            memo |= zip(map(id, optimizer.optimizers), copied.optimizers, strict=True)
     memo |= {id(owner): owner for each in scheduled for owner in _owners(each.scheduler)}
     stepped = [
         Scheduled(copy.deepcopy(scheduler, dict(memo)), every)
@@ -160,6 +164,8 @@ def _owners(scheduler: Any) -> Iterator[object]:
 
 def _without_state(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same settings of its groups, and an empty parameter in each."""
+    if isinstance(optimizer, Together):
+        return Together(map(_without_state, optimizer.optimizers))
     groups = [
         {name: _number(value) for name, value in group.items() if name != "params"}
         | {"params": [torch.zeros(0, dtype=torch.float32, device="cpu")]}

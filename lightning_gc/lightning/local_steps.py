@@ -34,8 +34,8 @@ from lightning_gc.local_steps.local_rounds import (
 from lightning_gc.local_steps.refusals import (
     OwnSteps,
     check_rounds,
-    refuse_communicating,
     refuse_in_trainer,
+    refuse_optimizers,
     refuse_settings,
 )
 from lightning_gc.local_steps.round_plan import RoundPlan
@@ -94,7 +94,7 @@ class LocalHooks(CompressedStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        refuse_communicating(type(self).__name__, self.optimizers)
+        refuse_optimizers(type(self).__name__, self.optimizers)
 
     def _own_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a worker's own step; refuse an optimizer whose first one needs other workers."""
@@ -320,7 +320,8 @@ class LocalSteps(LocalHooks, RealWorker):
             memory that reads learning rates or weights, momentum both in memory and ``outer``, a
             controller that computes with gradients, arguments for a DDP wrapper; at fit start,
             manual optimization, ``SyncBatchNorm``, callbacks that average weights or prune,
-            ``ZeroRedundancyOptimizer``; in the first step, any optimizer that communicates.
+            ``ZeroRedundancyOptimizer``, an optimizer with a process group, a schedule-free one; in
+            the first step, any optimizer that communicates.
         RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added or
             replaced after the fit began.
 

@@ -94,7 +94,8 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
     if not trainer.lightning_module.automatic_optimization:
         raise ValueError(
             f"{owner} counts the steps of one optimizer, so it needs automatic optimization. Set "
-            f"automatic_optimization = True, or use CompressedDDPStrategy."
+            f"automatic_optimization = True. Join several optimizers: return Together([muon, "
+            f"adamw]). For one loss per optimizer, as in a GAN, use CompressedDDPStrategy."
         )
     refuse_synchronised_norms(owner, module)
     for callback in trainer.callbacks:
@@ -125,12 +126,19 @@ def refuse_synchronised_norms(owner: str, module: nn.Module) -> None:
 
 _COMMUNICATING = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
 """Names in ``torch.distributed.optim``, whose import has side effects."""
+_GROUPS = {"ProcessGroup", "DeviceMesh"}
+"""Names in ``torch.distributed``, which some builds of torch lack."""
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 """Namespaces of the operators that ``torch.distributed`` calls; send and receive are there too."""
 
 
-def refuse_communicating(owner: str, optimizers: Iterable[Optimizer]) -> None:
-    """Raise ValueError for a class of torch's that communicates in ``step``, also if wrapped."""
+def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
+    """Raise ValueError for an optimizer that cannot step alone, also if another one holds it.
+
+    One that communicates in ``step`` is known by its class, or by an attribute: a process group or
+    device mesh of several workers, which distributed Muon and Shampoo keep. One that averages its
+    weights itself, as schedule-free ones do, is known by its methods ``train`` and ``eval``.
+    """
     for optimizer in optimizers:
         for part in _with_wrapped(optimizer):
             classes = [
@@ -139,6 +147,18 @@ def refuse_communicating(owner: str, optimizers: Iterable[Optimizer]) -> None:
             known = _COMMUNICATING & {cls.__name__ for cls in classes}
             if known:
                 raise ValueError(_why_refused(owner, optimizer, f"is or holds a {known.pop()}"))
+            if callable(getattr(part, "train", None)):  # and so it has eval() too
+                raise ValueError(
+                    f"{type(part).__name__} has train() and eval(), between which it moves the "
+                    f"weights to their average, and with {owner} each worker would have "
+                    f"another average. Use torch.optim.AdamW with a schedule, or "
+                    f"CompressedDDPStrategy."
+                )
+            for name, value in getattr(part, "__dict__", {}).items():
+                kinds = _GROUPS & {cls.__name__ for cls in type(value).__mro__}
+                if kinds and value.size() > 1:
+                    held = f"has a {kinds.pop()} of {value.size()} workers as {name}"
+                    raise ValueError(_why_refused(owner, optimizer, held))
 
 
 def _with_wrapped(optimizer: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
@@ -172,14 +172,24 @@ class OwnMomentum(Memory):
             )
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
-        betas = group.get("betas")
-        for field, momentum in (("momentum", group.get("momentum")), ("betas", betas and betas[0])):
-            if momentum:
-                raise ValueError(
-                    f"{self!r} has the momentum, so the optimizer must have none, but its {field} "
-                    f"is {group[field]!r}; use torch.optim.SGD with momentum=0, AdamW with "
-                    f"betas=(0.0, 0.999), or memory=ErrorFeedback()."
-                )
+        refuse_momentum(self, group)
+
+
+def refuse_momentum(memory: Memory, group: Mapping[str, Any]) -> None:
+    """Raise ValueError if one of the optimizer's ``param_groups`` has momentum, as ``memory`` has.
+
+    Args:
+        memory: for the sentence.
+        group: of the optimizer.
+    """
+    betas = group.get("betas")
+    for field, momentum in (("momentum", group.get("momentum")), ("betas", betas and betas[0])):
+        if momentum:
+            raise ValueError(
+                f"{memory!r} has the momentum, so the optimizer must have none, but its {field} "
+                f"is {group[field]!r}; use torch.optim.SGD or Muon with momentum=0, AdamW with "
+                f"betas=(0.0, 0.999), or memory=ErrorFeedback()."
+            )
 
 
 @dataclass(frozen=True)
@@ -204,8 +214,26 @@ class GradientDifferences(Memory):
         """Share of what was sent by which the estimate moves, in (0, 1]."""
 
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
-        error, estimate, common = (state[name] for name in self.buffers)
-        sent = torch.sub(bucket.grad, estimate, out=error).clone()
+        yield from self.follow(bucket.grad, state, exchange)
+
+    def follow(
+        self,
+        target: Tensor,
+        state: State,
+        exchange: Callable[[Tensor], Generator[Request, Reply, Tensor]],
+    ) -> Generator[Request, Reply, Tensor]:
+        """Send the difference between ``target`` and its estimate, and move the estimates.
+
+        Args:
+            target: ``(numel,)``, this worker's.
+            state: the buffers.
+            exchange: sends the difference.
+
+        Returns:
+            ``()``, bool: whether the mean is finite. If not, the estimates are as before.
+        """
+        error, estimate, common = (state[name] for name in GradientDifferences.buffers)
+        sent = torch.sub(target, estimate, out=error).clone()
         mean = yield from exchange(error)
         sent.sub_(error)
         # Where a gradient was not finite, all workers leave their estimates, or these would never
@@ -215,3 +243,4 @@ class GradientDifferences(Memory):
         moved = torch.where(valid, mean, 0).mul_(self.follows)
         mean.add_(common)
         common.add_(moved)
+        return valid

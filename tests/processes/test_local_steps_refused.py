@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_gc import Identity, TopK
+from lightning_gc import Identity, Together, TopK
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedLocalStepsStrategy
 from tests.support.accelerator import WORKERS
 from tests.support.fitting import digest, fit
@@ -64,7 +64,7 @@ class Unfreeze(pl.Callback):
 
 def test_what_is_refused_when_a_fit_begins() -> None:
     (said,) = run_in_processes(refused, 1)
-    assert "automatic optimization" in said["manual"]
+    assert "return Together([muon, adamw])" in said["manual"]
     assert "body.1 is SyncBatchNorm" in said["sync"]
     assert "remove the callback" in said["swa"]
     assert "prune after the fit, or use CompressedDDPStrategy" in said["pruning"]
@@ -140,6 +140,23 @@ class Holds(torch.optim.SGD):
         self.held = [held]
 
 
+class Later(torch.optim.SGD):
+    """Has a group of all workers, with which it is to communicate in its second step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.05)
+        self._process_group = dist.group.WORLD
+
+
+class Averages(torch.optim.SGD):
+    """Moves weights to their average for a validation, as schedule-free optimizers do."""
+
+    def train(self) -> None:
+        pass
+
+    eval = train
+
+
 class Unreadable(torch.optim.SGD):
     """Has its state on worker 0 only, after a call that Lightning makes."""
 
@@ -170,6 +187,9 @@ OPTIMIZERS: dict[str, Any] = {
     "held": lambda params: Holds(params, Holds(params, zero(params))),
     # Lightning itself does not take it, for it lacks ``defaults``.
     "post-local": lambda params: Holds(params, post_local(params)),
+    "later": Later,
+    "together": lambda params: Together([Later(params[:1]), torch.optim.SGD(params[1:], 0.05)]),
+    "averages": lambda params: Averages(params, lr=0.05),
     "gathers": lambda params: Gathers(params, lr=0.05),
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.05),
     "unreadable": lambda params: Unreadable(params, lr=0.05),
@@ -181,7 +201,7 @@ def with_optimizers(worker: int) -> dict[str, str]:
     said = {}
     torch.manual_seed(0)
     first = digest(Learner())
-    for kind in ("ZeRO", "held", "post-local", "gathers", "LBFGS"):
+    for kind in ("ZeRO", "held", "post-local", "later", "together", "averages", "gathers", "LBFGS"):
         module = with_optimizer(kind)()
         try:
             with warnings.catch_warnings():
@@ -210,6 +230,9 @@ def test_optimizers_that_communicate_are_refused_on_all_workers() -> None:
         assert "or holds a ZeroRedundancyOptimizer" in said["ZeRO"]
         assert "or holds a PostLocalSGDOptimizer" in said["post-local"]
         assert said["held"].startswith("Holds is or holds a ZeroRedundancyOptimizer")
+        for kind, name in (("later", "Later"), ("together", "Together")):
+            assert said[kind].startswith(f"{name} has a ProcessGroup of 2 workers as _process_grou")
+        assert said["averages"].startswith("Averages has train() and eval()")
         assert said["gathers"].startswith("Gathers calls c10d.allreduce_")
         assert "With SimulatedLocalStepsStrategy a worker" in said["simulated"]
         assert "LBFGS" not in said, "a closure and what Lightning shares are not the optimizer's"

@@ -35,7 +35,7 @@ EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
 CompressionMonitor GrowingRounds LocalSteps LocalStepsStrategy NetworkModel OuterSGD
-SimulatedDDPStrategy SimulatedLocalStepsStrategy
+SimulatedDDPStrategy SimulatedLocalStepsStrategy Together
 advise attach
 Induced PerParameter Quantised SizeSwitch
 CSER DIANA EF21 ErrorFeedback ErrorReset GlobalMomentum LocalMomentum MomentumCorrection

@@ -47,6 +47,65 @@ def test_gradient_differences(memory: Memory, alpha: float) -> None:
         np.testing.assert_allclose(kept["estimate"].numpy(), h[i]["w"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+def test_ef21_with_momentum(beta: float) -> None:
+    """``m = (1 − β)·m + β·g``, ``h += C(m − h)``; the first step is sent whole."""
+    h, m, expected = zeros(), zeros(), []
+    for step in range(STEPS):
+        made, mean = gradients(step, (1,) if step % 4 == 3 else ()), {}
+        for name in SHAPES:
+            for i in range(WORKERS):
+                m[i][name] = (
+                    (1 - beta) * m[i][name] + beta * made[i][name] if step else made[i][name]
+                )
+                x = m[i][name] - h[i][name]
+                h[i][name] = h[i][name] + (np.where(top(x), x, 0) if step else x)
+            mean[name] = averaged([h[i][name] for i in range(WORKERS)])
+        expected.append(mean)
+    means, engines = run(EF21(beta), idle=lambda s: (1,) if s % 4 == 3 else ())
+    compare(means, expected)
+    for i, engine in enumerate(engines):
+        kept = engine.state_dict()["memory"]["w"]
+        for buffer, wanted in (("estimate", h), ("average", m)):
+            np.testing.assert_allclose(kept[buffer].numpy(), wanted[i]["w"], rtol=1e-4, atol=1e-5)
+        gap = m[i]["w"] - h[i]["w"]  # the law: what compression has left
+        np.testing.assert_allclose(kept["error"].numpy(), gap, rtol=1e-4, atol=1e-5)
+
+
+def test_ef21_averages_gradients_that_are_noise() -> None:
+    """Of pure noise it applies β / (2 − β) of the variance, if all is sent."""
+    sizes = {}
+    for memory in (EF21(), EF21(0.05)):
+        lockstep, found = Lockstep(1, TopK(0.99), memory), []
+        for step in range(200):
+            drawn = torch.randn(100, generator=cases.generator(step))
+            found.append(float(lockstep.step([{"w": drawn}]).mean["w"].square().mean()))
+        sizes[memory] = np.mean(found[100:])
+    assert sizes[EF21(0.05)] / sizes[EF21()] == pytest.approx(0.05 / 1.95, rel=0.2)
+
+
+def test_ef21_with_momentum_of_a_bad_step_keeps_its_average() -> None:
+    lockstep = Lockstep(WORKERS, TOP, EF21(0.3))
+    states = []
+    for step in range(4):
+        made = gradients(step)
+        made[2]["w"][3, 3] *= np.inf if step == 3 else 1
+        lockstep.step([{n: torch.tensor(g).float() for n, g in m.items()} for m in made])
+        states.append([e.state_dict()["memory"]["w"]["average"].clone() for e in lockstep.engines])
+    assert all(torch.equal(*pair) for pair in zip(states[2], states[3], strict=True))
+    assert not torch.equal(states[1][0], states[2][0])
+
+
+def test_ef21_takes_the_momentum_from_the_optimizer() -> None:
+    EF21().check_optimizer({"momentum": 0.95})
+    EF21(0.1).check_optimizer({"momentum": 0.0, "betas": (0.0, 0.999)})
+    for group in ({"momentum": 0.95}, {"betas": (0.9, 0.999)}):
+        with pytest.raises(ValueError, match="SGD or Muon with momentum=0"):
+            EF21(0.1).check_optimizer(group)
+    with pytest.raises(ValueError, match=r"EF21\(momentum=0\).* use 0.1"):
+        EF21(0)
+
+
 def test_diana_is_right_on_average() -> None:
     """With an unbiased compressor, in a step that has estimates of earlier ones."""
     made = [{"w": torch.randn(60, generator=cases.generator(i))} for i in range(2)]
@@ -60,7 +119,7 @@ def test_diana_is_right_on_average() -> None:
     assert cases.unbiased(draw, (made[0]["w"] + made[1]["w"]) / 2, 200)
 
 
-@pytest.mark.parametrize("memory", [EF21(), DIANA(0.3)], ids=str)
+@pytest.mark.parametrize("memory", [EF21(), EF21(0.3), DIANA(0.3)], ids=str)
 @pytest.mark.parametrize("compressor", [TOP, QSGD(4)], ids=str)
 @pytest.mark.parametrize("scheme", [AllGather(), TwoShot()], ids=str)
 def test_common_estimate_is_the_mean_of_all(memory: Memory, compressor: Any, scheme: Any) -> None:

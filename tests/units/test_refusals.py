@@ -70,7 +70,11 @@ nan, inf = float("nan"), float("inf")
             "NoMemory()",
             "ErrorFeedback()",
         ),
-        (lambda: Lockstep(2, VarianceCriterion(), memory=EF21()), "EF21()", "ErrorFeedback()"),
+        (
+            lambda: Lockstep(2, VarianceCriterion(), memory=EF21()),
+            "EF21(momentum=None)",
+            "ErrorFeedback()",
+        ),
         (lambda: Lockstep(2, VarianceCriterion(), scheme=TwoShot()), "TwoShot()", "AllGather()"),
         (
             lambda: Lockstep(2, Quantised(VarianceCriterion(), QSGD(4)), scheme=TwoShot()),

@@ -153,7 +153,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         if not module.automatic_optimization:
             raise ValueError(
                 f"{type(module).__name__} optimizes manually, but simulated workers take turns in "
-                f"Lightning's gradient accumulation. Use {self._of_processes} with processes."
+                f"Lightning's gradient accumulation. Join several optimizers: return "
+                f"Together([muon, adamw]) with automatic_optimization = True. For one loss per "
+                f"optimizer, as in a GAN, use CompressedDDPStrategy with processes."
             )
         refuse_sparse_gradients(module)
         self._refuse_synchronised_norms()
