@@ -1,4 +1,4 @@
-"""Signs of a bucket's parameters: the order in which their means are added, and a table of pieces.
+"""Signs of a bucket's parameters: the order in which their means are added, and where they lie.
 
 A mean of floats depends on the order of its additions. Triton's kernels, numba's and ``by_torch``
 keep one order, so they send the same bits:
@@ -14,6 +14,7 @@ So no sum exceeds the largest magnitude, and a mean of large numbers is finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,11 +49,16 @@ def mean(numbers: Tensor, count: int | Tensor) -> Tensor:
         return (numbers / number).sum().float()
     if not numbers.numel():
         return numbers.new_zeros((), dtype=torch.float32)
-    share = PIECE * float(np.float32(1) / np.float32(max(1, int(count))))
+    share = share_of(int(count))
     if compiled(numbers):
         found: Tensor = family("signs", numbers).mean(numbers, share)
         return found
     return by_torch(numbers, share)
+
+
+def share_of(count: int) -> float:
+    """Return ``PIECE/count`` as float32 has it; a count below 1 counts as 1."""
+    return PIECE * float(np.float32(1) / np.float32(max(1, count)))
 
 
 def by_torch(numbers: Tensor, share: float) -> Tensor:
@@ -90,23 +96,59 @@ def _in_pairs(lanes: Tensor) -> Tensor:
     return lanes[:, 0]
 
 
-def table_of(parts: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """Return a table of the pieces of ``parts``, ``(8, m)`` int32 on ``device``, for the kernels.
+class Row(NamedTuple):
+    """A shard of a part, and where its signs and means lie in the shard's payload.
+
+    Attributes:
+        place: index of the parameter among the bucket's that are not empty.
+        start, stop: first element in the bucket, and end.
+        numel: elements that are encoded, with zeros behind ``stop`` if there are more.
+        byte: first byte of its signs.
+        part: index of its mean, or of its pair of means.
+        shard: its number.
+        row: its first element in a row of shards.
+    """
+
+    place: int
+    start: int
+    stop: int
+    numel: int
+    byte: int
+    part: int
+    shard: int
+    row: int
+
+
+class Layout:
+    """The parts of a bucket, or W shards of each, that share payloads of signs and means.
 
     Args:
-        parts: of each parameter, its index among the bucket's that are not empty, its first
+        parts: of each part, the parameter's index among the bucket's that are not empty, its first
             element and its end.
-        device: of the bucket.
+        split: send two means per part, of elements below 0 and of the others; not split, one mean
+            magnitude.
+        shards: W, or 1. A payload holds one shard of each part.
 
-    Returns:
-        Of each piece the parameter's index, first element, end, place of its first byte of signs;
-        index among ``parts``, the parameter's first piece, number of pieces and elements.
+    Attributes:
+        rows: by shard, a row for each part.
+        fields: dtype and length of signs and means in a payload.
+        numel: elements of a row of shards.
     """
-    rows, byte = list[tuple[int, ...]](), 0
-    for index, (place, begin, end) in enumerate(parts):
-        first, pieces = len(rows), -(-(end - begin) // PIECE)
-        for start in range(begin, end, PIECE):
-            stop, here = min(start + PIECE, end), byte + (start - begin) // 8
-            rows.append((place, start, stop, here, index, first, pieces, end - begin))
-        byte += packed_bytes(end - begin, 1)
-    return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 8).t().contiguous()
+
+    def __init__(self, parts: Sequence[tuple[int, int, int]], split: bool, shards: int = 1) -> None:
+        self.split, self.shards = split, shards
+        self.rows = list[list[Row]]()
+        byte = self.numel = 0
+        for shard in range(shards):
+            byte = self.numel = 0
+            self.rows.append([])
+            for index, (place, start, stop) in enumerate(parts):
+                size = -(-(stop - start) // shards)
+                first = min(start + shard * size, stop)
+                row = Row(
+                    *(place, first, min(first + size, stop), size, byte, index, shard, self.numel)
+                )
+                self.rows[-1].append(row)
+                byte += packed_bytes(size, 1)
+                self.numel += size
+        self.fields = [(torch.uint8, byte), (torch.float32, len(parts) * (1 + split))]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.core.message import evenly
+from lightning_gc.core.message import Packed, evenly
 from lightning_gc.core.segments import Pending, Segments, Workspace
 from lightning_gc.kernels.gpu.launch import is_finite, kernel, launch, magnitude_bits
 
@@ -145,7 +145,7 @@ def arrived(flags, stride, count):
     total = 0.0
     sender = 0
     while sender < count:
-        total += tl.load(flags + sender * stride) * 0.0
+        total += tl.load(flags + sender * stride.to(tl.int64)) * 0.0
         sender += 1
     return total
 
@@ -185,11 +185,10 @@ def take_pieces(
 def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None:
     """Move the parameters of ``table`` to ``taken``; see ``kernels.segments``."""
     count = table.shape[1]
-    grad = buffer if pending.grad is None else pending.grad
     launch(
         take_pieces,
         (count,),
-        *(buffer, grad, pending.decay, pending.gain, pending.peaks, table, count, taken),
+        *(*given(buffer, pending), table, count, taken),
         ADD=pending.grad is not None,
         BLOCK=ROW,
     )
@@ -222,7 +221,8 @@ def put_pieces(
         total = tl.load(taken + place + here, mask=here < stop, other=0.0) * share
         sender = 1
         while sender < workers:
-            x = tl.load(taken + sender * apart + place + here, mask=here < stop, other=0.0)
+            there = taken + sender * apart.to(tl.int64) + place + here
+            x = tl.load(there, mask=here < stop, other=0.0)
             total += x * share
             sender += 1
         tl.store(out + here, tl.where(here == begin, total + bad, total), mask=here < stop)
@@ -241,6 +241,70 @@ def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -
         *(flags, stride, len(pending.flags), pending.segments.starts, table, count),
         BLOCK=ROW,
     )
+
+
+@kernel()
+def book_pieces(buffer, mean, times, peaks, table, count, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """Add ``times`` what is left of a piece of the mean.
+
+    The error of an idle parameter is added when the sum has been rounded.
+    """
+    piece = tl.program_id(0)
+    idle = piece < 0
+    if ADD:
+        idle = tl.load(peaks + tl.load(table + piece)) == 0.0
+    at = tl.load(table + count + piece)
+    stop = tl.load(table + 2 * count + piece)
+    place = tl.load(table + 3 * count + piece) - at
+    weight = tl.zeros([BLOCK], tl.float32) + times
+    while at < stop:
+        here = at + tl.arange(0, BLOCK)
+        left = tl.load(mean + place + here, mask=here < stop, other=0.0)
+        left = tl.where(is_finite(left), left, 0.0)
+        kept = tl.load(buffer + here, mask=here < stop, other=0.0)
+        total = tl.fma(left, weight, kept)
+        lone = left * weight
+        total = tl.where(idle, kept + tl.where(is_finite(lone), lone, 0.0), total)
+        tl.store(buffer + here, tl.where(is_finite(total), total, 0.0), mask=here < stop)
+        at += BLOCK
+
+
+def book(
+    buffer: Tensor,
+    mean: Tensor,
+    times: int,
+    table: tuple[tuple[int], Tensor, int],
+    pending: Pending | None,
+) -> None:
+    """Add ``times`` what is left of a mean, as ``schemes.base.book`` and the guard do.
+
+    Args:
+        buffer: of the whole bucket.
+        mean: a row of shards.
+        times: W.
+        table: the grid, pieces as ``kernels.segments.table_of`` returns them, and their number.
+        pending: the engine's work, or None.
+    """
+    grid, *pieces = table
+    peaks = buffer if pending is None else pending.peaks
+    adds = {"ADD": pending is not None, "BLOCK": ROW}
+    launch(book_pieces, grid, *(buffer, mean, float(times), peaks, *pieces), **adds)
+
+
+def given(buffer: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor, float, float, Tensor]:
+    """Return the buffer, the gradient to add and both weights, and peaks, as kernels take them."""
+    if pending is None:
+        return buffer, buffer, 1.0, 1.0, buffer
+    grad = buffer if pending.grad is None else pending.grad
+    return buffer, grad, pending.decay, pending.gain, pending.peaks
+
+
+def ending(packed: Packed, pending: Pending | None) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return what ``end_message`` needs; without a flag it writes to memory that nobody reads."""
+    if pending is not None:
+        return pending.ending(packed)
+    flag = torch.empty(2, dtype=torch.float32, device=packed.message.device)
+    return flag[:1], flag[1:], packed.padding, packed.layout.padding
 
 
 def sample(numbers: Tensor) -> Pending:

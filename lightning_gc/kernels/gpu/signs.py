@@ -11,11 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack
-from lightning_gc.core.message import Packed, evenly
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.message import Packed, evenly, reserve, reserve_all
 from lightning_gc.core.segments import PIECE, Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch
-from lightning_gc.kernels.gpu.segments import arrived, compensated, sample
-from lightning_gc.kernels.signs import LANES, SUMS, mean, table_of
+from lightning_gc.kernels.gpu.segments import arrived, book, compensated, ending, given, sample
+from lightning_gc.kernels.signs import LANES, SUMS, Layout, mean
 
 GROUPS = 128
 """Groups of eight elements that a program reads at a time."""
@@ -41,6 +42,38 @@ def mean_of(sums, first, pieces, share, SUMS: tl.constexpr, LEVELS: tl.constexpr
     return in_pairs(total, LEVELS)
 
 
+@triton.jit
+def count_of(numbers, first, pieces, SUMS: tl.constexpr):
+    """Return the sum of a parameter's ``pieces`` numbers."""
+    total = tl.zeros([SUMS], tl.int32)
+    at = 0
+    while at < pieces:
+        lane = at + tl.arange(0, SUMS)
+        total += tl.load(numbers + first + lane, mask=lane < pieces, other=0)
+        at += SUMS
+    return tl.sum(total, axis=0)
+
+
+PLACE, START, LIMIT, ROW, STOP, BYTE, PART, RANK, PIECES, NUMEL, SHARD, FIRST = map(
+    tl.constexpr, range(12)
+)
+"""Rows of ``Table.pieces``; the first four are those of ``kernels.segments.table_of``."""
+
+
+@triton.jit
+def place_of(table, count, piece, MEAN: tl.constexpr):
+    """Return a piece's first element, its end, and the end of what is there; zeros follow."""
+    begin = tl.load(table + START * count + piece)
+    stop = tl.load(table + STOP * count + piece)
+    limit = tl.load(table + LIMIT * count + piece)
+    if MEAN:
+        row = tl.load(table + ROW * count + piece)
+        stop += row - begin
+        begin = row
+        limit = stop
+    return begin, stop, limit
+
+
 @kernel()
 def sum_pieces(
     buffer,
@@ -52,6 +85,7 @@ def sum_pieces(
     sums,
     negatives,
     ADD: tl.constexpr,
+    MEAN: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
@@ -59,14 +93,13 @@ def sum_pieces(
 ):
     """Add a piece's magnitudes; with SPLIT its elements below 0 and the others, and count them."""
     piece = tl.program_id(0)
-    at = tl.load(table + count + piece)
-    stop = tl.load(table + 2 * count + piece)
+    at, stop, limit = place_of(table, count, piece, MEAN)
     above = tl.zeros([LANES], tl.float32)
     below = tl.zeros([LANES], tl.float32)
     fewer = tl.zeros([LANES], tl.int32)
     while at < stop:
         here = at + tl.arange(0, LANES)
-        x = compensated(buffer, grad, here, here < stop, decay, gain, ADD)
+        x = compensated(buffer, grad, here, here < limit, decay, gain, ADD)
         small = x * (1 / PIECE)
         if SPLIT:
             below += tl.where(x > 0, 0.0, small)  # NaN in both
@@ -93,38 +126,41 @@ def take_signs(
     sums,
     negatives,
     signs,
+    signs_apart,
     means,
+    means_apart,
+    messages,
     flag,
     sent_flag,
     padding,
     length,
+    own,
     ADD: tl.constexpr,
+    KEEP: tl.constexpr,
+    MEAN: tl.constexpr,
     SPLIT: tl.constexpr,
     GROUPS: tl.constexpr,
     PIECE: tl.constexpr,
     SUMS: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Write a piece's signs, its parameter's means, and leave the difference."""
+    """Write a piece's signs, its parameter's means, and leave the difference.
+
+    In the shard ``own`` numbers that are not finite stay for ``book``.
+    """
     piece = tl.program_id(0)
-    if piece == 0:
-        end_message(flag, sent_flag, padding, length)
-    idle = tl.load(peaks + tl.load(table + piece)) == 0.0
-    begin = tl.load(table + count + piece)
-    stop = tl.load(table + 2 * count + piece)
-    bytes_of = signs + tl.load(table + 3 * count + piece)
-    part = tl.load(table + 4 * count + piece)
-    first = tl.load(table + 5 * count + piece)
-    pieces = tl.load(table + 6 * count + piece)
-    numel = tl.load(table + 7 * count + piece)
+    if piece < messages:
+        end_message(flag, sent_flag, padding + piece.to(tl.int64) * signs_apart, length)
+    begin, stop, limit = place_of(table, count, piece, MEAN)
+    shard = tl.load(table + SHARD * count + piece)
+    signs += shard.to(tl.int64) * signs_apart + tl.load(table + BYTE * count + piece)
+    means += shard.to(tl.int64) * means_apart
+    part = tl.load(table + PART * count + piece)
+    first = piece - tl.load(table + RANK * count + piece)
+    pieces = tl.load(table + PIECES * count + piece)
+    numel = tl.load(table + NUMEL * count + piece)
     if SPLIT:
-        counts = tl.zeros([SUMS], tl.int32)
-        at = 0
-        while at < pieces:
-            lane = at + tl.arange(0, SUMS)
-            counts += tl.load(negatives + first + lane, mask=lane < pieces, other=0)
-            at += SUMS
-        fewer = tl.sum(counts, axis=0)
+        fewer = count_of(negatives, first, pieces, SUMS)
         some = tl.maximum(fewer, 1).to(tl.float32)
         share = PIECE * tl.div_rn(1.0, some)
         below = mean_of(sums + count, first, pieces, share, SUMS, LEVELS)
@@ -134,6 +170,7 @@ def take_signs(
     if SPLIT == 0:
         below = -above
     if ADD:
+        idle = tl.load(peaks + tl.load(table + PLACE * count + piece)) == 0.0
         above = tl.where(idle, 0.0, above)
         below = tl.where(idle, 0.0, below)
     if piece == first:
@@ -147,45 +184,49 @@ def take_signs(
     while at < stop:
         groups = at + 8 * tl.arange(0, GROUPS)
         here = groups[:, None] + bit  # (GROUPS, 8)
-        inside = here < stop
+        inside = here < limit
         x = compensated(buffer, grad, here, inside, decay, gain, ADD)
         positive = tl.where(x >= 0, 1, 0)  # not NaN
         if ADD:
             positive = tl.where(idle, 1, positive)
+        if KEEP:
             left = x - tl.where(positive == 1, above, below)
-            left = tl.where(idle, x, left)
-            tl.store(buffer + here, tl.where(is_finite(left), left, 0.0), mask=inside)
-        marks = tl.sum(tl.where(inside, positive, 0) << bit, axis=1)
-        tl.store(bytes_of + (groups - begin) // 8, marks.to(tl.uint8), mask=groups < stop)
+            if ADD:
+                left = tl.where(idle, x, left)
+                left = tl.where(is_finite(left) | ((shard == own) & (idle == 0)), left, 0.0)
+            tl.store(buffer + here, left, mask=inside)
+        marks = tl.sum(tl.where(here < stop, positive, 0) << bit, axis=1)
+        tl.store(signs + (groups - begin) // 8, marks.to(tl.uint8), mask=groups < stop)
         at += 8 * GROUPS
 
 
 @kernel()
 def average_signs(
     signs,
-    apart,
+    signs_apart,
+    signs_shard,
     means,
     means_apart,
+    means_shard,
     workers,
     share,
     out,
     flags,
     flags_apart,
     senders,
-    starts,
     table,
     count,
+    MEAN: tl.constexpr,
     SPLIT: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
     """Write a piece of the mean: all workers' levels, in their order."""
     piece = tl.program_id(0)
-    first = tl.load(starts + tl.load(table + piece))
-    begin = tl.load(table + count + piece)
-    stop = tl.load(table + 2 * count + piece)
-    byte = tl.load(table + 3 * count + piece)
-    part = tl.load(table + 4 * count + piece)
-    bad = arrived(flags, flags_apart, senders)
+    begin, stop, limit = place_of(table, count, piece, MEAN)
+    shard = tl.load(table + SHARD * count + piece).to(tl.int64)
+    signs += shard * signs_shard + tl.load(table + BYTE * count + piece)
+    means += shard * means_shard
+    part = tl.load(table + PART * count + piece)
     weight = tl.zeros([GROUPS, 8], tl.float32) + share
     lane = tl.arange(0, 8)[None, :]
     at = begin
@@ -195,7 +236,7 @@ def average_signs(
         total = tl.zeros([GROUPS, 8], tl.float32)
         sender = 0
         while sender < workers:
-            place = signs + sender * apart.to(tl.int64) + byte + (groups - begin) // 8
+            place = signs + sender * signs_apart.to(tl.int64) + (groups - begin) // 8
             marks = tl.load(place, mask=groups < stop, other=0).to(tl.int32)
             own = means + sender * means_apart.to(tl.int64)
             if SPLIT:
@@ -207,75 +248,158 @@ def average_signs(
             level = tl.where(((marks[:, None] >> lane) & 1) == 1, above, below)
             total = tl.fma(level, weight, total)  # as torch adds with a factor
             sender += 1
-        total = tl.where(here == first, total + bad, total)
-        tl.store(out + here, total, mask=here < stop)
+        if senders > 0:
+            first = tl.load(table + FIRST * count + piece)
+            bad = arrived(flags, flags_apart, senders)
+            total = tl.where(here == first, total + bad, total)
+        tl.store(out + here, total, mask=here < limit)
         at += 8 * GROUPS
 
 
-def encode(
-    buffer: Tensor, table: Tensor, nbytes: int, means: int, split: bool, pending: Pending
-) -> Packed:
-    """Return the payload (signs, means), as ``core.segments.Pending`` says.
+class Table:
+    """Encodes and decodes the parts of a layout; see ``kernels.signs.Layout``.
 
     Args:
-        buffer: of the whole bucket, changed in place.
-        table: as ``kernels.signs.table_of`` returns it.
-        nbytes: of the signs.
-        means: number of means.
-        split: send two means per parameter, of elements below 0 and of the others; not split, one
-            mean magnitude.
-        pending: the engine's work.
+        layout: of the payloads.
+        device: of the bucket.
+
+    Attributes:
+        pieces: of each piece the parameter's place, first element and end, first element in a row
+            of shards, end with padding, first byte of signs; index of the part, which of its
+            pieces, their number, elements of the part, the shard, and the parameter's first
+            element, ``(12, m)`` int32.
     """
-    packed = pending.reserve([(torch.uint8, nbytes), (torch.float32, means)])
-    count = table.shape[1]
-    sums = buffer.new_empty(2 * count if split else count)
-    negatives = table.new_empty(count if split else 1)
-    grad = buffer if pending.grad is None else pending.grad
-    own = buffer, grad, pending.decay, pending.gain
-    kind = {"ADD": pending.grad is not None, "SPLIT": split}
-    launch(
-        sum_pieces,
-        (count,),
-        *(*own, table, count, sums, negatives),
-        **kind,
-        PIECE=PIECE,
-        LANES=LANES,
-        LEVELS=LANES.bit_length() - 1,
-    )
-    launch(
-        take_signs,
-        (count,),
-        *(*own, pending.peaks, table, count, sums, negatives),
-        *(packed[0], packed[1], *pending.ending(packed)),
-        **kind,
-        GROUPS=GROUPS,
-        PIECE=PIECE,
-        SUMS=SUMS,
-        LEVELS=SUMS.bit_length() - 1,
-    )
-    return packed.first(2)
 
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout, rows, self._ends = layout, list[tuple[int, ...]](), [0]
+        for shard in layout.rows:
+            for each in shard:
+                count = -(-each.numel // PIECE)
+                for rank in range(count):
+                    at, end = rank * PIECE, min((rank + 1) * PIECE, each.numel)
+                    start, limit = min(each.start + at, each.stop), each.start + end
+                    rows.append(
+                        (
+                            *(each.place, start, min(limit, each.stop), each.row + at),
+                            *(start + end - at, each.byte + at // 8),
+                            *(each.part, rank, count, each.numel, each.shard),
+                            layout.rows[0][each.part].start,
+                        )
+                    )
+            self._ends.append(len(rows))
+        self.pieces = torch.tensor(rows, dtype=torch.int32, device=device).t().contiguous()
 
-def average(
-    payloads: Sequence[Sequence[Tensor]], out: Tensor, table: Tensor, split: bool, pending: Pending
-) -> None:
-    """Write the mean of all workers' payloads to the parameters of ``table`` in ``out``."""
-    signs, apart = evenly([payload[0] for payload in payloads])
-    means, means_apart = evenly([payload[1] for payload in payloads])
-    flags, flags_apart = evenly(pending.flags)
-    launch(
-        average_signs,
-        (table.shape[1],),
-        *(signs, apart, means, means_apart, len(payloads), 1 / len(payloads), out),
-        *(flags, flags_apart, len(pending.flags), pending.segments.starts),
-        *(table, table.shape[1]),
-        SPLIT=split,
-        GROUPS=GROUPS,
-    )
+    def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
+        """Return each shard's payload (signs, means), as ``core.segments.Pending`` says.
+
+        The flag is sent only if there is one payload.
+        """
+        pending, shards = bucket.pending, self.layout.shards
+        flagged = pending is not None and pending.flagged and shards == 1
+        if pending is not None and shards == 1:
+            packed = [pending.reserve(self.layout.fields)]
+        else:
+            packed = reserve_all(self.layout.fields, buffer.device, shards)
+        own = bucket.worker if shards > 1 else -1
+        self._take(packed, buffer, pending, pending if flagged else None, own)
+        return [payload.first(2) for payload in packed]
+
+    def average(
+        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, pending: Pending | None
+    ) -> None:
+        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``."""
+        self._average(payloads, out, pending)
+
+    def again(self, payloads: Sequence[Sequence[Tensor]], buffer: Tensor, bucket: Bucket) -> Packed:
+        """Return the payload of the mean of this worker's shard, and book what it loses.
+
+        Args:
+            payloads: of this shard, from all workers.
+            buffer: of the whole bucket; W times the loss is added to the shard.
+            bucket: in its second phase.
+        """
+        pending, mine, fields = bucket.pending, bucket.worker, self.layout.fields
+        mean = buffer.new_empty(self.layout.numel)
+        self._average(payloads, mean, None, mine)
+        flagged = pending is not None and pending.flagged
+        packed = reserve(fields, buffer.device) if pending is None else pending.reserve(fields)
+        self._take([packed], mean, None, pending if flagged else None, -1, mine)
+        if pending is None or pending.grad is not None:
+            book(buffer, mean, self.layout.shards, self._table(mine), pending)
+        return packed.first(2)
+
+    def _table(self, shard: int | None = None) -> tuple[tuple[int], Tensor, int]:
+        """Return a grid of all pieces, or of a shard's, and the kernels' arguments for it."""
+        start, stop = (0, self._ends[-1]) if shard is None else self._ends[shard : shard + 2]
+        return (stop - start,), self.pieces.view(-1)[start:], self.pieces.shape[1]
+
+    def _take(
+        self,
+        packed: Sequence[Packed],
+        buffer: Tensor,
+        pending: Pending | None,
+        flagged: Pending | None,
+        own: int,
+        mean_of: int | None = None,
+    ) -> None:
+        """Encode the bucket with ``pending``, or the mean of a shard."""
+        grid, pieces, count = self._table(mean_of)
+        split, adds = self.layout.split, pending is not None and pending.grad is not None
+        sums = buffer.new_empty(2 * count if split else count)
+        negatives = self.pieces.new_empty(grid[0] if split else 1)
+        *weighted, peaks = given(buffer, pending)
+        kind = {"ADD": adds, "MEAN": mean_of is not None, "SPLIT": split, "PIECE": PIECE}
+        launch(
+            sum_pieces,
+            grid,
+            *(*weighted, pieces, count, sums, negatives),
+            **kind,
+            LANES=LANES,
+            LEVELS=LANES.bit_length() - 1,
+        )
+        nbytes = 0 if mean_of is not None else packed[0].layout.nbytes
+        launch(
+            take_signs,
+            grid,
+            *(*weighted, peaks, pieces, count, sums, negatives),
+            *(packed[0][0], nbytes, packed[0][1], nbytes // 4, len(packed)),
+            *(*ending(packed[0], flagged), own),
+            **kind,
+            KEEP=adds or pending is None,
+            GROUPS=GROUPS,
+            SUMS=SUMS,
+            LEVELS=SUMS.bit_length() - 1,
+        )
+
+    def _average(
+        self,
+        payloads: Sequence[Sequence[Tensor]],
+        out: Tensor,
+        pending: Pending | None,
+        mean_of: int | None = None,
+    ) -> None:
+        """Write all parts' means, or the mean of a shard as a row."""
+        signs, signs_apart = evenly([payload[0] for payload in payloads])
+        means, means_apart = evenly([payload[1] for payload in payloads])
+        workers, shard = len(payloads), (0, 0)
+        if self.layout.shards > 1 and mean_of is None:  # a payload for each shard
+            workers, shard = 1, (signs_apart, means_apart)
+        flags = [] if pending is None else pending.flags
+        first, flags_apart = evenly(flags or [means])
+        grid, *table = self._table(mean_of)
+        launch(
+            average_signs,
+            grid,
+            *(signs, signs_apart, shard[0], means, means_apart, shard[1], workers, 1 / workers),
+            *(out, first, flags_apart, len(flags), *table),
+            MEAN=mean_of is not None,
+            SPLIT=self.layout.split,
+            GROUPS=GROUPS,
+        )
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    table = table_of([(0, 0, 500), (1, 500, 1000)], numbers.device)
+    parts, shapes = [(0, 0, 500), (1, 500, 1000)], {"a": (500,), "b": (500,)}
     grad = numbers.roll(250)
     x = 0.5 * numbers + grad
     used, negative = x[:500], x[:500] < 0
@@ -285,12 +409,14 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     bits = torch.cat([~negative, torch.ones_like(negative)]).to(torch.uint8)
     for split, levels in ((False, [-magnitude, magnitude]), (True, [below, above])):
         pending, left, out = replace(sample(numbers), grad=grad), numbers.clone(), numbers.clone()
-        signs, means = encode(left, table, 126, 4 if split else 2, split, pending)
+        bucket = Bucket(numbers, shapes, pending=pending)
+        table = Table(Layout(parts, split), numbers.device)
+        ((signs, means),) = table.encode(left, bucket)
         sent = torch.cat([torch.where(negative, levels[0], levels[1]), torch.zeros_like(x[500:])])
         yield signs, torch.cat([pack(part, 1) for part in bits.split(500)])
         yield means, torch.stack([*levels[-1 - split :], *torch.zeros_like(means[: 1 + split])])
         yield left, x - sent
-        average([(signs, means)] * 2, out, table, split, pending)
+        table.average([(signs, means)] * 2, out, pending)
         yield out, sent
 
 

@@ -23,7 +23,7 @@ from lightning_gc.core.message import Message, Packed, evenly, packed, reserve, 
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.casts import from_half, to_half
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, sample
+from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, given, sample
 from lightning_gc.kernels.sparse import CORRECTIONS, FACTOR, Row, Selection
 
 BINS = 2048
@@ -742,9 +742,7 @@ class _Work:
     @property
     def addition(self) -> tuple[Tensor, Tensor, float, float, Tensor]:
         """The buffer, the gradient to add and its weights, and the peaks."""
-        if self.pending is None or self.pending.grad is None:
-            return self.buffer, self.buffer, 1.0, 1.0, self.peaks
-        return self.buffer, self.pending.grad, self.pending.decay, self.pending.gain, self.peaks
+        return given(self.buffer, self.pending)
 
     @property
     def places(self) -> tuple[Tensor, int, Tensor, int]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack
-from lightning_gc.core.segments import PIECE
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.message import Packed, reserve_all
+from lightning_gc.core.segments import PIECE, Pending
+from lightning_gc.kernels.host.segments import book
 from lightning_gc.kernels.host.tensors import jit, magnitude, multiply_add
-from lightning_gc.kernels.signs import LANES, SUMS
+from lightning_gc.kernels.signs import LANES, SUMS, Layout
 
 _BLOCK = 2048  # elements whose signs lie in the first cache
 _SPREAD = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.uint8).view(np.uint64)[:, 0]
-"""Of each byte the eight bits, a byte each."""
+"""The eight bits of each byte, a byte each."""
 
 
 def mean(numbers: Tensor, share: float) -> Tensor:
@@ -26,33 +30,70 @@ def mean(numbers: Tensor, share: float) -> Tensor:
     )
 
 
-def encode(
-    buffer: Tensor, places: np.ndarray, nbytes: int, split: bool
-) -> tuple[Tensor, Tensor]:  # (nbytes,) uint8, (means,) float32
-    """Move signs and means out of ``buffer``.
+class Table:
+    """Encodes and decodes the parts of a layout; see ``kernels.signs.Layout``.
 
     Args:
-        buffer: of the whole bucket, changed in place.
-        places: first element, end and first byte of each parameter, ``(n, 3)`` int64.
-        nbytes: of the signs.
-        split: as for ``kernels.gpu.signs.encode``.
+        layout: of the payloads.
+        device: of the bucket.
     """
-    signs = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    means = buffer.new_empty(len(places) * (2 if split else 1))
-    most = int((places[:, 1] - places[:, 0]).max())
-    sums = np.empty(-(-most // PIECE), np.float32)
-    _encode(buffer.numpy(), places, signs.numpy(), means.numpy(), sums, split)
-    return signs, means
 
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self._rows = [np.array(rows, np.int64) for rows in layout.rows]
+        longest = max(row.numel for rows in layout.rows for row in rows)
+        self._sums = np.empty(-(-longest // PIECE), np.float32)
 
-def average(
-    payloads: Sequence[Sequence[Tensor]], out: Tensor, places: np.ndarray, split: bool
-) -> None:
-    """Write the mean of all workers' payloads to the parameters in ``out``."""
-    share = np.float32(1 / len(payloads))
-    for sender, (signs, means) in enumerate(payloads):
-        given = out.numpy(), places, signs.numpy(), means.numpy()
-        _add(*given, share, split, sender == 0, _SPREAD)
+    def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
+        """Move signs and means out of ``buffer``: a payload (signs, means) for each shard."""
+        packed = reserve_all(self.layout.fields, buffer.device, self.layout.shards)
+        for rows, payload in zip(self._rows, packed, strict=True):
+            self._take(buffer, rows[:, 1:5], payload)
+        return packed
+
+    def average(
+        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, pending: Pending | None
+    ) -> None:
+        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``."""
+        if self.layout.shards == 1:
+            self._average(payloads, out, self._rows[0][:, [1, 2, 4]])
+            return
+        for rows, payload in zip(self._rows, payloads, strict=True):
+            self._average([payload], out, rows[:, [1, 2, 4]])
+
+    def again(self, payloads: Sequence[Sequence[Tensor]], buffer: Tensor, bucket: Bucket) -> Packed:
+        """Return the payload of the mean of this worker's shard, and book what it loses.
+
+        Args:
+            payloads: of this shard, from all workers.
+            buffer: of the whole bucket; W times the loss is added to the shard.
+            bucket: in its second phase.
+        """
+        rows, (packed,) = (
+            self._rows[bucket.worker],
+            reserve_all(self.layout.fields, buffer.device, 1),
+        )
+        begins, sizes, bytes_of = rows[:, 7], rows[:, 3], rows[:, 4]
+        mean = buffer.new_empty(self.layout.numel)
+        self._average(payloads, mean, np.column_stack([begins, begins + sizes, bytes_of]))
+        row = np.column_stack([begins, begins + sizes, sizes, bytes_of])
+        self._take(mean, row, packed)
+        book(buffer, mean, self.layout.shards, rows[:, [1, 2, 7]])
+        return packed
+
+    def _take(self, flat: Tensor, places: np.ndarray[Any, Any], packed: Packed) -> None:
+        signs, means = packed
+        arrays = flat.numpy(), places, signs.numpy(), means.numpy()
+        _encode(*arrays, self._sums, self.layout.split)
+        packed.padding.zero_()
+
+    def _average(
+        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, places: np.ndarray[Any, Any]
+    ) -> None:
+        share = np.float32(1 / len(payloads))
+        for sender, (signs, means) in enumerate(payloads):
+            arrays = out.numpy(), places, signs.numpy(), means.numpy()
+            _add(*arrays, share, self.layout.split, sender == 0, _SPREAD)
 
 
 _AS_IS, _MAGNITUDES, _BELOW, _ABOVE = range(4)
@@ -61,7 +102,7 @@ _AS_IS, _MAGNITUDES, _BELOW, _ABOVE = range(4)
 @jit
 def _mean(x, kind, share, sums):
     """Return the sum of a kind of ``x / PIECE`` times ``share``, in the order of all kernels."""
-    lanes = np.empty(LANES, np.float32)
+    lanes = np.zeros(LANES, np.float32)
     pieces = (x.size + PIECE - 1) // PIECE
     for piece in range(pieces):
         start, stop = piece * PIECE, min((piece + 1) * PIECE, x.size)
@@ -109,26 +150,29 @@ def _in_pairs(lanes, width):
 
 @jit
 def _encode(x, places, signs, means, sums, split):
+    """Encode the parts at ``places``: first element, end, elements with padding, first byte."""
     flags = np.empty(_BLOCK, np.uint8)
     one, scale = np.float32(1), np.float32(PIECE)
     for part in range(places.shape[0]):
-        start, stop, byte = places[part]
+        start, stop, numel, byte = places[part]
         own = x[start:stop]
         if split:
             negative = 0
             for i in range(own.size):
                 negative += 1 if own[i] < 0 else 0
             below = _mean(own, _BELOW, scale * (one / np.float32(max(negative, 1))), sums)
-            others = max(own.size - negative, 1)
+            others = max(numel - negative, 1)
             above = _mean(own, _ABOVE, scale * (one / np.float32(others)), sums)
             means[2 * part], means[2 * part + 1] = below, above
         else:
-            above = _mean(own, _MAGNITUDES, scale * (one / np.float32(own.size)), sums)
+            above = _mean(own, _MAGNITUDES, scale * (one / np.float32(numel)), sums)
             below = -above
             means[part] = above
-        for at in range(0, own.size, _BLOCK):
-            end = min(at + _BLOCK, own.size)
-            _take(own[at:end], below, above, flags)
+        for at in range(0, numel, _BLOCK):
+            end = min(at + _BLOCK, numel)
+            there = max(min(end, own.size) - at, 0)
+            _take(own[at : at + there], below, above, flags)
+            flags[there : end - at] = 1  # zeros are not negative
             flags[end - at : (end - at + 7) // 8 * 8] = 0
             _gather(flags.view(np.uint64), signs[byte + at // 8 : byte + (end + 7) // 8])
 
@@ -185,22 +229,23 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     from lightning_gc.kernels import signs as reference
 
     size = numbers.numel()
-    share = PIECE * float(np.float32(1) / np.float32(size))
+    share = reference.share_of(size)
     negative = numbers < 0
     magnitude = reference.by_torch(numbers.abs(), share)
     yield mean(numbers.abs(), share), magnitude
     fewer = negative.sum()
     halves = (numbers.clamp(max=0), fewer), (numbers.clamp(min=0), size - fewer)
-    split = [reference.by_torch(x, float(PIECE / count.float())) for x, count in halves]
-    places, nbytes = np.array([[0, size, 0]]), -(-size // 8)
+    split = [reference.by_torch(x, reference.share_of(int(count))) for x, count in halves]
+    bucket = Bucket(numbers, {"a": (size,)})
     for levels, two in (([-magnitude, magnitude], False), (split, True)):
         left, out = numbers.clone(), numbers.clone()
-        signs, means = encode(left, places, nbytes, two)
+        table = Table(Layout([(0, 0, size)], two), numbers.device)
+        ((signs, means),) = table.encode(left, bucket)
         sent = torch.where(negative, levels[0], levels[1])
         yield signs, pack((~negative).to(torch.uint8), 1)
         yield means, torch.stack(levels[-1 - two :])
         yield left, numbers - sent
-        average([(signs, means)] * 3, out, places, two)
+        table.average([(signs, means)] * 3, out, None)
         third = torch.zeros_like(sent).add_(sent, alpha=1 / 3)
         yield out, third.add_(sent, alpha=1 / 3).add_(sent, alpha=1 / 3)
 

@@ -45,6 +45,7 @@ KERNELS = [
     ("segments", "zero_if", {"PEAKS": 256, "BLOCK": 1024}),
     ("segments", "take_pieces", {"ADD": True, "BLOCK": 1024}),
     ("segments", "put_pieces", {"BLOCK": 1024}),
+    ("segments", "book_pieces", {"ADD": True, "BLOCK": 1024}),
     *(
         ("casts", name, {**constants, "BFLOAT": bfloat, "ROW": 1024})
         for bfloat in (True, False)
@@ -101,12 +102,18 @@ KERNELS = [
         ("signs", name, {**constants, "SPLIT": split})
         for split in (False, True)
         for name, constants in (
-            ("sum_pieces", {"ADD": True, "PIECE": 1 << 15, "LANES": 2048, "LEVELS": 11}),
+            (
+                "sum_pieces",
+                {"ADD": True, "MEAN": False, "PIECE": 1 << 15, "LANES": 2048, "LEVELS": 11},
+            ),
             (
                 "take_signs",
-                {"ADD": True, "GROUPS": 128, "PIECE": 1 << 15, "SUMS": 256, "LEVELS": 8},
+                {
+                    **{"ADD": True, "KEEP": True, "MEAN": False},
+                    **{"GROUPS": 128, "PIECE": 1 << 15, "SUMS": 256, "LEVELS": 8},
+                },
             ),
-            ("average_signs", {"GROUPS": 128}),
+            ("average_signs", {"MEAN": split, "GROUPS": 128}),
         )
     ),
     *(
@@ -142,13 +149,12 @@ KERNELS = [
         ("levels", "average_tiles", {"MEAN": bits == 9, "BITS": bits, "TILE": 2048})
         for bits in (4, 9)
     ),
-    ("levels", "book_tiles", {"ADD": True, "TILE": 2048}),
 ]
 
 
 FUSED = {
     *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
-    *("raise_peaks", "round_tiles", "average_tiles", "book_tiles"),
+    *("raise_peaks", "round_tiles", "average_tiles", "book_pieces"),
     *("sum_pieces", "take_signs", "average_signs"),
     *("sample_thresholds", "first_digit", "count_reaching"),
     *("take_drawn", "project_rows"),
