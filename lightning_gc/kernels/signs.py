@@ -14,7 +14,7 @@ So no sum exceeds the largest magnitude, and a mean of large numbers is finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.core.bit_packing import packed_bytes
+from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.segments import PIECE
+from lightning_gc.kernels import permutation
 from lightning_gc.kernels.dispatch import compiled, family
+
+Levels = Literal["magnitude", "means", "votes"]
+"""What is sent of a tensor besides its signs: see ``Layout``."""
 
 LANES = 2048
 """Elements in a row of a piece."""
@@ -120,35 +125,59 @@ class Row(NamedTuple):
 
 
 class Layout:
-    """The parts of a bucket, or W shards of each, that share payloads of signs and means.
+    """The parts of a bucket, or W shards of each, that share payloads of signs and levels.
 
     Args:
-        parts: of each part, the parameter's index among the bucket's that are not empty, its first
-            element and its end.
-        split: send two means per part, of elements below 0 and of the others; not split, one mean
-            magnitude.
+        parts: of each part, the parameter's name, its index among the bucket's that are not empty,
+            its first element and its end.
+        levels: ``"magnitude"``: the mean magnitude. ``"means"``: the means of elements below 0 and
+            of the others. ``"votes"``: 1, or 0 of a tensor of zeros; an element that is zero has a
+            random sign, and the result is the majority's.
         shards: W, or 1. A payload holds one shard of each part.
 
     Attributes:
         rows: by shard, a row for each part.
-        fields: dtype and length of signs and means in a payload.
+        names: of the rows, for ``Bucket.key``.
+        fields: dtype and length of signs and levels in a payload.
         numel: elements of a row of shards.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, int, int]], split: bool, shards: int = 1) -> None:
-        self.split, self.shards = split, shards
-        self.rows = list[list[Row]]()
+    def __init__(
+        self, parts: Sequence[tuple[str, int, int, int]], levels: Levels, shards: int = 1
+    ) -> None:
+        self.levels, self.shards = levels, shards
+        self.rows, self.names = list[list[Row]](), list[str]()
         byte = self.numel = 0
         for shard in range(shards):
             byte = self.numel = 0
             self.rows.append([])
-            for index, (place, start, stop) in enumerate(parts):
+            for index, (name, place, start, stop) in enumerate(parts):
                 size = -(-(stop - start) // shards)
                 first = min(start + shard * size, stop)
                 row = Row(
                     *(place, first, min(first + size, stop), size, byte, index, shard, self.numel)
                 )
                 self.rows[-1].append(row)
+                self.names.append(name if shards == 1 else f"{name}#{shard}")
                 byte += packed_bytes(size, 1)
                 self.numel += size
-        self.fields = [(torch.uint8, byte), (torch.float32, len(parts) * (1 + split))]
+        self.fields = [
+            (torch.uint8, byte),
+            (torch.float32, len(parts) * (2 if levels == "means" else 1)),
+        ]
+
+    def keys(self, bucket: Bucket) -> list[int]:
+        """Return the key of each row's coins; of levels that need none, the same for all."""
+        if self.levels != "votes":
+            return [0] * len(self.names)
+        return [bucket.key(name) for name in self.names]
+
+
+def least_of(workers: int) -> float:
+    """Return what a mean of W votes exceeds in magnitude unless it is zero up to rounding."""
+    return 0.5 / workers
+
+
+def coins(key: int, step: int, places: Tensor) -> Tensor:
+    """Return random bits, bool, for elements of a tensor at ``places``, ``(n,)`` int64."""
+    return permutation.word(key, step, places) >= 1 << 31

@@ -33,7 +33,7 @@ class EFSignSGD(sign_payload.TwoLevels):
     """
 
     traits = Traits(kind="quantiser")
-    split = False
+    levels = "magnitude"
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         scale = mean(buffer.abs(), buffer.numel())

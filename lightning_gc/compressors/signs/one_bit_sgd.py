@@ -33,7 +33,7 @@ class OneBitSGD(sign_payload.TwoLevels):
     """
 
     traits = Traits(kind="quantiser")
-    split = True
+    levels = "means"
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         negative = (buffer < 0).sum()

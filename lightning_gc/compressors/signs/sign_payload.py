@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,15 +29,15 @@ from lightning_gc.kernels.dispatch import compiled, family, fused
 
 
 class TwoLevels(Codec):
-    """Send a bit per element and the levels of its two values: (signs, means).
+    """Send a bit per element and the levels of its two values: (signs, levels).
 
     ``kernels.signs`` says in which order means are added.
 
     Attributes:
-        split: whether the two levels are separate means. Otherwise they are ±the mean magnitude.
+        levels: what the two levels are; see ``kernels.signs.Layout``.
     """
 
-    split: bool
+    levels: ClassVar[signs.Levels]
 
     @property
     def joint_kind(self) -> Hashable:
@@ -73,6 +74,9 @@ class JointSigns(JointCodec):
         kernels = self._kernels(out)
         if kernels is None:
             super().receive_all(payloads, out, bucket, averaged=averaged)
+            if self.codec.levels == "votes":
+                for part in self.parts:
+                    decide(out[part.start : part.stop], len(payloads))
         else:
             self.check(payloads, bucket, averaged=averaged)
             kernels.average(payloads, out, bucket.pending)
@@ -84,14 +88,20 @@ class JointSigns(JointCodec):
 
     @functools.cached_property
     def _made(self) -> Callable[[ModuleType, torch.device, int], ShardKernels]:
-        parts = [(part.place, part.start, part.stop) for part in self.parts]
+        parts = [(part.name, part.place, part.start, part.stop) for part in self.parts]
 
         def made(module: ModuleType, device: torch.device, shards: int) -> ShardKernels:
-            layout = signs.Layout(parts, self.codec.split, shards)
+            layout = signs.Layout(parts, self.codec.levels, shards)
             kernels: ShardKernels = module.Table(layout, device)
             return kernels
 
         return functools.cache(made)
+
+
+def decide(out: Tensor, workers: int) -> None:
+    """Replace means of W votes by their signs, in place."""
+    # The mean of W votes is at least 1/W in magnitude, or zero up to rounding.
+    out.masked_fill_(out.abs() < signs.least_of(workers), 0).sign_()
 
 
 def take(buffer: Tensor, levels: Tensor) -> Tensor:

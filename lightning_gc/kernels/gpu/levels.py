@@ -14,7 +14,15 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.message import Packed, evenly, reserve, reserve_all
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import arrived, book, compensated, ending, given, sample
+from lightning_gc.kernels.gpu.segments import (
+    arrived,
+    attempt_shards,
+    book,
+    compensated,
+    ending,
+    given,
+    sample,
+)
 from lightning_gc.kernels.segments import table_of
 
 GROUPS = 128
@@ -671,21 +679,8 @@ def _buckets(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the second encoding loses is booked twice, in the own shards of two parameters."""
-    shapes = {"a": (500,), "b": (500,)}
     table = Table([("a", 0, 0, 500), ("b", 1, 500, 1000)], 5, 64, True, numbers.device, 2)
-    for worker in range(2):
-        bucket = Bucket(numbers, shapes, worker=worker, workers=2, pending=sample(numbers))
-        left, means = numbers.clone(), numbers.new_empty(3, 1000)
-        sent = [table.encode(flat, bucket) for flat in (left, numbers.flip(0).pow(3))]
-        before = left.clone()
-        again = table.again([payloads[worker] for payloads in sent], left, bucket.again())
-        for payloads, mean in zip([*sent, [again, again]], means, strict=True):
-            table.average(payloads, mean, bucket.pending)
-        first, second, both = means.view(3, 2, 2, 250)[:, :, worker]
-        wanted = before.view(2, 2, 250).clone()
-        wanted[:, worker] += 2 * ((first + second) / 2 - both)
-        yield left, wanted.view(-1)
+    yield from attempt_shards(numbers, table)
 
 
 ATTEMPTS = {"quantise": _quantise, "dequantise": _dequantise, "levels": _buckets, "shards": _shards}

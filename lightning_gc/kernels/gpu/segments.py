@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.message import Packed, evenly
 from lightning_gc.core.segments import Pending, Segments, Workspace
 from lightning_gc.kernels.gpu.launch import is_finite, kernel, launch, magnitude_bits
@@ -314,6 +316,23 @@ def sample(numbers: Tensor) -> Pending:
     flag = torch.zeros(1, dtype=torch.float32, device=numbers.device)
     work = Workspace(segments)
     return Pending(segments, peak, flag, work, numbers.flip(0), decay=0.5, flags=[flag, flag])
+
+
+def attempt_shards(numbers: Tensor, table: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what ``table``, of two shards of the parts a and b of ``sample``, books twice."""
+    shapes = {"a": (500,), "b": (500,)}
+    for worker in range(2):
+        bucket = Bucket(numbers, shapes, worker=worker, workers=2, pending=sample(numbers))
+        left, means = numbers.clone(), numbers.new_empty(3, 1000)
+        sent = [table.encode(flat, bucket) for flat in (left, numbers.flip(0).pow(3))]
+        before = left.clone()
+        again = table.again([payloads[worker] for payloads in sent], left, bucket.again())
+        for payloads, mean in zip([*sent, [again, again]], means, strict=True):
+            table.average(payloads, mean, bucket.pending)
+        first, second, both = means.view(3, 2, 2, 250)[:, :, worker]
+        wanted = before.view(2, 2, 250).clone()
+        wanted[:, worker] += 2 * ((first + second) / 2 - both)
+        yield left, wanted.view(-1)
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

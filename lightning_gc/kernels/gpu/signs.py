@@ -14,9 +14,17 @@ from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.message import Packed, evenly, reserve, reserve_all
 from lightning_gc.core.segments import PIECE, Pending
-from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch
-from lightning_gc.kernels.gpu.segments import arrived, book, compensated, ending, given, sample
-from lightning_gc.kernels.signs import LANES, SUMS, Layout, mean
+from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, word
+from lightning_gc.kernels.gpu.segments import (
+    arrived,
+    attempt_shards,
+    book,
+    compensated,
+    ending,
+    given,
+    sample,
+)
+from lightning_gc.kernels.signs import LANES, SUMS, Layout, Levels, coins, least_of, mean
 
 GROUPS = 128
 """Groups of eight elements that a program reads at a time."""
@@ -54,8 +62,39 @@ def count_of(numbers, first, pieces, SUMS: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-PLACE, START, LIMIT, ROW, STOP, BYTE, PART, RANK, PIECES, NUMEL, SHARD, FIRST = map(
-    tl.constexpr, range(12)
+@triton.jit
+def levels_of(
+    sums, negatives, count, first, pieces, numel,
+    SPLIT: tl.constexpr, VOTE: tl.constexpr, PIECE: tl.constexpr, SUMS: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Return what is sent for elements below 0 and for others."""
+    if VOTE:
+        above = tl.where(mean_of(sums, first, pieces, 1.0, SUMS, LEVELS) > 0, 1.0, 0.0)
+        below = -above
+    else:
+        fewer = 0
+        if SPLIT:
+            fewer = count_of(negatives, first, pieces, SUMS)
+            share = PIECE * tl.div_rn(1.0, tl.maximum(fewer, 1).to(tl.float32))
+            below = mean_of(sums + count, first, pieces, share, SUMS, LEVELS)
+        share = PIECE * tl.div_rn(1.0, tl.maximum(numel - fewer, 1).to(tl.float32))
+        above = mean_of(sums, first, pieces, share, SUMS, LEVELS)
+        if SPLIT == 0:
+            below = -above
+    return below, above
+
+
+@triton.jit
+def coins_of(key, step, places):
+    """Return random bits, int32; see ``kernels.signs.coins``."""
+    key = key.to(tl.uint64)
+    high = (key >> 32).to(tl.uint32) + step.to(tl.uint32) * 0x85EBCA6B
+    return (word(key.to(tl.uint32), high, places.to(tl.uint32)) >> 31).to(tl.int32)
+
+
+PLACE, START, LIMIT, ROW, STOP, BYTE, PART, RANK, PIECES, NUMEL, SHARD, FIRST, KEY = map(
+    tl.constexpr, range(13)
 )
 """Rows of ``Table.pieces``; the first four are those of ``kernels.segments.table_of``."""
 
@@ -82,16 +121,21 @@ def sum_pieces(
     gain,
     table,
     count,
+    least,
     sums,
     negatives,
     ADD: tl.constexpr,
     MEAN: tl.constexpr,
     SPLIT: tl.constexpr,
+    VOTE: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Add a piece's magnitudes; with SPLIT its elements below 0 and the others, and count them."""
+    """Add a piece's magnitudes; with SPLIT its elements below 0 and the others, and count them.
+
+    With VOTE count magnitudes above ``least``.
+    """
     piece = tl.program_id(0)
     at, stop, limit = place_of(table, count, piece, MEAN)
     above = tl.zeros([LANES], tl.float32)
@@ -105,6 +149,8 @@ def sum_pieces(
             below += tl.where(x > 0, 0.0, small)  # NaN in both
             above += tl.where(x < 0, 0.0, small)
             fewer += tl.where(x < 0, 1, 0)
+        elif VOTE:
+            above += tl.where(tl.abs(x) > least, 1.0, 0.0)
         else:
             above += tl.abs(small)
         at += LANES
@@ -123,8 +169,11 @@ def take_signs(
     peaks,
     table,
     count,
+    least,
     sums,
     negatives,
+    keys,
+    step,
     signs,
     signs_apart,
     means,
@@ -139,6 +188,7 @@ def take_signs(
     KEEP: tl.constexpr,
     MEAN: tl.constexpr,
     SPLIT: tl.constexpr,
+    VOTE: tl.constexpr,
     GROUPS: tl.constexpr,
     PIECE: tl.constexpr,
     SUMS: tl.constexpr,
@@ -156,19 +206,13 @@ def take_signs(
     signs += shard.to(tl.int64) * signs_apart + tl.load(table + BYTE * count + piece)
     means += shard.to(tl.int64) * means_apart
     part = tl.load(table + PART * count + piece)
-    first = piece - tl.load(table + RANK * count + piece)
+    rank = tl.load(table + RANK * count + piece)
+    first = piece - rank
     pieces = tl.load(table + PIECES * count + piece)
     numel = tl.load(table + NUMEL * count + piece)
-    if SPLIT:
-        fewer = count_of(negatives, first, pieces, SUMS)
-        some = tl.maximum(fewer, 1).to(tl.float32)
-        share = PIECE * tl.div_rn(1.0, some)
-        below = mean_of(sums + count, first, pieces, share, SUMS, LEVELS)
-        numel -= fewer
-    others = tl.maximum(numel, 1).to(tl.float32)
-    above = mean_of(sums, first, pieces, PIECE * tl.div_rn(1.0, others), SUMS, LEVELS)
-    if SPLIT == 0:
-        below = -above
+    below, above = levels_of(
+        sums, negatives, count, first, pieces, numel, SPLIT, VOTE, PIECE, SUMS, LEVELS
+    )
     if ADD:
         idle = tl.load(peaks + tl.load(table + PLACE * count + piece)) == 0.0
         above = tl.where(idle, 0.0, above)
@@ -186,9 +230,14 @@ def take_signs(
         here = groups[:, None] + bit  # (GROUPS, 8)
         inside = here < limit
         x = compensated(buffer, grad, here, inside, decay, gain, ADD)
-        positive = tl.where(x >= 0, 1, 0)  # not NaN
+        seen = x
         if ADD:
-            positive = tl.where(idle, 1, positive)
+            seen = tl.where(idle, 0.0, x)
+        positive = tl.where(seen >= 0, 1, 0)  # not NaN
+        if VOTE:
+            key = tl.load(keys + tl.load(table + KEY * count + piece))
+            coin = coins_of(key, step, rank * PIECE + here - begin)
+            positive = tl.where(tl.abs(seen) > least, positive, coin)
         if KEEP:
             left = x - tl.where(positive == 1, above, below)
             if ADD:
@@ -216,11 +265,16 @@ def average_signs(
     senders,
     table,
     count,
+    least,
     MEAN: tl.constexpr,
     SPLIT: tl.constexpr,
+    VOTE: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Write a piece of the mean: all workers' levels, in their order."""
+    """Write a piece of the mean: all workers' levels, in their order.
+
+    With VOTE it is the sign of the mean, and 0 where the mean is below ``least``.
+    """
     piece = tl.program_id(0)
     begin, stop, limit = place_of(table, count, piece, MEAN)
     shard = tl.load(table + SHARD * count + piece).to(tl.int64)
@@ -248,6 +302,8 @@ def average_signs(
             level = tl.where(((marks[:, None] >> lane) & 1) == 1, above, below)
             total = tl.fma(level, weight, total)  # as torch adds with a factor
             sender += 1
+        if VOTE:
+            total = tl.where(total >= least, 1.0, tl.where(total <= -least, -1.0, 0.0))
         if senders > 0:
             first = tl.load(table + FIRST * count + piece)
             bad = arrived(flags, flags_apart, senders)
@@ -266,12 +322,13 @@ class Table:
     Attributes:
         pieces: of each piece the parameter's place, first element and end, first element in a row
             of shards, end with padding, first byte of signs; index of the part, which of its
-            pieces, their number, elements of the part, the shard, and the parameter's first
-            element, ``(12, m)`` int32.
+            pieces, their number, elements of the part, the shard, the parameter's first element,
+            and the index of the key, ``(13, m)`` int32.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, rows, self._ends = layout, list[tuple[int, ...]](), [0]
+        self._keys: dict[tuple[int, int, int], Tensor] = {}
         for shard in layout.rows:
             for each in shard:
                 count = -(-each.numel // PIECE)
@@ -284,6 +341,7 @@ class Table:
                             *(start + end - at, each.byte + at // 8),
                             *(each.part, rank, count, each.numel, each.shard),
                             layout.rows[0][each.part].start,
+                            each.shard * len(shard) + each.part,
                         )
                     )
             self._ends.append(len(rows))
@@ -301,7 +359,7 @@ class Table:
         else:
             packed = reserve_all(self.layout.fields, buffer.device, shards)
         own = bucket.worker if shards > 1 else -1
-        self._take(packed, buffer, pending, pending if flagged else None, own)
+        self._take(packed, buffer, bucket, pending, pending if flagged else None, own)
         return [payload.first(2) for payload in packed]
 
     def average(
@@ -323,10 +381,18 @@ class Table:
         self._average(payloads, mean, None, mine)
         flagged = pending is not None and pending.flagged
         packed = reserve(fields, buffer.device) if pending is None else pending.reserve(fields)
-        self._take([packed], mean, None, pending if flagged else None, -1, mine)
+        self._take([packed], mean, bucket, None, pending if flagged else None, -1, mine)
         if pending is None or pending.grad is not None:
             book(buffer, mean, self.layout.shards, self._table(mine), pending)
         return packed.first(2)
+
+    def _keys_of(self, bucket: Bucket) -> Tensor:
+        """Return the key of each row of the layout, ``(n,)`` int64."""
+        worker = bucket.seed, bucket.worker, bucket.phase
+        if worker not in self._keys:
+            keys = self.layout.keys(bucket)
+            self._keys[worker] = torch.tensor(keys, dtype=torch.int64, device=self.pieces.device)
+        return self._keys[worker]
 
     def _table(self, shard: int | None = None) -> tuple[tuple[int], Tensor, int]:
         """Return a grid of all pieces, or of a shard's, and the kernels' arguments for it."""
@@ -337,6 +403,7 @@ class Table:
         self,
         packed: Sequence[Packed],
         buffer: Tensor,
+        bucket: Bucket,
         pending: Pending | None,
         flagged: Pending | None,
         own: int,
@@ -344,16 +411,19 @@ class Table:
     ) -> None:
         """Encode the bucket with ``pending``, or the mean of a shard."""
         grid, pieces, count = self._table(mean_of)
-        split, adds = self.layout.split, pending is not None and pending.grad is not None
+        split, vote = self.layout.levels == "means", self.layout.levels == "votes"
+        adds = pending is not None and pending.grad is not None
+        least = least_of(bucket.workers) if mean_of is not None else 0.0
         sums = buffer.new_empty(2 * count if split else count)
         negatives = self.pieces.new_empty(grid[0] if split else 1)
         *weighted, peaks = given(buffer, pending)
-        kind = {"ADD": adds, "MEAN": mean_of is not None, "SPLIT": split, "PIECE": PIECE}
+        kind = {"ADD": adds, "MEAN": mean_of is not None, "SPLIT": split, "VOTE": vote}
         launch(
             sum_pieces,
             grid,
-            *(*weighted, pieces, count, sums, negatives),
+            *(*weighted, pieces, count, least, sums, negatives),
             **kind,
+            PIECE=PIECE,
             LANES=LANES,
             LEVELS=LANES.bit_length() - 1,
         )
@@ -361,10 +431,12 @@ class Table:
         launch(
             take_signs,
             grid,
-            *(*weighted, peaks, pieces, count, sums, negatives),
+            *(*weighted, peaks, pieces, count, least, sums, negatives),
+            *(self._keys_of(bucket), bucket.step),
             *(packed[0][0], nbytes, packed[0][1], nbytes // 4, len(packed)),
             *(*ending(packed[0], flagged), own),
             **kind,
+            PIECE=PIECE,
             KEEP=adds or pending is None,
             GROUPS=GROUPS,
             SUMS=SUMS,
@@ -391,33 +463,54 @@ class Table:
             average_signs,
             grid,
             *(signs, signs_apart, shard[0], means, means_apart, shard[1], workers, 1 / workers),
-            *(out, first, flags_apart, len(flags), *table),
+            *(
+                out,
+                first,
+                flags_apart,
+                len(flags),
+                *table,
+                least_of(max(workers, self.layout.shards)),
+            ),
             MEAN=mean_of is not None,
-            SPLIT=self.layout.split,
+            SPLIT=self.layout.levels == "means",
+            VOTE=self.layout.levels == "votes" and mean_of is None,
             GROUPS=GROUPS,
         )
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    parts, shapes = [(0, 0, 500), (1, 500, 1000)], {"a": (500,), "b": (500,)}
+    parts, shapes = [("a", 0, 0, 500), ("b", 1, 500, 1000)], {"a": (500,), "b": (500,)}
     grad = numbers.roll(250)
     x = 0.5 * numbers + grad
     used, negative = x[:500], x[:500] < 0
     magnitude, fewer = mean(used.abs(), 500), negative.sum()
     below = mean(used.where(negative, 0.0), fewer)
     above = mean(used.where(~negative, 0.0), 500 - fewer)
-    bits = torch.cat([~negative, torch.ones_like(negative)]).to(torch.uint8)
-    for split, levels in ((False, [-magnitude, magnitude]), (True, [below, above])):
+    one, places = torch.ones_like(above), torch.arange(500, device=x.device)
+    sent: dict[Levels, tuple[Tensor, Tensor]] = {
+        "magnitude": (-magnitude, magnitude),
+        "means": (below, above),
+        "votes": (-one, one),
+    }
+    for levels, (low, high) in sent.items():
         pending, left, out = replace(sample(numbers), grad=grad), numbers.clone(), numbers.clone()
-        bucket = Bucket(numbers, shapes, pending=pending)
-        table = Table(Layout(parts, split), numbers.device)
+        bucket, split = Bucket(numbers, shapes, pending=pending), levels == "means"
+        layout = Layout(parts, levels)
+        table = Table(layout, numbers.device)
         ((signs, means),) = table.encode(left, bucket)
-        sent = torch.cat([torch.where(negative, levels[0], levels[1]), torch.zeros_like(x[500:])])
-        yield signs, torch.cat([pack(part, 1) for part in bits.split(500)])
-        yield means, torch.stack([*levels[-1 - split :], *torch.zeros_like(means[: 1 + split])])
-        yield left, x - sent
+        value = torch.cat([torch.where(negative, low, high), torch.zeros_like(x[500:])])
+        tossed = coins(layout.keys(bucket)[1], 0, places)
+        idle = tossed if levels == "votes" else torch.ones_like(negative)
+        yield signs, torch.cat([pack(part.to(torch.uint8), 1) for part in (~negative, idle)])
+        yield means, torch.stack([*[low, high][1 - split :], *torch.zeros_like(means[: 1 + split])])
+        yield left, x - value
         table.average([(signs, means)] * 2, out, pending)
-        yield out, sent
+        yield out, value
 
 
-ATTEMPTS = {"signs": _attempt}
+def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    parts = [("a", 0, 0, 500), ("b", 1, 500, 1000)]
+    yield from attempt_shards(numbers, Table(Layout(parts, "means", 2), numbers.device))
+
+
+ATTEMPTS = {"signs": _attempt, "shards of signs": _shards}

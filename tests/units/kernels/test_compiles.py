@@ -99,21 +99,18 @@ KERNELS = [
     ("random_k", "take_drawn", {"ADD": True, "SCALED": True, "ROW": 1024}),
     ("random_k", "put_drawn", {"BLOCK": 1024}),
     *(
-        ("signs", name, {**constants, "SPLIT": split})
-        for split in (False, True)
+        ("signs", name, {**constants, "SPLIT": split, "VOTE": vote, "MEAN": vote})
+        for split, vote in ((False, False), (True, False), (False, True))
         for name, constants in (
-            (
-                "sum_pieces",
-                {"ADD": True, "MEAN": False, "PIECE": 1 << 15, "LANES": 2048, "LEVELS": 11},
-            ),
+            ("sum_pieces", {"ADD": True, "PIECE": 1 << 15, "LANES": 2048, "LEVELS": 11}),
             (
                 "take_signs",
                 {
-                    **{"ADD": True, "KEEP": True, "MEAN": False},
-                    **{"GROUPS": 128, "PIECE": 1 << 15, "SUMS": 256, "LEVELS": 8},
+                    **{"ADD": not vote, "KEEP": True, "GROUPS": 128},
+                    **{"PIECE": 1 << 15, "SUMS": 256, "LEVELS": 8},
                 },
             ),
-            ("average_signs", {"MEAN": split, "GROUPS": 128}),
+            ("average_signs", {"GROUPS": 128}),
         )
     ),
     *(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import QSGD, AllGather, Cast, EFSignSGD, OneBitSGD, Uniform
+from lightning_gc import QSGD, AllGather, Cast, EFSignSGD, OneBitSGD, SignSGD, Uniform
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import Part
 from lightning_gc.core import Bucket, payload_validation
@@ -157,7 +157,7 @@ def test_lengths_that_do_not_fit_are_left_to_torch() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("compressor", [EFSignSGD(), OneBitSGD()], ids=repr)
+@pytest.mark.parametrize("compressor", [EFSignSGD(), OneBitSGD(), SignSGD()], ids=repr)
 def test_whole_buckets(compressor: Compressor, layout: str, kind: str) -> None:
     assert_same_bits(compressor, kind, layout, workers=3, scheme=AllGather())
 
