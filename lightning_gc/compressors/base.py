@@ -200,14 +200,14 @@ class Unbounded:
 Bound = Contraction | AbsoluteError | Multiple | Unbounded
 
 
-Joint = Literal["no", "parts", "shards"]
+Joint = Literal["no", "parts", "shards", "ranges"]
 
 
 class CodecScheme(Protocol):
     """The interface of a scheme that codecs use; see ``lightning_gc.schemes``."""
 
     def joint(self, workers: int) -> Joint:
-        """Return whether parameters may share a payload: no, as parts of a bucket, or as shards."""
+        """Return whether parameters may share a payload: no, or as parts, shards or ranges."""
 
     @property
     def averages(self) -> bool:

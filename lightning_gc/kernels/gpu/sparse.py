@@ -862,6 +862,23 @@ def encode(
     return payload.first(2)
 
 
+def move(
+    buffer: Tensor, selection: Selection, dtype: torch.dtype, step: int
+) -> tuple[Tensor, Tensor]:
+    """Move the elements to send out of ``buffer``: ascending positions, int64, and values.
+
+    Values have ``dtype``, and ``step`` moves the sample. The host waits for the number of elements
+    if it is not fixed.
+    """
+    work = _Work(buffer, selection, None)
+    _count(work, step)
+    number = selection.most if selection.rule == "largest" else int(work.head[0])
+    fields = [(dtype, number), (torch.uint8, elias_fano.coded_bytes(number, buffer.numel()))]
+    payload = reserve(fields, buffer.device)
+    positions = _move(work, number, payload, (work.flag, work.sent_flag))
+    return positions.long(), payload[0]
+
+
 @dataclass(frozen=True, eq=False)
 class Counted:
     """Elements that have been counted on the device and not been moved yet.
