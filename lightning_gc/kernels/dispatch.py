@@ -41,11 +41,6 @@ def compiled(tensor: Tensor) -> bool:
     return suitable and tensor.device.type == "cpu" and tensor.numel() > 0 and _numba_works()
 
 
-def numba_works(device: torch.device) -> bool:
-    """Return whether numba's kernels are used on ``device`` for tensors that are not floats."""
-    return device.type == "cpu" and _numba_works()
-
-
 def family(name: str, tensor: Tensor) -> ModuleType:
     """Return the module of a family's kernels for ``tensor``: of Triton, else of numba.
 

@@ -99,7 +99,7 @@ class SparseReduce(Scheme):
         mine = (chosen[order] + both[1]).split(counts)
         payloads = []
         for i, part in enumerate(values[order].split(counts)):
-            payloads.append((part, sparse_codec.code(mine[i], sizes[i])))
+            payloads.append((part, sparse_codec.code(mine[i], sizes[i], buffer)))
             bucket.tally.count(sizes[i], counts[i], payloads[i])
         arrived = yield Exchange(tuple(payloads), limits)
 

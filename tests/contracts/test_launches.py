@@ -6,7 +6,7 @@ import lightning_gc as gc
 from lightning_gc.compressors import Compressor
 from lightning_gc.engine.compatibility import by_default
 from tests.support.kernel_device import INTERPRETED, some
-from tests.support.launches import Counts, launches
+from tests.support.launches import Counts, launches, launches_among
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="counts need TRITON_INTERPRET=1")
 LIMITS: dict[tuple[Compressor, int], tuple[int, float, int]] = {
@@ -51,6 +51,28 @@ def test_as_many_for_any_number_of_parameters(
     one, several = (counted(compressor, workers, number, numel) for number in (1, parameters))
     assert one.launches == several.launches
     assert one.waits == several.waits
+
+
+@pytest.mark.parametrize(
+    ("compressor", "most", "waits"),
+    some([(gc.TopK(0.05), 1, 2), (gc.HardThreshold(1.0), 1, 3)], [(gc.TopK(0.05), 1, 2)]),
+)
+@pytest.mark.parametrize("parameters", some((8, 64), (8,)))
+def test_sparse_ranges_cost_no_operation_for_each_parameter(
+    compressor: Compressor, most: int, waits: int, parameters: int
+) -> None:
+    one, several = (
+        launches_among(
+            by_default(compressor, 0),
+            gc.SparseReduce(),
+            {f"p{i}": (16, 64 // number) for i in range(number)},
+            workers=3,
+        )
+        for number in (1, parameters)
+    )
+    assert one.launches == several.launches
+    assert several.total <= most, several.launches
+    assert one.waits == several.waits == waits
 
 
 def test_uncompressed_parameters_cost_no_operation_each() -> None:

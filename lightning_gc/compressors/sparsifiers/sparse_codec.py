@@ -32,7 +32,7 @@ from lightning_gc.core import (
     payload_validation,
 )
 from lightning_gc.kernels.accumulate import accumulate
-from lightning_gc.kernels.dispatch import compiled, fused, numba_works
+from lightning_gc.kernels.dispatch import compiled, family, fused
 from lightning_gc.kernels.sparse import Selection
 
 Varies = Literal["no", "step", "worker"]
@@ -337,7 +337,7 @@ def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype = torch.float32) ->
 
     See ``taken`` for ``dtype``.
     """
-    return taken(buffer, indices, dtype), code(indices, buffer.numel())
+    return taken(buffer, indices, dtype), code(indices, buffer.numel(), buffer)
 
 
 def taken(buffer: Tensor, indices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -363,12 +363,11 @@ def taken(buffer: Tensor, indices: Tensor, dtype: torch.dtype = torch.float32) -
     return values
 
 
-def code(indices: Tensor, numel: int) -> Tensor:
-    """Return ascending positions below ``numel``, coded."""
-    if numba_works(indices.device):
-        from lightning_gc.kernels.host import sparse
-
-        return sparse.code(indices, numel)
+def code(indices: Tensor, numel: int, like: Tensor) -> Tensor:
+    """Return ascending positions below ``numel``, coded; ``like`` has elements on their device."""
+    if fused(like) or compiled(like):
+        coded: Tensor = family("sparse", like).code(indices, numel)
+        return coded
     return elias_fano.encode(indices, numel)
 
 
@@ -395,6 +394,12 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
         positions = sparse.places(coded, chosen, numel)
         if positions is not None:
             return positions, values
+    if chosen and fused(values) and not payload_validation.on_host(values):
+        from lightning_gc.kernels.gpu import sparse as gpu
+
+        elias_fano.check_count(chosen, numel)
+        found, wrong = gpu.places(coded, chosen, numel)
+        return found, values.masked_fill(wrong, float("nan"))
     found = elias_fano.decode(coded, chosen, numel, payload_validation.on_host(coded))
     return payload_validation.positions(found, values, numel)
 

@@ -879,6 +879,39 @@ def move(
     return positions.long(), payload[0]
 
 
+def code(positions: Tensor, numel: int) -> Tensor:
+    """Return ``elias_fano.encode(positions, numel)``."""
+    chosen = positions.numel()
+    nbytes = elias_fano.coded_bytes(chosen, numel)
+    coded = torch.zeros(nbytes, dtype=torch.uint8, device=positions.device)
+    if chosen:
+        low, map_at = elias_fano.layout(chosen, numel)
+        grid = (triton.cdiv(chosen, 8 * GROUPS),)
+        bits = positions.int(), coded, map_at, nbytes, chosen, low
+        launch(code_positions, grid, *bits, GROUPS=GROUPS)
+    return coded
+
+
+def places(coded: Tensor, chosen: int, numel: int) -> tuple[Tensor, Tensor]:
+    """Return the coded positions, ``(chosen,)`` int64 below ``numel``, and ``(1,)`` bool.
+
+    The second is True if the positions were out of range, did not ascend, or were not ``chosen``.
+
+    Args:
+        coded: ``(coded_bytes(chosen, numel),)`` uint8.
+        chosen: k, at least 1.
+        numel: n.
+    """
+    tiles = triton.cdiv(elias_fano.map_bits(chosen, numel), TILE)
+    zeros = torch.zeros(chosen, dtype=torch.int32, device=coded.device)
+    count = torch.full((1,), chosen, dtype=torch.int32, device=coded.device)
+    found, wrong = zeros.new_empty(tiles + 1).split([tiles, 1])
+    read = (coded, 0, 0, count, 0, numel, tiles, found, wrong)
+    launch(count_bits, (tiles, 1), *read, TILE=TILE, ROW=ROW)
+    launch(find_places, (tiles, 1), *read, zeros, chosen, TILE=TILE, FOLD=FOLD, ROW=ROW)
+    return zeros.long().clamp_(max=numel - 1), wrong != 0
+
+
 @dataclass(frozen=True, eq=False)
 class Counted:
     """Elements that have been counted on the device and not been moved yet.
