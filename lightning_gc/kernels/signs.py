@@ -25,7 +25,6 @@ from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.segments import PIECE
 from lightning_gc.kernels import permutation
-from lightning_gc.kernels.dispatch import compiled, family
 
 Levels = Literal["magnitude", "means", "votes"]
 """What is sent of a tensor besides its signs: see ``Layout``."""
@@ -34,31 +33,6 @@ LANES = 2048
 """Elements in a row of a piece."""
 SUMS = 256
 """Pieces in a row of a parameter."""
-
-
-def mean(numbers: Tensor, count: int | Tensor) -> Tensor:
-    """Return the sum of ``numbers`` divided by ``count``, 0-dim float32; 0 without numbers.
-
-    On an accelerator torch adds in its own order, in one operation.
-
-    Args:
-        numbers: ``(n,)``.
-        count: a number, or a tensor of one on the device; less than 1 counts as 1.
-
-    Example:
-        >>> mean(torch.tensor([3.0, 1.0]), 2)
-        tensor(2.)
-    """
-    if numbers.device.type != "cpu":
-        number = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
-        return (numbers / number).sum().float()
-    if not numbers.numel():
-        return numbers.new_zeros((), dtype=torch.float32)
-    share = share_of(int(count))
-    if compiled(numbers):
-        found: Tensor = family("signs", numbers).mean(numbers, share)
-        return found
-    return by_torch(numbers, share)
 
 
 def share_of(count: int) -> float:

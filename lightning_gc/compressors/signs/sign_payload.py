@@ -104,6 +104,33 @@ def decide(out: Tensor, workers: int) -> None:
     out.masked_fill_(out.abs() < signs.least_of(workers), 0).sign_()
 
 
+def mean(numbers: Tensor, count: int | Tensor) -> Tensor:
+    """Return the sum of ``numbers`` divided by ``count``, 0-dim float32; 0 without numbers.
+
+    On the host numbers are added in the order of ``kernels.signs``. On an accelerator torch adds in
+    its own order, in one operation.
+
+    Args:
+        numbers: ``(n,)``.
+        count: a number, or a tensor of one on the device; less than 1 counts as 1.
+
+    Example:
+        >>> mean(torch.tensor([3.0, 1.0]), 2)
+        tensor(2.)
+    """
+    if numbers.device.type != "cpu":
+        number = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
+        return (numbers / number).sum().float()
+    if not numbers.numel():
+        return numbers.new_zeros((), dtype=torch.float32)
+    share = signs.share_of(int(count))
+    if compiled(numbers):
+        from lightning_gc.kernels.host import signs as host
+
+        return host.mean(numbers, share)
+    return signs.by_torch(numbers, share)
+
+
 def take(buffer: Tensor, levels: Tensor) -> Tensor:
     """Subtract ``levels[1]`` from elements not negative, ``levels[0]`` from others; return bits."""
     positive, levels = buffer >= 0, levels.to(buffer.dtype)

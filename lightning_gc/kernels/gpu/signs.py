@@ -24,7 +24,16 @@ from lightning_gc.kernels.gpu.segments import (
     given,
     sample,
 )
-from lightning_gc.kernels.signs import LANES, SUMS, Layout, Levels, coins, least_of, mean
+from lightning_gc.kernels.signs import (
+    LANES,
+    SUMS,
+    Layout,
+    Levels,
+    by_torch,
+    coins,
+    least_of,
+    share_of,
+)
 
 GROUPS = 128
 """Groups of eight elements that a program reads at a time."""
@@ -483,9 +492,9 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     grad = numbers.roll(250)
     x = 0.5 * numbers + grad
     used, negative = x[:500], x[:500] < 0
-    magnitude, fewer = mean(used.abs(), 500), negative.sum()
-    below = mean(used.where(negative, 0.0), fewer)
-    above = mean(used.where(~negative, 0.0), 500 - fewer)
+    magnitude, fewer = by_torch(used.abs(), share_of(500)), int(negative.sum())
+    below = by_torch(used.where(negative, 0.0), share_of(fewer))
+    above = by_torch(used.where(~negative, 0.0), share_of(500 - fewer))
     one, places = torch.ones_like(above), torch.arange(500, device=x.device)
     sent: dict[Levels, tuple[Tensor, Tensor]] = {
         "magnitude": (-magnitude, magnitude),

@@ -23,7 +23,7 @@ _SPREAD = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.uint8).view(
 
 
 def mean(numbers: Tensor, share: float) -> Tensor:
-    """Return the sum of ``numbers / PIECE`` times ``share``; see ``kernels.signs.mean``."""
+    """Return the sum of ``numbers / PIECE`` times ``share``; see ``kernels.signs``."""
     sums = np.empty(-(-numbers.numel() // PIECE), np.float32)
     return torch.tensor(
         _mean(numbers.numpy(), _AS_IS, np.float32(share), sums), dtype=torch.float32, device="cpu"

@@ -10,10 +10,10 @@ from torch import Tensor
 from lightning_gc import QSGD, AllGather, Cast, EFSignSGD, OneBitSGD, SignSGD, Uniform
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import Part
+from lightning_gc.compressors.signs.sign_payload import mean
 from lightning_gc.core import Bucket, payload_validation
 from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.kernels import dispatch, quantise
-from lightning_gc.kernels.signs import mean
 from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits, train
 from tests.support.kernel_device import INTERPRETED, same, tensors
 
