@@ -25,6 +25,7 @@ from lightning_gc.core import (
     Wire,
     payload_validation,
 )
+from lightning_gc.core.segments import Pending
 from lightning_gc.core.settings import Settings
 from lightning_gc.core.state_structure import NOTHING
 from lightning_gc.core.wire import limits
@@ -199,14 +200,14 @@ class Unbounded:
 Bound = Contraction | AbsoluteError | Multiple | Unbounded
 
 
-Joint = Literal["no", "parts", "shards"]
+Joint = Literal["no", "parts", "shards", "ranges"]
 
 
 class CodecScheme(Protocol):
     """The interface of a scheme that codecs use; see ``lightning_gc.schemes``."""
 
     def joint(self, workers: int) -> Joint:
-        """Return whether parameters may share a payload: no, as parts of a bucket, or as shards."""
+        """Return whether parameters may share a payload: no, or as parts, shards or ranges."""
 
     @property
     def averages(self) -> bool:
@@ -480,20 +481,55 @@ def absorbed(bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool
     return scheme is not None and scheme.joint(bucket.workers) == "parts" and fused(buffer)
 
 
-class Shards(Protocol):
-    """Exchange one bucket in two rounds of shards; see ``schemes.TwoShot``."""
+class ShardKernels(Protocol):
+    """Kernels that encode and decode all shards of a bucket at once."""
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Sequence[Payload]:
+        """Move the sent part out of ``buffer``: a payload for each worker, its shards' parts."""
+
+    def again(self, payloads: Sequence[Payload], buffer: Tensor, bucket: Bucket) -> Payload:
+        """Average all workers' ``payloads`` of the own shard, and encode the mean.
+
+        W times the error of this second encoding is added to ``buffer``.
+        """
+
+    def average(self, payloads: Sequence[Payload], out: Tensor, pending: Pending | None) -> None:
+        """Write the shards of all workers to ``out``."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Exchange one bucket in two rounds of shards; see ``schemes.TwoShot``.
+
+    Attributes:
+        row: has the format of a payload.
+        elements: of all parts.
+        kernels: of all parts.
+        bucket, buffer: as for ``Codec.encode``.
+    """
+
+    row: Codec
+    elements: int
+    kernels: ShardKernels
+    bucket: Bucket
+    buffer: Tensor
 
     def encode(self) -> Sequence[Payload]:
-        """Move the sent part out of the buffer: a payload for each worker, its shards' parts."""
+        """Move the sent part out of the buffer: a payload for each worker."""
+        payloads = self.kernels.encode(self.buffer, self.bucket)
+        tensors = [tensor for payload in payloads for tensor in payload]
+        self.bucket.tally.count(self.elements, self.elements, tensors)
+        return payloads
 
     def encode_mean(self, payloads: Sequence[Payload]) -> Payload:
-        """Average all workers' payloads of the own shard, and encode the mean.
-
-        W times the error of the second encoding is added to the buffer.
-        """
+        """Average all workers' payloads of the own shard, encode the mean, and book the error."""
+        self.row.check(payloads, self.bucket)
+        return self.kernels.again(payloads, self.buffer, self.bucket.again())
 
     def decode(self, payloads: Sequence[Payload], out: Tensor) -> None:
         """Write the shards of all workers to ``out``."""
+        self.row.check(payloads, self.bucket)
+        self.kernels.average(payloads, out, self.bucket.pending)
 
 
 class Part(NamedTuple):

@@ -42,11 +42,9 @@ def first(numel: int, k: int, key: int | Tensor, device: torch.device, *, step: 
     """
     x = torch.arange(k, device=device)
     if isinstance(key, Tensor):
-        words: list[int] | Tensor = _word(
-            key.view(1), step, torch.arange(3 * ROUNDS, device=device)
-        )
+        words: list[int] | Tensor = word(key.view(1), step, torch.arange(3 * ROUNDS, device=device))
     else:
-        words = [_word(key, step, index) for index in range(3 * ROUNDS)]
+        words = [word(key, step, index) for index in range(3 * ROUNDS)]
     t = shift_of(numel)
     a = numel >> t
     for i in range(ROUNDS):
@@ -60,8 +58,8 @@ def first(numel: int, k: int, key: int | Tensor, device: torch.device, *, step: 
     return x
 
 
-def _word(key: _Number, step: int, index: _Number) -> _Number:
-    """Return 32 random bits, as a number that is not negative."""
+def word(key: int | _Number, step: int, index: _Number) -> _Number:
+    """Return 32 random bits for a key, a step and an index, as a number that is not negative."""
     low, high = key & _LOW, (key >> 32) & _LOW
     return _mixed(
         _mixed(low ^ ((index + 1) * 0x9E3779B9 & _LOW)) ^ (high + step * 0x85EBCA6B & _LOW)

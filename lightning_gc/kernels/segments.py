@@ -138,23 +138,23 @@ def clean(flat: Tensor) -> None:
         flat.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def table_of(places: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
+def table_of(places: Sequence[tuple[int, int, int, int]], device: torch.device) -> Tensor:
     """Return a table of pieces, ``(4, m)`` int32 on ``device``, for kernels of whole buckets.
 
     Args:
         places: of each parameter, its index among the bucket's that are not empty, its first
-            element and its end.
+            element and its end, and the place of the first element elsewhere.
         device: of the bucket.
 
     Returns:
-        Of each piece the parameter's index, first element, end, and the place of the first element
-        if all parameters lay one after the other.
+        Of each piece the parameter's index, first element, end, and the first element's place
+        elsewhere.
     """
-    rows, before = [], 0
-    for index, begin, end in places:
-        for start in range(begin, end, PIECE):
-            rows.append((index, start, min(start + PIECE, end), before + start - begin))
-        before += end - begin
+    rows = [
+        (index, start, min(start + PIECE, end), place + start - begin)
+        for index, begin, end, place in places
+        for start in range(begin, end, PIECE)
+    ]
     return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 4).t().contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Signs of a bucket's parameters: the order in which their means are added, and a table of pieces.
+"""Signs of a bucket's parameters: the order in which their means are added, and where they lie.
 
 A mean of floats depends on the order of its additions. Triton's kernels, numba's and ``by_torch``
 keep one order, so they send the same bits:
@@ -14,6 +14,7 @@ So no sum exceeds the largest magnitude, and a mean of large numbers is finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.core.bit_packing import packed_bytes
+from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.segments import PIECE
-from lightning_gc.kernels.dispatch import compiled, family
+from lightning_gc.kernels import permutation
+
+Levels = Literal["magnitude", "means", "votes"]
+"""What is sent of a tensor besides its signs: see ``Layout``."""
 
 LANES = 2048
 """Elements in a row of a piece."""
@@ -30,29 +35,9 @@ SUMS = 256
 """Pieces in a row of a parameter."""
 
 
-def mean(numbers: Tensor, count: int | Tensor) -> Tensor:
-    """Return the sum of ``numbers`` divided by ``count``, 0-dim float32; 0 without numbers.
-
-    On an accelerator torch adds in its own order, in one operation.
-
-    Args:
-        numbers: ``(n,)``.
-        count: a number, or a tensor of one on the device; less than 1 counts as 1.
-
-    Example:
-        >>> mean(torch.tensor([3.0, 1.0]), 2)
-        tensor(2.)
-    """
-    if numbers.device.type != "cpu":
-        number = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
-        return (numbers / number).sum().float()
-    if not numbers.numel():
-        return numbers.new_zeros((), dtype=torch.float32)
-    share = PIECE * float(np.float32(1) / np.float32(max(1, int(count))))
-    if compiled(numbers):
-        found: Tensor = family("signs", numbers).mean(numbers, share)
-        return found
-    return by_torch(numbers, share)
+def share_of(count: int) -> float:
+    """Return ``PIECE/count`` as float32 has it; a count below 1 counts as 1."""
+    return PIECE * float(np.float32(1) / np.float32(max(1, count)))
 
 
 def by_torch(numbers: Tensor, share: float) -> Tensor:
@@ -90,23 +75,83 @@ def in_pairs(lanes: Tensor) -> Tensor:
     return lanes[:, 0]
 
 
-def table_of(parts: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """Return a table of the pieces of ``parts``, ``(8, m)`` int32 on ``device``, for the kernels.
+class Row(NamedTuple):
+    """A shard of a part, and where its signs and means lie in the shard's payload.
+
+    Attributes:
+        place: index of the parameter among the bucket's that are not empty.
+        start, stop: first element in the bucket, and end.
+        numel: elements that are encoded, with zeros behind ``stop`` if there are more.
+        byte: first byte of its signs.
+        part: index of its mean, or of its pair of means.
+        shard: its number.
+        row: its first element in a row of shards.
+    """
+
+    place: int
+    start: int
+    stop: int
+    numel: int
+    byte: int
+    part: int
+    shard: int
+    row: int
+
+
+class Layout:
+    """The parts of a bucket, or W shards of each, that share payloads of signs and levels.
 
     Args:
-        parts: of each parameter, its index among the bucket's that are not empty, its first
-            element and its end.
-        device: of the bucket.
+        parts: of each part, the parameter's name, its index among the bucket's that are not empty,
+            its first element and its end.
+        levels: ``"magnitude"``: the mean magnitude. ``"means"``: the means of elements below 0 and
+            of the others. ``"votes"``: 1, or 0 of a tensor of zeros; an element that is zero has a
+            random sign, and the result is the majority's.
+        shards: W, or 1. A payload holds one shard of each part.
 
-    Returns:
-        Of each piece the parameter's index, first element, end, place of its first byte of signs;
-        index among ``parts``, the parameter's first piece, number of pieces and elements.
+    Attributes:
+        rows: by shard, a row for each part.
+        names: of the rows, for ``Bucket.key``.
+        fields: dtype and length of signs and levels in a payload.
+        numel: elements of a row of shards.
     """
-    rows, byte = list[tuple[int, ...]](), 0
-    for index, (place, begin, end) in enumerate(parts):
-        first, pieces = len(rows), -(-(end - begin) // PIECE)
-        for start in range(begin, end, PIECE):
-            stop, here = min(start + PIECE, end), byte + (start - begin) // 8
-            rows.append((place, start, stop, here, index, first, pieces, end - begin))
-        byte += packed_bytes(end - begin, 1)
-    return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 8).t().contiguous()
+
+    def __init__(
+        self, parts: Sequence[tuple[str, int, int, int]], levels: Levels, shards: int = 1
+    ) -> None:
+        self.levels, self.shards = levels, shards
+        self.rows, self.names = list[list[Row]](), list[str]()
+        byte = self.numel = 0
+        for shard in range(shards):
+            byte = self.numel = 0
+            self.rows.append([])
+            for index, (name, place, start, stop) in enumerate(parts):
+                size = -(-(stop - start) // shards)
+                first = min(start + shard * size, stop)
+                row = Row(
+                    *(place, first, min(first + size, stop), size, byte, index, shard, self.numel)
+                )
+                self.rows[-1].append(row)
+                self.names.append(name if shards == 1 else f"{name}#{shard}")
+                byte += packed_bytes(size, 1)
+                self.numel += size
+        self.fields = [
+            (torch.uint8, byte),
+            (torch.float32, len(parts) * (2 if levels == "means" else 1)),
+        ]
+
+    def keys(self, bucket: Bucket) -> list[int]:
+        """Return the key of each row's coins; of levels that need none, the same for all."""
+        if self.levels != "votes":
+            return [0] * len(self.names)
+        return [bucket.key(name) for name in self.names]
+
+
+def least_of(workers: int) -> float:
+    """Return what a mean of W votes exceeds in magnitude unless it is zero up to rounding."""
+    return 0.5 / workers
+
+
+def coins(key: int, step: int, places: Tensor) -> Tensor:
+    """Return random bits, bool, for elements of a tensor at ``places``, ``(n,)`` int64."""
+    return permutation.word(key, step, places) >= 1 << 31

@@ -53,7 +53,8 @@ class Scheme(Settings, abc.ABC):
 
         ``"parts"`` if the result is the same where parts of a tensor are encoded together.
         ``"shards"`` if a tensor is cut into W equal shards, and the result is the same where shards
-        of several tensors are encoded together. ``"no"`` otherwise.
+        of several tensors are encoded together. ``"ranges"`` if the scheme cuts each part where
+        selected elements lie. ``"no"`` otherwise.
         """
         return "no"
 

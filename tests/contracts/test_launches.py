@@ -6,48 +6,78 @@ import lightning_gc as gc
 from lightning_gc.compressors import Compressor
 from lightning_gc.engine.compatibility import by_default
 from tests.support.kernel_device import INTERPRETED, some
-from tests.support.launches import Counts, launches
+from tests.support.launches import Counts, launches, launches_among
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="counts need TRITON_INTERPRET=1")
-LIMITS: dict[Compressor, tuple[int, float, int]] = {
-    gc.Identity(): (2, 16, 0),
-    gc.Cast(): (6, 33.8, 0),
-    gc.QSGD(4): (6, 18.2, 0),
-    gc.EFSignSGD(): (7, 36.4, 0),
-    gc.TopK(0.01): (14, 48.1, 0),
-    gc.TopK(0.01, "bfloat16", "sampled"): (16, 66, 1),
-    gc.HardThreshold(0.03): (12, 37.7, 1),
-    gc.RandomK(0.01): (7, 27.3, 0),
-    gc.PowerSGD(2): (12, 41.6, 0),
-    gc.ChunkedTopK(): (9, 28.6, 0),
-    gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)): (12, 28.6, 0),
-    gc.Int8(): (6, 28.6, 0),
-    gc.Float8(): (6, 28.6, 0),
+LIMITS: dict[tuple[Compressor, int], tuple[int, float, int]] = {
+    (gc.Identity(), 2): (2, 16, 0),
+    (gc.Cast(), 2): (6, 33.8, 0),
+    (gc.QSGD(4), 2): (6, 18.2, 0),
+    (gc.QSGD(4), 4): (9, 24, 0),
+    (gc.EFSignSGD(), 2): (7, 36.4, 0),
+    (gc.EFSignSGD(), 4): (12, 41, 0),
+    (gc.SignSGD(), 4): (11, 27, 0),
+    (gc.TopK(0.01), 2): (14, 48.1, 0),
+    (gc.TopK(0.01, "bfloat16", "sampled"), 2): (16, 66, 1),
+    (gc.HardThreshold(0.03), 2): (12, 37.7, 1),
+    (gc.RandomK(0.01), 2): (7, 27.3, 0),
+    (gc.PowerSGD(2), 2): (12, 41.6, 0),
+    (gc.ChunkedTopK(), 2): (9, 28.6, 0),
+    (gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)), 2): (12, 28.6, 0),
+    (gc.Int8(), 2): (6, 28.6, 0),
+    (gc.Float8(), 2): (6, 28.6, 0),
 }
-"""Method -> operations of a bucket, bytes per element, waits of the host; W = 2."""
+"""Method and W -> operations of a bucket, bytes per element, waits of the host."""
+each = pytest.mark.parametrize(("compressor", "workers"), LIMITS, ids=repr)
 
 
-def counted(compressor: Compressor, parameters: int, numel: int) -> Counts:
+def counted(compressor: Compressor, workers: int, parameters: int, numel: int) -> Counts:
     """Count one bucket of ``numel`` elements, cut into parameters."""
     shapes = {f"p{i}": (16, numel // 16 // parameters) for i in range(parameters)}
-    return launches(by_default(compressor, 0), [shapes], workers=2)
+    return launches(by_default(compressor, 0), [shapes], workers)
 
 
-@pytest.mark.parametrize("compressor", LIMITS, ids=repr)
-def test_a_bucket_starts_no_more(compressor: Compressor) -> None:
-    most, nbytes, waits = LIMITS[compressor]
-    found = counted(compressor, 1, 1 << 14)
+@each
+def test_a_bucket_starts_no_more(compressor: Compressor, workers: int) -> None:
+    most, nbytes, waits = LIMITS[compressor, workers]
+    found = counted(compressor, workers, 1, 1 << 14)
     assert found.total <= most, found.launches
     assert found.bytes_per_element <= nbytes
     assert found.waits <= waits
 
 
-@pytest.mark.parametrize("compressor", LIMITS, ids=repr)
+@each
 @pytest.mark.parametrize("parameters", some((8, 64), (8,)))
-def test_as_many_for_any_number_of_parameters(compressor: Compressor, parameters: int) -> None:
-    one, several = (counted(compressor, number, 1 << 11) for number in (1, parameters))
+def test_as_many_for_any_number_of_parameters(
+    compressor: Compressor, workers: int, parameters: int
+) -> None:
+    numel = 1 << (10 if workers > 2 else 11)  # every shard has programs of its own
+    one, several = (counted(compressor, workers, number, numel) for number in (1, parameters))
     assert one.launches == several.launches
     assert one.waits == several.waits
+
+
+@pytest.mark.parametrize(
+    ("compressor", "waits"),
+    some([(gc.TopK(1 / 16), 2), (gc.HardThreshold(1.0), 3)], []),
+)
+@pytest.mark.parametrize("parameters", [8, 64])
+def test_sparse_ranges_cost_no_operation_for_each_parameter(
+    compressor: Compressor, waits: int, parameters: int
+) -> None:
+    one, several = (
+        launches_among(
+            by_default(compressor, 0),
+            gc.SparseReduce(),
+            {f"p{i}": (16, 64 // number) for i in range(number)},
+            workers=3,
+        )
+        for number in (1, parameters)
+    )
+    # The low bits of coded positions depend on their number.
+    assert abs(several.total - one.total) <= 20, several.launches
+    assert several.total <= 413
+    assert one.waits == several.waits == waits
 
 
 def test_uncompressed_parameters_cost_no_operation_each() -> None:

@@ -32,7 +32,9 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, resume
 from lightning_gc.engine import Engine
 from lightning_gc.kernels import gpu
+from lightning_gc.schemes import Scheme
 from lightning_gc.transports import distributed
+from lightning_gc.transports.simulated import Simulated
 from tests.support import counted_waits
 from tests.support.counted_waits import Accelerator, Elsewhere, on_device
 
@@ -223,6 +225,42 @@ def launches(compressor: Compressor, buckets: Sequence[Shapes], workers: int) ->
             engine.advance()
         counts.counts.waits = len(counts.waits)
     return counts.counts
+
+
+def launches_among(compressor: Compressor, scheme: Scheme, shapes: Shapes, workers: int) -> Counts:
+    """Return the launches of worker 0 in a second step among workers with other gradients.
+
+    For schemes whose payloads differ in length. Collectives are not counted.
+    """
+    engines = [Engine(compressor, None, scheme, worker=w, workers=workers) for w in range(workers)]
+    numel = sum(map(math.prod, shapes.values()))
+    with counting(workers) as counts:
+        for step in range(2):
+            counts.counts = Counts(elements=numel)
+            draw = torch.Generator().manual_seed(step)
+            grads = [on_device(torch.randn(numel, generator=draw)) for _ in engines]
+            flows = [engine.flow(g, shapes) for engine, g in zip(engines, grads, strict=True)]
+            counts.listening = False
+            Simulated(workers).run([_heard(flows[0], counts), *flows[1:]])
+            counts.listening = True
+            for engine in engines:
+                engine.advance()
+    return counts.counts
+
+
+def _heard(flow: Flow, counts: Counting) -> Flow:
+    """Run ``flow``, and count its launches and waits only."""
+    reply: Any = None
+    while True:
+        counts.listening, before = True, len(counts.waits)
+        try:
+            request = flow.send(reply)
+        except StopIteration:
+            return
+        finally:
+            counts.listening = False
+            counts.counts.waits += len(counts.waits) - before
+        reply = yield request
 
 
 def _drive(flow: Flow, transport: distributed.Distributed) -> None:

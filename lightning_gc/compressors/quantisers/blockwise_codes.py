@@ -6,7 +6,7 @@ import abc
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -309,7 +309,8 @@ class JointLevels(JointCodec):
         if not self._in_kernels(buffer):
             return None
         row = JointLevels(in_row(self.parts, bucket.workers))
-        return _Shards(self, row, self._table(buffer.device, bucket.workers), bucket, buffer)
+        kernels = self._table(buffer.device, bucket.workers)
+        return Shards(row, self.elements(bucket.numel), kernels, bucket, buffer)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if self._in_kernels(buffer):
@@ -363,31 +364,6 @@ class JointLevels(JointCodec):
         return functools.cache(
             lambda device, shards: levels.Table(parts, *settings, device, shards)
         )
-
-
-@dataclass
-class _Shards:
-    """Implements ``Shards`` by kernels. ``row`` has the format of a payload."""
-
-    codec: JointLevels
-    row: JointLevels
-    table: Table
-    bucket: Bucket
-    buffer: Tensor
-
-    def encode(self) -> Sequence[Payload]:
-        payloads = self.table.encode(self.buffer, self.bucket)
-        elements = self.codec.elements(self.bucket.numel)
-        self.bucket.tally.count(elements, elements, [t for payload in payloads for t in payload])
-        return payloads
-
-    def encode_mean(self, payloads: Sequence[Payload]) -> Payload:
-        self.row.check(payloads, self.bucket)
-        return self.table.again(payloads, self.buffer, self.bucket.again())
-
-    def decode(self, payloads: Sequence[Payload], out: Tensor) -> None:
-        self.row.check(payloads, self.bucket)
-        self.table.average(payloads, out, self.bucket.pending)
 
 
 class LookupTable:

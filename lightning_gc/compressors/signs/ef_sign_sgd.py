@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_gc.compressors.base import Contraction, Traits
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.core import Bucket, Field, Payload, Wire
-from lightning_gc.kernels.signs import mean
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,10 @@ class EFSignSGD(sign_payload.TwoLevels):
     """
 
     traits = Traits(kind="quantiser")
-    split = False
+    levels = "magnitude"
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        scale = mean(buffer.abs(), buffer.numel())
+        scale = sign_payload.mean(buffer.abs(), buffer.numel())
         return sign_payload.take(buffer, torch.stack([-scale, scale])), scale.view(1)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:

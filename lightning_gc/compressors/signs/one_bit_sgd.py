@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_gc.compressors.base import Contraction, Traits
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.core import Bucket, Field, Payload, Wire
-from lightning_gc.kernels.signs import mean
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,12 @@ class OneBitSGD(sign_payload.TwoLevels):
     """
 
     traits = Traits(kind="quantiser")
-    split = True
+    levels = "means"
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         negative = (buffer < 0).sum()
-        below = mean(buffer.clamp(max=0), negative)
-        above = mean(buffer.clamp(min=0), buffer.numel() - negative)
+        below = sign_payload.mean(buffer.clamp(max=0), negative)
+        above = sign_payload.mean(buffer.clamp(min=0), buffer.numel() - negative)
         means = torch.stack([below, above])
         return sign_payload.take(buffer, means), means
 

@@ -5,31 +5,39 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, CodecScheme, JointCodec, Part, absorbed
+from lightning_gc.compressors.base import (
+    Codec,
+    CodecScheme,
+    JointCodec,
+    Part,
+    ShardKernels,
+    Shards,
+    in_row,
+)
 from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.core import Bucket, Field, Payload, Wire, elias_fano, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.kernels import signs
 from lightning_gc.kernels.accumulate import accumulate
-from lightning_gc.kernels.dispatch import compiled
+from lightning_gc.kernels.dispatch import compiled, family, fused
 
 
 class TwoLevels(Codec):
-    """Send a bit per element and the levels of its two values: (signs, means).
+    """Send a bit per element and the levels of its two values: (signs, levels).
 
     ``kernels.signs`` says in which order means are added.
 
     Attributes:
-        split: whether the two levels are separate means. Otherwise they are ±the mean magnitude.
+        levels: what the two levels are; see ``kernels.signs.Layout``.
     """
 
-    split: bool
+    levels: ClassVar[signs.Levels]
 
     @property
     def joint_kind(self) -> Hashable:
@@ -44,54 +52,83 @@ class JointSigns(JointCodec):
     """Encode and decode all parts of a bucket at once, in kernels where there are some."""
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return absorbed(bucket, buffer, scheme)
+        return scheme is not None and scheme.joint(bucket.workers) != "no" and fused(buffer)
+
+    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
+        kernels = self._kernels(buffer, bucket.workers)
+        if kernels is None:
+            return None
+        row = JointSigns(in_row(self.parts, bucket.workers))
+        return Shards(row, self.elements(bucket.numel), kernels, bucket, buffer)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        split = self.codec.split
-        if bucket.pending is not None:
-            from lightning_gc.kernels.gpu import signs as gpu
-
-            table, means = self._table(buffer.device), len(self.parts) * (1 + split)
-            return gpu.encode(buffer, table, self._nbytes, means, split, bucket.pending)
-        if compiled(buffer):
-            from lightning_gc.kernels.host import signs as host
-
-            return host.encode(buffer, self._places, self._nbytes, split)
-        return super().encode(buffer, bucket)
+        kernels = self._kernels(buffer)
+        if kernels is None:
+            return super().encode(buffer, bucket)
+        (payload,) = kernels.encode(buffer, bucket)
+        return payload
 
     def receive_all(
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
     ) -> None:
-        if bucket.pending is not None:
-            from lightning_gc.kernels.gpu import signs as gpu
-
-            self.check(payloads, bucket)
-            table = self._table(out.device)
-            gpu.average(payloads, out, table, self.codec.split, bucket.pending)
-        elif compiled(out):
-            from lightning_gc.kernels.host import signs as host
-
-            self.check(payloads, bucket)
-            host.average(payloads, out, self._places, self.codec.split)
-        else:
+        kernels = self._kernels(out)
+        if kernels is None:
             super().receive_all(payloads, out, bucket, averaged=averaged)
+            if self.codec.levels == "votes":
+                for part in self.parts:
+                    decide(out[part.start : part.stop], len(payloads))
+        else:
+            self.check(payloads, bucket, averaged=averaged)
+            kernels.average(payloads, out, bucket.pending)
+
+    def _kernels(self, flat: Tensor, shards: int = 1) -> ShardKernels | None:
+        if fused(flat) or compiled(flat):
+            return self._made(family("signs", flat), flat.device, shards)
+        return None
 
     @functools.cached_property
-    def _table(self) -> Callable[[torch.device], Tensor]:
-        places = [(part.place, part.start, part.stop) for part in self.parts]
-        return functools.cache(lambda device: signs.table_of(places, device))
+    def _made(self) -> Callable[[ModuleType, torch.device, int], ShardKernels]:
+        parts = [(part.name, part.place, part.start, part.stop) for part in self.parts]
 
-    @functools.cached_property
-    def _places(self) -> np.ndarray[Any, Any]:
-        """First element, end and first byte of each part, ``(n, 3)`` int64."""
-        ends = np.cumsum([0, *(packed_bytes(part.numel, 1) for part in self.parts)])
-        spans = [(part.start, part.stop) for part in self.parts]
-        return np.column_stack([np.array(spans), ends[:-1]]).astype(np.int64)
+        def made(module: ModuleType, device: torch.device, shards: int) -> ShardKernels:
+            layout = signs.Layout(parts, self.codec.levels, shards)
+            kernels: ShardKernels = module.Table(layout, device)
+            return kernels
 
-    @functools.cached_property
-    def _nbytes(self) -> int:
-        """Bytes of all signs."""
-        return sum(packed_bytes(part.numel, 1) for part in self.parts)
+        return functools.cache(made)
+
+
+def decide(out: Tensor, workers: int) -> None:
+    """Replace means of W votes by their signs, in place."""
+    # The mean of W votes is at least 1/W in magnitude, or zero up to rounding.
+    out.masked_fill_(out.abs() < signs.least_of(workers), 0).sign_()
+
+
+def mean(numbers: Tensor, count: int | Tensor) -> Tensor:
+    """Return the sum of ``numbers`` divided by ``count``, 0-dim float32; 0 without numbers.
+
+    On the host numbers are added in the order of ``kernels.signs``. On an accelerator torch adds in
+    its own order, in one operation.
+
+    Args:
+        numbers: ``(n,)``.
+        count: a number, or a tensor of one on the device; less than 1 counts as 1.
+
+    Example:
+        >>> mean(torch.tensor([3.0, 1.0]), 2)
+        tensor(2.)
+    """
+    if numbers.device.type != "cpu":
+        number = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
+        return (numbers / number).sum().float()
+    if not numbers.numel():
+        return numbers.new_zeros((), dtype=torch.float32)
+    share = signs.share_of(int(count))
+    if compiled(numbers):
+        from lightning_gc.kernels.host import signs as host
+
+        return host.mean(numbers, share)
+    return signs.by_torch(numbers, share)
 
 
 def take(buffer: Tensor, levels: Tensor) -> Tensor:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, CodecScheme, Traits, Unbounded
+from lightning_gc.compressors.base import CodecScheme, Traits, Unbounded
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.core import Bucket, Field, Flow, Payload, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack
+from lightning_gc.kernels.signs import coins, least_of
 
 
 @dataclass(frozen=True)
-class SignSGD(Codec):
+class SignSGD(sign_payload.TwoLevels):
     """Vote on each element's sign; the result is +1 or −1 where most workers agree.
 
     ``out_i = sign(Σ_workers sign(x_i))``, a direction: the learning rate alone is the length of a
@@ -43,19 +44,20 @@ class SignSGD(Codec):
     """
 
     traits = Traits(kind="quantiser", conserves=False, default_memory="none")
+    levels = "votes"
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         # Votes are whole numbers, so what arrives for a second encoding is zero up to rounding.
-        least = 0.5 / bucket.workers if bucket.phase else 0.0
+        least = least_of(bucket.workers) if bucket.phase else 0.0
         nonzero, positive = buffer.abs() > least, buffer > least
         votes = nonzero.any().float().view(1)
-        if not payload_validation.on_host(buffer) or not nonzero.all():
-            draw = bucket.generator(shared=False)
-            coins = (
-                torch.rand(buffer.shape, generator=draw, dtype=torch.float32, device=buffer.device)
-                < 0.5
-            )
-            positive |= ~nonzero & coins
+        ((name, _),) = bucket.shapes.items()
+        if not payload_validation.on_host(buffer):
+            every = torch.arange(buffer.numel(), device=buffer.device)
+            positive |= ~nonzero & coins(bucket.key(name), bucket.step, every)
+        elif not nonzero.all():
+            (zeros,) = (~nonzero).nonzero(as_tuple=True)
+            positive[zeros] = coins(bucket.key(name), bucket.step, zeros)
         bits = pack(positive.to(torch.uint8), 1)
         sign_payload.add(bits, torch.cat([-votes, votes]), buffer, -1.0)
         return bits, votes
@@ -67,8 +69,7 @@ class SignSGD(Codec):
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         yield from super().flow(bucket, buffer, out, scheme)
         if bucket.wanted:
-            # The mean of W votes is at least 1/W in magnitude, or zero up to rounding.
-            out.masked_fill_(out.abs() < 0.5 / bucket.workers, 0).sign_()
+            sign_payload.decide(out, bucket.workers)
 
     def bound(self, numel: int) -> Unbounded:
         """Return no bound: a sign has length 1, and a gradient any length."""

@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 from lightning_gc.compressors.base import Codec, Knob, Multiple, Traits, Waits
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire
-from lightning_gc.kernels.signs import mean
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class AdaComp(Codec):
         size = int(min(self.bin_size, max(1, buffer.numel())))
         bins = pad(buffer, (0, -buffer.numel() % size)).view(-1, size)  # (b, size)
         greatest = bins.abs().amax(dim=1) if len(bins) else bins.new_zeros(0)  # (b,)
-        scale = mean(greatest, len(bins))
+        scale = sign_payload.mean(greatest, len(bins))
         newest = buffer if bucket.phase else bucket.grad.to(buffer.dtype)
         score = bins + pad(newest, (0, bins.numel() - newest.numel())).view(-1, size)
         # Negated, so that NaN is chosen: it must not stay in the error unnoticed.

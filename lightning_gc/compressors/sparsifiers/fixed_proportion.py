@@ -12,7 +12,6 @@ from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket, Field, Payload, Wire
-from lightning_gc.kernels.signs import mean
 
 _LEAST = 2 / 3  # of the wanted share of a side, that rounding leaves: one element of 1.5
 
@@ -53,7 +52,7 @@ class FixedProportion(DensitySparsifier, Codec):
         sides = [torch.where(buffer < 0, buffer, 0), torch.where(buffer < 0, 0, buffer)]
         numbers = torch.stack([side.count_nonzero() for side in sides]).tolist()
         below, above = map(self._greatest, sides, numbers)
-        means = torch.stack([mean(buffer[i], i.numel()) for i in (below, above)])
+        means = torch.stack([sign_payload.mean(buffer[i], i.numel()) for i in (below, above)])
         chosen = torch.cat([below, above]).sort().values
         return means, *sign_payload.take_chosen(buffer, chosen, means)
 

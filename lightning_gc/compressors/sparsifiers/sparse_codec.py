@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -31,7 +32,7 @@ from lightning_gc.core import (
     payload_validation,
 )
 from lightning_gc.kernels.accumulate import accumulate
-from lightning_gc.kernels.dispatch import compiled, fused
+from lightning_gc.kernels.dispatch import compiled, family, fused
 from lightning_gc.kernels.sparse import Selection
 
 Varies = Literal["no", "step", "worker"]
@@ -78,13 +79,26 @@ class SparseCodec(Codec):
         """Return how many of ``numel`` elements are sent at most; if not ``ragged``, always."""
         return numel
 
+    def bounds(self, buffer: Tensor) -> Tensor:
+        """Return first element and end of each parameter, ``(n, 2)`` int64, on the device."""
+        # From the device's own numbers, or the host would wait for a copy.
+        return torch.arange(2, device=buffer.device).mul_(buffer.numel()).view(1, 2)
+
+    def move(self, buffer: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Choose elements and move them out of ``buffer``.
+
+        Returns:
+            Ascending positions, ``(k,)`` int64, and values as they are sent, ``(k,)``.
+        """
+        chosen = self.choose(buffer, bucket)
+        return chosen, taken(buffer, chosen, self.sent_dtype)
+
     def take(self, buffer: Tensor, positions: Tensor) -> Payload:
         """Move elements out of ``buffer``, or a part of one, into (values, coded positions).
 
         ``positions`` are ascending, ``(k,)`` int64, of this buffer.
         """
-        narrow = None if self.sent_dtype == torch.float32 else self.sent_dtype
-        return take(buffer, positions, narrow)
+        return take(buffer, positions, self.sent_dtype)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         return self.take(buffer, self.choose(buffer, bucket))
@@ -213,6 +227,14 @@ class JointSelection(SparseCodec):
     def most(self, numel: int) -> int:
         return sum(part.codec.most(part.numel) for part in self.parts)
 
+    def bounds(self, buffer: Tensor) -> Tensor:
+        return self._bounds(buffer.device)
+
+    @functools.cached_property
+    def _bounds(self) -> Callable[[torch.device], Tensor]:
+        spans = [(part.start, part.stop) for part in self.parts]
+        return functools.cache(lambda device: torch.tensor(spans, device=device))
+
     def elements(self, numel: int) -> int:
         return sum(part.numel for part in self.parts)
 
@@ -259,6 +281,13 @@ class TableSelection(JointSelection):
             return sparse.choose(buffer, self.selection, bucket.step)
         return super().choose(buffer, bucket)
 
+    def move(self, buffer: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        if not fused(buffer):
+            return super().move(buffer, bucket)
+        from lightning_gc.kernels.gpu import sparse
+
+        return sparse.move(buffer, self.selection, self.sent_dtype, bucket.step)
+
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if fused(buffer) and not self.ragged:
             from lightning_gc.kernels.gpu import sparse
@@ -303,12 +332,21 @@ def positions_field(most: int, numel: int, varies: Varies) -> Field:
     return Field("positions", torch.uint8, nbytes, varies, "Elias-Fano, ascending")
 
 
-def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> Payload:
+def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype = torch.float32) -> Payload:
     """Move elements out of ``buffer`` into (values, coded positions); the indices must ascend.
 
-    With a narrower ``dtype`` for values, what rounding leaves of them stays in ``buffer``.
+    See ``taken`` for ``dtype``.
     """
-    narrow = dtype is not None and dtype != buffer.dtype
+    return taken(buffer, indices, dtype), code(indices, buffer.numel(), buffer)
+
+
+def taken(buffer: Tensor, indices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Move elements out of ``buffer``; return values, ``(k,)``.
+
+    With a dtype of 16 bits for values, what rounding leaves of them stays in ``buffer``. With
+    float32 they keep the buffer's dtype.
+    """
+    narrow = dtype not in (torch.float32, buffer.dtype)
     if compiled(buffer):
         from lightning_gc.kernels.host import sparse
 
@@ -316,18 +354,25 @@ def take(buffer: Tensor, indices: Tensor, dtype: torch.dtype | None = None) -> P
         if narrow:
             values, left = _narrowed(values, dtype)
             sparse.put(buffer, indices, left)
-        return values, sparse.code(indices, buffer.numel())
+        return values
     values = buffer[indices]
     if narrow:
         values, buffer[indices] = _narrowed(values, dtype)
     else:
         buffer.index_fill_(0, indices, 0)
-    return values, elias_fano.encode(indices, buffer.numel())
+    return values
 
 
-def _narrowed(whole: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def code(indices: Tensor, numel: int, like: Tensor) -> Tensor:
+    """Return ascending positions below ``numel``, coded; ``like`` has elements on their device."""
+    if fused(like) or compiled(like):
+        coded: Tensor = family("sparse", like).code(indices, numel)
+        return coded
+    return elias_fano.encode(indices, numel)
+
+
+def _narrowed(whole: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return values in fewer bits, and what rounding leaves."""
-    assert dtype is not None
     most = torch.finfo(dtype).max
     # A finite value must not become infinite by rounding up, step after step.
     values = torch.where(whole.isfinite(), whole.clamp(-most, most), whole).to(dtype)
@@ -349,6 +394,12 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
         positions = sparse.places(coded, chosen, numel)
         if positions is not None:
             return positions, values
+    if chosen and fused(values) and not payload_validation.on_host(values):
+        from lightning_gc.kernels.gpu import sparse as gpu
+
+        elias_fano.check_count(chosen, numel)
+        found, wrong = gpu.places(coded, chosen, numel)
+        return found, values.masked_fill(wrong, float("nan"))
     found = elias_fano.decode(coded, chosen, numel, payload_validation.on_host(coded))
     return payload_validation.positions(found, values, numel)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -258,7 +259,9 @@ class Uncompressed:
 
     @functools.cached_property
     def _table(self) -> Callable[[torch.device], Tensor]:
-        places = [(part.place, part.start, part.stop) for part in self.parts]
+        ends = itertools.accumulate((part.numel for part in self.parts), initial=0)
+        parts = zip(self.parts, ends, strict=False)  # the last end is nobody's place
+        places = [(part.place, part.start, part.stop, place) for part, place in parts]
         return functools.cache(lambda device: segments.table_of(places, device))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_gc.core.message import Packed, evenly
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, sample
+from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, given, sample
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def average_pieces(
         total = tl.zeros([ROW], tl.float32)
         sender = 0
         while sender < workers:
-            half = tl.load(halves + sender * apart + here, mask=here < stop, other=0)
+            half = tl.load(halves + sender * apart.to(tl.int64) + here, mask=here < stop, other=0)
             total = tl.fma(from_half(half, BFLOAT), weight, total)  # as torch adds with a factor
             sender += 1
         tl.store(out + here, tl.where(here == begin, total + bad, total), mask=here < stop)
@@ -117,11 +117,10 @@ def encode(buffer: Tensor, dtype: torch.dtype, pending: Pending) -> Packed:
     """Return the payload (values,) of ``Cast``, as ``core.segments.Pending`` says."""
     packed = pending.reserve([(dtype, buffer.numel())])
     pieces = pending.segments.pieces
-    grad = buffer if pending.grad is None else pending.grad
     launch(
         round_pieces,
         (pieces.shape[1],),
-        *(buffer, grad, pending.decay, pending.gain, pending.peaks, pieces, pieces.shape[1]),
+        *(*given(buffer, pending), pieces, pieces.shape[1]),
         *(packed[0].view(torch.int16), *pending.ending(packed)),
         ADD=pending.grad is not None,
         BFLOAT=dtype == torch.bfloat16,

@@ -71,6 +71,24 @@ def is_finite(x):
 
 
 @triton.jit
+def mixed(x):
+    """Return a permutation of 32-bit numbers in which each bit depends on all."""
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def word(low, high, index):
+    """Return 32 random bits, uint32, as ``kernels.permutation`` has them.
+
+    ``low`` and ``high`` are halves of a key, uint32; ``high`` includes the step.
+    """
+    return mixed(mixed(low ^ (((index + 1) * 0x9E3779B9) & 0xFFFFFFFF)) ^ high)
+
+
+@triton.jit
 def end_message(flag, sent_flag, padding, length):
     """Write the guard's flag and zeros behind the last tensor of a message; one program does."""
     tl.store(sent_flag, tl.load(flag))

@@ -14,7 +14,16 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.message import Packed, evenly, reserve, reserve_all
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import arrived, compensated, sample
+from lightning_gc.kernels.gpu.segments import (
+    arrived,
+    attempt_shards,
+    book,
+    compensated,
+    ending,
+    given,
+    sample,
+)
+from lightning_gc.kernels.segments import table_of
 
 GROUPS = 128
 """Groups of eight codes that one program of ``quantise`` or ``dequantise`` converts."""
@@ -304,11 +313,11 @@ def round_tiles(
 ):
     """Round and pack a tile. Its norms are found here if BLOCK is not 0, else they are ``most``.
 
-    In the shard ``own`` numbers that are not finite stay for ``book_tiles``.
+    In the shard ``own`` numbers that are not finite stay for ``book``.
     """
     tile = tl.program_id(0)
     if tile < messages:
-        end_message(flag, sent_flag, padding + tile * codes_apart, length)
+        end_message(flag, sent_flag, padding + tile.to(tl.int64) * codes_apart, length)
     part = tl.load(tiles + tile)
     local = tl.load(tiles + count + tile)
     start, there = place_of(parts, number, part, MEAN)
@@ -414,40 +423,6 @@ def average_tiles(
     tl.store(out + here, total, mask=at < there)
 
 
-@kernel()
-def book_tiles(
-    buffer,
-    mean,
-    times,
-    peaks,
-    tiles,
-    count,
-    parts,
-    number,
-    ADD: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Add ``times`` what is left of a tile of the mean; as ``schemes.base.book`` and the guard do.
-
-    The error of an idle parameter is added when the sum has been rounded.
-    """
-    tile = tl.program_id(0)
-    part = tl.load(tiles + tile)
-    at = tl.load(tiles + count + tile) + tl.arange(0, TILE)
-    inside = at < cell(parts, number, part, THERE)
-    here = cell(parts, number, part, START) + at
-    left = tl.load(mean + cell(parts, number, part, IN_ROW) + at, mask=inside, other=0.0)
-    left = tl.where(is_finite(left), left, 0.0)
-    kept = tl.load(buffer + here, mask=inside, other=0.0)
-    weight = tl.zeros_like(left) + times
-    total = tl.fma(left, weight, kept)
-    if ADD:
-        lone = left * weight
-        lone = kept + tl.where(is_finite(lone), lone, 0.0)
-        total = tl.where(tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0, lone, total)
-    tl.store(buffer + here, tl.where(is_finite(total), total, 0.0), mask=inside)
-
-
 class Table:
     """The parts of a bucket, or W shards of each, that share payloads of codes and norms.
 
@@ -481,14 +456,18 @@ class Table:
         self.bits, self.block_size, self.nearest, self.shards = bits, block_size, nearest, shards
         self.names, rows = list[str](), list[tuple[int, ...]]()
         tiles, self._ends = list[tuple[int, int]](), [0]
+        self._places = list[list[tuple[int, int, int, int]]]()
+        self._booked: dict[int, Tensor] = {}  # by shard
         codes = norms = self.row = 0
         for shard in range(shards):
             codes = norms = self.row = 0
+            self._places.append([])
             for name, place, start, stop in parts:
                 size = -(-(stop - start) // shards)
                 first = min(start + shard * size, stop)
                 there = min(size, stop - first)
                 rows.append((place, start, first, there, size, codes, norms, shard, self.row))
+                self._places[-1].append((place, first, first + there, self.row))
                 tiles += [(len(self.names), local) for local in range(0, size, TILE)]
                 self.names.append(name if shards == 1 else f"{name}#{shard}")
                 codes, norms = codes + packed_bytes(size, bits), norms - -size // block_size
@@ -541,15 +520,11 @@ class Table:
         )
         self._round([packed], mean, bucket, None, flagged, -1, mine)
         if pending is None or pending.grad is not None:
-            grid, *table = self._table(mine)
-            peaks = buffer if pending is None else pending.peaks
-            launch(
-                book_tiles,
-                grid,
-                *(buffer, mean, float(self.shards), peaks, *table),
-                ADD=pending is not None,
-                TILE=TILE,
-            )
+            if mine not in self._booked:
+                self._booked[mine] = table_of(self._places[mine], buffer.device)
+            table = self._booked[mine]
+            count = table.shape[1]
+            book(buffer, mean, self.shards, ((count,), table, count), pending)
         return packed.first(2)
 
     def _keys_of(self, bucket: Bucket) -> Tensor:
@@ -580,10 +555,7 @@ class Table:
     ) -> None:
         """Encode the bucket with ``pending``, or the mean of a shard."""
         adds = pending is not None and pending.grad is not None
-        given = (buffer, buffer, 1.0, 1.0, buffer)
-        if pending is not None:
-            grad = buffer if pending.grad is None else pending.grad
-            given = (buffer, grad, pending.decay, pending.gain, pending.peaks)
+        weighted = given(buffer, pending)
         grid, *table = self._table(mean_of)
         most, apart, shared = self.tiles, self.fields[1][1], mean_of is not None
         if not self._block:
@@ -595,7 +567,7 @@ class Table:
             launch(
                 raise_peaks,
                 grid,
-                *(*given, *table, self.block_size, most, apart),
+                *(*weighted, *table, self.block_size, most, apart),
                 ADD=adds,
                 LARGE=self.block_size >= TILE,
                 MEAN=shared,
@@ -605,9 +577,9 @@ class Table:
         launch(
             round_tiles,
             grid,
-            *(*given, *table, self._keys_of(bucket), bucket.step, self.block_size, most, apart),
+            *(*weighted, *table, self._keys_of(bucket), bucket.step, self.block_size, most, apart),
             *(packed[0][0], nbytes, packed[0][1], nbytes // 4, len(packed)),
-            *(*_ending(packed[0], bucket.pending if flagged else None), own),
+            *(*ending(packed[0], bucket.pending if flagged else None), own),
             ADD=adds,
             KEEP=adds or pending is None,
             MEAN=shared,
@@ -641,14 +613,6 @@ class Table:
             BITS=self.bits,
             TILE=TILE,
         )
-
-
-def _ending(packed: Packed, pending: Pending | None) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return what ``end_message`` needs; without a flag it writes to memory that nobody reads."""
-    if pending is not None:
-        return pending.ending(packed)
-    flag = packed[1].new_empty(2)
-    return flag[:1], flag[1:], packed.padding, packed.layout.padding
 
 
 _NORM_BLOCK = 64
@@ -728,21 +692,8 @@ def _buckets(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the second encoding loses is booked twice, in the own shards of two parameters."""
-    shapes = {"a": (500,), "b": (500,)}
     table = Table([("a", 0, 0, 500), ("b", 1, 500, 1000)], 5, 64, True, numbers.device, 2)
-    for worker in range(2):
-        bucket = Bucket(numbers, shapes, worker=worker, workers=2, pending=sample(numbers))
-        left, means = numbers.clone(), numbers.new_empty(3, 1000)
-        sent = [table.encode(flat, bucket) for flat in (left, numbers.flip(0).pow(3))]
-        before = left.clone()
-        again = table.again([payloads[worker] for payloads in sent], left, bucket.again())
-        for payloads, mean in zip([*sent, [again, again]], means, strict=True):
-            table.average(payloads, mean, bucket.pending)
-        first, second, both = means.view(3, 2, 2, 250)[:, :, worker]
-        wanted = before.view(2, 2, 250).clone()
-        wanted[:, worker] += 2 * ((first + second) / 2 - both)
-        yield left, wanted.view(-1)
+    yield from attempt_shards(numbers, table)
 
 
 ATTEMPTS = {"quantise": _quantise, "dequantise": _dequantise, "levels": _buckets, "shards": _shards}

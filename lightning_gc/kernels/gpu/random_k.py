@@ -12,26 +12,11 @@ from torch import Tensor
 
 from lightning_gc.core.message import Packed, evenly
 from lightning_gc.core.segments import PIECE, Pending
-from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch
+from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, word
 from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, sample
 from lightning_gc.kernels.permutation import ROUNDS, first, shift_of
 
 _ROUNDS = tl.constexpr(ROUNDS)
-
-
-@triton.jit
-def mixed(x):
-    """Return a permutation of 32-bit numbers in which each bit depends on all."""
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def word(low, high, INDEX: tl.constexpr):
-    """Return 32 random bits; ``high`` includes the step."""
-    return mixed(mixed(low ^ (((INDEX + 1) * 0x9E3779B9) & 0xFFFFFFFF)) ^ high)
 
 
 @triton.jit

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.core.message import evenly
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.message import Packed, evenly
 from lightning_gc.core.segments import Pending, Segments, Workspace
 from lightning_gc.kernels.gpu.launch import is_finite, kernel, launch, magnitude_bits
 
@@ -145,7 +147,7 @@ def arrived(flags, stride, count):
     total = 0.0
     sender = 0
     while sender < count:
-        total += tl.load(flags + sender * stride) * 0.0
+        total += tl.load(flags + sender * stride.to(tl.int64)) * 0.0
         sender += 1
     return total
 
@@ -185,11 +187,10 @@ def take_pieces(
 def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None:
     """Move the parameters of ``table`` to ``taken``; see ``kernels.segments``."""
     count = table.shape[1]
-    grad = buffer if pending.grad is None else pending.grad
     launch(
         take_pieces,
         (count,),
-        *(buffer, grad, pending.decay, pending.gain, pending.peaks, table, count, taken),
+        *(*given(buffer, pending), table, count, taken),
         ADD=pending.grad is not None,
         BLOCK=ROW,
     )
@@ -222,7 +223,8 @@ def put_pieces(
         total = tl.load(taken + place + here, mask=here < stop, other=0.0) * share
         sender = 1
         while sender < workers:
-            x = tl.load(taken + sender * apart + place + here, mask=here < stop, other=0.0)
+            there = taken + sender * apart.to(tl.int64) + place + here
+            x = tl.load(there, mask=here < stop, other=0.0)
             total += x * share
             sender += 1
         tl.store(out + here, tl.where(here == begin, total + bad, total), mask=here < stop)
@@ -243,6 +245,70 @@ def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -
     )
 
 
+@kernel()
+def book_pieces(buffer, mean, times, peaks, table, count, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """Add ``times`` what is left of a piece of the mean.
+
+    The error of an idle parameter is added when the sum has been rounded.
+    """
+    piece = tl.program_id(0)
+    idle = piece < 0
+    if ADD:
+        idle = tl.load(peaks + tl.load(table + piece)) == 0.0
+    at = tl.load(table + count + piece)
+    stop = tl.load(table + 2 * count + piece)
+    place = tl.load(table + 3 * count + piece) - at
+    weight = tl.zeros([BLOCK], tl.float32) + times
+    while at < stop:
+        here = at + tl.arange(0, BLOCK)
+        left = tl.load(mean + place + here, mask=here < stop, other=0.0)
+        left = tl.where(is_finite(left), left, 0.0)
+        kept = tl.load(buffer + here, mask=here < stop, other=0.0)
+        total = tl.fma(left, weight, kept)
+        lone = left * weight
+        total = tl.where(idle, kept + tl.where(is_finite(lone), lone, 0.0), total)
+        tl.store(buffer + here, tl.where(is_finite(total), total, 0.0), mask=here < stop)
+        at += BLOCK
+
+
+def book(
+    buffer: Tensor,
+    mean: Tensor,
+    times: int,
+    table: tuple[tuple[int], Tensor, int],
+    pending: Pending | None,
+) -> None:
+    """Add ``times`` what is left of a mean, as ``schemes.base.book`` and the guard do.
+
+    Args:
+        buffer: of the whole bucket.
+        mean: a row of shards.
+        times: W.
+        table: the grid, pieces as ``kernels.segments.table_of`` returns them, and their number.
+        pending: the engine's work, or None.
+    """
+    grid, *pieces = table
+    peaks = buffer if pending is None else pending.peaks
+    adds = {"ADD": pending is not None, "BLOCK": ROW}
+    launch(book_pieces, grid, *(buffer, mean, float(times), peaks, *pieces), **adds)
+
+
+def given(buffer: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor, float, float, Tensor]:
+    """Return the buffer, the gradient to add and both weights, and peaks, as kernels take them."""
+    if pending is None:
+        return buffer, buffer, 1.0, 1.0, buffer
+    grad = buffer if pending.grad is None else pending.grad
+    return buffer, grad, pending.decay, pending.gain, pending.peaks
+
+
+def ending(packed: Packed, pending: Pending | None) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return what ``end_message`` needs; without a flag it writes to memory that nobody reads."""
+    if pending is not None:
+        return pending.ending(packed)
+    flag = torch.empty(2, dtype=torch.float32, device=packed.message.device)
+    return flag[:1], flag[1:], packed.padding, packed.layout.padding
+
+
 def sample(numbers: Tensor) -> Pending:
     """Return work for tests of kernels, for a bucket of ``(1000,)``: an idle parameter of two."""
     segments = Segments([(0, 500), (500, 1000)], numbers.device)
@@ -250,6 +316,23 @@ def sample(numbers: Tensor) -> Pending:
     flag = torch.zeros(1, dtype=torch.float32, device=numbers.device)
     work = Workspace(segments)
     return Pending(segments, peak, flag, work, numbers.flip(0), decay=0.5, flags=[flag, flag])
+
+
+def attempt_shards(numbers: Tensor, table: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what ``table``, of two shards of the parts a and b of ``sample``, books twice."""
+    shapes = {"a": (500,), "b": (500,)}
+    for worker in range(2):
+        bucket = Bucket(numbers, shapes, worker=worker, workers=2, pending=sample(numbers))
+        left, means = numbers.clone(), numbers.new_empty(3, 1000)
+        sent = [table.encode(flat, bucket) for flat in (left, numbers.flip(0).pow(3))]
+        before = left.clone()
+        again = table.again([payloads[worker] for payloads in sent], left, bucket.again())
+        for payloads, mean in zip([*sent, [again, again]], means, strict=True):
+            table.average(payloads, mean, bucket.pending)
+        first, second, both = means.view(3, 2, 2, 250)[:, :, worker]
+        wanted = before.view(2, 2, 250).clone()
+        wanted[:, worker] += 2 * ((first + second) / 2 - both)
+        yield left, wanted.view(-1)
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

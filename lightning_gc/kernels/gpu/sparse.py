@@ -23,7 +23,7 @@ from lightning_gc.core.message import Message, Packed, evenly, packed, reserve, 
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.casts import from_half, to_half
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, sample
+from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, given, sample
 from lightning_gc.kernels.sparse import CORRECTIONS, FACTOR, Row, Selection
 
 BINS = 2048
@@ -826,9 +826,7 @@ class _Work:
     @property
     def addition(self) -> tuple[Tensor, Tensor, float, float, Tensor]:
         """The buffer, the gradient to add and its weights, and the peaks."""
-        if self.pending is None or self.pending.grad is None:
-            return self.buffer, self.buffer, 1.0, 1.0, self.peaks
-        return self.buffer, self.pending.grad, self.pending.decay, self.pending.gain, self.peaks
+        return given(self.buffer, self.pending)
 
     @property
     def places(self) -> tuple[Tensor, int, Tensor, int]:
@@ -984,6 +982,56 @@ def take(
     flagged = pending is not None and pending.flagged
     flag = (work.flag, payload.flag if flagged else work.sent_flag)
     return _move(work, values, coded, payload, flag)
+
+
+def move(
+    buffer: Tensor, selection: Selection, dtype: torch.dtype, step: int
+) -> tuple[Tensor, Tensor]:
+    """Move the elements to send out of ``buffer``: ascending positions, int64, and values.
+
+    Values have ``dtype``, and ``step`` moves the sample. The host waits for the number of elements
+    if it is not fixed.
+    """
+    work = _Work(buffer, selection, None)
+    _count(work, step)
+    number = selection.most if selection.rule == "largest" else int(work.head[0])
+    fields = [(dtype, number), (torch.uint8, elias_fano.coded_bytes(number, buffer.numel()))]
+    payload = reserve(fields, buffer.device)
+    positions = _move(work, number, payload, (work.flag, work.sent_flag))
+    return positions.long(), payload[0]
+
+
+def code(positions: Tensor, numel: int) -> Tensor:
+    """Return ``elias_fano.encode(positions, numel)``."""
+    chosen = positions.numel()
+    nbytes = elias_fano.coded_bytes(chosen, numel)
+    coded = torch.zeros(nbytes, dtype=torch.uint8, device=positions.device)
+    if chosen:
+        low, map_at = elias_fano.layout(chosen, numel)
+        grid = (triton.cdiv(chosen, 8 * GROUPS),)
+        bits = positions.int(), coded, map_at, nbytes, chosen, low
+        launch(code_positions, grid, *bits, GROUPS=GROUPS)
+    return coded
+
+
+def places(coded: Tensor, chosen: int, numel: int) -> tuple[Tensor, Tensor]:
+    """Return the coded positions, ``(chosen,)`` int64 below ``numel``, and ``(1,)`` bool.
+
+    The second is True if the positions were out of range, did not ascend, or were not ``chosen``.
+
+    Args:
+        coded: ``(coded_bytes(chosen, numel),)`` uint8.
+        chosen: k, at least 1.
+        numel: n.
+    """
+    tiles = triton.cdiv(elias_fano.map_bits(chosen, numel), TILE)
+    zeros = torch.zeros(chosen, dtype=torch.int32, device=coded.device)
+    count = torch.full((1,), chosen, dtype=torch.int32, device=coded.device)
+    found, wrong = zeros.new_empty(tiles + 1).split([tiles, 1])
+    read = (coded, 0, 0, count, 0, numel, tiles, found, wrong)
+    launch(count_bits, (tiles, 1), *read, TILE=TILE, ROW=ROW)
+    launch(find_places, (tiles, 1), *read, zeros, chosen, TILE=TILE, FOLD=FOLD, ROW=ROW)
+    return zeros.long().clamp_(max=numel - 1), wrong != 0
 
 
 @dataclass(frozen=True, eq=False)

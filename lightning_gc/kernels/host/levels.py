@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack, packed_bytes
 from lightning_gc.kernels.host.segments import addresses, pointer
-from lightning_gc.kernels.host.tensors import copysign, floor, jit, magnitude, multiply_add
+from lightning_gc.kernels.host.tensors import copysign, floor, jit, magnitude, multiply_add, times
 
 CHUNK = 2048  # elements whose codes and random numbers lie in the first cache
 
@@ -132,12 +132,6 @@ def _add_blocks(codes, out, norms, start, block_size, s, scale):
 
 
 @jit
-def _times(value, constant):
-    """Return the product of 32-bit words, which numba would compute in 64 bits."""
-    return np.uint32(np.uint64(value) * np.uint64(constant) & np.uint64(0xFFFFFFFF))
-
-
-@jit
 def _mixed(value):
     return value ^ (value >> np.uint32(16))
 
@@ -150,21 +144,21 @@ def _seed(state, seed):
     constant = np.uint32(0x43B0D7E5)
     for i in range(4):
         value = pool[i] ^ constant
-        constant = _times(constant, np.uint32(0x931E8875))
-        pool[i] = _mixed(_times(value, constant))
+        constant = times(constant, np.uint32(0x931E8875))
+        pool[i] = _mixed(times(value, constant))
     for source in range(4):
         for target in range(4):
             if source != target:
                 value = pool[source] ^ constant
-                constant = _times(constant, np.uint32(0x931E8875))
-                value = _times(_mixed(_times(value, constant)), np.uint32(0x4973F715))
-                pool[target] = np.uint32(_times(pool[target], np.uint32(0xCA01F9DD)) - value)
+                constant = times(constant, np.uint32(0x931E8875))
+                value = times(_mixed(times(value, constant)), np.uint32(0x4973F715))
+                pool[target] = np.uint32(times(pool[target], np.uint32(0xCA01F9DD)) - value)
                 pool[target] = _mixed(pool[target])
     constant = np.uint32(0x8B51F9DD)
     for i in range(6):
         value = pool[i % 4] ^ constant
-        constant = _times(constant, np.uint32(0x58F38DED))
-        words[i] = _mixed(_times(value, constant))
+        constant = times(constant, np.uint32(0x58F38DED))
+        words[i] = _mixed(times(value, constant))
     state[3] = 1
     _sfc64(state, np.empty(12, np.uint64))
 

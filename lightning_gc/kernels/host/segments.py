@@ -123,3 +123,26 @@ def _put(places, numel, share, out, table):
                 for i in range(part.size):
                     part[i] += sent[i] * share
             first = False
+
+
+def book(buffer: Tensor, mean: Tensor, times: int, places: np.ndarray[Any, Any]) -> None:
+    """Add ``times`` what is left of a mean, as ``schemes.base.book`` does.
+
+    Args:
+        buffer: of the whole bucket.
+        mean: a row of shards.
+        times: W.
+        places: first element and end in the bucket, and first element in the row, ``(n, 3)`` int64.
+    """
+    _book(buffer.numpy(), mean.numpy(), np.float32(times), places)
+
+
+@jit
+def _book(buffer, mean, times, places):
+    for part in range(places.shape[0]):
+        start, stop, row = places[part]
+        mine, left = buffer[start:stop], mean[row : row + stop - start]
+        clean(left)
+        for i in range(mine.size):
+            mine[i] = multiply_add(left[i], times, mine[i])
+        clean(mine)

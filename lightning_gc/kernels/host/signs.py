@@ -3,65 +3,130 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack
-from lightning_gc.core.segments import PIECE
-from lightning_gc.kernels.host.tensors import jit, magnitude, multiply_add
-from lightning_gc.kernels.signs import LANES, SUMS
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.message import Packed, reserve_all
+from lightning_gc.core.segments import PIECE, Pending
+from lightning_gc.kernels.host.segments import book
+from lightning_gc.kernels.host.tensors import jit, magnitude, multiply_add, times
+from lightning_gc.kernels.signs import LANES, SUMS, Layout, Levels, least_of
 
 _BLOCK = 2048  # elements whose signs lie in the first cache
 _SPREAD = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.uint8).view(np.uint64)[:, 0]
-"""Of each byte the eight bits, a byte each."""
+"""The eight bits of each byte, a byte each."""
 
 
 def mean(numbers: Tensor, share: float) -> Tensor:
-    """Return the sum of ``numbers / PIECE`` times ``share``; see ``kernels.signs.mean``."""
+    """Return the sum of ``numbers / PIECE`` times ``share``; see ``kernels.signs``."""
     sums = np.empty(-(-numbers.numel() // PIECE), np.float32)
     return torch.tensor(
         _mean(numbers.numpy(), _AS_IS, np.float32(share), sums), dtype=torch.float32, device="cpu"
     )
 
 
-def encode(
-    buffer: Tensor, places: np.ndarray, nbytes: int, split: bool
-) -> tuple[Tensor, Tensor]:  # (nbytes,) uint8, (means,) float32
-    """Move signs and means out of ``buffer``.
+class Table:
+    """Encodes and decodes the parts of a layout; see ``kernels.signs.Layout``.
 
     Args:
-        buffer: of the whole bucket, changed in place.
-        places: first element, end and first byte of each parameter, ``(n, 3)`` int64.
-        nbytes: of the signs.
-        split: as for ``kernels.gpu.signs.encode``.
+        layout: of the payloads.
+        device: of the bucket.
     """
-    signs = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    means = buffer.new_empty(len(places) * (2 if split else 1))
-    most = int((places[:, 1] - places[:, 0]).max())
-    sums = np.empty(-(-most // PIECE), np.float32)
-    _encode(buffer.numpy(), places, signs.numpy(), means.numpy(), sums, split)
-    return signs, means
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self._rows = [np.array(rows, np.int64) for rows in layout.rows]
+        longest = max(row.numel for rows in layout.rows for row in rows)
+        self._sums = np.empty(-(-longest // PIECE), np.float32)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
+        """Move signs and means out of ``buffer``: a payload (signs, means) for each shard."""
+        packed = reserve_all(self.layout.fields, buffer.device, self.layout.shards)
+        keys = self._keys_of(bucket)
+        for rows, payload, own in zip(self._rows, packed, keys, strict=True):
+            self._take(buffer, rows[:, 1:5], payload, own, bucket.step, 0.0)
+        return packed
+
+    def average(
+        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, pending: Pending | None
+    ) -> None:
+        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``."""
+        workers = len(payloads)
+        if self.layout.shards == 1:
+            self._average(payloads, out, self._rows[0][:, [1, 2, 4]], workers)
+            return
+        for rows, payload in zip(self._rows, payloads, strict=True):
+            self._average([payload], out, rows[:, [1, 2, 4]], workers)
+
+    def again(self, payloads: Sequence[Sequence[Tensor]], buffer: Tensor, bucket: Bucket) -> Packed:
+        """Return the payload of the mean of this worker's shard, and book what it loses.
+
+        Args:
+            payloads: of this shard, from all workers.
+            buffer: of the whole bucket; W times the loss is added to the shard.
+            bucket: in its second phase.
+        """
+        rows, (packed,) = (
+            self._rows[bucket.worker],
+            reserve_all(self.layout.fields, buffer.device, 1),
+        )
+        begins, sizes, bytes_of = rows[:, 7], rows[:, 3], rows[:, 4]
+        mean = buffer.new_empty(self.layout.numel)
+        self._average(payloads, mean, np.column_stack([begins, begins + sizes, bytes_of]))
+        row = np.column_stack([begins, begins + sizes, sizes, bytes_of])
+        keys = self._keys_of(bucket)[bucket.worker]
+        self._take(mean, row, packed, keys, bucket.step, least_of(bucket.workers))
+        book(buffer, mean, self.layout.shards, rows[:, [1, 2, 7]])
+        return packed
+
+    def _keys_of(self, bucket: Bucket) -> np.ndarray[Any, Any]:
+        """Return the keys of each shard's rows, ``(W, n)`` uint64."""
+        return np.array(self.layout.keys(bucket), np.uint64).reshape(self.layout.shards, -1)
+
+    def _take(
+        self,
+        flat: Tensor,
+        places: np.ndarray[Any, Any],
+        packed: Packed,
+        keys: np.ndarray[Any, Any],
+        step: int,
+        least: float,
+    ) -> None:
+        signs, levels = packed
+        arrays = flat.numpy(), places, keys, signs.numpy(), levels.numpy()
+        kind = _KINDS[self.layout.levels]
+        _encode(*arrays, self._sums, kind, np.uint32(step & 0xFFFFFFFF), np.float32(least))
+        packed.padding.zero_()
+
+    def _average(
+        self,
+        payloads: Sequence[Sequence[Tensor]],
+        out: Tensor,
+        places: np.ndarray[Any, Any],
+        voters: int = 0,
+    ) -> None:
+        """Write the mean of ``payloads``, or the majority of ``voters``."""
+        share, split = np.float32(1 / len(payloads)), self.layout.levels == "means"
+        for sender, (signs, levels) in enumerate(payloads):
+            arrays = out.numpy(), places, signs.numpy(), levels.numpy()
+            _add(*arrays, share, split, sender == 0, _SPREAD)
+        if voters and self.layout.levels == "votes":
+            _decide(out.numpy(), places, np.float32(least_of(voters)))
 
 
-def average(
-    payloads: Sequence[Sequence[Tensor]], out: Tensor, places: np.ndarray, split: bool
-) -> None:
-    """Write the mean of all workers' payloads to the parameters in ``out``."""
-    share = np.float32(1 / len(payloads))
-    for sender, (signs, means) in enumerate(payloads):
-        given = out.numpy(), places, signs.numpy(), means.numpy()
-        _add(*given, share, split, sender == 0, _SPREAD)
-
-
+_KINDS = {"magnitude": 0, "means": 1, "votes": 2}
 _AS_IS, _MAGNITUDES, _BELOW, _ABOVE = range(4)
 
 
 @jit
 def _mean(x, kind, share, sums):
     """Return the sum of a kind of ``x / PIECE`` times ``share``, in the order of all kernels."""
-    lanes = np.empty(LANES, np.float32)
+    lanes = np.zeros(LANES, np.float32)
     pieces = (x.size + PIECE - 1) // PIECE
     for piece in range(pieces):
         start, stop = piece * PIECE, min((piece + 1) * PIECE, x.size)
@@ -109,29 +174,50 @@ def in_pairs(lanes, width):
 
 
 @jit
-def _encode(x, places, signs, means, sums, split):
+def _encode(x, places, keys, signs, levels, sums, kind, step, least):
+    """Encode the parts at ``places``: first element, end, elements with padding, first byte."""
     flags = np.empty(_BLOCK, np.uint8)
     one, scale = np.float32(1), np.float32(PIECE)
     for part in range(places.shape[0]):
-        start, stop, byte = places[part]
+        start, stop, numel, byte = places[part]
         own = x[start:stop]
-        if split:
+        if kind == 1:
             negative = 0
             for i in range(own.size):
                 negative += 1 if own[i] < 0 else 0
             below = _mean(own, _BELOW, scale * (one / np.float32(max(negative, 1))), sums)
-            others = max(own.size - negative, 1)
+            others = max(numel - negative, 1)
             above = _mean(own, _ABOVE, scale * (one / np.float32(others)), sums)
-            means[2 * part], means[2 * part + 1] = below, above
+            levels[2 * part], levels[2 * part + 1] = below, above
         else:
-            above = _mean(own, _MAGNITUDES, scale * (one / np.float32(own.size)), sums)
+            if kind == 0:
+                above = _mean(own, _MAGNITUDES, scale * (one / np.float32(numel)), sums)
+            else:
+                above = np.float32(_exceeds(own, least))
             below = -above
-            means[part] = above
-        for at in range(0, own.size, _BLOCK):
-            end = min(at + _BLOCK, own.size)
-            _take(own[at:end], below, above, flags)
+            levels[part] = above
+        for at in range(0, numel, _BLOCK):
+            end = min(at + _BLOCK, numel)
+            there = max(min(end, own.size) - at, 0)
+            mine = own[at : at + there]
+            if kind == 2:
+                flags[there : end - at] = 2
+                _vote(mine, least, flags)
+                _toss(flags[: end - at], at, keys[part], step)
+                _subtract(mine, below, above, flags)
+            else:
+                _take(mine, below, above, flags)
+                flags[there : end - at] = 1  # zeros are not negative
             flags[end - at : (end - at + 7) // 8 * 8] = 0
             _gather(flags.view(np.uint64), signs[byte + at // 8 : byte + (end + 7) // 8])
+
+
+@jit
+def _exceeds(x, least):
+    most = np.float32(0)
+    for number in x:
+        most = max(most, magnitude(number))  # NaN is never above
+    return most > least
 
 
 @jit
@@ -140,6 +226,37 @@ def _take(x, below, above, flags):
         positive = x[i] >= 0  # not NaN
         x[i] -= above if positive else below
         flags[i] = positive
+
+
+@jit
+def _vote(x, least, flags):
+    """Set flags to 1 for positive numbers, 0 for negative ones and 2 for zeros and NaN."""
+    for i in range(x.size):
+        flags[i] = (x[i] > least) if magnitude(x[i]) > least else 2
+
+
+@jit
+def _toss(flags, first, key, step):
+    """Replace flags of 2 by coins; see ``kernels.signs.coins``."""
+    low = np.uint32(key & np.uint64(0xFFFFFFFF))
+    high = np.uint32((key >> np.uint64(32)) + np.uint64(step) * np.uint64(0x85EBCA6B))
+    for i in range(flags.size):
+        if flags[i] == 2:
+            index = times(np.uint32(first + i + 1), 0x9E3779B9)
+            flags[i] = _hashed(_hashed(low ^ index) ^ high) >> np.uint32(31)
+
+
+@jit
+def _hashed(x):
+    x = times(x, 0x7FEB352D)
+    x = times(x ^ (x >> np.uint32(15)), 0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+@jit
+def _subtract(x, below, above, flags):
+    for i in range(x.size):
+        x[i] -= above if flags[i] else below
 
 
 @jit
@@ -170,6 +287,16 @@ def _add(out, places, signs, means, share, split, first, spread):
 
 
 @jit
+def _decide(out, places, least):
+    """Replace means of votes by their signs, and by 0 where they are below ``least``."""
+    for part in range(places.shape[0]):
+        mine = out[places[part, 0] : places[part, 1]]
+        for i in range(mine.size):
+            x = mine[i]
+            mine[i] = np.float32(x >= least) - np.float32(x <= -least)
+
+
+@jit
 def _set(out, flags, low, high):
     for i in range(out.size):
         out[i] = high if flags[i] else low
@@ -186,24 +313,35 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     from lightning_gc.kernels import signs as reference
 
     size = numbers.numel()
-    share = PIECE * float(np.float32(1) / np.float32(size))
+    share = reference.share_of(size)
     negative = numbers < 0
     magnitude = reference.by_torch(numbers.abs(), share)
     yield mean(numbers.abs(), share), magnitude
     fewer = negative.sum()
     halves = (numbers.clamp(max=0), fewer), (numbers.clamp(min=0), size - fewer)
-    split = [reference.by_torch(x, float(PIECE / count.float())) for x, count in halves]
-    places, nbytes = np.array([[0, size, 0]]), -(-size // 8)
-    for levels, two in (([-magnitude, magnitude], False), (split, True)):
+    split = [reference.by_torch(x, reference.share_of(int(count))) for x, count in halves]
+    bucket, one = Bucket(numbers, {"a": (size,)}), torch.ones_like(magnitude)
+    layouts: dict[Levels, tuple[Tensor, Tensor]] = {
+        "magnitude": (-magnitude, magnitude),
+        "means": (split[0], split[1]),
+        "votes": (-one, one),
+    }
+    for levels, (low, high) in layouts.items():
         left, out = numbers.clone(), numbers.clone()
-        signs, means = encode(left, places, nbytes, two)
-        sent = torch.where(negative, levels[0], levels[1])
-        yield signs, pack((~negative).to(torch.uint8), 1)
-        yield means, torch.stack(levels[-1 - two :])
-        yield left, numbers - sent
-        average([(signs, means)] * 3, out, places, two)
-        third = torch.zeros_like(sent).add_(sent, alpha=1 / 3)
-        yield out, third.add_(sent, alpha=1 / 3).add_(sent, alpha=1 / 3)
+        layout = Layout([("a", 0, 0, size)], levels)
+        table, positive = Table(layout, numbers.device), ~negative
+        if levels == "votes":
+            (zeros,) = (numbers == 0).nonzero(as_tuple=True)
+            positive[zeros] = reference.coins(layout.keys(bucket)[0], 0, zeros)
+        ((signs, sent),) = table.encode(left, bucket)
+        value = torch.where(positive, high, low)
+        yield signs, pack(positive.to(torch.uint8), 1)
+        yield sent, torch.stack([low, high][1 - (levels == "means") :])
+        yield left, numbers - value
+        table.average([(signs, sent)] * 3, out, None)
+        third = torch.zeros_like(value).add_(value, alpha=1 / 3)
+        third.add_(value, alpha=1 / 3).add_(value, alpha=1 / 3)
+        yield out, value if levels == "votes" else third
 
 
 ATTEMPTS = {"signs": _attempt}

@@ -47,6 +47,12 @@ def multiply_add(typing: Any, x: Any, y: Any, z: Any) -> Any:
     return types.float32(x, y, z), generate
 
 
+@jit
+def times(value, constant):
+    """Return the product of 32-bit words, which numba would compute in 64 bits."""
+    return np.uint32(np.uint64(value) * np.uint64(constant) & np.uint64(0xFFFFFFFF))
+
+
 def round_to_bfloat16(buffer: Tensor) -> Tensor:
     """Return ``buffer`` as bfloat16, ``(numel,)``, and leave the rounding error in ``buffer``."""
     rounded = torch.empty(buffer.shape, dtype=torch.bfloat16, device=buffer.device)

@@ -26,7 +26,7 @@ ALIGNED = {
     "levels.raise_peaks": set[str](),
     "levels.round_tiles": set[str](),
     "levels.average_tiles": set[str](),
-    "levels.book_tiles": set[str](),
+    "segments.book_pieces": set[str](),
 }
 """Kernels, and of which arguments it matters to Triton whether they are aligned."""
 

@@ -49,6 +49,7 @@ KERNELS = [
     ("segments", "zero_if", {"PEAKS": 256, "BLOCK": 1024}),
     ("segments", "take_pieces", {"ADD": True, "BLOCK": 1024}),
     ("segments", "put_pieces", {"BLOCK": 1024}),
+    ("segments", "book_pieces", {"ADD": True, "BLOCK": 1024}),
     *(
         ("casts", name, {**constants, "BFLOAT": bfloat, "ROW": 1024})
         for bfloat in (True, False)
@@ -128,13 +129,16 @@ KERNELS = [
     ("random_k", "take_drawn", {"ADD": True, "SCALED": True, "ROW": 1024}),
     ("random_k", "put_drawn", {"BLOCK": 1024}),
     *(
-        ("signs", name, {**constants, "SPLIT": split})
-        for split in (False, True)
+        ("signs", name, {**constants, "SPLIT": split, "VOTE": vote, "MEAN": vote})
+        for split, vote in ((False, False), (True, False), (False, True))
         for name, constants in (
             ("sum_pieces", {"ADD": True, "PIECE": 1 << 15, "LANES": 2048, "LEVELS": 11}),
             (
                 "take_signs",
-                {"ADD": True, "GROUPS": 128, "PIECE": 1 << 15, "SUMS": 256, "LEVELS": 8},
+                {
+                    **{"ADD": not vote, "KEEP": True, "GROUPS": 128},
+                    **{"PIECE": 1 << 15, "SUMS": 256, "LEVELS": 8},
+                },
             ),
             ("average_signs", {"GROUPS": 128}),
         )
@@ -172,13 +176,12 @@ KERNELS = [
         ("levels", "average_tiles", {"MEAN": bits == 9, "BITS": bits, "TILE": 2048})
         for bits in (4, 9)
     ),
-    ("levels", "book_tiles", {"ADD": True, "TILE": 2048}),
 ]
 
 
 FUSED = {
     *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
-    *("raise_peaks", "round_tiles", "average_tiles", "book_tiles"),
+    *("raise_peaks", "round_tiles", "average_tiles", "book_pieces"),
     *("sum_pieces", "take_signs", "average_signs"),
     *("sample_thresholds", "first_digit", "count_reaching"),
     *("take_drawn", "project_rows", "take_chunks", "round_blocks", "average_blocks"),

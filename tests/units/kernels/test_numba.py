@@ -20,15 +20,16 @@ from lightning_gc import (
     Int8,
     OneBitSGD,
     Quantised,
+    SignSGD,
     TopK,
     Uniform,
 )
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import Codec, Part
+from lightning_gc.compressors.signs.sign_payload import mean
 from lightning_gc.core import Bucket, payload_validation
 from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.kernels import dispatch, quantise
-from lightning_gc.kernels.signs import mean
 from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits, train
 from tests.support.kernel_device import INTERPRETED, same, tensors
 
@@ -181,7 +182,7 @@ def test_lengths_that_do_not_fit_are_left_to_torch() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("compressor", [EFSignSGD(), OneBitSGD()], ids=repr)
+@pytest.mark.parametrize("compressor", [EFSignSGD(), OneBitSGD(), SignSGD()], ids=repr)
 def test_whole_buckets(compressor: Compressor, layout: str, kind: str) -> None:
     assert_same_bits(compressor, kind, layout, workers=3, scheme=AllGather())
 
