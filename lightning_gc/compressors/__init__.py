@@ -16,6 +16,7 @@ from lightning_gc.compressors.base import Unbounded as Unbounded
 from lightning_gc.compressors.base import Variance as Variance
 from lightning_gc.compressors.base import Waits as Waits
 from lightning_gc.compressors.identity import Identity as Identity
+from lightning_gc.compressors.lossless import Lossless as Lossless
 from lightning_gc.compressors.low_rank.atomo_svd import AtomoSVD as AtomoSVD
 from lightning_gc.compressors.low_rank.factorisation import LowRank as LowRank
 from lightning_gc.compressors.low_rank.gradiveq import GradiVeQ as GradiVeQ
