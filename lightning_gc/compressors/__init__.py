@@ -37,9 +37,12 @@ from lightning_gc.compressors.quantisers.float4 import Float4 as Float4
 from lightning_gc.compressors.quantisers.float8 import Float8 as Float8
 from lightning_gc.compressors.quantisers.int8 import Int8 as Int8
 from lightning_gc.compressors.quantisers.integer_qsgd import IntegerQSGD as IntegerQSGD
+from lightning_gc.compressors.quantisers.mx import MXFP4 as MXFP4
+from lightning_gc.compressors.quantisers.mx import MXFP8 as MXFP8
 from lightning_gc.compressors.quantisers.natural_compression import (
     NaturalCompression as NaturalCompression,
 )
+from lightning_gc.compressors.quantisers.nvfp4 import NVFP4 as NVFP4
 from lightning_gc.compressors.quantisers.qsgd import QSGD as QSGD
 from lightning_gc.compressors.quantisers.rotated import Rotated as Rotated
 from lightning_gc.compressors.quantisers.terngrad import IndependentTernGrad as IndependentTernGrad
