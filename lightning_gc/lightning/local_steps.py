@@ -24,7 +24,7 @@ from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only
-from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD
 from lightning_gc.local_steps.local_rounds import (
     CommonState,
     LocalRounds,
@@ -71,12 +71,13 @@ class LocalHooks(CompressedStrategy):
         fragments: int,
         show: Literal["common", "local"],
         state: str,
+        moments: InnerMoments | None,
     ) -> None:
         owner = type(self).__name__
         refuse_settings(owner, self.compressor, self.memory, self.controller, outer)
         if show not in ("common", "local"):
             raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
-        self.plan = RoundPlan.of(owner, every, fragments, delay, merge)
+        self.plan = RoundPlan.of(owner, every, fragments, delay, merge, moments)
         check_rounds(owner, self.plan, self.controller)
         self.outer, self.show = outer, show
         self._keeps_mean = state == "mean"
@@ -92,6 +93,8 @@ class LocalHooks(CompressedStrategy):
         if before is not None:  # an earlier fit's outer momentum
             state = before.common_state() | {"since": [], "anchor": {}}
             workers.common[_NAME].load_common_state(state)
+        for each in rounds:
+            each.optimizers = lambda: self.optimizers
         self._own = [OwnState(each, lambda: self.optimizers, self._scaler) for each in rounds]
         workers.own[_NAME] = self._own
         if self._keeps_mean:
@@ -309,7 +312,7 @@ class LocalSteps(LocalHooks, RealWorker):
     Validation, test and the ``state_dict`` of checkpoints see the common weights; buffers with
     floating point, such as running statistics, are averaged with each exchange, and so are
     parameters that are not trained once they change, as a mean teacher's do. Gradients are clipped
-    by each worker for itself. Optimizers keep their state per worker.
+    by each worker for itself. Optimizers keep their state per worker, unless ``moments`` are given.
 
     Args:
         compressor: as for ``CompressedDDPStrategy``, like the next three. ``Identity()`` sends all.
@@ -337,6 +340,8 @@ class LocalSteps(LocalHooks, RealWorker):
         verify: n: in every n-th exchange workers compare their means, and for n > 1 the common
             weights; as for ``CompressedDDPStrategy``.
         min_numel: as for ``CompressedDDPStrategy``.
+        moments: ``InnerMoments()`` averages moments of the optimizers too, every few rounds. None:
+            each worker keeps its own.
         ddp_kwargs: as for Lightning's ``DDPStrategy``, but not what is for its wrapper:
             ``start_method``, ``process_group_backend``, ``timeout``, ...
 
@@ -393,6 +398,7 @@ class LocalSteps(LocalHooks, RealWorker):
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         verify: Verify = 0,
         min_numel: int = MIN_NUMEL,
+        moments: InnerMoments | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         owner = "LocalStepsStrategy"
@@ -400,7 +406,7 @@ class LocalSteps(LocalHooks, RealWorker):
         refuse_wrapper_arguments(owner, given)
         refuse_unknown(type(self), compressor, given)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        self._configure_rounds(every, outer, delay, merge, fragments, show, state)
+        self._configure_rounds(every, outer, delay, merge, fragments, show, state, moments)
         verification(verify, owner)
         self.verify = verify
         self._broadcast_each_batch: Callable[[], None] = _nothing
