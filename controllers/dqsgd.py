@@ -32,7 +32,7 @@ def check_order(controller: Controller, low: float, first: float, high: float) -
 
 @dataclass(frozen=True)
 class DQSGD(Controller):
-    """Send the fewest bits that keep a weighted sum of quantisation errors within a bound.
+    """Set a quantiser's bits by the gradient's norm: the fewest for a bounded sum of errors.
 
     Of the epoch t, the number of levels of a magnitude is
     ``s_t = s_0·α^(−t/2)·‖g_t‖/‖g_0‖``, with ``s = 2^(bits−1) − 1``, rounded up to whole bits.

@@ -19,7 +19,7 @@ _WIDTHS = (0, 3, 16)  # low bits of the mantissa: of bfloat16, of float16, of fl
 
 @dataclass(frozen=True)
 class Lossless(Codec):
-    """Send every bit of the gradient, with entropy-coded exponents: ``C(x) = x``.
+    """Send every bit of the gradient, for slow links where no bit may change: ``C(x) = x``.
 
     An element's sign and mantissa are as good as random. Its exponent is one of a few: in a normal
     tensor it has 2.5 bits of entropy, and float32 and bfloat16 spend 8 on it. Exponents are ranked

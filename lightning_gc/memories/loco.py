@@ -12,7 +12,7 @@ from lightning_gc.memories.storage import STORAGES, Storage, check_dtype
 
 @dataclass(frozen=True)
 class LoCo(Memory):
-    """Add a moving average of errors to the gradient, kept in 8 bits and reset every N steps.
+    """Add a moving average of errors, in a byte per parameter, for quantisers of few bits.
 
     ``x_t = e_{t−1} + g_t``, ``e_t = R(β·e_{t−1} + (1 − β)·(x_t − C(x_t)))``, and ``e_t = 0`` in
     every ``every``-th step. R rounds to the format of ``dtype``, at random and without bias. It

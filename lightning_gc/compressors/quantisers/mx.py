@@ -17,10 +17,10 @@ class _Microscaling(Minifloat):
 
 @dataclass(frozen=True)
 class MXFP4(_Microscaling):
-    """Round each element to E2M1, with a power of two as scale of 32 elements: OCP's MXFP4.
+    """Round each element to OCP's MXFP4, for hardware or programs that read this 4-bit format.
 
     ``C(x)_i = X·nearest(x_i / X)``, ``X = 2^(floor(log2 L) − 2)``, where L is the largest magnitude
-    of the block. The format has 0, 0.5, 1, 1.5, 2, 3, 4, 6. Ties go to the even code, and what is
+    of 32 elements. The format has 0, 0.5, 1, 1.5, 2, 3, 4, 6. Ties go to the even code, and what is
     above 6·X becomes 6·X, as the standard says. An element takes 4.25 bits.
 
     ``Float4()`` has a float32 scale, which sends each block's largest element exactly. It takes 4.5
@@ -46,7 +46,7 @@ class MXFP4(_Microscaling):
 
 @dataclass(frozen=True)
 class MXFP8(_Microscaling):
-    """Round each element to an 8-bit float, with a power of two as scale of 32: OCP's MXFP8.
+    """Round each element to OCP's MXFP8, for hardware or programs that read this 8-bit format.
 
     As ``MXFP4``, with ``X = 2^(floor(log2 L) − 8)`` and numbers up to 448 for ``"e4m3"``, and
     ``X = 2^(floor(log2 L) − 15)`` and numbers up to 57,344 for ``"e5m2"``. An element takes 8.25

@@ -17,7 +17,7 @@ _LARGEST = 448 * 6  # of a scale in e4m3 times an element in e2m1
 
 @dataclass(frozen=True)
 class NVFP4(Minifloat):
-    """Round each element to E2M1, with an e4m3 scale for 16 elements and one for the tensor.
+    """Round each element to NVFP4, the 4-bit format with a scale of 8 bits for 16 elements.
 
     ``C(x)_i = g·s·nearest(x_i / (g·s))``, ``s = e4m3(L / 6g)``, where L is the largest magnitude of
     the block. The format has 0, 0.5, 1, 1.5, 2, 3, 4, 6. g is the least power of two with which no
@@ -26,7 +26,8 @@ class NVFP4(Minifloat):
     NVIDIA's g is the tensor's largest magnitude over 2,688. A power of two also fits the format,
     and divides without rounding, so that the error is exact.
 
-    Elements in blocks below about a millionth of the tensor's largest element become zero.
+    At the same number of bits it leaves less error than ``Float4()``. Elements in blocks below
+    about a millionth of the tensor's largest element become zero.
 
     Example:
         >>> import torch
