@@ -104,7 +104,7 @@ RESUMED: dict[str, dict[str, Any]] = {
         "options": {"every": 6, "delay": 4, "outer": OuterSGD.diloco()},
     },
     "a teacher": {"module": Taught, "options": {"every": 6, "delay": 4}},
-    "moments": {"module": Adam, "options": {"every": 2, "moments": InnerMoments({"exp_avg": 3})}},
+    "moments": {"module": Adam, "options": {"every": 4, "moments": InnerMoments({"exp_avg": 2})}},
     "a round of another H": {"options": {"every": 2, "controller": RoundSchedule((4, 2))}},
 }
 SAME = ("digest", "memory", "metrics", "controller", "steps")

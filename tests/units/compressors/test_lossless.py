@@ -186,7 +186,8 @@ def test_damage_is_refused() -> None:
     known, low, high, tops, lows = payload  # the most frequent exponent is zero's
     out = torch.zeros(300)
     lies = {
-        "mantissas for": (known, low, high, torch.cat([tops, tops[:1]]), lows),
+        "44 mantissas for 43": (known, low, high, torch.cat([tops, tops[:1]]), lows),
+        "42 mantissas for 43": (known, low, high, tops[:-1], lows),
         "exponents": (known[:0], low, high, tops, lows),
         "code": (known[:-1], low, high, tops, lows),
         "marks": (known, low, high[:-1], tops, lows),
