@@ -7,6 +7,7 @@ if __name__ == "controllers":
     )
 
 from .accordion import Accordion as Accordion
+from .adaqs import AdaQS as AdaQS
 from .bandwidth_aware import BandwidthAware as BandwidthAware
 from .base import Controller as Controller
 from .base import Curve as Curve
@@ -18,6 +19,7 @@ from .by_size import BySize as BySize
 from .bytes_budget import BytesBudget as BytesBudget
 from .chain import Chain as Chain
 from .congestion_aimd import CongestionAIMD as CongestionAIMD
+from .dqsgd import DQSGD as DQSGD
 from .dynamic_bit_width import DynamicBitWidth as DynamicBitWidth
 from .estimated_threshold import EstimatedThreshold as EstimatedThreshold
 from .exchange_record import ExchangeRecord as ExchangeRecord
@@ -33,11 +35,13 @@ from .total_error_budget import TotalErrorBudget as TotalErrorBudget
 
 __all__ = [
     "Accordion",
+    "AdaQS",
     "BandwidthAware",
     "BySize",
     "BytesBudget",
     "Chain",
     "CongestionAIMD",
+    "DQSGD",
     "Controller",
     "Curve",
     "Decision",

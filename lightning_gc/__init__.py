@@ -43,6 +43,7 @@ if _TYPE_CHECKING:
         SimulatedLocalStepsStrategy as SimulatedLocalStepsStrategy,
     )
     from lightning_gc.local_steps import GrowingRounds as GrowingRounds
+    from lightning_gc.local_steps import InnerMoments as InnerMoments
     from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.memories import *
     from lightning_gc.schemes import *
@@ -54,6 +55,7 @@ __version__ = "0.2.0"
 _FAMILIES = {"compressors": "Compressor", "memories": "Memory", "schemes": "Scheme"}
 _SINGLE = {
     "GrowingRounds": "local_steps",
+    "InnerMoments": "local_steps",
     "LocalSteps": "attachment.local_steps",
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",

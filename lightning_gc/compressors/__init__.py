@@ -16,6 +16,7 @@ from lightning_gc.compressors.base import Unbounded as Unbounded
 from lightning_gc.compressors.base import Variance as Variance
 from lightning_gc.compressors.base import Waits as Waits
 from lightning_gc.compressors.identity import Identity as Identity
+from lightning_gc.compressors.lossless import Lossless as Lossless
 from lightning_gc.compressors.low_rank.atomo_svd import AtomoSVD as AtomoSVD
 from lightning_gc.compressors.low_rank.factorisation import LowRank as LowRank
 from lightning_gc.compressors.low_rank.gradiveq import GradiVeQ as GradiVeQ
@@ -36,9 +37,12 @@ from lightning_gc.compressors.quantisers.float4 import Float4 as Float4
 from lightning_gc.compressors.quantisers.float8 import Float8 as Float8
 from lightning_gc.compressors.quantisers.int8 import Int8 as Int8
 from lightning_gc.compressors.quantisers.integer_qsgd import IntegerQSGD as IntegerQSGD
+from lightning_gc.compressors.quantisers.mx import MXFP4 as MXFP4
+from lightning_gc.compressors.quantisers.mx import MXFP8 as MXFP8
 from lightning_gc.compressors.quantisers.natural_compression import (
     NaturalCompression as NaturalCompression,
 )
+from lightning_gc.compressors.quantisers.nvfp4 import NVFP4 as NVFP4
 from lightning_gc.compressors.quantisers.qsgd import QSGD as QSGD
 from lightning_gc.compressors.quantisers.rotated import Rotated as Rotated
 from lightning_gc.compressors.quantisers.terngrad import IndependentTernGrad as IndependentTernGrad

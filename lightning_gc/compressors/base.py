@@ -140,6 +140,11 @@ class Traits:
     space: tuple[Range | Choice, ...] = ()
 
     @property
+    def plain(self) -> bool:
+        """Whether gradients are sent as they are."""
+        return self.exact and self.linear
+
+    @property
     def level_space(self) -> tuple[Range | Choice, ...]:
         """The knob's entry under the name ``level``, for the space of a wrapper.
 
@@ -286,7 +291,7 @@ class Compressor(Settings, abc.ABC):
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of this shape is compressed at all."""
-        return not self.traits.exact
+        return not self.traits.plain
 
     def compressing_step(self, step: int) -> int:
         """Return the first step from ``step`` on that does not send uncompressed on schedule."""

@@ -111,12 +111,8 @@ def decode_heights(data: Tensor, count: int, length: int, look: bool) -> tuple[T
     """
     order = torch.arange(count, device=data.device)
     if look:
-        places = _set_bits(data, length)
-        if places.numel() != count:
-            raise ValueError(
-                f"The payload's bitmap marks {places.numel():,} positions, but should mark "
-                f"{count:,}; it is damaged."
-            )
+        places = set_bits(data, length)
+        refuse_marks(places.numel(), count)
         return places - order, torch.zeros((), dtype=torch.bool, device=data.device)
     # A data-dependent length would make the host wait for the accelerator.
     sums = unpack(data, 1, length, torch.uint8).cumsum(0)
@@ -125,12 +121,21 @@ def decode_heights(data: Tensor, count: int, length: int, look: bool) -> tuple[T
     return places - order, wrong
 
 
-def _set_bits(data: Tensor, length: int) -> Tensor:
+def set_bits(data: Tensor, length: int) -> Tensor:
     """Return the ascending positions of the set bits among the first ``length``."""
     if data.device.type != "cpu" or data.shape != (packed_bytes(length, 1),):
         return unpack(data, 1, length, torch.uint8).nonzero().view(-1)
     bits = np.unpackbits(data.numpy(), count=length, bitorder="little")
     return torch.from_numpy(np.flatnonzero(bits.view(bool)))  # six times as fast as for uint8
+
+
+def refuse_marks(found: int, count: int) -> None:
+    """Raise ValueError unless a bitmap has as many set bits as it should have."""
+    if found != count:
+        raise ValueError(
+            f"The payload's bitmap marks {found:,} positions, but should mark {count:,}; it is "
+            f"damaged."
+        )
 
 
 def check_count(chosen: int, numel: int) -> None:

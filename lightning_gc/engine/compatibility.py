@@ -18,8 +18,8 @@ def combine(
 
     Memory: the one that the compressor names, else ``ErrorFeedback()`` for biased compressors and
     ``NoMemory()`` for unbiased ones. Scheme: ``AllReduce()`` for linear compressors, ``TwoShot()``
-    for votes, ``AllGatherOrTwoShot()`` for other quantisers, ``AllGather()`` for the rest, none for
-    a ``Collective``.
+    for votes, ``AllGatherOrTwoShot()`` for other quantisers and ``Lossless()``, ``AllGather()`` for
+    the rest, none for a ``Collective``.
 
     Raises:
         ValueError: the scheme's ``check`` refuses the compressor, or the memory's refuses either.
@@ -39,7 +39,7 @@ def combine(
 def _default_scheme(traits: Traits) -> Scheme:
     if traits.linear:
         return AllReduce()
-    if traits.kind != "quantiser":
+    if traits.kind not in ("dense", "quantiser"):
         return AllGather()
     # The second encoding of ``TwoShot`` makes a majority of votes, which a mean is not.
     return AllGatherOrTwoShot() if traits.conserves else TwoShot()

@@ -105,8 +105,9 @@ def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compresso
     found = [name for param, name in names.items() if param.is_complex()]
     if found and not compressor.traits.exact:
         raise ValueError(
-            f"{', '.join(found)} is complex, which only Identity() exchanges; keep real numbers, "
-            f"torch.view_as_real(...), as the parameter, and use torch.view_as_complex in forward."
+            f"{', '.join(found)} is complex, which only Identity() and Lossless() exchange; keep "
+            f"real numbers, torch.view_as_real(...), as the parameter, and use "
+            f"torch.view_as_complex in forward."
         )
 
 
@@ -230,7 +231,7 @@ def warn_of_one_worker(compressor: Compressor, alone: str, what: str, fix: str) 
         what: is compressed.
         fix: what to do.
     """
-    if not compressor.traits.exact:
+    if not compressor.traits.plain:
         warnings.warn(
             f"{alone}, but {what} are still compressed, which slows training and saves nothing; "
             f"{fix}.",

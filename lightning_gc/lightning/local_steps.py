@@ -23,7 +23,7 @@ from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only
-from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -67,12 +67,13 @@ class LocalHooks(CompressedStrategy):
         fragments: int,
         show: Literal["common", "local"],
         state: str,
+        moments: InnerMoments | None,
     ) -> None:
         owner = type(self).__name__
         refuse_settings(owner, self.compressor, self.memory, self.controller, outer)
         if show not in ("common", "local"):
             raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
-        self.plan = RoundPlan.of(owner, every, fragments, delay, merge)
+        self.plan = RoundPlan.of(owner, every, fragments, delay, merge, moments)
         check_rounds(owner, self.plan, self.controller)
         self.outer, self.show = outer, show
         self._keeps_mean = state == "mean"
@@ -278,7 +279,7 @@ class LocalSteps(LocalHooks, RealWorker):
     Validation, test and the ``state_dict`` of checkpoints see the common weights; buffers with
     floating point, such as running statistics, are averaged with each exchange, and so are
     parameters that are not trained once they change, as a mean teacher's do. Gradients are clipped
-    by each worker for itself. Optimizers keep their state per worker.
+    by each worker for itself. Optimizers keep their state per worker, unless ``moments`` are given.
 
     Args:
         compressor: as for ``CompressedDDPStrategy``, like the next three. ``Identity()`` sends all.
@@ -306,6 +307,8 @@ class LocalSteps(LocalHooks, RealWorker):
         verify: n: in every n-th exchange workers compare their means, and for n > 1 the common
             weights; as for ``CompressedDDPStrategy``.
         min_numel: as for ``CompressedDDPStrategy``.
+        moments: ``InnerMoments()`` averages moments of the optimizers too, every few rounds. None:
+            each worker keeps its own.
         ddp_kwargs: as for Lightning's ``DDPStrategy``, but not what is for its wrapper:
             ``start_method``, ``process_group_backend``, ``timeout``, ...
 
@@ -363,6 +366,7 @@ class LocalSteps(LocalHooks, RealWorker):
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         verify: Verify = 0,
         min_numel: int = MIN_NUMEL,
+        moments: InnerMoments | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         owner = "LocalStepsStrategy"
@@ -370,7 +374,7 @@ class LocalSteps(LocalHooks, RealWorker):
         refuse_wrapper_arguments(owner, given)
         refuse_unknown(type(self), compressor, given)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        self._configure_rounds(every, outer, delay, merge, fragments, show, state)
+        self._configure_rounds(every, outer, delay, merge, fragments, show, state, moments)
         verification(verify, owner)
         self.verify = verify
         self._broadcast_each_batch: Callable[[], None] = _nothing

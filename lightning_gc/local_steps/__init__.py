@@ -1,4 +1,5 @@
 """Local steps: what is exchanged every H steps and how it moves the common weights; pure torch."""
 
+from lightning_gc.local_steps.inner_moments import InnerMoments as InnerMoments
 from lightning_gc.local_steps.round_plan import GrowingRounds as GrowingRounds
 from lightning_gc.local_steps.round_plan import OuterSGD as OuterSGD

@@ -34,6 +34,7 @@ from lightning_gc.exchange.peers import explaining
 from lightning_gc.exchange.workers import Shapes, Workers, plain_name
 from lightning_gc.local_steps import OuterSGD
 from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
+from lightning_gc.local_steps.inner_moments import Moments
 from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
 
 ROUNDS, MODULE = "local_steps", "module"
@@ -77,6 +78,7 @@ class Flight:
         drift: norm of the worker's distance, if measured.
         rate: the learning rate, ``(1,)`` float64, with the last fragment of a growing round: the
             mean over workers, once it has arrived. Else empty.
+        moments: of the optimizers, if they are due; the means, once they have arrived.
     """
 
     index: int
@@ -88,6 +90,7 @@ class Flight:
     arriving: list[torch.futures.Future[Tensor]]
     drift: Tensor | None = None
     rate: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))
+    moments: Moments | None = None
 
 
 class LocalRounds:
@@ -110,12 +113,14 @@ class LocalRounds:
         rate: learning rate before this round, if rounds grow; None before the first one.
         since: by fragment, steps since its last exchange began.
         waited: steps since an exchange has arrived.
+        optimizers: returns this worker's, when a round ends.
         flight: the exchange that has not been taken over yet, or None.
         figures: of the last exchange, for the monitor.
 
     Communication pattern:
         One exchange of the compressor's per fragment every H steps; with the last one an all-reduce
-        of what ``CommonBuffers`` keeps, if anything, and one of the learning rate, if rounds grow.
+        of what ``CommonBuffers`` keeps, if anything, one of the learning rate, if rounds grow, and
+        one of the optimizers' moments that are due.
         Without a delay the worker waits for it.
 
     Raises:
@@ -151,6 +156,7 @@ class LocalRounds:
         self.since = [0] * plan.fragments
         self.waited = 0
         self.flight: Flight | None = None
+        self.optimizers: Callable[[], Sequence[torch.optim.Optimizer]] = tuple
         self.figures: dict[str, float] = {}
         self._lost = 0  # exchanges in a row
         self._step_bytes = sum(p.numel() * p.element_size() for p in names)
@@ -257,10 +263,21 @@ class LocalRounds:
         mean_rate = torch.tensor(rates, dtype=torch.float64, device=distance.device)
         if rates:
             arriving.append(self._exchanger.run(mean_of(mean_rate), mean_rate))
+        moments = self._moments() if index == len(self.since) - 1 else None
+        if moments is not None:
+            arriving.append(self._exchanger.run(mean_of(moments.flat), moments.flat))
         since, self.since[index] = self.since[index], 0
         self.flight = Flight(
-            index, distance, buffers, delay, since, sent, arriving, drift, mean_rate
+            index, distance, buffers, delay, since, sent, arriving, drift, mean_rate, moments
         )
+
+    def _moments(self) -> Moments | None:
+        """Return the optimizers' moments that are averaged with this round, if any."""
+        if self.plan.moments is None:
+            return None
+        due = self.plan.moments.due(self._engine.step // len(self.since) + 1)
+        params = {n: p for each in self.weights.fragments for n, p in each.params.items()}
+        return Moments(due, params, self.optimizers()) if due else None
 
     def arrive(self) -> None:
         """Wait for the exchange under way, if there is one, without taking it over yet."""
@@ -295,6 +312,8 @@ class LocalRounds:
         fragment.step(flight.mean)
         if flight.buffers:
             self.weights.buffers.step(flight.buffers)
+        if flight.moments is not None:
+            flight.moments.take_over()
         if flight.sent is None:
             fragment.put(fragment.anchor)
         elif self.plan.merge == "rebase":
@@ -625,6 +644,8 @@ def keep(
     if before is not None:
         state = before.common_state() | {"since": [], "anchor": {}}
         workers.common[ROUNDS].load_common_state(state)
+    for each in rounds:
+        each.optimizers = optimizers
     own = [OwnState(each, optimizers, scaler) for each in rounds]
     workers.own[ROUNDS] = own
     return own

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_gc.core.settings import Settings
+from lightning_gc.local_steps.inner_moments import InnerMoments
 
 MIXED = 0.5
 """Share of a worker's own weights in ``merge="mix"``."""
@@ -29,6 +30,7 @@ class RoundPlan:
         delay: steps, fewer than between two exchanges. 0: workers wait for the result.
         merge: with a delay, ``"rebase"``: to the new common weights is added how far the worker has
             come since it has sent; ``"mix"``: the mean of these and its own weights.
+        moments: of the optimizers that are averaged too. None: each worker keeps its own.
         growing: decides on H of each round; ``every`` is the fewest then. None: H is ``every``.
 
     Raises:
@@ -40,6 +42,7 @@ class RoundPlan:
     fragments: int = 1
     delay: int = 0
     merge: Literal["rebase", "mix"] = "rebase"
+    moments: InnerMoments | None = None
     growing: GrowingRounds | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +63,12 @@ class RoundPlan:
             )
         if self.merge not in ("rebase", "mix"):
             raise ValueError(f"{self.owner}(merge={self.merge!r}): use 'rebase' or 'mix'.")
+        if self.moments is not None and self.delay:
+            raise ValueError(
+                f"{self.owner}(moments={self.moments!r}, delay={self.delay}): a mean of moments "
+                f"from {self.delay} steps ago would undo the optimizer's steps since; use delay=0, "
+                f"or moments=None."
+            )
 
     @classmethod
     def of(cls, owner: str, every: int | GrowingRounds, *others: Any) -> RoundPlan:

@@ -11,6 +11,7 @@ from lightning_gc.memories.error_feedback import Residual as Residual
 from lightning_gc.memories.error_reset import ErrorReset as ErrorReset
 from lightning_gc.memories.global_momentum import GlobalMomentum as GlobalMomentum
 from lightning_gc.memories.local_momentum import LocalMomentum as LocalMomentum
+from lightning_gc.memories.loco import LoCo as LoCo
 from lightning_gc.memories.momentum_correction import MomentumCorrection as MomentumCorrection
 from lightning_gc.memories.narrow_residual import NarrowResidual as NarrowResidual
 from lightning_gc.memories.none import NoMemory as NoMemory

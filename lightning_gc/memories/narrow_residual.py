@@ -7,9 +7,7 @@ from typing import Literal
 
 from lightning_gc.core import Bucket, Flow
 from lightning_gc.memories.base import GradientExchange, Memory, State
-from lightning_gc.memories.storage import BFloat16, Int8Blocks, Storage
-
-_STORAGES: dict[str, Storage] = {"int8": Int8Blocks(), "bfloat16": BFloat16()}
+from lightning_gc.memories.storage import STORAGES, Storage, check_dtype
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ class NarrowResidual(Memory):
 
     Reference:
         The idea to keep errors in 8 bits: Xie, Lin, Toh and Zhou, "LoCo: Low-Bit Communication
-        Adaptor for Large-scale Model Training", 2024. There errors are rounded to the nearest, are
-        a moving average and are reset from time to time; this memory does not.
+        Adaptor for Large-scale Model Training", 2024. Its moving average of errors and its reset
+        are the memory ``LoCo``.
     """
 
     dtype: Literal["int8", "bfloat16"] = "int8"
@@ -62,11 +60,7 @@ class NarrowResidual(Memory):
     conserves = False  # but on average
 
     def __post_init__(self) -> None:
-        if self.dtype not in _STORAGES:
-            raise ValueError(
-                f"NarrowResidual(dtype={self.dtype!r}): use 'int8' or 'bfloat16', or "
-                f"ErrorFeedback() for float32."
-            )
+        check_dtype("NarrowResidual", self.dtype)
         if not 0 < self.decay <= 1:
             raise ValueError(
                 f"NarrowResidual(decay={self.decay!r}): the weight of the old error must be in "
@@ -75,7 +69,7 @@ class NarrowResidual(Memory):
 
     @property
     def stored(self) -> Storage:
-        return _STORAGES[self.dtype]
+        return STORAGES[self.dtype]
 
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         yield from exchange.feedback(state["error"], self.decay)

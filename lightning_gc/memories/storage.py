@@ -144,6 +144,18 @@ class BFloat16(Storage):
         return (away - toward_zero).abs()
 
 
+STORAGES: dict[str, Storage] = {"int8": Int8Blocks(), "bfloat16": BFloat16()}
+"""Storages by the name that a memory's ``dtype`` gives."""
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Raise ValueError unless a storage has this name."""
+    if dtype not in STORAGES:
+        raise ValueError(
+            f"{name}(dtype={dtype!r}): use 'int8' or 'bfloat16', or ErrorFeedback() for float32."
+        )
+
+
 class _Draw:
     """Draws 16 random bits an element: a quarter of an SFC64 stream's numbers, or of hashes."""
 

@@ -21,7 +21,7 @@ from lightning_gc.core.search_space import check_field, merge
 from lightning_gc.core.settings import Settings
 from lightning_gc.engine.compatibility import by_default, combine
 from lightning_gc.exchange.validation import check_controller
-from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.methods.parameter_space import (
@@ -249,6 +249,7 @@ class Rounds:
         delay: optimizer steps between an exchange and its effect.
         merge: how a delayed result is applied.
         fragments: number of parts of the parameters, exchanged in turn.
+        moments: moments of the inner optimizers to average too; None for none.
 
     Raises:
         ValueError: ``LocalStepsStrategy`` refuses a value.
@@ -266,6 +267,7 @@ class Rounds:
     delay: int = 0
     merge: Literal["rebase", "mix"] = "rebase"
     fragments: int = 1
+    moments: InnerMoments | None = None
 
     def __post_init__(self) -> None:
-        RoundPlan.of("Rounds", self.every, self.fragments, self.delay, self.merge)
+        RoundPlan.of("Rounds", self.every, self.fragments, self.delay, self.merge, self.moments)

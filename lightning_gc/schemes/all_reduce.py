@@ -32,7 +32,7 @@ class AllReduce(Scheme):
         return "parts"
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        if codec.traits.exact:
+        if codec.traits.plain:
             yield from dense(buffer, out)
             return
         mean = yield Mean(codec.send(buffer, bucket))

@@ -75,7 +75,7 @@ class ReduceScatter(Scheme):
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Exchange a bucket, parameter by parameter, in one message to each worker."""
-        if codec.traits.exact:
+        if codec.traits.plain:
             yield from self.dense(bucket, buffer, out)
             return
         spans = [(name, slice(start, stop)) for name, start, stop in bucket.spans()]

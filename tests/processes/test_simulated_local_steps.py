@@ -10,7 +10,16 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_gc import QSGD, AllGather, GrowingRounds, NoMemory, OuterSGD, PerParameter, TopK
+from lightning_gc import (
+    QSGD,
+    AllGather,
+    GrowingRounds,
+    InnerMoments,
+    NoMemory,
+    OuterSGD,
+    PerParameter,
+    TopK,
+)
 from lightning_gc.controllers import RoundSchedule, Schedule
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedLocalStepsStrategy
 from tests.support.local_steps import local
@@ -81,6 +90,10 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "taught": {"module": Taught, "options": {"every": 4}},
+    "moments": {
+        "module": Adam,
+        "options": {"every": 2, "moments": InnerMoments({"exp_avg": 1, "exp_avg_sq": 2})},
+    },
     "levels": {"options": {"every": 3, "controller": Schedule((0.2, 0.05))}},
     "rounds": {"options": {"controller": RoundSchedule((3, 1, 5), levels=Schedule((0.2, 0.05)))}},
 }
@@ -91,6 +104,7 @@ RESUMED: dict[str, dict[str, Any]] = {
         "options": {"every": 6, "delay": 4, "outer": OuterSGD.diloco()},
     },
     "a teacher": {"module": Taught, "options": {"every": 6, "delay": 4}},
+    "moments": {"module": Adam, "options": {"every": 4, "moments": InnerMoments({"exp_avg": 2})}},
     "a round of another H": {"options": {"every": 2, "controller": RoundSchedule((4, 2))}},
 }
 SAME = ("digest", "memory", "metrics", "controller", "steps")
@@ -128,7 +142,9 @@ def run(kind: str, folder: Path, case: dict[str, Any], **more: Any) -> dict[str,
     return runs[0] | ({"memory": [each["memory"][0] for each in runs]} if runs[0] else {})
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly if n == "moments" else ()) for n in RESUMED]
+)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

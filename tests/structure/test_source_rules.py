@@ -34,12 +34,12 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
-CompressionMonitor GrowingRounds LocalSteps LocalStepsStrategy NetworkModel OuterSGD
+CompressionMonitor GrowingRounds InnerMoments LocalSteps LocalStepsStrategy NetworkModel OuterSGD
 SimulatedDDPStrategy SimulatedLocalStepsStrategy Together
 advise attach
 Induced PerParameter Quantised SizeSwitch
 CSER DIANA EF21 ErrorFeedback ErrorReset GlobalMomentum LocalMomentum MomentumCorrection
-NarrowResidual NoMemory
+LoCo NarrowResidual NoMemory
 Residual SAEF StepAhead WeightedError
 AllGather AllGatherOrTwoShot AllReduce Hierarchical SparseReduce TwoHop TwoShot
 """.split()  # noqa: SIM905 - a list of thirty lines says no more

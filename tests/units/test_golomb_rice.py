@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gc.compressors.quantisers.coded_multiples import decode, encode, low_bytes
+from lightning_gc.core.golomb_rice import decode, encode, low_bytes
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 lists = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 5000)), min_size=1, max_size=60)

@@ -19,8 +19,9 @@ from lightning_gc.compressors.base import Waits
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.core import Bucket, Field, Payload, Wire, payload_validation
-from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.core.elias_fano import check_count, decode_heights, encode_heights
+from lightning_gc.core.bit_packing import packed_bytes
+from lightning_gc.core.elias_fano import check_count
+from lightning_gc.core.golomb_rice import decode, encode, low_bytes
 from lightning_gc.kernels.accumulate import accumulate
 
 _LOW = 10  # most low bits of a level
@@ -144,56 +145,3 @@ def _places(payload: Payload, unit: float | Tensor, out: Tensor) -> tuple[Tensor
 def _gap_low(count: int, numel: int) -> int:
     """Return the number of low bits of gaps, from the mean gap, which receivers know too."""
     return max(0, ((numel - count) // max(1, count)).bit_length() - 1)
-
-
-def encode(numbers: Tensor, low: int) -> tuple[Tensor, Tensor]:
-    """Return low parts and high parts of numbers, ``(c,)`` int64, both uint8.
-
-    Low parts are filled up to whole bytes a bit, ``low · ceil(c/8)`` bytes in all, so that a
-    receiver who knows c can tell ``low`` from their length.
-    """
-    count = numbers.numel()
-    if not count:
-        return (numbers.new_empty(0, dtype=torch.uint8),) * 2
-    heights = (numbers >> low).cumsum(0)
-    high = encode_heights(heights, int(heights[-1]) + count)
-    if not low:
-        return numbers.new_empty(0, dtype=torch.uint8), high
-    rest = torch.nn.functional.pad(numbers & ((1 << low) - 1), (0, -count % 8))
-    return pack(rest, low), high
-
-
-def low_bytes(count: int, low: int) -> int:
-    """Return the length in bytes of the low parts of ``count`` numbers."""
-    return packed_bytes(-(-count // 8) * 8, low)
-
-
-def decode(
-    low_parts: Tensor, high_parts: Tensor, count: int, low: int, beyond: int, look: bool
-) -> Tensor:
-    """Return ``(count,)`` int64: the inverse of ``encode``.
-
-    The bytes are not trusted: numbers are from 0 to ``2^low`` times the bits of ``high_parts``, and
-    the caller must check that. If these have a wrong number of set bits and ``look`` is False, all
-    numbers are ``beyond``.
-
-    Args:
-        low_parts: ``(low_bytes(count, low),)`` uint8.
-        high_parts: uint8.
-        count: c.
-        low: bits of a low part.
-        beyond: a number that the caller does not accept.
-        look: read values on the host; False where that would mean waiting for a device.
-
-    Raises:
-        ValueError: with ``look``, high parts without exactly ``count`` set bits; low parts of a
-            wrong length.
-    """
-    if not count:
-        return torch.zeros(0, dtype=torch.int64, device=high_parts.device)
-    length = 8 * high_parts.numel()
-    heights, wrong = decode_heights(high_parts, count, length, look)
-    numbers = heights.diff(prepend=heights.new_zeros(1)).clamp_(min=0) << low
-    if low:
-        numbers |= unpack(low_parts, low, -(-count // 8) * 8)[:count]
-    return numbers if look else numbers.masked_fill_(wrong, beyond)

@@ -49,7 +49,7 @@ class Float4(Minifloat):
     block_size: int = 64
 
     bits = 4
-    formats: ClassVar = {"e2m1": (1, 7), "e3m0": (0, 7)}
+    formats: ClassVar = {"e2m1": (1, 7, 1), "e3m0": (0, 7, 2)}
     traits = Traits(kind="quantiser", space=(Choice("format", ("e2m1", "e3m0")), BLOCK_SIZES))
 
     @classmethod

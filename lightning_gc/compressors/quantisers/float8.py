@@ -49,7 +49,7 @@ class Float8(Minifloat):
     block_size: int = 512
 
     bits = 8
-    formats: ClassVar = {"e4m3": (3, 126), "e5m2": (2, 123), "1-3-4": (4, 127)}
+    formats: ClassVar = {"e4m3": (3, 126, 9), "e5m2": (2, 123, 16), "1-3-4": (4, 127, 6)}
     traits = Traits(
         kind="quantiser", space=(Choice("format", ("e4m3", "e5m2", "1-3-4")), BLOCK_SIZES)
     )

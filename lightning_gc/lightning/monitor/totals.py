@@ -287,7 +287,7 @@ def more_than_plain(epoch: Totals, engine: Engine, *, controlled: bool) -> str:
         controlled: a controller moves the level, so that later epochs may well send less.
     """
     sent, plain = epoch.wire_bytes, epoch.dense_bytes
-    if engine.compressor.traits.exact or not plain or sent <= _MARGIN * plain:
+    if engine.compressor.traits.plain or not plain or sent <= _MARGIN * plain:
         return ""
     without = "FSDP" if engine.scatters else "DDP"
     fixes = [each for each in (_of_level(engine), _of_scheme(engine)) if each]

@@ -17,7 +17,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps import LocalHooks
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
-from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_in_trainer
 from lightning_gc.memories import Memory
@@ -59,6 +59,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             resume as a real one and vice versa.
         state_dtype: of errors in these files.
         min_numel: as for ``CompressedDDPStrategy``.
+        moments: of the optimizers that are averaged too.
         kwargs: as for ``SingleDeviceStrategy``.
 
     Communication pattern:
@@ -101,11 +102,12 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         min_numel: int = MIN_NUMEL,
+        moments: InnerMoments | None = None,
         **kwargs: Any,
     ) -> None:
         self._configure_workers(compressor, workers, network, kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        self._configure_rounds(every, outer, delay, merge, fragments, show, state)
+        self._configure_rounds(every, outer, delay, merge, fragments, show, state, moments)
         super().__init__(**kwargs)
 
     _of_processes = "LocalStepsStrategy"

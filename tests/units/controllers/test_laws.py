@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 import lightning_gc.controllers
 import lightning_gc.core.settings
 from lightning_gc.controllers import (
+    DQSGD,
     Accordion,
+    AdaQS,
     BandwidthAware,
     BySize,
     BytesBudget,
@@ -74,6 +76,8 @@ CONTROLLERS: list[Controller] = [
     BandwidthAware((0.5, 0.1, 0.01), step_seconds=1.0),
     CongestionAIMD(seconds=0.5, first=0.1),
     GainSearch((0.5, 0.1, 0.01)),
+    DQSGD(bits=5, alpha=0.9),
+    AdaQS(bits=2, factor=1.5),
     RoundSchedule((1, 8)),
     RoundSchedule((8, 2), by="progress", levels=Accordion(low=0.5, high=0.1, interval=1)),
 ]
