@@ -1,6 +1,7 @@
 """``LocalSteps`` in a loop of one's own: bit-equal to the strategy, resumed, refused."""
 
 import copy
+import importlib
 import importlib.util
 import io
 import math
@@ -442,8 +443,7 @@ def in_frameworks(worker: int, folder: str) -> dict[str, tuple[str, str]]:
     from accelerate import Accelerator
     from transformers import Trainer, TrainingArguments
 
-    from examples.local_transformers import LocalTraining
-
+    example = importlib.import_module("examples.local_transformers")
     made: dict[str, Any] = {"compressor": TOP, "every": 3, "outer": OuterSGD.diloco()}
     found = {}
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -478,7 +478,7 @@ def in_frameworks(worker: int, folder: str) -> dict[str, tuple[str, str]]:
     )
     groups: Any = torch.optim.AdamW(theirs.parameters(), lr=0.01), None
     trainer = Trainer(theirs, arguments, train_dataset=data, optimizers=groups)
-    LocalTraining(trainer, **made)
+    example.LocalTraining(trainer, **made)
     trainer.train()
     found["transformers"] = digest(theirs), by_hand(theirs.seen, 1, made)
     return found
