@@ -45,6 +45,7 @@ if _TYPE_CHECKING:
     from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.memories import *
     from lightning_gc.schemes import *
+    from lightning_gc.sharded.unit_gathers import WeightDifferences as WeightDifferences
     from lightning_gc.transports.network_model import NetworkModel as NetworkModel
 
 __version__ = "0.2.0"
@@ -54,6 +55,7 @@ _SINGLE = {
     "GrowingRounds": "local_steps",
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
+    "WeightDifferences": "sharded.unit_gathers",
     "advise": "advice",
     "attach": "attachment.plain_torch",
 }
