@@ -347,6 +347,23 @@ def check_bucket_cap(owner: str, bucket_cap_mb: Any) -> None:
         )
 
 
+def group_of_all(units: Sequence[Unit]) -> dist.ProcessGroup:
+    """Return the group over which the units are sharded, for ``attach``.
+
+    Raises:
+        ValueError: it does not have all ranks.
+    """
+    mesh = units[0].mesh
+    if mesh.ndim != 1 or mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"attach(...): the model is on the mesh {mesh.mesh.tolist()}, but all "
+            f"{dist.get_world_size()} ranks must be in it. Give fully_shard no mesh, or one of "
+            f"replicas and shards."
+        )
+    group: dist.ProcessGroup = mesh.get_group()
+    return group
+
+
 def replicated_mesh(units: Sequence[Unit]) -> DeviceMesh:
     """Return the mesh of replicas and shards that all units are on, for ``attach``.
 

@@ -171,9 +171,9 @@ class UnitGathers:
 
     def _parts(self, unit: Unit, names: Mapping[Tensor, str]) -> Iterator[_Part]:
         for column in unit.columns(frozen=True):
-            codec = self.settings.compressor.for_shape(stacked(column.shape, self.workers))
-            exact = codec is None or codec.traits.exact or not column.param.is_floating_point()
-            kept = None if exact else cast(Codec, codec)
+            found = self.settings.compressor.for_shape(stacked(column.shape, self.workers))
+            exact = found is None or found.traits.exact or not column.param.is_floating_point()
+            kept = None if found is None or exact else cast(Codec, found.method)
             yield _Part(names[column.param], column.start, column.stop, kept)
 
     def run(self, flow: Flow, rows: Tensor, group: Any) -> None:
