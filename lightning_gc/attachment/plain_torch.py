@@ -77,7 +77,8 @@ def attach(
         scaler: of fp16 training, with DDP only. Errors are kept unscaled, and restored when it
             skips a step.
         seed: of the compressor's private random numbers, equal on all workers.
-        timeout: of the exchange's collectives. Default: the process group's timeout.
+        timeout: of the exchange's collectives. Default: the process group's timeout, which is the
+            only one of a model in shards without replicas.
         verify: what workers compare, as for ``CompressedDDPStrategy``; of a model in shards,
             replicas compare their shards. An error of a step is raised by ``check``, the next
             forward pass, or ``close``.
@@ -123,10 +124,11 @@ def attach(
     if fsdp:
         refuse_settings("attach(...) of a model in shards", "FSDP")
         check_legs("attach", compressor, weights, hops, workers_per_node)
-        if scheme is not None:
+        if scheme is not None or timeout is not None:
             raise ValueError(
-                f"attach(..., scheme={scheme!r}): FSDP2's reduce-scatter is the scheme of a model "
-                f"in shards without replicas; leave it out, or give hops=2."
+                f"attach(..., scheme={scheme!r}, timeout={timeout!r}): a model in shards without "
+                f"replicas has FSDP2's reduce-scatters and process group. Leave both out; give "
+                f"init_process_group(timeout=...), and hops=2 for nodes."
             )
         near = workers_per_node or (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if hops == 2 else 1)
         scheme = ReduceScatter(near)

@@ -19,7 +19,18 @@ from lightning_gc.checkpoint.worker_state import (
 )
 from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop
 from lightning_gc.control.probes import WorkerStatistics
-from lightning_gc.core import COUNT, TEXT, WHOLE, Each, Leaf, Listed, Optional, Pair, Record
+from lightning_gc.core import (
+    ANYTHING,
+    COUNT,
+    TEXT,
+    WHOLE,
+    Each,
+    Leaf,
+    Listed,
+    Optional,
+    Pair,
+    Record,
+)
 from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree
 from lightning_gc.core.registry import with_new_names
@@ -93,6 +104,8 @@ def state_dict(
         "workers": workers.first.workers,
         **_settings(workers),
     }
+    if mean is None and "own" in state.own[0]:
+        saved["own"] = state.own[0]["own"]
     return with_checksum(saved if mean is None else saved | {"mode": "mean"})
 
 
@@ -171,13 +184,16 @@ def of_worker(state: Tree, workers: Workers, control: ControlLoop | None) -> Wor
         "configuration": configuration,
         CONTROLLER: kept and kept["loop"],
     }
-    return WorkerState(shared, averaged, ({"compressor": engine["compressor"]},))
+    alone = {name: state[name] for name in ("own",) if name in state}
+    return WorkerState(shared, averaged, ({"compressor": engine["compressor"], **alone},))
 
 
 def _opened(given: Any, workers: Workers) -> Tree:
     """Return a saved state, checked, except for its worker and its number of workers."""
     try:
-        state = _STATE.opened(dict(given) if isinstance(given, Mapping) else given, {}, _MAYBE)
+        alone = {name: parts[0].structure for name, parts in workers.own.items()}
+        maybe = _MAYBE | {"own": Record(maybe=alone, others=ANYTHING)}
+        state = _STATE.opened(dict(given) if isinstance(given, Mapping) else given, {}, maybe)
         state["configuration"] = with_new_names(state["configuration"])
         for what, own in _settings(workers).items():
             if state.get(what) != own:

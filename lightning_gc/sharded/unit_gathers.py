@@ -171,10 +171,10 @@ class UnitGathers:
 
     def _parts(self, unit: Unit, names: Mapping[Tensor, str]) -> Iterator[_Part]:
         for column in unit.columns(frozen=True):
-            found = self.settings.compressor.for_shape(stacked(column.shape, self.workers))
-            exact = found is None or found.traits.exact or not column.param.is_floating_point()
-            kept = None if found is None or exact else cast(Codec, found.method)
-            yield _Part(names[column.param], column.start, column.stop, kept)
+            compressor, whole = self.settings.compressor, stacked(column.shape, self.workers)
+            large = column.param.is_floating_point() and compressor.compresses(whole)
+            codec = cast(Codec, compressor.method) if large else None
+            yield _Part(names[column.param], column.start, column.stop, codec)
 
     def run(self, flow: Flow, rows: Tensor, group: Any) -> None:
         """Run the flow of a gather.
