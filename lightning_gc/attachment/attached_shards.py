@@ -212,5 +212,6 @@ def _agreed(setup: Setup, units: Sequence[Unit], weights: WeightSettings | None)
         "units": digest_of(of_units),
         "verify": repr(setup.verify),
         "weights": repr(weights),
+        **setup.agreed,
         **arithmetic(setup.device, configuration.compressor),
     }

@@ -15,11 +15,17 @@ from lightning_gc.attachment.attached_shards import AttachedScatters
 from lightning_gc.checkpoint.shard_store import Part
 from lightning_gc.compressors import Compressor, Identity
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
+from lightning_gc.controllers import Controller
 from lightning_gc.exchange import Configuration
 from lightning_gc.lightning.arguments import changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
-from lightning_gc.sharded.shard_validation import check_legs, refuse_errors, refuse_settings
+from lightning_gc.sharded.shard_validation import (
+    check_legs,
+    refuse_curves,
+    refuse_errors,
+    refuse_settings,
+)
 from lightning_gc.sharded.sharded_workers import FSDPWorkers
 from lightning_gc.sharded.unit_gathers import Weights, weights_of
 from lightning_gc.sharded.unit_scatters import ReduceScatter
@@ -49,6 +55,8 @@ class CompressedFSDP(ShardedStrategy):
             ``WeightDifferences()``, which keeps a copy of all weights on each rank. None:
             uncompressed, by FSDP2 itself. 1-D weights and those under ``min_numel`` are gathered
             exactly: biases, norms and small embeddings.
+        controller: chooses levels of ``gradients``, as for ``CompressedHSDPStrategy``. Weights keep
+            their level.
         memory: error feedback in 8 bits, ``NarrowResidual("int8")``, at the price of 1.03 bytes per
             parameter of the model on every rank. Wider errors are refused: W times the shard, they
             would undo FSDP. None, or ``"none"`` for a biased compressor: errors are dropped.
@@ -119,6 +127,7 @@ class CompressedFSDP(ShardedStrategy):
         min_numel: int = MIN_NUMEL,
         *,
         weights: Weights | None = None,
+        controller: Controller | None = None,
         hops: Literal[1, 2] = 1,
         workers_per_node: int | None = None,
         state: Literal["full", "mean", "off"] = "full",
@@ -136,7 +145,8 @@ class CompressedFSDP(ShardedStrategy):
         self.hops, self.workers_per_node = hops, workers_per_node
         scheme = ReduceScatter(workers_per_node or 1)
         limit = MIN_NUMEL if gradients is None else min_numel
-        self._configure(given, memory, scheme, None, seed, state, "float32", limit)
+        refuse_curves(_OWNER, controller)
+        self._configure(given, memory, scheme, controller, seed, state, "float32", limit)
         self.weights = weights
         self._gathers = None if weights is None else weights_of(_OWNER, weights, seed, min_numel)
         refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)

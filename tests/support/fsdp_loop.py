@@ -83,9 +83,10 @@ class Loop:
         policy: MixedPrecisionPolicy | None = None,
         **options: Any,
     ) -> None:
-        self.net: Any = Net()
+        net: Any = Net()
+        self.net = net
         if before is not None:
-            before(self.net)
+            before(net)
         policy = policy or MixedPrecisionPolicy()
         for layer in (*self.net.body, self.net.frozen):
             fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
@@ -96,7 +97,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(trained, lr=0.01)
         self.handle: Any = None
         if compressor is not None:
-            self.handle = attach(self.net, compressor, optimizers=self.optimizer, **options)
+            self.handle = attach(net, compressor, optimizers=self.optimizer, **options)
         draw = torch.Generator().manual_seed(rank)
         self.data = [torch.randint(0, WORDS, (16,), generator=draw) for _ in range(50)]
 
@@ -128,7 +129,10 @@ class Loop:
         units = [module for module in self.net.modules() if isinstance(module, FSDPModule)]
         for unit in units:
             unit.unshard()
-        found = {n: p.detach().to(torch.float32, copy=True).numpy() for n, p in self.net.named_parameters()}
+        found = {
+            n: p.detach().to(torch.float32, copy=True).numpy()
+            for n, p in self.net.named_parameters()
+        }
         for unit in units:
             unit.reshard()
         return found
@@ -147,7 +151,7 @@ class Watch:
             self._own(gather, output_tensor, *args, **given)
             self.calls.append((gather, in_backward(), output_tensor.clone()))
 
-        UnitGather.__call__ = noting  # type: ignore[method-assign]
+        UnitGather.__call__ = noting  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
