@@ -55,7 +55,7 @@ class Otherwise(OtherwiseSharded):
 
     def of_two_dtypes(self) -> None:
         half = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16), requires_grad=False)
-        self.head.register_parameter("half", half)
+        self.head.register_parameter("narrow", half)
         self.as_documented()
 
     def divided(self) -> None:
@@ -187,7 +187,7 @@ class DiesWithin(Sharded):
 
 
 def train(rank: int, module: type[pl.LightningModule]) -> tuple[str, str]:
-    strategy = fsdp(QSGD(8), weights=Int8(256), timeout=timedelta(seconds=3))
+    strategy = fsdp(QSGD(8), weights=Int8(256), timeout=timedelta(seconds=15))
     try:
         fit_sharded(rank, strategy, 6, module, ranks=2)
     except (RuntimeError, ValueError) as error:
@@ -215,7 +215,7 @@ class Raises(Dies):
 )
 def test_the_other_ends_with_an_error_that_names_it(module: type[Sharded]) -> None:
     last = 2 if module is Raises else 1
-    (kind, message), *others = run_in_processes(train, 2, module, timeout=60, wait_for=last)
+    (kind, message), *others = run_in_processes(train, 2, module, timeout=80, wait_for=last)
     assert kind == "PeerError"
     assert "with workers 1" in message or "with worker 1" in message
     purpose = "an all-gather of weights" in message
