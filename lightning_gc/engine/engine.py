@@ -280,8 +280,7 @@ class Engine:
         self.loss_scaling.settle()
         return {
             "memory": {
-                name: {buffer: to_host(tensor) for buffer, tensor in kept.items()}
-                for name, kept in self.kept.items()
+                n: {b: to_host(t) for b, t in kept.items()} for n, kept in self.kept.items()
             },
             "compressor": {
                 n: each_tensor(s, _alone) for n, s in self.compressor_state.items() if s
