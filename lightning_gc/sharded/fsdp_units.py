@@ -200,10 +200,15 @@ class Unit:
         return [each.sharded_param for each in self._group.fsdp_params]
 
     def stands_in(self) -> Iterator[nn.Parameter]:
-        """Yield the unsharded parameters, which take the sharded ones' places within a pass."""
+        """Yield the parameters that take the sharded ones' places within a pass.
+
+        They are unsharded, or between the passes in shards of a smaller group.
+        """
         for each in self._group.fsdp_params:
-            if hasattr(each, "_unsharded_param"):
-                yield each._unsharded_param
+            for name in ("_unsharded_param", "_sharded_post_forward_param"):
+                param = getattr(each, name, None)
+                if param is not None:
+                    yield param
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of all parameters that are trained now, in their order.
