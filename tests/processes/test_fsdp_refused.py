@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gc import QSGD, Int8
-from lightning_gc.sharded.fsdp_units import units_of
+from lightning_gc.sharded.fsdp_units import in_backward, units_of
 from tests.support.fsdp import fsdp
 from tests.support.hsdp import OtherwiseSharded, Sharded, fit_sharded
 from tests.support.processes import run_in_processes
@@ -248,7 +248,11 @@ def read_units(rank: int) -> list[tuple[str, int, str]]:
     assert bias[1:] == ((3,), 9, 12)
     assert [column[1:] for column in root.columns()] == [((1,), 0, 1)]
     assert (inner.padded_numel(), root.padded_numel()) == (12, 1)
+    every = [column[1:] for column in root.columns(frozen=True)]
+    assert every == [((1,), 0, 1), ((4, 2), 1, 9)]
     assert not any(unit.scattered or unit.shares_its_module for unit in (root, inner))
+    assert not any(unit.gathered or unit.gathers_itself for unit in (root, inner))
+    assert root.gathered_dtypes == {torch.float32}
     asked: list[tuple[str, int, str]] = []
 
     class Spy(ReduceScatter):
@@ -258,13 +262,25 @@ def read_units(rank: int) -> list[tuple[str, int, str]]:
             assert input_tensor.numel() == 2 * output_tensor.numel()
             output_tensor.fill_(rank + 1)
 
+    class Gather(ReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **given: Any) -> None:
+            assert (output_tensor.numel(), input_tensor.numel()) == (2 * 12, 12)
+            assert output_tensor.view(2, 12)[rank].data_ptr() == input_tensor.data_ptr()
+            gathers.append(in_backward())
+            output_tensor.zero_()
+
+    gathers: list[bool] = []
+    inner.gather_by(Gather())
     inner.scatter_by(Spy())
-    replaced = [inner.scattered]
+    replaced = [inner.scattered, inner.gathered]
     net(torch.ones(4, 3)).sum().backward()
     assert net.inner.weight.grad is not None
     assert net.inner.weight.grad.to_local().unique().tolist() == [rank + 1]  # type: ignore[attr-defined]
+    assert gathers == [False, True]
+    inner.gather_itself()
+    replaced.append(inner.gathered)
     inner.scatter_itself()
-    assert [*replaced, inner.scattered] == [True, False]
+    assert [*replaced, inner.scattered] == [True, True, False, False]
     net(torch.ones(4, 3)).sum().backward()
     return asked
 
