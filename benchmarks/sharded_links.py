@@ -1,12 +1,17 @@
-"""Seconds and bytes of a step of a model in shards, two nodes of two ranks, on links of a speed.
+"""Seconds and bytes of a step of a model in shards, on four ranks and links of a chosen speed.
 
     python benchmarks/sharded_links.py --mbit 100 1000        # needs Linux, root and iproute2
+    python benchmarks/sharded_links.py --mbit 100 1000 --fsdp
 
 Each node is a network namespace, so that its ranks reach each other as fast as the machine can, and
-the other node's over a shaped link. A small transformer is trained by AdamW, in plain torch: by
-DDP, by torch's HSDP with gradients reduced in float32 and in bfloat16, and with what replicas or
-nodes exchange compressed by ``attach``; sharded within nodes without any exchange between them is
-the limit. Ways take turns. All ranks share this machine's cores: ratios in a table are what counts.
+another node's over a shaped link. A small transformer is trained by AdamW, in plain torch. Ways
+take turns. All ranks share this machine's cores: ratios in a table are what counts.
+
+Two nodes of two ranks: by DDP, by torch's HSDP with gradients reduced in float32 and in bfloat16,
+and with what replicas or nodes exchange compressed by ``attach``; sharded within nodes without any
+exchange between them is the limit. ``--fsdp``, four nodes of one rank: by FSDP2, and with its
+gradients and weights compressed by ``attach``. Gloo reduce-scatters by an all-reduce, so FSDP2
+itself sends a third more here than over NCCL.
 """
 
 from __future__ import annotations
@@ -32,12 +37,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import QSGD, Hierarchical, PowerSGD, TopK, attach
+from lightning_gc import QSGD, Hierarchical, Int8, PowerSGD, TopK, WeightDifferences, attach
 from lightning_gc.compressors import Compressor
 from lightning_gc.core.text_table import markdown
-from lightning_gc.schemes import Scheme
 
-NODES, LOCAL, WARMUP = 2, 2, 3
+RANKS, WARMUP = 4, 3
 LIMIT = timedelta(seconds=120)
 TOPK = TopK(0.01, value_dtype="bfloat16")
 
@@ -46,7 +50,7 @@ def in_shards(dimensions: int, dtype: torch.dtype | None = None) -> Callable[[An
     """Return what shards a model: on the ranks of the node, or on replicas and shards."""
 
     def shard(model: Any) -> Any:
-        mesh = init_device_mesh("cpu", (NODES, LOCAL), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         where = mesh if dimensions == 2 else mesh["shard"]
         policy = MixedPrecisionPolicy(reduce_dtype=dtype)
         for part in (*model.blocks.layers, model):
@@ -56,24 +60,51 @@ def in_shards(dimensions: int, dtype: torch.dtype | None = None) -> Callable[[An
     return shard
 
 
-IN_NODES = Hierarchical(LOCAL)
-WAYS: dict[str, tuple[Callable[[Any], Any], Compressor | None, Scheme | None]] = {
-    "sharded within nodes, nothing between": (in_shards(1), None, None),
-    "DDP": (DistributedDataParallel, None, None),
-    "torch's HSDP": (in_shards(2), None, None),
-    "torch's HSDP, bfloat16": (in_shards(2, torch.bfloat16), None, None),
-    "DDP, TopK(0.01)": (DistributedDataParallel, TOPK, None),
+def on_all_ranks(dtype: torch.dtype | None = None) -> Callable[[Any], Any]:
+    """Return what shards a model over all ranks; it computes and communicates in ``dtype``."""
+
+    def shard(model: Any) -> Any:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        for part in (*model.blocks.layers, model):
+            fully_shard(part, mp_policy=policy)
+        return model
+
+    return shard
+
+
+Way = tuple[Callable[[Any], Any], Compressor | None, dict[str, Any]]
+IN_NODES = {"scheme": Hierarchical(2)}
+BFLOAT16 = torch.bfloat16
+HSDP: dict[str, Way] = {
+    "torch's HSDP": (in_shards(2), None, {}),
+    "sharded within nodes, nothing between": (in_shards(1), None, {}),
+    "DDP": (DistributedDataParallel, None, {}),
+    "torch's HSDP, bfloat16": (in_shards(2, BFLOAT16), None, {}),
+    "DDP, TopK(0.01)": (DistributedDataParallel, TOPK, {}),
     "DDP in nodes, TopK(0.01)": (DistributedDataParallel, TOPK, IN_NODES),
     "DDP in nodes, QSGD(4)": (DistributedDataParallel, QSGD(4), IN_NODES),
-    "HSDP, TopK(0.01)": (in_shards(2), TOPK, None),
-    "HSDP, QSGD(4)": (in_shards(2), QSGD(4), None),
-    "HSDP, PowerSGD(2)": (in_shards(2), PowerSGD(2), None),
+    "HSDP, TopK(0.01)": (in_shards(2), TOPK, {}),
+    "HSDP, QSGD(4)": (in_shards(2), QSGD(4), {}),
+    "HSDP, PowerSGD(2)": (in_shards(2), PowerSGD(2), {}),
+}
+EIGHT = {"weights": Int8(block_size=256)}
+FSDP: dict[str, Way] = {
+    "FSDP2": (on_all_ranks(), None, {}),
+    "FSDP2, bfloat16": (on_all_ranks(BFLOAT16), None, {}),
+    "QSGD(4)": (on_all_ranks(), QSGD(4), {}),
+    "QSGD(4), weights in 8 bits": (on_all_ranks(), QSGD(4), EIGHT),
+    "the same, bfloat16": (on_all_ranks(BFLOAT16), QSGD(4), EIGHT),
+    "QSGD(4), differences in 4 bits": (
+        on_all_ranks(),
+        QSGD(4),
+        {"weights": WeightDifferences()},
+    ),
 }
 
 
-def turn(way: str, steps: int) -> dict[str, list[float]]:
+def turn(way: Way, steps: int) -> dict[str, list[float]]:
     """Train for so many steps after the warm-up; return seconds, and the node's bytes, of each."""
-    wrap, compressor, scheme = WAYS[way]
+    wrap, compressor, given = way
     torch.manual_seed(0)
     module, loader = build("gpt", WARMUP + steps, dist.get_rank())
     optimizer_of, rate, clip = module.optimizer, module.rate, module.clip
@@ -81,9 +112,8 @@ def turn(way: str, steps: int) -> dict[str, list[float]]:
     optimizer = optimizer_of(model.parameters(), lr=rate)
     handle = None
     if compressor is not None:
-        options: Any = {"scheme": scheme, "optimizers": optimizer, "timeout": LIMIT}
-        handle = attach(model, compressor, **options)
-    found: dict[str, list[float]] = {"seconds": [], "between": [], "inside": []}
+        handle = attach(model, compressor, optimizers=optimizer, **given)
+    found: dict[str, list[float]] = {"seconds": [], "between": [], "inside": [], "counted": []}
     for step, batch in enumerate(loader):
         dist.barrier()
         before, began = (sent_bytes(), sent_bytes("lo")), time.perf_counter()
@@ -100,6 +130,9 @@ def turn(way: str, steps: int) -> dict[str, list[float]]:
             found["seconds"].append(seconds)
             found["between"].append(sent_bytes() - before[0])
             found["inside"].append(sent_bytes("lo") - before[1])
+            found["counted"].append(0 if handle is None else handle.account().wire_bytes)
+        elif handle is not None:
+            handle.account()
     if handle is not None:
         handle.close()
     return found
@@ -111,9 +144,9 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=LIMIT)
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(options.rounds):
-        for way in WAYS:
+        for name, way in (FSDP if options.fsdp else HSDP).items():
             for figure, values in turn(way, options.steps).items():
-                found.setdefault(way, {}).setdefault(figure, []).extend(values)
+                found.setdefault(name, {}).setdefault(figure, []).extend(values)
     dist.destroy_process_group()
     return found
 
@@ -123,22 +156,25 @@ def table(answers: list[dict[str, Any]]) -> tuple[str, dict[str, dict[str, float
     rows = {
         way: {
             figure: statistics.mean(statistics.median(each[way][figure]) for each in answers)
-            for figure in ("seconds", "between", "inside")
+            for figure in ("seconds", "between", "inside", "counted")
         }
-        for way in WAYS
+        for way in answers[0]
     }
-    hsdp = rows["torch's HSDP"]["seconds"]
+    first = next(iter(rows))
+    plain = rows[first]["seconds"]
     lines = [
         [
             way,
             f"{row['seconds']:.3f}",
-            f"{hsdp / row['seconds']:.2f}",
+            f"{plain / row['seconds']:.2f}",
             f"{row['between']:,.0f}",
             f"{row['inside']:,.0f}",
+            f"{row['counted']:,.0f}" if row["counted"] else "",
         ]
         for way, row in rows.items()
     ]
-    head = ["", "s per step", "times faster than torch's HSDP", "bytes between", "bytes inside"]
+    head = ["", "s per step", f"times faster than {first}", "bytes between", "bytes inside"]
+    head.append("counted by the account")
     return markdown(head, lines), rows
 
 
@@ -150,31 +186,36 @@ def main() -> None:
     add("--rounds", type=int, default=2, help="turns of each way")
     add("--steps", type=int, default=6, help="measured steps of a turn")
     add("--out", type=Path, default=dated_page.RESULTS, help="folder of the dated files")
+    add("--fsdp", action="store_true", help="sharded over all ranks, each a node")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         options.out.write_text(json.dumps(work(options)))
         return
     check_privileges("The benchmark of models in shards")
-    text, found = "", {}
+    text, found, nodes = "", {}, RANKS if options.fsdp else 2
     for mbit in options.mbit:
         link = Link(mbit)
         arguments = ["--worker", f"--rounds={options.rounds}", f"--steps={options.steps}"]
-        with network(NODES, link) as spaces:
-            answers = launch(__file__, arguments, spaces, timeout=1500, local=LOCAL)
+        arguments += ["--fsdp"] if options.fsdp else []
+        with network(nodes, link) as spaces:
+            answers = launch(__file__, arguments, spaces, timeout=1500, local=RANKS // nodes)
         shown, found[str(link)] = table(answers)
-        part = f"## {MODELS['gpt']}, {NODES} nodes of {LOCAL} ranks, {link} between\n\n{shown}"
+        nodes_of = f"{nodes} nodes of {RANKS // nodes} ranks"
+        part = f"## {MODELS['gpt']}, {nodes_of}, {link} between\n\n{shown}"
         dated_page.say(part)
         text += f"{part}\n"
     versions = dated_page.versions("lightning-gc", "torch")
+    flag = " --fsdp" * options.fsdp
     head = f"""{dated_page.title("A model in shards on slow links")}
 
-`python benchmarks/sharded_links.py` with Python {sys.version.split()[0]}, {versions},
+`python benchmarks/sharded_links.py{flag}` with Python {sys.version.split()[0]}, {versions},
 {os.cpu_count()} CPUs. Medians of {options.rounds} x {options.steps} steps, means over ranks; bytes
 of a node, by its interfaces' counters.
 
 """
-    dated_page.write(options.out, "sharded_links", head + text, found)
+    name = "fsdp_links" if options.fsdp else "sharded_links"
+    dated_page.write(options.out, name, head + text, found)
 
 
 if __name__ == "__main__":

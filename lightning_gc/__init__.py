@@ -47,6 +47,7 @@ if _TYPE_CHECKING:
     from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.memories import *
     from lightning_gc.schemes import *
+    from lightning_gc.sharded.unit_gathers import WeightDifferences as WeightDifferences
     from lightning_gc.together import Together as Together
     from lightning_gc.transports.network_model import NetworkModel as NetworkModel
 
@@ -60,6 +61,7 @@ _SINGLE = {
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
     "Together": "together",
+    "WeightDifferences": "sharded.unit_gathers",
     "advise": "advice",
     "attach": "attachment.plain_torch",
 }

@@ -21,12 +21,14 @@ from lightning_gc.exchange.validation import (
     warn_of_one_worker,
 )
 from lightning_gc.exchange.verification import verification
+from lightning_gc.exchange.workers import plain_name
 from lightning_gc.sharded.fsdp_units import Unit, units_of
 from lightning_gc.sharded.shard_exchange import ShardExchange
-from lightning_gc.sharded.shard_validation import refuse_model, refuse_new_parameters
+from lightning_gc.sharded.shard_validation import Way, refuse_model, refuse_new_parameters
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
+from lightning_gc.sharded.unit_gathers import UnitGathers, WeightSettings
 from lightning_gc.sharded.unit_scatters import UnitScatters
-from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.accounting import Recorder, Recording, WithWeights
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 
@@ -115,32 +117,63 @@ class AttachedShards(_InShards):
 
 
 class AttachedScatters(_InShards):
-    """Handle of an FSDP2 model whose ranks compress its reduce-scatters.
+    """Handle of an FSDP2 model whose ranks compress its reduce-scatters, and its all-gathers.
 
     Args:
         model: on which ``fully_shard`` was called last.
         setup: as for ``Attached``; its workers are ``FSDPWorkers``.
-        mesh: whose second dimension has all ranks.
+        group: of all ranks.
+        weights: settings of the gathers of weights; None: FSDP2's own gathers.
     """
 
-    def __init__(self, model: nn.Module, setup: Setup, mesh: DeviceMesh) -> None:
-        workers, device, group = setup.workers, setup.device, mesh.get_group(1)
+    def __init__(
+        self,
+        model: nn.Module,
+        setup: Setup,
+        group: dist.ProcessGroup,
+        weights: WeightSettings | None = None,
+    ) -> None:
+        workers, device = setup.workers, setup.device
         assert isinstance(workers, FSDPWorkers)
         refuse_unknown_device(device)
         workers.shard, workers.shards = dist.get_rank(group), dist.get_world_size(group)
-        on_all_ranks(
-            partial(refuse_model, model, dist.get_process_group_ranks(group), "FSDP"), device
-        )
+        ways: list[Way] = ["FSDP"] if weights is None else ["FSDP", "gathers"]
+        ranks = dist.get_process_group_ranks(group)
+        on_all_ranks(partial(refuse_model, model, ranks, *ways), device)
         workers.name(model)
         units = units_of(model)
-        check_agreement(_agreed(setup, units), Distributed(), device)
-        transport = Distributed(group, "a reduce-scatter of gradients")
-        recording = Recording(verification(setup.verify, setup.owner).transport(transport))
-        workers.start([recording], revocable=False)
+        check_agreement(_agreed(setup, units, weights), Distributed(), device)
+        checked = verification(setup.verify, setup.owner).transport
+        near = workers.configuration.neighbours(workers.shards)
+        transport = Distributed(group, "a reduce-scatter of gradients", near)
+        recording = Recording(checked(transport))
+        self._gathers: UnitGathers | None = None
+        accounts: list[Recorder] = [recording]
+        if weights is not None:
+            gathering = Distributed(group, "an all-gather of weights")
+            gathered = Recording(checked(gathering))
+            self._gathers = UnitGathers(
+                units,
+                {param: plain_name(name) for name, param in model.named_parameters()},
+                weights,
+                gathering,
+                gathered,
+                lambda: workers.first.step,
+            )
+            accounts = [WithWeights(recording, gathered, self._gathers.dense)]
+            if weights.differences:
+                workers.own[_COPIES] = [self._gathers]
+        workers.start(accounts, revocable=False)
         compile_kernels(workers.first, device)
         workers.run = gather_text(workers.run, Distributed(), device)[0]
         self._scatters = UnitScatters(units, workers, transport, recording, setup.prepare_round)
         super().__init__(model, setup, peers_of(device, group, None))
+
+    def reset(self) -> None:
+        """Also let the next gathers be exact, which send differences."""
+        super().reset()
+        if self._gathers is not None:
+            self._gathers.forget()
 
     def _warn_alone(self) -> None:
         warnings.warn(
@@ -155,19 +188,30 @@ class AttachedScatters(_InShards):
 
     def _detach(self) -> None:
         self._scatters.close()
+        if self._gathers is not None:
+            self._gathers.close()
+            self._workers.own.pop(_COPIES, None)
 
 
-def _agreed(setup: Setup, units: Sequence[Unit]) -> dict[str, str]:
+_COPIES = "weights"
+"""Name of the copies of weights in a worker's own state."""
+
+
+def _agreed(setup: Setup, units: Sequence[Unit], weights: WeightSettings | None) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, as text."""
     names, configuration = setup.workers.names, setup.workers.configuration
-    columns = [(unit, column) for unit in units for column in unit.columns()]
+    every = weights is not None
+    columns = [(unit, column) for unit in units for column in unit.columns(frozen=every)]
     of_units = {
-        f"{unit.name} {unit.dtype} {names[column.param]}": column.shape for unit, column in columns
+        f"{unit.name} {unit.dtype} {names.get(column.param, index)}": column.shape
+        for index, (unit, column) in enumerate(columns)
     }
     return {
         **configuration.in_words(),
         "names and shapes of parameters": digest_of({n: tuple(p.shape) for p, n in names.items()}),
         "units": digest_of(of_units),
         "verify": repr(setup.verify),
+        "weights": repr(weights),
+        **setup.agreed,
         **arithmetic(setup.device, configuration.compressor),
     }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.attachment.attached import Attached, AttachedDDP, Setup
-from lightning_gc.attachment.attached_shards import AttachedShards
+from lightning_gc.attachment.attached_shards import AttachedScatters, AttachedShards
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
@@ -23,10 +24,16 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.sharded.shard_validation import (
     check_bucket_cap,
+    check_legs,
+    group_of_all,
     refuse_curves,
+    refuse_errors,
+    refuse_settings,
     replicated_mesh,
 )
-from lightning_gc.sharded.sharded_workers import ShardedWorkers
+from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
+from lightning_gc.sharded.unit_gathers import Weights, weights_of
+from lightning_gc.sharded.unit_scatters import ReduceScatter
 
 
 def attach(
@@ -43,13 +50,19 @@ def attach(
     verify: Verify = 0,
     bucket_cap_mb: float = 25,
     min_numel: int = MIN_NUMEL,
+    weights: Weights | None = None,
+    hops: Literal[1, 2] = 1,
+    workers_per_node: int | None = None,
 ) -> Attached:
     """Compress the gradients that a ``DistributedDataParallel`` or FSDP2 module exchanges.
 
-    Registers a communication hook. Call it on all workers, before the first backward pass. Of a
-    model in shards the exchange between replicas is compressed, as in ``CompressedHSDPStrategy``:
-    ``fully_shard(..., mesh=mesh)`` must have been given a mesh of two dimensions, replicas and
-    shards, with all ranks.
+    Registers a communication hook. Call it on all workers, before the first backward pass.
+
+    The mesh that ``fully_shard(..., mesh=mesh)`` was given decides for a model in shards. On a mesh
+    of two dimensions, replicas and shards, the exchange between replicas is compressed, as in
+    ``CompressedHSDPStrategy``. Without a mesh, or on one of one dimension, FSDP2's own
+    reduce-scatters and all-gathers are, as in ``CompressedFSDPStrategy``. Either mesh must have all
+    ranks.
 
     Args:
         module: a ``DistributedDataParallel`` module without a communication hook, or one that
@@ -64,28 +77,36 @@ def attach(
         scaler: of fp16 training, with DDP only. Errors are kept unscaled, and restored when it
             skips a step.
         seed: of the compressor's private random numbers, equal on all workers.
-        timeout: of the exchange's collectives. Default: the process group's timeout.
+        timeout: of the exchange's collectives. Default: the process group's timeout, which is the
+            only one of a model in shards without replicas.
         verify: what workers compare, as for ``CompressedDDPStrategy``; of a model in shards,
             replicas compare their shards. An error of a step is raised by ``check``, the next
             forward pass, or ``close``.
         bucket_cap_mb: of a model in shards: megabytes of a rank's shards from which on a bucket is
             full, as for ``CompressedHSDPStrategy``. DDP has its own.
         min_numel: as for ``CompressedDDPStrategy``.
+        weights: without replicas only, like the next two, which are as for
+            ``CompressedFSDPStrategy``: compressor of FSDP2's all-gathers. ``Identity()`` as the
+            compressor leaves gradients as they are.
+        hops: in which gradients are exchanged, 1 or 2.
+        workers_per_node: ranks of a node, for two hops; None: ``LOCAL_WORLD_SIZE``, which torchrun
+            sets.
 
     Returns:
         A handle for levels, byte counts, checkpoints and closing.
 
     Communication pattern:
         As ``CompressedDDPStrategy`` or ``CompressedHSDPStrategy``: one background thread with its
-        own process group.
+        own process group. As ``CompressedFSDPStrategy``: FSDP2's own group, thread and stream.
 
     Raises:
         ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
             differ, as for the strategies, a memory that needs more than a hook, a model in shards
-            without replicas or on several meshes, a module of ``torch.compile`` or ``replicate``.
+            on several meshes, a module of ``torch.compile`` or ``replicate``.
             In a forward pass: a static graph that begins with accumulated gradients.
         RuntimeError: the module already has a communication hook; in a forward pass, a parameter
-            that was unfrozen, added or replaced since; a model in shards with torch before 2.7.
+            that was unfrozen, added or replaced since; a model in shards with torch before 2.7, or
+            2.9 without replicas.
         PeerError: in a forward or backward pass, an exchange has failed.
 
     Example:
@@ -98,6 +119,21 @@ def attach(
             optimizer.step()
     """
     _refuse_other_modules(module)
+    model = cast(nn.Module, module)
+    fsdp = isinstance(module, FSDPModule) and not any(u.replicates for u in units_of(model))
+    if fsdp:
+        refuse_settings("attach(...) of a model in shards", "FSDP")
+        check_legs("attach", compressor, weights, hops, workers_per_node)
+        if scheme is not None or timeout is not None:
+            raise ValueError(
+                f"attach(..., scheme={scheme!r}, timeout={timeout!r}): a model in shards without "
+                f"replicas has FSDP2's reduce-scatters and process group. Leave both out; give "
+                f"init_process_group(timeout=...), and hops=2 for nodes."
+            )
+        near = workers_per_node or (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if hops == 2 else 1)
+        scheme = ReduceScatter(near)
+    else:
+        _refuse_fsdp_arguments(weights, hops, workers_per_node)
     configuration = configure("attach", compressor, memory, scheme, seed, min_numel)
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
@@ -123,8 +159,17 @@ def attach(
         )
     check_bucket_cap("attach", bucket_cap_mb)
     refuse_curves("attach", controller)
-    model = cast(nn.Module, module)
     units = units_of(model)
+    if fsdp:
+        refuse_errors("attach", configuration.compressor, configuration.memory, memory is not None)
+        gathers = None if weights is None else weights_of("attach", weights, seed, min_numel)
+        setup = Setup.of_loop(
+            *("attach", configuration, controller, its, model, FSDPWorkers),
+            timeout=timeout,
+            verify=verify,
+            more_workers="use more ranks, or leave attach out",
+        )
+        return AttachedScatters(model, setup, group_of_all(units), gathers).watch()
     mesh = replicated_mesh(units)
     setup = Setup.of_loop(
         *("attach", configuration, controller, its, model, ShardedWorkers),
@@ -161,6 +206,17 @@ def _refuse_other_modules(module: object) -> None:
         f"attach({given}(...)): give a DistributedDataParallel module, or one that fully_shard was "
         f"called on; wrap the model first: attach(DistributedDataParallel(model), ...)."
     )
+
+
+def _refuse_fsdp_arguments(weights: object, hops: int, workers_per_node: int | None) -> None:
+    """Raise ValueError for an argument of FSDP's with another module."""
+    given = {"weights": weights, "workers_per_node": workers_per_node, "hops": hops}
+    for name, value in given.items():
+        if value not in (None, 1):
+            raise ValueError(
+                f"attach(..., {name}={value!r}): it is for a module that fully_shard was called on "
+                f"without replicas; leave it out."
+            )
 
 
 _REPLICATE = "torch.distributed._composable.replicate"

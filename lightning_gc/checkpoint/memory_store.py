@@ -113,6 +113,8 @@ def state_dict(
         **parts,
         **_settings(workers),
     }
+    if mean is None and "own" in state.own[0]:
+        saved["own"] = state.own[0]["own"]
     return with_checksum(saved if mean is None else saved | {"mode": "mean"})
 
 
@@ -192,14 +194,16 @@ def of_worker(state: Tree, workers: Workers, control: ControlLoop | None) -> Wor
         CONTROLLER: kept and kept["loop"],
         "common": state.get("common", {}),
     }
-    own = {"compressor": engine["compressor"], "own": state.get("own", {})}
-    return WorkerState(shared, averaged, (own,))
+    alone = {name: state[name] for name in ("own",) if name in state}
+    return WorkerState(shared, averaged, ({"compressor": engine["compressor"], **alone},))
 
 
 def _opened(given: Any, workers: Workers) -> Tree:
     """Return a saved state, checked, except for its worker and its number of workers."""
     try:
-        state = _STATE.opened(dict(given) if isinstance(given, Mapping) else given, {}, _MAYBE)
+        alone = {name: parts[0].structure for name, parts in workers.own.items()}
+        maybe = _MAYBE | {"own": Record(maybe=alone, others=ANYTHING)}
+        state = _STATE.opened(dict(given) if isinstance(given, Mapping) else given, {}, maybe)
         state["configuration"] = with_new_names(state["configuration"])
         state.setdefault("exchanged", "gradients")
         for what, own in (_settings(workers) | {"exchanged": workers.exchanged}).items():

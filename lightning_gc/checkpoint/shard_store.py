@@ -57,7 +57,7 @@ from lightning_gc.checkpoint.worker_state import (
     on_host,
     own_structure,
 )
-from lightning_gc.core import TEXT, WHOLE, Each, Leaf, Listed, Record
+from lightning_gc.core import ANYTHING, TEXT, WHOLE, Each, Leaf, Listed, Record
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree, average, each_tensor
@@ -226,6 +226,8 @@ class ShardedSaving:
             for path, t in tensors.items()
         }
 
+        alone = on_host({n: parts[0].own_state() for n, parts in host.local_workers.own.items()})
+
         def act() -> str:
             own = {
                 "averaged": on_host(rest),
@@ -234,6 +236,8 @@ class ShardedSaving:
                 "rank": host.global_rank,
                 **{name: main[name] for name in (FILE.key, "run", "stem")},
             }
+            if alone:
+                own["own"] = alone
             own = with_checksum(own)
             folder.mkdir(parents=True, exist_ok=True)
             with file_of(folder, host.global_rank, host.world_size).open("wb") as file:
@@ -252,14 +256,14 @@ class ShardedSaving:
         A parameter's buffer is zero where nothing is kept, as for an empty shard.
         """
         workers = self.host.local_workers
-        named = workers.first.buffers.named
+        named = workers.first.kept
         memory: Tree = {}
         for param, name in workers.names.items():
-            kept, local = named.get(name, {}), workers.local(param)
+            kept, shape = named.get(name, {}), workers.shapes[name]
             memory[name] = {
                 buffer: kept[buffer].detach()
                 if buffer in kept
-                else torch.zeros_like(local, dtype=torch.float32).detach()
+                else torch.zeros(shape, dtype=torch.float32, device=param.device)
                 for buffer in (workers.first.memory.buffers if named else ())
             }
         return {"memory": memory} | averaged_state(workers, self.host.control_loop)
@@ -422,7 +426,8 @@ class ShardedRestoring:
     def _read(self, main: Tree, folder: Path) -> WorkerState:
         """Return the state for this rank; read one file at a time, as they may be large."""
         (replicas, shards), (now, pieces) = main["mesh"], self.host.mesh_shape
-        rank, shard = self.host.global_rank, self.host.local_workers.shard
+        rank = self.host.global_rank
+        shard = rank % pieces
         written = 1 if main["mode"] == "mean" else replicas
         source = range(rank // pieces, rank // pieces + 1) if written == now else range(written)
         assembly = Assembly(self.host.shard_parts, source)
@@ -440,7 +445,10 @@ class ShardedRestoring:
                 averaged, compressor = (
                     each_tensor(file[name], Tensor.clone) for name in ("averaged", "compressor")
                 )
-                states[each] = WorkerState(main, averaged, ({"compressor": compressor},))
+                kept = {"compressor": compressor}
+                if same and "own" in file:
+                    kept["own"] = each_tensor(file["own"], Tensor.clone)
+                states[each] = WorkerState(main, averaged, (kept,))
         if main[SHARDED] == 1:
             _add_format_1(assembly, folder, source)
         found = assembly.mean()
@@ -453,7 +461,7 @@ class ShardedRestoring:
     def _shared_out(self, states: Mapping[int, WorkerState], mesh: tuple[int, int]) -> WorkerState:
         """Return this rank's share of the state that another mesh's ranks have saved."""
         (replicas, shards), (_, pieces) = mesh, self.host.mesh_shape
-        shard, first = self.host.local_workers.shard, states[0]
+        shard, first = self.host.global_rank % pieces, states[0]
         averaged = average([states[each].averaged for each in range(replicas * shards)])
         if shards == pieces:  # all replicas have the same state of a shard
             return WorkerState(first.shared, averaged, states[shard].own)
@@ -479,11 +487,17 @@ class ShardedRestoring:
         with _named(path):
             saved: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             tensors = saved.pop(TENSORS, None) if isinstance(saved, dict) else None
-            own = FILE.opened(saved, own_structure(workers, self.host.control_loop))
+            alone = {name: parts[0].structure for name, parts in workers.own.items()}
+            own = FILE.opened(
+                saved,
+                own_structure(workers, self.host.control_loop),
+                {"own": Record(maybe=alone, others=ANYTHING)},
+            )
             check_same(own, {"rank": rank} | {n: main[n] for n in (FILE.key, "run", "stem")})
             if own[CHECKSUM] != main["files"][rank]:
                 raise ValueError("it is not the file that was saved with its checkpoint")
-            if shards == self.host.mesh_shape[1] and rank % shards == workers.shard:
+            pieces = self.host.mesh_shape[1]
+            if shards == pieces and rank % shards == self.host.global_rank % pieces:
                 check_own(own, main, workers)
         return own | {TENSORS: tensors}
 

@@ -81,6 +81,8 @@ class Engine:
         rounds: counts rounds.
         loss_scaling: undoes fp16 loss scaling, by the scale that ``prepare`` sets.
         learning_rates: of each round, set by ``prepare``.
+        padding: parameter name -> elements at the end of its gradient that belong to no parameter;
+            the memory's state of them stays zero.
         statistics: counts, norms, and sums for a controller.
     """
 
@@ -106,6 +108,7 @@ class Engine:
         self.rounds = RoundCounter()
         self.loss_scaling = LossScaling()
         self.learning_rates = LearningRates()
+        self.padding: Mapping[str, int] = {}
         self.statistics = Statistics()
 
     @property
@@ -203,6 +206,7 @@ class Engine:
         if not exchange.absorbed:
             for buffer in state.values():  # else NaN and overflow would stay in it
                 clean(buffer)
+        self._clear_padding(bucket, state)
         if guard is not None:
             guard.release()
         for live, copy in resting:
@@ -210,6 +214,11 @@ class Engine:
         if state:
             self.buffers.keep(bucket, state)
         self._finish(bucket, exchange, scale)
+
+    def _clear_padding(self, bucket: Bucket, state: Mapping[str, Tensor]) -> None:
+        for name, _, stop in bucket.spans() if self.padding else ():
+            for buffer in state.values():
+                buffer[stop - self.padding.get(name, 0) : stop].zero_()
 
     def _finish(self, bucket: Bucket, exchange: BucketExchange, scale: Tensor | None) -> None:
         """Record the error, write the mean in the gradient's own units, count the flow."""
@@ -248,6 +257,11 @@ class Engine:
         if decoder is not None:
             self.loss_scaling.verdicts = list(decoder.loss_scaling.verdicts)
 
+    @property
+    def kept(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Parameter name -> the memory's buffer -> tensor in the parameter's shape."""
+        return self.buffers.named
+
     def errors(self) -> Mapping[str, Tensor]:
         """Return the errors by parameter name, in the parameters' shapes.
 
@@ -256,7 +270,7 @@ class Engine:
         if not self.memory.buffers:
             return {}
         first = self.memory.buffers[0]
-        return Made(self.buffers.named, lambda kept: kept[first])
+        return Made(self.kept, lambda kept: kept[first])
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all state: tensors, numbers and strings only.
@@ -264,9 +278,10 @@ class Engine:
         Errors are copied to the host one by one, so that a GPU needs no memory for a second copy.
         """
         self.loss_scaling.settle()
-        named = self.buffers.named
         return {
-            "memory": {n: {b: to_host(t) for b, t in kept.items()} for n, kept in named.items()},
+            "memory": {
+                n: {b: to_host(t) for b, t in kept.items()} for n, kept in self.kept.items()
+            },
             "compressor": {
                 n: each_tensor(s, _alone) for n, s in self.compressor_state.items() if s
             },

@@ -1,50 +1,77 @@
-"""CompressedFSDP: FSDP2 over all ranks with compressed reduce-scatters.
+"""CompressedFSDP: FSDP2 over all ranks with compressed reduce-scatters and all-gathers.
 
 Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lightning.py`` and
 ``for_lightning.py``.
 """
 
+import warnings
+from dataclasses import replace
 from typing import Any, Literal
+
+import torch.distributed as dist
 
 from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.attached_shards import AttachedScatters
-from lightning_gc.compressors import Compressor
+from lightning_gc.checkpoint.shard_store import Part
+from lightning_gc.compressors import Compressor, Identity
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
+from lightning_gc.controllers import Controller
 from lightning_gc.exchange import Configuration
 from lightning_gc.lightning.arguments import changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
-from lightning_gc.sharded.shard_validation import refuse_errors, refuse_settings
+from lightning_gc.sharded.shard_validation import (
+    check_legs,
+    refuse_curves,
+    refuse_errors,
+    refuse_settings,
+)
 from lightning_gc.sharded.sharded_workers import FSDPWorkers
+from lightning_gc.sharded.unit_gathers import Weights, weights_of
 from lightning_gc.sharded.unit_scatters import ReduceScatter
 
 _OWNER = "CompressedFSDPStrategy"
 
 
 class CompressedFSDP(ShardedStrategy):
-    """FSDP whose ranks send each other compressed gradients, and keep no errors.
+    """FSDP whose ranks send each other compressed gradients, compressed weights, or both.
 
     The model is sharded by FSDP2 over all W ranks. Where FSDP2 would reduce-scatter the gradient of
     a unit, each rank compresses the part that belongs to each other rank, sends it there, and
     averages in float32 what it gets for its own:
-    ``mean_i = 1/W · Σ_j decode(encode(gradient_j[i]))``. The LightningModule is that of Lightning's
-    ``ModelParallelStrategy``, unchanged: it calls
+    ``mean_i = 1/W · Σ_j decode(encode(gradient_j[i]))``. Where FSDP2 would gather the weights of a
+    unit, each rank compresses its shard, and all compute with the same decoded weights. The owner
+    of a shard keeps its exact weights, which the optimizer steps and checkpoints hold.
+
+    The LightningModule is that of Lightning's ``ModelParallelStrategy``, unchanged: it calls
     ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in ``configure_model``. By name:
     ``strategy="compressed_fsdp"`` (``QSGD(bits=8)``), ``"compressed_fsdp_natural_compression"`` and
     so on. Untested on GPUs: see the page "FSDP".
 
     Args:
-        compressor: an unbiased one, as an instance or a name from the registry: ``QSGD(bits=8)``;
-            fewer bits send less and add more noise.
-        memory: None, or ``"none"`` for a biased compressor, whose errors are then dropped. Error
-            feedback is refused: its errors would be of whole parameters on every rank, 4 bytes
-            each, W times the shard.
+        gradients: an unbiased compressor, as an instance or a name from the registry:
+            ``QSGD(bits=8)``; fewer bits send less and add more noise. None: uncompressed.
+        weights: a quantiser that loses little, such as ``Int8(block_size=256)``, or
+            ``WeightDifferences()``, which keeps a copy of all weights on each rank. None:
+            uncompressed, by FSDP2 itself. 1-D weights and those under ``min_numel`` are gathered
+            exactly: biases, norms and small embeddings.
+        controller: chooses levels of ``gradients``, as for ``CompressedHSDPStrategy``. Weights keep
+            their level.
+        memory: error feedback in 8 bits, ``NarrowResidual("int8")``, at the price of 1.03 bytes per
+            parameter of the model on every rank. Wider errors are refused: W times the shard, they
+            would undo FSDP. None, or ``"none"`` for a biased compressor: errors are dropped.
+        hops: 1, or 2: gradients are averaged within each node first, and their means are compressed
+            again and exchanged between nodes. That sends 1/L of the bytes to other nodes.
+        workers_per_node: L of two hops. None: the Trainer's ``devices``.
         seed: of private random numbers, equal on all ranks; each draws its own by its rank, the
-            parameter's name and the step. They are all of the state, so runs resume bit for bit.
+            parameter's name and the step. Runs resume bit for bit.
+        state: errors in checkpoints. ``"full"``: every rank's, 4 bytes per parameter and rank.
+            ``"mean"``: their mean. ``"off"``: none. No memory, no errors.
         verify: ``"payload"``: every message has a checksum, so that a damaged one is not decoded
             but named with its sender. A number of steps is refused: no two ranks have the same
             shard to compare.
         min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter.
+        compressor: the former name of ``gradients``, deprecated.
         model_parallel_kwargs: as for ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
@@ -53,12 +80,14 @@ class CompressedFSDP(ShardedStrategy):
         finished it, in FSDP2's order and on its process group and stream: ``(W−1)/W`` times the
         payload's bytes. Tensors that go dense are in the same messages, in the dtype in which
         gradients are reduced: as many bytes as in a reduce-scatter. All have the ``timeout``, on
-        CUDA a minute at least. The all-gathers of weights stay dense. With
+        CUDA a minute at least. With ``weights``, one all-gather of payloads for each of FSDP2's:
+        before the forward pass, and before the backward pass if the unit was resharded. With
         ``accumulate_grad_batches`` every micro-batch is exchanged, as Lightning's own strategy
         does, each with other random numbers.
 
     Raises:
-        ValueError: a compressor with several rounds (PowerSGD) or that votes, a memory, an
+        ValueError: nothing to compress, a compressor with several rounds (PowerSGD) or that votes,
+            a memory of more than 8 bits, weights by a method that loses too much of them, an
             unknown argument; at fit start, on all ranks, a model without ``fully_shard``, on a mesh
             of other ranks or of two dimensions, with trained parameters outside, tensor
             parallelism, gradients reduced in float16, a custom reduce-scatter or another
@@ -68,17 +97,18 @@ class CompressedFSDP(ShardedStrategy):
 
     Warns:
         UserWarning: a single rank, with which nothing is exchanged.
+        DeprecationWarning: ``compressor``; write ``gradients``.
 
     Example:
-        >>> from lightning_gc import QSGD, CompressedFSDPStrategy
-        >>> strategy = CompressedFSDPStrategy(QSGD(bits=8))
+        >>> from lightning_gc import QSGD, CompressedFSDPStrategy, Int8
+        >>> strategy = CompressedFSDPStrategy(QSGD(bits=4), weights=Int8(block_size=256))
         >>> strategy.memory, strategy.scheme
-        (NoMemory(), ReduceScatter())
+        (NoMemory(), ReduceScatter(workers_per_node=1))
 
     Reference:
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
-        Training", arXiv 2306.10209: one hop of its qgZ.
-        ``torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter``.
+        Training", arXiv 2306.10209: qwZ and qgZ. Errors in 8 bits: Xie et al., "LoCo", 2024.
+        ``torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter``, ``set_custom_all_gather``.
 
     Attributes:
         engine: configuration and step of this rank, once fitting has started.
@@ -90,18 +120,35 @@ class CompressedFSDP(ShardedStrategy):
 
     def __init__(
         self,
-        compressor: Compressor | str,
+        gradients: Compressor | str | None = None,
         memory: Memory | str | None = None,
         seed: int = 0,
         verify: Literal[0, "payload"] = 0,
         min_numel: int = MIN_NUMEL,
+        *,
+        weights: Weights | None = None,
+        controller: Controller | None = None,
+        hops: Literal[1, 2] = 1,
+        workers_per_node: int | None = None,
+        state: Literal["full", "mean", "off"] = "full",
+        compressor: Compressor | str | None = None,
         **model_parallel_kwargs: Any,
     ) -> None:
-        refuse_unknown(type(self), compressor, model_parallel_kwargs)
+        if compressor is not None:
+            said = f"{_OWNER}(compressor=...) is deprecated. Write gradients={compressor!r}."
+            warnings.warn(said, DeprecationWarning, stacklevel=2)
+            gradients = compressor
+        given: Compressor | str = Identity() if gradients is None else gradients
+        refuse_unknown(type(self), given, model_parallel_kwargs)
         refuse_settings(_OWNER, "FSDP", changed(type(self), model_parallel_kwargs))
-        self._configure(
-            compressor, memory, ReduceScatter(), None, seed, "full", "float32", min_numel
-        )
+        check_legs(_OWNER, gradients, weights, hops, workers_per_node)
+        self.hops, self.workers_per_node = hops, workers_per_node
+        scheme = ReduceScatter(workers_per_node or 1)
+        limit = MIN_NUMEL if gradients is None else min_numel
+        refuse_curves(_OWNER, controller)
+        self._configure(given, memory, scheme, controller, seed, state, "float32", limit)
+        self.weights = weights
+        self._gathers = None if weights is None else weights_of(_OWNER, weights, seed, min_numel)
         refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
         if verify not in (0, "payload") or isinstance(verify, bool):
             raise ValueError(
@@ -118,5 +165,31 @@ class CompressedFSDP(ShardedStrategy):
     def _replicas_of(self, ranks: int) -> int:
         return 1
 
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        """W and 1: each rank has errors of full parameters."""
+        return self._device_mesh.size(), 1
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        group: dist.ProcessGroup = self._device_mesh.get_group("data_parallel")
+        return group
+
+    @property
+    def shard_parts(self) -> dict[str, Part]:
+        """All of every trained parameter."""
+        shapes = self.local_workers.shapes
+        return {name: Part(shape, (0,) * len(shape), shape) for name, shape in shapes.items()}
+
+    def setup_environment(self) -> None:
+        """Join the other ranks; know how many of them a node has."""
+        if self.hops == 2 and self.workers_per_node is None:
+            workers = self.local_workers
+            scheme = self.scheme = ReduceScatter(self.num_processes)
+            workers.configuration = replace(workers.configuration, scheme=scheme)
+        super().setup_environment()
+
     def _attached_to(self, setup: Setup) -> AttachedScatters:
-        return AttachedScatters(self.model, setup, self._device_mesh)
+        group = self._device_mesh.get_group("data_parallel")
+        return AttachedScatters(self.model, setup, group, self._gathers)

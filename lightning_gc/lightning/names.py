@@ -77,7 +77,8 @@ def _entries() -> Iterator[tuple[str, str, bool, str, dict[str, Any]]]:
             for variant, arguments in variants.items():
                 name = "_".join(filter(None, ("compressed", kind, method))) + variant
                 listed = not variant and (kind == "ddp" or method is None)
-                yield kind, name, listed, what, {"compressor": method or default} | arguments
+                first = "gradients" if kind == "fsdp" else "compressor"
+                yield kind, name, listed, what, {first: method or default} | arguments
     what = "local steps with compressed exchanges"
     for name, settings in _LOCAL_STEPS.items():
         for launcher, how in _LAUNCHERS.items():

@@ -27,7 +27,7 @@ def has_hooks() -> bool:
 
 
 def has_custom_scatters() -> bool:
-    """Return whether FSDP2's reduce-scatter can be replaced, as from torch 2.9 on."""
+    """Return whether FSDP2's reduce-scatter and all-gather can be replaced: from torch 2.9 on."""
     return hasattr(FSDPModule, "set_custom_reduce_scatter")
 
 
@@ -52,6 +52,11 @@ def after_backward(act: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(act)
 
 
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass, as FSDP2 itself asks."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 class Piece(NamedTuple):
     """Where this rank's shard of a parameter lies in what its unit's reduce-scatter leaves."""
 
@@ -62,7 +67,10 @@ class Piece(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Where a parameter lies in each row of what a reduce-scatter gets, a row for each rank."""
+    """Where a parameter lies in a row of a reduce-scatter's input or an all-gather's output.
+
+    There is a row for each rank.
+    """
 
     param: nn.Parameter  # the sharded one
     shape: tuple[int, ...]  # of the largest shard, to which all are padded
@@ -83,7 +91,8 @@ class Unit:
         self.name = name or "the whole model"
         self._module, self._group = module, group
         self._replicated: Any = None  # what says that there are replicas, while it is put aside
-        self._own_scatter: Any = None  # FSDP2's, while it is replaced
+        self._own_scatter: Any = None  # FSDP2's, while it is replaced, as the next one
+        self._own_gather: Any = None
         self._fills_itself = False  # zeros for parameters without a gradient, if it is not told to
 
     @property
@@ -142,6 +151,25 @@ class Unit:
         return comm is not None and type(comm).__name__ != "DefaultReduceScatter"
 
     @property
+    def gathered(self) -> bool:
+        """Whether somebody else has replaced the all-gather."""
+        comm = getattr(self._group, "_all_gather_comm", None)
+        return comm is not None and type(comm).__name__ != "DefaultAllGather"
+
+    @property
+    def gathered_dtypes(self) -> set[torch.dtype]:
+        """The types in which parameters are gathered; FSDP2 gathers several as bytes."""
+        cast = self._group.mp_policy.param_dtype
+        own = {param.dtype for param in self.params}
+        return {cast if cast and each.is_floating_point else each for each in own}
+
+    @property
+    def gathers_itself(self) -> bool:
+        """Whether a parameter brings its own form for the all-gather, as torchao's float8 does."""
+        name = "fsdp_pre_all_gather"
+        return any(hasattr(each._sharded_local_tensor, name) for each in self._group.fsdp_params)
+
+    @property
     def shares_its_module(self) -> bool:
         """Whether its module has other units too, between which a reduce-scatter cannot tell."""
         return len(_groups(self._module)) > 1
@@ -172,10 +200,15 @@ class Unit:
         return [each.sharded_param for each in self._group.fsdp_params]
 
     def stands_in(self) -> Iterator[nn.Parameter]:
-        """Yield the unsharded parameters, which take the sharded ones' places within a pass."""
+        """Yield the parameters that take the sharded ones' places within a pass.
+
+        They are unsharded, or between the passes in shards of a smaller group.
+        """
         for each in self._group.fsdp_params:
-            if hasattr(each, "_unsharded_param"):
-                yield each._unsharded_param
+            for name in ("_unsharded_param", "_sharded_post_forward_param"):
+                param = getattr(each, name, None)
+                if param is not None:
+                    yield param
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of all parameters that are trained now, in their order.
@@ -190,11 +223,15 @@ class Unit:
                 start += each.padded_sharded_param_size.numel()
         return found
 
-    def columns(self) -> list[Column]:
-        """Return the places of all parameters that are trained now, in their order."""
+    def columns(self, *, frozen: bool = False) -> list[Column]:
+        """Return the places of all parameters that are trained now, in their order.
+
+        Args:
+            frozen: the others too, as an all-gather has all of them.
+        """
         found, start = list[Column](), 0
         for each in self._group.fsdp_params:
-            if each.sharded_param.requires_grad:
+            if frozen or each.sharded_param.requires_grad:
                 shape = tuple(each.padded_sharded_param_size)
                 stop = start + math.prod(shape)
                 found.append(Column(each.sharded_param, shape, start, stop))
@@ -219,6 +256,11 @@ class Unit:
         self._module.set_custom_reduce_scatter(comm)
         self._fill_unused()
 
+    def gather_by(self, comm: Any) -> None:
+        """Let ``comm``, of the interface of torch's ``AllGather``, do the all-gathers."""
+        self._own_gather = self._group._all_gather_comm
+        self._module.set_custom_all_gather(comm)
+
     def forget(self) -> None:
         """Call no hook any more."""
         self._group._all_reduce_hook = None
@@ -228,6 +270,10 @@ class Unit:
         """Let FSDP2 do its own reduce-scatters again."""
         self._group._reduce_scatter_comm = self._own_scatter
         self._group.reduce_scatter_unused_params = self._fills_itself
+
+    def gather_itself(self) -> None:
+        """Let FSDP2 do its own all-gathers again."""
+        self._group._all_gather_comm = self._own_gather
 
     def _fill_unused(self) -> None:
         self._fills_itself = getattr(self._group, "reduce_scatter_unused_params", False)

@@ -19,8 +19,11 @@ from lightning_gc.memories import Memory
 from lightning_gc.sharded import fsdp_units
 from lightning_gc.sharded.fsdp_units import Unit, fills_unused, units_of
 
-Way = Literal["HSDP", "FSDP", "attach"]
-"""HSDP and ``attach`` exchange shards between replicas; FSDP exchanges parts of gradients."""
+Way = Literal["HSDP", "FSDP", "attach", "gathers"]
+"""HSDP and ``attach`` exchange shards between replicas; FSDP exchanges parts of gradients.
+
+``"gathers"`` is what FSDP refuses besides if it compresses weights.
+"""
 
 _CALL = (
     'call fully_shard(module, mesh=self.device_mesh["data_parallel"]) in configure_model, for the '
@@ -96,6 +99,27 @@ RULES = (
         },
     ),
     Rule(
+        lambda unit, ranks: unit.gathered,
+        {
+            "gathers": "with its own all-gather, as by set_custom_all_gather, but only one can "
+            "replace FSDP2's; leave it out, or leave weights out"
+        },
+    ),
+    Rule(
+        lambda unit, ranks: unit.gathers_itself,
+        {
+            "gathers": "with parameters that have fsdp_pre_all_gather, as torchao's float8 has, so "
+            "they are compressed already; leave weights out"
+        },
+    ),
+    Rule(
+        lambda unit, ranks: len(unit.gathered_dtypes) > 1,
+        {
+            "gathers": "with parameters of several dtypes, {unit.gathered_dtypes}, which FSDP2 "
+            "gathers as bytes; call fully_shard for the parts of each dtype, or leave weights out"
+        },
+    ),
+    Rule(
         lambda unit, ranks: unit.shares_its_module,
         {
             "FSDP": "with several groups of parameters, as by a shard_placement_fn that names "
@@ -130,13 +154,14 @@ RULES = (
 )
 
 
-def refuse_model(model: nn.Module, ranks: Sequence[int], way: Way) -> str:
+def refuse_model(model: nn.Module, ranks: Sequence[int], way: Way, *more: Way) -> str:
     """Raise ValueError if the model is sharded in another way than ``way`` needs; return "".
 
     Args:
         model: on which ``fully_shard`` was called.
         ranks: global ranks over which every unit must be sharded.
         way: how gradients are exchanged.
+        more: other ways with rules.
     """
     refuse_sparse_gradients(model)
     units = units_of(model)
@@ -144,8 +169,9 @@ def refuse_model(model: nn.Module, ranks: Sequence[int], way: Way) -> str:
         raise ValueError(f"has a model without FSDP2; {_CALL}.")
     for unit in units:
         for rule in RULES:
-            if way in rule.sentence and rule.broken(unit, list(ranks)):
-                sentence = rule.sentence[way].format(unit=unit, ranks=list(ranks))
+            said = next((rule.sentence[each] for each in (way, *more) if each in rule.sentence), "")
+            if said and rule.broken(unit, list(ranks)):
+                sentence = said.format(unit=unit, ranks=list(ranks))
                 raise ValueError(f"has {unit.name} {sentence}.")
     sharded = {param for unit in units for param in unit.params}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -249,7 +275,9 @@ def refuse_curves(owner: str, controller: Controller | None) -> None:
 
 
 def refuse_errors(owner: str, compressor: Compressor, memory: Memory, given: bool) -> None:
-    """Raise ValueError for a memory with state: FSDP's errors would have full size on each rank.
+    """Raise ValueError for a memory with state, unless given and stored in fewer bits.
+
+    FSDP's errors have full size on each rank.
 
     Args:
         owner: the class, for the sentence.
@@ -259,20 +287,55 @@ def refuse_errors(owner: str, compressor: Compressor, memory: Memory, given: boo
     """
     if not memory.buffers:
         return
+    width = 4.0 if memory.stored is None else memory.stored.bytes_per_element
+    width *= len(memory.buffers)
+    if given and memory.stored is not None and not memory.common:
+        return
     price = (
-        "errors of full parameters on every rank, 4 bytes for each parameter of the model. FSDP "
-        "exists to save that memory"
+        f"errors of full parameters on every rank, {width:.3g} bytes for each parameter of the "
+        f"model. FSDP exists to save that memory"
     )
+    narrow = "NarrowResidual('int8')"
     if given:
         raise ValueError(
-            f"{owner}(memory={memory!r}): it would keep {price}. Leave it out and use an unbiased "
-            f"compressor such as QSGD(8), or CompressedHSDPStrategy, which keeps errors of shards."
+            f"{owner}(memory={memory!r}): it would keep {price}. Give memory={narrow} to pay 1.03 "
+            f"bytes, leave it out and use an unbiased compressor such as QSGD(8), or use "
+            f"CompressedHSDPStrategy, which keeps errors of shards."
         )
     raise ValueError(
         f"{owner}({compressor.method!r}): this method feeds back its errors by {memory!r}. It "
-        f"would keep {price}. Use an unbiased one such as QSGD(8), or CompressedHSDPStrategy, "
-        f"which keeps errors of shards. memory='none' drops the errors."
+        f"would keep {price}. Give memory={narrow} to pay 1.03 bytes. Otherwise use an unbiased "
+        f"method such as QSGD(8), or CompressedHSDPStrategy, which keeps errors of shards. "
+        f"memory='none' drops the errors."
     )
+
+
+def check_legs(
+    owner: str, gradients: object, weights: object, hops: int, workers_per_node: int | None
+) -> None:
+    """Raise ValueError if FSDP is to compress nothing, or in hops that do not exist.
+
+    Args:
+        owner: the class or function, for the sentence.
+        gradients: their compressor, or None.
+        weights: their compressor, or None.
+        hops: in which gradients are exchanged.
+        workers_per_node: as given.
+    """
+    if gradients is None and weights is None:
+        raise ValueError(
+            f"{owner}(): it compresses gradients, weights, or both. Give "
+            f"gradients=QSGD(bits=4), weights=Int8(block_size=256), say."
+        )
+    if hops not in (1, 2) or isinstance(hops, bool):
+        raise ValueError(
+            f"{owner}(hops={hops!r}): use 1, or 2 for within the node and then between nodes."
+        )
+    if workers_per_node is not None and (hops == 1 or gradients is None):
+        raise ValueError(
+            f"{owner}(workers_per_node={workers_per_node!r}): it is for gradients in two hops. "
+            f"Give hops=2 and gradients too, or leave it out."
+        )
 
 
 def check_bucket_cap(owner: str, bucket_cap_mb: Any) -> None:
@@ -282,6 +345,23 @@ def check_bucket_cap(owner: str, bucket_cap_mb: Any) -> None:
         raise ValueError(
             f"{owner}(bucket_cap_mb={bucket_cap_mb!r}): give megabytes, more than 0, such as 25."
         )
+
+
+def group_of_all(units: Sequence[Unit]) -> dist.ProcessGroup:
+    """Return the group over which the units are sharded, for ``attach``.
+
+    Raises:
+        ValueError: it does not have all ranks.
+    """
+    mesh = units[0].mesh
+    if mesh.ndim != 1 or mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"attach(...): the model is on the mesh {mesh.mesh.tolist()}, but all "
+            f"{dist.get_world_size()} ranks must be in it. Give fully_shard no mesh, or one of "
+            f"replicas and shards."
+        )
+    group: dist.ProcessGroup = mesh.get_group()
+    return group
 
 
 def replicated_mesh(units: Sequence[Unit]) -> DeviceMesh:

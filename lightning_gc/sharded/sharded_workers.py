@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gc.engine import Engine
+from lightning_gc.engine.error_buffers import Made
 from lightning_gc.exchange.workers import Configuration, Workers
 
 
@@ -91,11 +92,86 @@ class FSDPWorkers(ShardedWorkers):
     """
 
     def _engine(self, worker: int, workers: int) -> Engine:
-        return self.configuration.engine(worker, workers)
+        parts, cuts = self.configuration, {n: self._cut(param) for param, n in self.names.items()}
+        return _PaddedEngine(parts, worker, workers, cuts)
+
+    def _cut(self, param: Tensor) -> Cut:
+        return Cut(tuple(param.shape), dim_of(param), self.shards)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameter name -> its shape, of which a rank keeps all errors."""
+        return {name: tuple(param.shape) for param, name in self.names.items()}
+
+    def place(self) -> dict[str, int]:
+        """Return nothing: each rank is a worker."""
+        return {}
 
     def _largest(self, param: Tensor) -> tuple[int, ...]:
         """Return the shape by which a parameter counts as compressed."""
-        return stacked(shard_shape(tuple(param.shape), dim_of(param), self.shards), self.shards)
+        return self._cut(param).stacked
+
+
+class Cut(NamedTuple):
+    """How a parameter is cut into equal shards, the last ones padded with zeros.
+
+    Attributes:
+        shape: of the parameter.
+        dim: along which it is cut.
+        shards: W.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    shards: int
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """The shape of all shards, one below the other."""
+        return stacked(shard_shape(self.shape, self.dim, self.shards), self.shards)
+
+    @property
+    def padding(self) -> int:
+        """Elements of ``stacked`` that belong to no parameter."""
+        return math.prod(self.stacked) - math.prod(self.shape)
+
+    def stack(self, whole: Tensor) -> Tensor:
+        """Return a tensor of the parameter's shape in the shape ``stacked``."""
+        size = shard_shape(self.shape, self.dim, self.shards)[self.dim] * self.shards
+        full = whole.new_zeros((*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]))
+        full.narrow(self.dim, 0, self.shape[self.dim]).copy_(whole)
+        return full if self.dim == 0 else torch.cat(full.chunk(self.shards, self.dim))
+
+    def unstack(self, tensor: Tensor) -> Tensor:
+        """Undo ``stack``."""
+        full = tensor if self.dim == 0 else torch.cat(tensor.chunk(self.shards), self.dim)
+        return full.narrow(self.dim, 0, self.shape[self.dim])
+
+
+class _PaddedEngine(Engine):
+    """Compresses parameters in padded shapes; their state has the parameters' own outside."""
+
+    def __init__(
+        self, parts: Configuration, worker: int, workers: int, cuts: Mapping[str, Cut]
+    ) -> None:
+        given = parts.compressor, parts.memory, parts.scheme
+        super().__init__(*given, worker=worker, workers=workers, seed=parts.seed)
+        self._cuts = cuts
+        self.padding = {name: cut.padding for name, cut in cuts.items() if cut.padding}
+
+    @property
+    def kept(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {
+            name: Made(buffers, self._cuts[name].unstack)
+            for name, buffers in self.buffers.named.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        memory = {
+            name: {buffer: self._cuts[name].stack(tensor) for buffer, tensor in kept.items()}
+            for name, kept in state["memory"].items()
+        }
+        super().load_state_dict({**state, "memory": memory})
 
 
 def stacked(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Collective, Compressor, limits_of
+from lightning_gc.compressors.base import Codec, Collective, Compressor, limits_of, wire_of
 from lightning_gc.core import Bucket, Exchange, Flow, Payload, together
 from lightning_gc.schemes import Scheme
+from lightning_gc.schemes.base import book, toward
 from lightning_gc.sharded.fsdp_units import Unit, after_backward, refuse_interrupted
 from lightning_gc.sharded.shard_validation import refuse_pass
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, stacked
@@ -33,22 +34,41 @@ class ReduceScatter(Scheme):
     numbers, and decodes in float32. Dense tensors are exchanged in the same way, in the gradient's
     dtype.
 
+    With L workers per node it goes in two hops. Worker l of a node first gets, from its L
+    neighbours, the shards of the workers l of all nodes, and averages them. Then it encodes each
+    of these means again, and sends it to its owner. L times the error of the second encoding is
+    added to the error of the worker that made it, so the mean over workers of the errors is exact.
+    Dense tensors go in one hop.
+
     It is not in ``SCHEMES``: it breaks their second law, as workers end with different shards.
     Elements of ``out`` that belong to other workers are undefined afterwards.
 
+    Args:
+        workers_per_node: L, as the machines are; consecutive workers are a node. 1: one hop, as
+            also where L does not divide W, or there is one node.
+
     Communication pattern:
         One all-to-all for a bucket: ``(W−1)/W`` times the payload's bytes per worker, half of what
-        ``TwoShot`` sends, and flat in W. The numbers of a parameter must be a multiple of W.
+        ``TwoShot`` sends, and flat in W. The numbers of a parameter must be a multiple of W. In two
+        hops, of the payload's bytes P: ``(L−1)/L·P`` within the node, ``(1 − L/W)·P/L`` to other
+        nodes, and lengths, of 8 bytes for each tensor and worker.
 
     Raises:
-        ValueError: when combined with a compressor that has its own rounds, or that votes.
+        ValueError: when combined with a compressor that has its own rounds, or that votes;
+            ``workers_per_node`` below 1.
 
     Reference:
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
-        Training" (qgZ), arXiv 2306.10209. There in two hops, within nodes and between them.
+        Training" (qgZ), arXiv 2306.10209.
     """
 
+    workers_per_node: int = 1
+
     cuts = scatters = True
+
+    def __post_init__(self) -> None:
+        if self.workers_per_node < 1:
+            raise ValueError(f"{self!r}: give the number of workers of each machine, at least 1.")
 
     def check(self, compressor: Compressor) -> None:
         """Refuse what has no payload for one worker alone."""
@@ -69,20 +89,28 @@ class ReduceScatter(Scheme):
                 f"the mean of what was decoded. Use QSGD(8), say."
             )
 
+    def neighbours(self, workers: int) -> int:
+        """Return L, or 1 where there is one hop."""
+        near = self.workers_per_node
+        return near if near < workers and workers % near == 0 else 1
+
     def encodings(self, workers: int) -> int:
-        """Return W: each part is encoded once."""
-        return workers
+        """Return W: each part is encoded once; and once again in a second hop."""
+        near = self.neighbours(workers)
+        return workers if near == 1 else workers + workers // near
 
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Exchange a bucket, parameter by parameter, in one message to each worker."""
         if codec.traits.plain:
             yield from self.dense(bucket, buffer, out)
             return
+        near = self.neighbours(bucket.workers)
         spans = [(name, slice(start, stop)) for name, start, stop in bucket.spans()]
-        flows = [
-            _scattered(codec, bucket.part(name, span.start, span.stop), buffer[span], out[span])
-            for name, span in spans
-        ]
+        flows = []
+        for name, span in spans:
+            part = bucket.part(name, span.start, span.stop)
+            given = codec, part, buffer[span], out[span]
+            flows.append(_scattered(*given) if near == 1 else _in_two_hops(*given, near))
         yield from together(flows, bucket.workers)
 
     def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
@@ -120,6 +148,46 @@ def _scattered(codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flo
     mean = torch.zeros_like(mine)
     for sender, payload in enumerate(arrived):
         codec.receive(tuple(payload), mean, 1 / workers, parts[me], sender)
+    mine.copy_(mean)
+
+
+def _in_two_hops(codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor, near: int) -> Flow:
+    """Exchange one parameter within the node, and its means between nodes."""
+    workers = bucket.workers
+    nodes, (node, local) = workers // near, divmod(bucket.worker, near)
+    mine = _shard(out, bucket.worker, workers)
+    size = mine.numel()
+    shards = [bucket.shard(i, size) for i in range(workers)]
+    limits = tuple(field.length for field in wire_of(codec, size))
+    neighbours = [node * near + i for i in range(near)]
+    counterparts = [i * near + local for i in range(nodes)]
+
+    # A payload for each shard: the second hop sends them to different nodes.
+    fields, payloads = len(limits), list[Payload]()
+    for i in range(near):
+        owners = range(i, workers, near)
+        payloads.append(
+            tuple(
+                tensor
+                for owner in owners
+                for tensor in codec.send(_shard(buffer, owner, workers), shards[owner])
+            )
+        )
+    arrived = yield toward(neighbours, payloads, workers, limits * nodes)
+    means = [torch.zeros_like(mine) for _ in range(nodes)]
+    for sender in neighbours:
+        for i, mean in enumerate(means):
+            payload = tuple(arrived[sender][i * fields : (i + 1) * fields])
+            codec.receive(payload, mean, 1 / near, shards[counterparts[i]], sender)
+
+    again = [shards[owner].again() for owner in counterparts]
+    payloads = [codec.send(mean, part) for mean, part in zip(means, again, strict=True)]
+    for owner, error in zip(counterparts, means, strict=True):
+        book(buffer, owner * size, error, near)
+    arrived = yield toward(counterparts, payloads, workers, limits)
+    mean = torch.zeros_like(mine)
+    for sender in counterparts:
+        codec.receive(tuple(arrived[sender]), mean, 1 / nodes, again[node], sender)
     mine.copy_(mean)
 
 

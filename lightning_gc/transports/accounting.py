@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,12 +29,16 @@ class Account:
         message_bytes: bytes of its messages, each counted once for any number of receivers; in
             simulations only.
         node_bytes: bytes sent within its node, by a scheme with nodes; not in ``wire_bytes``.
+        weight_bytes: the part of ``wire_bytes`` for gathers of weights, in FSDP.
+        dense_weight_bytes: bytes of the same gathers uncompressed.
         seconds: phase -> seconds; empty if nothing was timed.
     """
 
     wire_bytes: int = 0
     message_bytes: int = 0
     node_bytes: int = 0
+    weight_bytes: int = 0
+    dense_weight_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -130,6 +134,54 @@ class Recording:
         before, self._taken = self._taken, (self.inner.sent_bytes, self.inner.node_bytes)
         sent, within = (now - then for now, then in zip(self._taken, before, strict=True))
         return Account(sent, node_bytes=within, seconds=self._watch.take())
+
+
+class WithWeights:
+    """Account of gradients and of gathered weights: bytes and seconds are sums of both.
+
+    Args:
+        gradients: the account of exchanges of gradients.
+        weights: the account of gathers of weights.
+        dense: returns the bytes so far of the same gathers uncompressed.
+    """
+
+    def __init__(self, gradients: Recording, weights: Recording, dense: Callable[[], int]) -> None:
+        self._gradients, self._weights, self._dense = gradients, weights, dense
+        self._taken = dense()
+        self.modelled = False
+        self.worker, self.workers = gradients.worker, gradients.workers
+
+    @property
+    def exchanges(self) -> deque[ExchangeRecord] | None:
+        return self._gradients.exchanges
+
+    @exchanges.setter
+    def exchanges(self, kept: deque[ExchangeRecord] | None) -> None:
+        self._gradients.exchanges = kept
+
+    @property
+    def timing(self) -> bool:
+        return self._gradients.timing
+
+    @timing.setter
+    def timing(self, on: bool) -> None:
+        self._gradients.timing = self._weights.timing = on
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._gradients.sent_bytes + self._weights.sent_bytes
+
+    def seconds(self) -> dict[str, float]:
+        return _added(self._gradients.seconds(), self._weights.seconds())
+
+    def take(self) -> Account:
+        account, weights = self._gradients.take(), self._weights.take()
+        before, self._taken = self._taken, self._dense()
+        account.wire_bytes += weights.wire_bytes
+        account.weight_bytes = weights.wire_bytes
+        account.dense_weight_bytes = self._taken - before
+        account.seconds = _added(account.seconds, weights.seconds)
+        return account
 
 
 class Stopwatch:

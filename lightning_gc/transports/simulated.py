@@ -286,4 +286,4 @@ class Page:
         transport, before, me = self.ledger.transport, self._taken, self.worker
         self._taken = (self.sent_bytes, transport.message_bytes[me], transport.node_bytes[me])
         sent, said, within = (now - then for now, then in zip(self._taken, before, strict=True))
-        return Account(sent, said, within, seconds)
+        return Account(sent, said, within, seconds=seconds)

@@ -11,12 +11,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_gc import Identity, PerParameter, Residual, StepAhead, TopK, attach
+from lightning_gc import (
+    QSGD,
+    Identity,
+    Int8,
+    PerParameter,
+    Residual,
+    StepAhead,
+    TopK,
+    attach,
+)
 from lightning_gc.controllers import Accordion
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import with_checksum
 from tests.support.accelerator import BACKEND, DEVICE, needs_four
 from tests.support.hsdp import RANKS, Sharded, batches_of, fit_sharded, hsdp, whole
+from tests.support.hsdp_laws import MINUTE
 from tests.support.processes import run_in_processes
 
 pytestmark = [pytest.mark.processes, needs_four]
@@ -146,6 +156,8 @@ def refused(rank: int, compressor: Any) -> dict[str, str]:
     net = with_units(both, both, both)
     cases: dict[str, Any] = {
         "no replicas": lambda: attach(with_units(flat, flat, flat), compressor),
+        "a timeout": lambda: attach(with_units(flat, flat, flat), QSGD(4), timeout=MINUTE),
+        "weights of replicas": lambda: attach(net, compressor, weights=Int8()),
         "two meshes": lambda: attach(with_units(both, turned, both), compressor),
         "trained outside": lambda: attach(with_outside(both), compressor),
         "a loss scaler": lambda: attach(net, compressor, scaler=torch.amp.GradScaler("cpu")),
@@ -218,7 +230,9 @@ def test_a_controller_decides_the_same_on_all_ranks(found: Any) -> None:
 
 
 REFUSED = {
-    "no replicas": "no replicas to exchange gradients with",
+    "no replicas": "4 bytes for each parameter of the model",
+    "a timeout": "init_process_group(timeout=...)",
+    "weights of replicas": "was called on without replicas",
     "two meshes": "give fully_shard one mesh for all",
     "trained outside": "trains 0.weight, 0.bias outside of all",
     "a loss scaler": "need no loss scaling",

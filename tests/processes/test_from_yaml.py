@@ -49,7 +49,7 @@ SAID: dict[str, Any] = {
         },
     ),
     "HSDP": ("CompressedHSDPStrategy", {"compressor": TOPK, "replicas": 2}),
-    "FSDP": ("CompressedFSDPStrategy", {"compressor": "qsgd"}),
+    "FSDP": ("CompressedFSDPStrategy", {"gradients": "qsgd", "weights": "int8"}),
 }
 ALONE: dict[str, Any] = {
     "simulated DDP": ("SimulatedDDPStrategy", {"compressor": TOPK, "workers": 4}),

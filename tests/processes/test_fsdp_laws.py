@@ -5,37 +5,40 @@ first), frozen ones, and a layer that takes no part in every second step.
 """
 
 import io
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_gc import QSGD, Identity, PerParameter, TopK
+from lightning_gc import QSGD, Identity, NarrowResidual, PerParameter, Residual, TopK
 from lightning_gc.sharded.unit_scatters import ReduceScatter
 from lightning_gc.transports.base import reduce_scatter_bytes
-from tests.support.fsdp import Scattered, own_shards, scatter, simulated
+from tests.support.fsdp import Scattered, Way, own_shards, scatter, simulated
 from tests.support.instances import ALL
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
 
-METHODS: dict[str, Any] = {
-    "identity": Identity(),
-    "qsgd": QSGD(8),
-    "qsgd of all": PerParameter(QSGD(4)),
-    "topk, errors dropped": PerParameter(TopK(0.05)),
+METHODS: dict[str, Way] = {
+    "identity": Way(Identity()),
+    "qsgd": Way(QSGD(8)),
+    "qsgd of all": Way(PerParameter(QSGD(4))),
+    "topk, errors dropped": Way(PerParameter(TopK(0.05))),
+    "errors": Way(PerParameter(QSGD(4)), Residual()),
+    "errors in 8 bits": Way(PerParameter(QSGD(4)), NarrowResidual("int8")),
+    "two hops": Way(PerParameter(QSGD(4)), Residual(), ReduceScatter(2)),  # one hop of two ranks
 }
 
 
-def scatter_all(rank: int, ranks: int, methods: list[Any]) -> bytes:
+def scatter_all(rank: int, ranks: int, methods: list[Way]) -> bytes:
     """Return what was exchanged, by method and step, as a file: tensors would be shared."""
     file = io.BytesIO()
     torch.save([scatter(rank, ranks, method) for method in methods], file)
     return file.getvalue()
 
 
-def scattered(ranks: int, methods: list[Any], timeout: float = 90) -> list[list[list[Scattered]]]:
+def scattered(ranks: int, methods: list[Way], timeout: float = 90) -> list[list[list[Scattered]]]:
     """Return what was exchanged, by method, rank and step."""
     files = run_in_processes(scatter_all, ranks, ranks, methods, timeout=timeout)
     by_rank = [torch.load(io.BytesIO(file), weights_only=False) for file in files]
@@ -54,12 +57,35 @@ def test_real_ranks_are_simulated_workers(
     check_against_simulation(found[name], METHODS[name])
 
 
-def check_against_simulation(ranks: list[list[Scattered]], method: Any) -> None:
-    for ours, theirs in zip(ranks, simulated(ranks, method), strict=True):
+def check_against_simulation(ranks: list[list[Scattered]], way: Way) -> None:
+    for ours, theirs in zip(ranks, simulated(ranks, way), strict=True):
         for real, expected in zip(ours, theirs, strict=True):
             assert real.sent == expected.sent
             for mean, one in zip(real.means, expected.means, strict=True):
                 assert torch.equal(mean, one)
+            assert real.errors.keys() == expected.errors.keys()
+            assert all(torch.equal(real.errors[n], e) for n, e in expected.errors.items())
+
+
+@pytest.mark.parametrize("name", ["errors", "two hops"])
+def test_nothing_is_lost(found: dict[str, list[list[Scattered]]], name: str) -> None:
+    """Applied means plus mean errors are the sum of mean gradients; padding has no errors."""
+    ranks = found[name]
+    count, totals = len(ranks), dict[str, Tensor]()  # gradients less means
+    for steps in zip(*ranks, strict=True):
+        for at, shapes in enumerate(steps[0].shapes):
+            sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+            shards = [size // count for size in sizes]
+            grads = torch.stack([step.grads[at].double() for step in steps]).mean(0).split(sizes)
+            means = zip(*(step.means[at].split(shards) for step in steps), strict=True)
+            for n, grad, mean in zip(shapes, grads, means, strict=True):
+                totals[n] = totals.get(n, 0) + grad - torch.cat(mean).double()
+    for n, total in totals.items():
+        errors = torch.stack([steps[-1].errors[n].double() for steps in ranks]).mean(0)
+        real = total.numel() - ranks[0][0].padding.get(n, 0)
+        torch.testing.assert_close(errors[:real], total[:real], rtol=0, atol=1e-6)
+        assert not errors[real:].any()
+    assert any(ranks[0][0].padding.values())
 
 
 def test_uncompressed_it_is_the_mean_at_a_reduce_scatters_bytes(
@@ -101,12 +127,12 @@ def test_eight_bits_send_a_quarter(found: dict[str, list[list[Scattered]]]) -> N
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_method_is_as_simulated() -> None:
-    methods = []
+    methods = list[Way]()
     for method in ALL:
         try:
             ReduceScatter().check(method)
         except ValueError:
             continue  # it has no payload for one rank
-        methods.append(method)
-    for method, ranks in zip(methods, scattered(2, methods, timeout=800), strict=True):
-        check_against_simulation(ranks, method)
+        methods.append(Way(method))
+    for way, ranks in zip(methods, scattered(2, methods, timeout=800), strict=True):
+        check_against_simulation(ranks, way)

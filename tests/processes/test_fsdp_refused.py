@@ -5,6 +5,7 @@ mean.
 """
 
 import os
+import time
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_gc import QSGD
-from lightning_gc.sharded.fsdp_units import units_of
+from lightning_gc import QSGD, Int8
+from lightning_gc.sharded.fsdp_units import in_backward, units_of
 from tests.support.fsdp import fsdp
 from tests.support.hsdp import OtherwiseSharded, Sharded, fit_sharded
 from tests.support.processes import run_in_processes
@@ -48,6 +49,15 @@ class Otherwise(OtherwiseSharded):
         self.as_documented()
         self.head.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[operator]
 
+    def gathered(self) -> None:
+        self.as_documented()
+        self.head.set_custom_all_gather(ReduceScatter())  # type: ignore[operator]
+
+    def of_two_dtypes(self) -> None:
+        half = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16), requires_grad=False)
+        self.head.register_parameter("narrow", half)
+        self.as_documented()
+
     def divided(self) -> None:
         self.as_documented()
         self.head.set_gradient_divide_factor(3.0)  # type: ignore[operator]
@@ -68,6 +78,12 @@ CASES: dict[str, tuple[str, str]] = {
     "float16": ("in_float16", "use MixedPrecisionPolicy(reduce_dtype=torch.float32)"),
     "scattered": ("scattered", "has head with its own reduce-scatter"),
     "divided": ("divided", "has head with set_gradient_divide_factor"),
+}
+
+
+GATHERS: dict[str, tuple[str, str]] = {
+    "gathered": ("gathered", "has head with its own all-gather"),
+    "of two dtypes": ("of_two_dtypes", "has head with parameters of several dtypes"),
 }
 
 
@@ -100,6 +116,9 @@ def refused(rank: int) -> dict[str, str]:
     said = {}
     for name, (how, _) in CASES.items():
         said[name] = error_of(rank, fsdp(QSGD(8)), partial(Otherwise, how))
+    for name, (how, _) in GATHERS.items():
+        said[name] = error_of(rank, fsdp(weights=Int8(256)), partial(Otherwise, how))
+    said["weights"] = error_of(rank, fsdp(weights=Int8(256 + rank)), Sharded)
     said["on one"] = error_of(rank, fsdp(QSGD(8)), partial(Otherwise, "unsharded", on=1))
     said["units"] = error_of(rank, fsdp(QSGD(8)), partial(Otherwise, "in_two_units_here", on=1))
     said["bits"] = error_of(rank, fsdp(QSGD(8 - rank)), Sharded)
@@ -116,10 +135,10 @@ def said() -> list[dict[str, str]]:
     return results
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | GATHERS)
 def test_other_shards_are_refused(said: list[dict[str, str]], name: str) -> None:
     for rank in said:
-        assert CASES[name][1] in rank[name]
+        assert (CASES | GATHERS)[name][1] in rank[name]
         assert name == "alone" or rank[name] == said[0][name]
 
 
@@ -129,6 +148,7 @@ def test_all_ranks_refuse_what_one_has(said: list[dict[str, str]]) -> None:
         assert rank["units"].startswith("Worker 1 has units=")
         assert "Worker 1 has compressor=" in rank["bits"]
         assert "Worker 1 has seed=1" in rank["seed"]
+        assert "Worker 1 has weights=" in rank["weights"]
         assert "unfrozen, added or replaced" in rank["unfrozen"]
         assert "head has set_gradient_divide_factor" in rank["divided since"]
 
@@ -167,20 +187,41 @@ class DiesWithin(Sharded):
 
 
 def train(rank: int, module: type[pl.LightningModule]) -> tuple[str, str]:
-    strategy = fsdp(QSGD(8), timeout=timedelta(seconds=3))
+    strategy = fsdp(QSGD(8), weights=Int8(256), timeout=timedelta(seconds=15))
     try:
         fit_sharded(rank, strategy, 6, module, ranks=2)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return type(error).__name__, " ".join([str(error), *getattr(error, "__notes__", [])])
     raise AssertionError("the fit ended as if nothing had happened")
 
 
-@pytest.mark.parametrize("module", [Dies, DiesWithin])
+class Hangs(Dies):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and batch_idx == 2:
+            time.sleep(60)
+        return super().training_step(batch, 0)
+
+
+class Raises(Dies):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and batch_idx == 2:
+            raise ValueError("out of memory")
+        return super().training_step(batch, 0)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Dies, DiesWithin, *(pytest.param(m, marks=pytest.mark.nightly) for m in (Hangs, Raises))],
+)
 def test_the_other_ends_with_an_error_that_names_it(module: type[Sharded]) -> None:
-    ((kind, message),) = run_in_processes(train, 2, module, timeout=60, wait_for=1)
+    last = 2 if module is Raises else 1
+    (kind, message), *others = run_in_processes(train, 2, module, timeout=80, wait_for=last)
     assert kind == "PeerError"
     assert "with workers 1" in message or "with worker 1" in message
-    assert module is Dies or "a reduce-scatter of gradients" in message
+    purpose = "an all-gather of weights" in message
+    assert purpose or "a reduce-scatter of gradients" in message
+    assert purpose or module is not Dies, "it died before its forward pass"
+    assert others == ([("ValueError", "out of memory")] if module is Raises else [])
 
 
 class Net(nn.Module):
@@ -207,7 +248,11 @@ def read_units(rank: int) -> list[tuple[str, int, str]]:
     assert bias[1:] == ((3,), 9, 12)
     assert [column[1:] for column in root.columns()] == [((1,), 0, 1)]
     assert (inner.padded_numel(), root.padded_numel()) == (12, 1)
+    every = [column[1:] for column in root.columns(frozen=True)]
+    assert every == [((1,), 0, 1), ((4, 2), 1, 9)]
     assert not any(unit.scattered or unit.shares_its_module for unit in (root, inner))
+    assert not any(unit.gathered or unit.gathers_itself for unit in (root, inner))
+    assert root.gathered_dtypes == {torch.float32}
     asked: list[tuple[str, int, str]] = []
 
     class Spy(ReduceScatter):
@@ -217,13 +262,25 @@ def read_units(rank: int) -> list[tuple[str, int, str]]:
             assert input_tensor.numel() == 2 * output_tensor.numel()
             output_tensor.fill_(rank + 1)
 
+    class Gather(ReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **given: Any) -> None:
+            assert (output_tensor.numel(), input_tensor.numel()) == (2 * 12, 12)
+            assert output_tensor.view(2, 12)[rank].data_ptr() == input_tensor.data_ptr()
+            gathers.append(in_backward())
+            output_tensor.zero_()
+
+    gathers: list[bool] = []
+    inner.gather_by(Gather())
     inner.scatter_by(Spy())
-    replaced = [inner.scattered]
+    replaced = [inner.scattered, inner.gathered]
     net(torch.ones(4, 3)).sum().backward()
     assert net.inner.weight.grad is not None
     assert net.inner.weight.grad.to_local().unique().tolist() == [rank + 1]  # type: ignore[attr-defined]
+    assert gathers == [False, True]
+    inner.gather_itself()
+    replaced.append(inner.gathered)
     inner.scatter_itself()
-    assert [*replaced, inner.scattered] == [True, False]
+    assert [*replaced, inner.scattered] == [True, True, False, False]
     net(torch.ones(4, 3)).sum().backward()
     return asked
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import QSGD, GTopK, PowerSGD, SimulatedDDPStrategy, StepAhead, TopK, attach
+from lightning_gc import QSGD, GTopK, Int8, PowerSGD, SimulatedDDPStrategy, StepAhead, TopK, attach
 from lightning_gc.compressors import Compressor
 from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.flow import Exchange, Request
@@ -194,14 +194,15 @@ def test_damaged_messages_between_shards_are_named() -> None:
     assert errors[0].startswith("PeerError"), errors
 
 
-def fitted_in_shards(rank: int, scatters: bool) -> str:
+def fitted_in_shards(rank: int, leg: Literal["replicas", "scatters", "gathers"]) -> str:
     """Train with Lightning, a message damaged at rank 1 once; return the error."""
     strategy: Any = hsdp(TopK(0.1), verify=1, timeout=TIMEOUT)
-    if scatters:
-        strategy = fsdp(QSGD(8), verify="payload", timeout=SHORT)
+    if leg != "replicas":
+        gathers: dict[str, Any] = {"weights": Int8(256)} if leg == "gathers" else {}
+        strategy = fsdp(QSGD(8), verify="payload", timeout=SHORT, **gathers)
     try:
         at = lambda: rank == 1 and bool(strategy.engine) and strategy.engine.step >= 2  # noqa: E731
-        with damaging(at, tree=scatters):
+        with damaging(at, tree=leg == "scatters"):
             fit_sharded(rank, strategy, steps=5, ranks=2)
     except (PeerError, ReplicaError) as error:
         return f"{type(error).__name__}: {error}"
@@ -209,13 +210,14 @@ def fitted_in_shards(rank: int, scatters: bool) -> str:
 
 
 def test_lightnings_replicas_of_shards_are_compared() -> None:
-    for error in run_in_processes(fitted_in_shards, 2, False):
+    for error in run_in_processes(fitted_in_shards, 2, "replicas"):
         assert error.startswith("ReplicaError: Workers hold different bits of the mean"), error
         assert "no majority agrees: 0 | 1" in error
 
 
-def test_damaged_reduce_scatters_are_named() -> None:
-    errors = run_in_processes(fitted_in_shards, 2, True)
+@pytest.mark.parametrize("leg", ["scatters", pytest.param("gathers", marks=pytest.mark.nightly)])
+def test_damaged_messages_of_fsdp_are_named(leg: str) -> None:
+    errors = run_in_processes(fitted_in_shards, 2, leg)
     assert errors[1].startswith("MessageError: The message of worker 0"), errors
     assert errors[0].startswith("PeerError"), errors
 

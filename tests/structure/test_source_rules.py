@@ -35,7 +35,7 @@ EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
 CompressionMonitor GrowingRounds InnerMoments LocalSteps LocalStepsStrategy NetworkModel OuterSGD
-SimulatedDDPStrategy SimulatedLocalStepsStrategy Together
+SimulatedDDPStrategy SimulatedLocalStepsStrategy Together WeightDifferences
 advise attach
 Induced PerParameter Quantised SizeSwitch
 CSER DIANA EF21 ErrorFeedback ErrorReset GlobalMomentum LocalMomentum MomentumCorrection

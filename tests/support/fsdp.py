@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gc.engine import Engine
-from lightning_gc.exchange import configure
+from lightning_gc.exchange import Configuration, configure
 from lightning_gc.lightning.for_pytorch_lightning import CompressedFSDPStrategy
 from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, replica_mesh
@@ -27,7 +27,7 @@ Shapes = dict[str, tuple[int, ...]]
 SEED = 3
 
 
-def fsdp(compressor: Any, **options: Any) -> CompressedFSDPStrategy:
+def fsdp(compressor: Any = None, **options: Any) -> CompressedFSDPStrategy:
     """Return the strategy of a rank that runs in a process of its own."""
     return CompressedFSDPStrategy(compressor, process_group_backend=BACKEND, **options)
 
@@ -46,12 +46,29 @@ class Scattered:
         grads: per exchange, this rank's gradient of whole parameters, flat.
         means: per exchange, this rank's shards of their mean, as FSDP2 gets them.
         sent: bytes, over the steps so far.
+        padding: of each parameter, elements at the end of its gradient that it does not have.
+        errors: after the step, by name, flat and padded.
     """
 
     shapes: list[Shapes]
     grads: list[Tensor]
     means: list[Tensor]
     sent: int
+    padding: dict[str, int]
+    errors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How gradients are exchanged."""
+
+    compressor: Any
+    memory: Any = "none"
+    scheme: ReduceScatter = field(default_factory=ReduceScatter)
+
+    @property
+    def configuration(self) -> Configuration:
+        return configure("a test", self.compressor, self.memory, self.scheme, SEED)
 
 
 class Watched(UnitScatters):
@@ -72,7 +89,13 @@ def own_shards(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], me: int, ran
     return torch.cat([part.view(ranks, -1)[me] for part in flat.split(sizes)])
 
 
-def scatter(rank: int, ranks: int, compressor: Any, steps: int = 3) -> list[Scattered]:
+def errors_of(engine: Engine) -> dict[str, Tensor]:
+    """Return a copy of the errors, flat and padded."""
+    named = engine.buffers.named
+    return {n: b["error"].reshape(-1).clone() for n, b in named.items() if "error" in b}
+
+
+def scatter(rank: int, ranks: int, way: Way, steps: int = 3) -> list[Scattered]:
     """Make backward passes of a small net in shards; return what was exchanged in each."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=MINUTE)
@@ -80,10 +103,10 @@ def scatter(rank: int, ranks: int, compressor: Any, steps: int = 3) -> list[Scat
     net = Net()
     for child in (*net.children(), net):
         fully_shard(child, mesh=mesh)
-    workers = FSDPWorkers(configure("a test", compressor, "none", ReduceScatter(), SEED))
+    workers = FSDPWorkers(way.configuration)
     workers.shard, workers.shards = rank, ranks
     workers.name(net)
-    transport = Distributed(mesh.get_group())
+    transport = Distributed(mesh.get_group(), per_node=way.scheme.neighbours(ranks))
     recording = Recording(transport)
     workers.start([recording], revocable=False)
     watched = Watched(units_of(net), workers, transport, recording, lambda: None)
@@ -95,7 +118,8 @@ def scatter(rank: int, ranks: int, compressor: Any, steps: int = 3) -> list[Scat
             if param.grad is not None:  # what the exchange has left is what the optimizer gets
                 _check_gradient(name, param.grad, watched.seen, ranks)
         shapes, grads, means = (list(part) for part in zip(*watched.seen, strict=True))
-        found.append(Scattered(shapes, grads, means, recording.sent_bytes))
+        left = dict(workers.first.padding), errors_of(workers.first)
+        found.append(Scattered(shapes, grads, means, recording.sent_bytes, *left))
     watched.close()
     return found
 
@@ -111,12 +135,13 @@ def _check_gradient(name: str, grad: Any, seen: Sequence[Any], ranks: int) -> No
     raise AssertionError(f"{name} has a gradient that nobody has exchanged")
 
 
-def simulated(ranks: Sequence[Sequence[Scattered]], compressor: Any) -> list[list[Scattered]]:
+def simulated(ranks: Sequence[Sequence[Scattered]], way: Way) -> list[list[Scattered]]:
     """Return what simulated workers make of the same gradients."""
     count = len(ranks)
-    made = configure("a test", compressor, "none", ReduceScatter(), SEED)
-    engines: list[Engine] = [made.engine(worker, count) for worker in range(count)]
-    network = Simulated(count)
+    engines: list[Engine] = [way.configuration.engine(worker, count) for worker in range(count)]
+    for engine in engines:
+        engine.padding = ranks[0][0].padding
+    network = Simulated(count, way.scheme.neighbours(count))
     found: list[list[Scattered]] = [[] for _ in ranks]
     for steps in zip(*ranks, strict=True):
         means: list[list[Tensor]] = [[] for _ in ranks]
@@ -129,5 +154,6 @@ def simulated(ranks: Sequence[Sequence[Scattered]], compressor: Any) -> list[lis
             engine.advance()
             step = steps[me]
             sent = network.sent_bytes[me]
-            found[me].append(Scattered(step.shapes, step.grads, means[me], sent))
+            left = step.padding, errors_of(engine)
+            found[me].append(Scattered(step.shapes, step.grads, means[me], sent, *left))
     return found

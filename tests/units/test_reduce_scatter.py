@@ -18,6 +18,7 @@ from lightning_gc import (
     NoMemory,
     PerParameter,
     PowerSGD,
+    Residual,
     SignSGD,
     SizeSwitch,
     TopK,
@@ -197,3 +198,55 @@ def test_what_has_no_payload_for_one_worker_is_refused(compressor: Any) -> None:
         ReduceScatter().check(compressor)
     ReduceScatter().check(TopK(0.1))
     assert ReduceScatter().encodings(4) == 4
+
+
+FOUR = {"wide": (8, 130), "narrow": (40, 30)}
+
+
+def four(memory: Any, near: int = 2) -> list[Engine]:
+    settings = PerParameter(QSGD(4)), memory, ReduceScatter(near)
+    return [Engine(*settings, worker=i, workers=4) for i in range(4)]
+
+
+def test_two_hops_lose_nothing() -> None:
+    """What either hop rounds away is in the errors: means plus errors are the gradients."""
+    every, network = four(Residual()), Simulated(4, per_node=2)
+    draw, numel = torch.Generator().manual_seed(0), sum(math.prod(s) for s in FOUR.values())
+    given, applied = torch.zeros(numel, dtype=torch.float64), torch.zeros_like(torch.zeros(numel))
+    for _ in range(3):
+        grads = [torch.randn(numel, generator=draw) for _ in every]
+        given += torch.stack(grads).double().mean(0)
+        network.run([engine.flow(g, FOUR) for engine, g in zip(every, grads, strict=True)])
+        for me, grad in enumerate(grads):
+            for _, start, stop in Bucket(grad, FOUR).spans():
+                size = (stop - start) // 4
+                mine = slice(start + me * size, start + (me + 1) * size)
+                applied[mine] += grad[mine]
+        for engine in every:
+            engine.advance()
+    errors = [torch.cat([e.errors()[name].reshape(-1) for name in FOUR]) for e in every]
+    kept = torch.stack(errors).double().mean(0)
+    assert float(kept.abs().max()) > 0.01
+    torch.testing.assert_close(applied.double() + kept, given, rtol=0, atol=1e-6)
+
+
+def test_two_hops_send_half_between_nodes() -> None:
+    """Of two workers each; the rest stays within them. Lengths are 8 bytes a tensor."""
+    sent = {}
+    for near in (1, 2):
+        network = Simulated(4, per_node=near)
+        network.run([engine.flow(torch.ones(2240), FOUR) for engine in four(NoMemory(), near)])
+        sent[near] = (network.sent_bytes[0], network.node_bytes[0])
+    between = sum(field.nbytes for n in (260, 300) for field in QSGD(4).wire(n))
+    assert sent[1][0] >= 3 * between
+    lengths = 3 * 8 * 5 * 2 + 3 * 8 * 8  # in either hop, for each other worker
+    assert between <= sent[2][0] <= between + 2 * lengths
+    assert 2 * between <= sent[2][1] <= 2 * between + lengths
+
+
+@pytest.mark.parametrize("near", [1, 3, 4])
+def test_without_nodes_there_is_one_hop(near: int) -> None:
+    assert ReduceScatter(near).neighbours(4) == 1
+    assert ReduceScatter(2).encodings(4) == 4 + 2
+    with pytest.raises(ValueError, match="at least 1"):
+        ReduceScatter(0)

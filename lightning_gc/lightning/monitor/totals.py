@@ -47,6 +47,7 @@ class Totals:
     node_bytes: float = 0
     step_seconds: float = 0
     clocked_steps: float = 0
+    weight_bytes: float = 0  # of wire_bytes: gathers of weights
 
     def add(self, other: Totals) -> None:
         """Add another sum to this one."""
@@ -73,6 +74,8 @@ class Totals:
         }
         if self.node_bytes:
             figures["node_bytes"] = self.node_bytes / steps
+        if self.weight_bytes:
+            figures["weight_bytes"] = self.weight_bytes / steps
         if self.gradient_bytes:
             figures["encoded_bytes"] = self.encoded_bytes / steps
             figures["encoding_ratio"] = ratio(self.gradient_bytes, self.encoded_bytes)
@@ -135,7 +138,9 @@ class Sums:
         step = Totals(
             steps=now.local_steps - before.local_steps if now.local_steps else 1 - shown.steps,
             wire_bytes=account.wire_bytes,
-            dense_bytes=engine.dense_bytes(now.plain_bytes - before.plain_bytes),
+            dense_bytes=engine.dense_bytes(now.plain_bytes - before.plain_bytes)
+            + account.dense_weight_bytes,
+            weight_bytes=account.weight_bytes,
             elements=now.elements - before.elements,
             sent=now.sent - before.sent,
             payload_bytes=now.payload_bytes - before.payload_bytes,

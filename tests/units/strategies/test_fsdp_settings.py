@@ -1,5 +1,6 @@
 """What CompressedFSDPStrategy refuses when it is made, its names, and shapes as FSDP2 pads them."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,21 +8,42 @@ import torch
 from pytorch_lightning.strategies import StrategyRegistry
 
 import lightning_gc
-from lightning_gc import COMPRESSORS, QSGD, NoMemory, PowerSGD, SignSGD, SizeSwitch, TopK
+from lightning_gc import (
+    COMPRESSORS,
+    QSGD,
+    NarrowResidual,
+    NoMemory,
+    PowerSGD,
+    SignSGD,
+    SizeSwitch,
+    TopK,
+    WeightDifferences,
+)
+from lightning_gc.controllers import LayerBudget
 from lightning_gc.lightning.for_pytorch_lightning import CompressedFSDPStrategy
-from lightning_gc.sharded.sharded_workers import shard_shape, stacked
+from lightning_gc.sharded.sharded_workers import Cut, shard_shape, stacked
+from lightning_gc.sharded.unit_gathers import UnitGather
 from lightning_gc.sharded.unit_scatters import UnitScatter
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"compressor": TopK(0.1)}, r"memory='none' drops the errors"),
-        ({"compressor": TopK(0.1)}, r"on every rank, 4 bytes for each parameter"),
+        ({"gradients": TopK(0.1)}, r"memory='none' drops the errors"),
+        ({"gradients": TopK(0.1)}, r"on every rank, 4 bytes for each parameter"),
         ({"memory": "residual"}, r"memory=ErrorFeedback\(.*\): it would keep errors of full"),
-        ({"compressor": PowerSGD(2)}, "a payload must be for one worker"),
-        ({"compressor": SignSGD()}, "is a vote"),
-        ({"controller": 3}, "unknown argument"),
+        ({"gradients": PowerSGD(2)}, "a payload must be for one worker"),
+        ({"gradients": SignSGD()}, "is a vote"),
+        ({"controller": LayerBudget()}, "compresses full gradients"),
+        ({"gradients": None}, "it compresses gradients, weights, or both"),
+        ({"weights": TopK(0.1)}, "every weight must arrive"),
+        ({"weights": "powersgd"}, "every weight must arrive"),
+        ({"weights": QSGD(4)}, "may lose .* squared norm in each gather"),
+        ({"weights": WeightDifferences(QSGD(2))}, "copies of the weights would not follow"),
+        ({"weights": WeightDifferences(TopK(0.1))}, "every weight must arrive"),
+        ({"hops": 3}, "use 1, or 2"),
+        ({"workers_per_node": 2}, "it is for gradients in two hops"),
+        ({"state": "all"}, "use 'full', 'mean' or 'off'"),
         ({"data_parallel_size": 2}, "all ranks share the model"),
         ({"tensor_parallel_size": 2}, "tensor parallelism has not been tried"),
         ({"find_unused_parameters": True}, "unknown argument"),
@@ -34,7 +56,41 @@ from lightning_gc.sharded.unit_scatters import UnitScatter
 )
 def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        CompressedFSDPStrategy(**{"compressor": QSGD(8)} | arguments)
+        CompressedFSDPStrategy(**{"gradients": QSGD(8)} | arguments)
+
+
+def test_the_former_name_of_gradients_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Write gradients=QSGD\(bits=8"):
+        strategy = CompressedFSDPStrategy(compressor=QSGD(8))
+    assert strategy.compressor.method == QSGD(8)
+
+
+def test_errors_in_8_bits_are_kept_at_a_price() -> None:
+    strategy = CompressedFSDPStrategy(TopK(0.1), memory=NarrowResidual("int8"))
+    assert strategy.memory == NarrowResidual("int8")
+    with pytest.raises(ValueError, match=r"4 bytes .*NarrowResidual\('int8'\) to pay 1\.03"):
+        CompressedFSDPStrategy(TopK(0.1))
+
+
+def test_weights_alone_leave_gradients_uncompressed() -> None:
+    strategy = CompressedFSDPStrategy(weights="int8", min_numel=10)
+    assert strategy.compressor.traits.exact
+    assert CompressedFSDPStrategy(QSGD(4), weights=WeightDifferences()).hops == 1
+
+
+def test_a_parameters_state_is_padded_and_cut() -> None:
+    for shape, dim in (((5, 3), 0), ((5, 4), 1), ((1,), 0)):
+        whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+        cut = Cut(shape, dim, 2)
+        assert cut.stack(whole).shape == cut.stacked
+        assert torch.equal(cut.unstack(cut.stack(whole)), whole)
+        assert cut.padding == cut.stack(whole).numel() - whole.numel()
+        assert torch.equal(cut.stack(whole)[: cut.stacked[0] // 2].flatten(), _first(whole, dim))
+
+
+def _first(whole: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the first of two shards."""
+    return whole.chunk(2, dim)[0].flatten()
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +127,7 @@ def test_limits_of_size_are_of_whole_parameters() -> None:
 
 
 def test_memory_is_what_fsdp2_asks_for() -> None:
-    scatter = UnitScatter(None, {}, print)  # type: ignore[arg-type]
-    made = scatter.allocate((6,), dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert (made.shape, made.dtype) == ((6,), torch.bfloat16)
+    scatter, gather = UnitScatter(None, {}, print), UnitGather([], None)  # type: ignore[arg-type]
+    for comm in (scatter, gather):
+        made = comm.allocate((6,), dtype=torch.bfloat16, device=torch.device("cpu"))
+        assert (made.shape, made.dtype) == ((6,), torch.bfloat16)
