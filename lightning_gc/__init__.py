@@ -41,8 +41,10 @@ if _TYPE_CHECKING:
     from lightning_gc.lightning.for_pytorch_lightning import (
         SimulatedLocalStepsStrategy as SimulatedLocalStepsStrategy,
     )
+    from lightning_gc.local_steps.elastic import Elastic as Elastic
     from lightning_gc.local_steps import GrowingRounds as GrowingRounds
     from lightning_gc.local_steps import OuterSGD as OuterSGD
+    from lightning_gc.local_steps.roll import Roll as Roll
     from lightning_gc.memories import *
     from lightning_gc.schemes import *
     from lightning_gc.transports.network_model import NetworkModel as NetworkModel
@@ -51,9 +53,11 @@ __version__ = "0.2.0"
 
 _FAMILIES = {"compressors": "Compressor", "memories": "Memory", "schemes": "Scheme"}
 _SINGLE = {
+    "Elastic": "local_steps.elastic",
     "GrowingRounds": "local_steps",
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
+    "Roll": "local_steps.roll",
     "advise": "advice",
     "attach": "attachment.plain_torch",
 }

@@ -251,9 +251,14 @@ class End:
         )
         return self._send(Sent(flow, grad, shapes))
 
-    def run(self, flow: Flow, result: Tensor) -> torch.futures.Future[Tensor]:
+    def run(
+        self, make: Callable[[], tuple[Flow, Tensor]], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
         """Send by a flow of any other kind."""
-        return self._send(Sent(flow, result, None))
+        return self._send(Sent(make()[0], result, None))
+
+    def landed(self) -> None:
+        """Nothing waits for weights to be taken over."""
 
     def end_round(self, common: Sequence[Tensor] | None = None) -> None:
         """Carry out what all have sent; ``common`` need not be compared."""
