@@ -542,6 +542,8 @@ class Keeper:
         self._next = 0  # number of a worker
         self._told: dict[str, int] = {}  # token -> request that was answered
         self._founders: tuple[str, ...] = ()  # the first has the snapshot
+        self._begun: set[str] = set()
+        self._judged: set[tuple[int, int]] = set()
         self._requests: dict[str, int] = {}  # of founders
         self._refused: set[str] = set()
         self._since = math.nan  # when enough had come or asked
@@ -663,6 +665,7 @@ class Keeper:
             self.run, self._founders = "", ()
         elif all((r.run, r.phase) == (self.run, "ready") for r in here):
             self._founders = ()
+            self._begun |= {r.token for r in here}
             yield Begun(self.run, tuple(r.token for r in here))
 
     def _let_in(self, now: float) -> Iterator[Entry]:
@@ -674,9 +677,13 @@ class Keeper:
             return
         donor = donors[0]
         late = [r for r in inside if r.phase == "asking" and not self._is_current(r)]
-        late += [r for r in inside if r.phase in ("done", "failed") and r.round != self.round]
+        ended = [r for r in inside if r.phase in ("done", "failed") and r.round != self.round]
+        late += [r for r in ended if (r.round, r.attempt) not in self._judged]
         late += [r for r in self._living(now) if r.phase == "entering" and r.number is not None]
-        late += [r for r in members if r.phase == "ready"]
+        for report in members:
+            if report.phase == "ready" and report.token not in self._begun:
+                self._begun.add(report.token)
+                yield Begun(self.run, (report.token,))
         for report in late:
             if self._told.get(report.token, 0) > report.request:
                 continue
@@ -745,6 +752,7 @@ class Keeper:
         """Commit the attempt, or end it, as soon as that is known."""
         called = self._called
         assert called is not None
+        self._judged.add((called.round, called.attempt))
         by_number = {_number(r): r for r in self._members(now)}
         here = [by_number.get(number) for number in called.members]
         known = [r for r in here if r is not None]
