@@ -41,9 +41,9 @@ if _TYPE_CHECKING:
     from lightning_gc.lightning.for_pytorch_lightning import (
         SimulatedLocalStepsStrategy as SimulatedLocalStepsStrategy,
     )
-    from lightning_gc.local_steps.elastic import Elastic as Elastic
     from lightning_gc.local_steps import GrowingRounds as GrowingRounds
     from lightning_gc.local_steps import OuterSGD as OuterSGD
+    from lightning_gc.local_steps.elastic import Elastic as Elastic
     from lightning_gc.local_steps.roll import Roll as Roll
     from lightning_gc.memories import *
     from lightning_gc.schemes import *

@@ -159,12 +159,12 @@ class LocalHooks(CompressedStrategy):
         """
         super().on_train_end()
         self._end_rounds()
-        if self._on_any(self._all_rounds[0].weights.moved):
+        if self._rounds is not None and self._on_any(self._rounds.weights.moved):
             self._begin_at_loaded()
 
     def _end_rounds(self) -> None:
         """Exchange what is left, where the length of the run was not known before."""
-        if self._on_any(self._all_rounds[0].apart):
+        if self._rounds is not None and self._on_any(self._rounds.apart):
             self._exchange_the_rest()
 
     def _exchange_the_rest(self) -> None:
@@ -524,7 +524,7 @@ class TrainerLoop:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps so far, as all workers count them."""
+        """Optimizer steps before the one that it is in, as all workers count them."""
         return int(self._trainer.global_step)
 
     def go_on_from(self, steps: int) -> None:

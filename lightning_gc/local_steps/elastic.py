@@ -22,21 +22,28 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
 
-from lightning_gc.core import ANYTHING, TEXT, WHOLE, Each, Flow, Leaf, Record
-from lightning_gc.core.digest import ReplicaError, digest
+from lightning_gc.core import TEXT, WHOLE, Each, Flow, Record
+from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.pytree import Tree, each_tensor
 from lightning_gc.core.settings import Settings
-from lightning_gc.core.state_structure import ERRORS, FLOATS
-from lightning_gc.engine.engine import compressor_state
+from lightning_gc.core.state_structure import ERRORS
 from lightning_gc.engine.error_buffers import to_host
 from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.validation import digest_of, refuse_unknown_device
 from lightning_gc.exchange.workers import Shapes, Workers
-from lightning_gc.local_steps.local_rounds import CommonState, LocalRounds
+from lightning_gc.local_steps.local_rounds import LocalRounds
 from lightning_gc.local_steps.rendezvous import Line, Seal, address_towards, host_and_port
 from lightning_gc.local_steps.roll import Called, Do, Entry, Member, Report, Roll, Verdict
-from lightning_gc.local_steps.snapshot import Door, Wire, visiting
+from lightning_gc.local_steps.snapshot import (
+    Door,
+    Wire,
+    check_snapshot,
+    digest_in_words,
+    load_snapshot,
+    snapshot_of,
+    visiting,
+)
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.peer_error import PeerError, is_from_backend
@@ -117,7 +124,7 @@ class Loop(Protocol):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps so far, as all workers count them."""
+        """Optimizer steps before the one that it is in, as all workers count them."""
 
     def go_on_from(self, steps: int) -> None:
         """Count from here, with optimizers that begin again and learning rates of this step."""
@@ -126,18 +133,6 @@ class Loop(Protocol):
         """Raise what ends the loop, such as a signal."""
 
 
-_SNAPSHOT = Record(
-    {
-        "round": WHOLE,
-        "mark": TEXT,
-        "common": CommonState.common_structure,
-        "weights": Each(FLOATS),
-        "buffers": Each(FLOATS),
-        "constants": Each(Leaf("a tensor", lambda v: isinstance(v, Tensor))),
-        "compressor": ANYTHING,
-        "shared": Each(Each(ERRORS)),
-    }
-)
 _PLACE = Record({"round": WHOLE, "position": WHOLE, "steps": WHOLE})
 _ERROR = Record({"ask": TEXT, "run": TEXT, "number": WHOLE, "memory": Each(Each(ERRORS))})
 
@@ -209,6 +204,8 @@ class ElasticExchange:
         self._kept: dict[str, dict[str, Any]] = {}  # the compressor's state before an attempt
         self._neighbours: dict[int, str] = {}
         self._differing = self._failures = self.size = 0
+        self._first = 0  # steps before this round
+        self._within = False  # whether the loop is in a step, which it has not counted
         self._wanted = elastic.number if wanted is None else wanted
         host, port = host_and_port(elastic.rendezvous, "Elastic(rendezvous")
         roll = None if elastic.roll is None else Path(elastic.roll)
@@ -288,7 +285,7 @@ class ElasticExchange:
         if isinstance(entry, Verdict) and entry.record is not None:
             for number, norm in entry.record.lost.items():
                 _log.warning(
-                    "Worker %d has died: its error of norm %.6g is lost, in round %d.",
+                    "Worker %d is silent: its error of norm %.6g is lost, in round %d.",
                     *(number, norm, entry.record.round),
                 )
             for number in entry.record.left:
@@ -306,12 +303,14 @@ class ElasticExchange:
         """
         self._rounds, self._loop = rounds, loop
         # If another worker has the number, the error of the checkpoint is that worker's.
-        self._belongs = self._wanted in (None, self.number)
+        resumed = self._workers.first.step > 0
+        self._belongs = resumed and self._wanted in (None, self.number)
+        self._first = loop.steps - rounds.position
         self._member.enters(self._workers.first.step, self._mark())
         done = self._until(("begin", "fetched"), "for other workers")
         if done.what == "fetched" and self._member.report.phase == "ready":
             self._until(("begin",), "for the run to begin")
-        self._belongs = True
+        self._belongs = self._within = True
 
     def _fetch(self, done: Do) -> Do | None:
         """Take the snapshot of a member; if it cannot be had, ask for another one."""
@@ -345,52 +344,24 @@ class ElasticExchange:
         while True:
             wire.send({"ask": "snapshot"})
             tree = wire.receive()
-            _SNAPSHOT.check(tree, "snapshot")
-            self._check_shapes(tree)
-            same = (tree["round"], tree["mark"]) == (engine.step, self._mark())
+            check_snapshot(tree, engine, self._workers.shapes)
+            number = tree["round"]
+            if self._belongs and (number, tree["mark"]) == (engine.step, self._mark()):
+                # As after a resume: the steps within the round are kept, too.
+                self._member.fetched(number, rounds.position, "kept")
+                return
+            with self._still:
+                load_snapshot(tree, rounds, engine, keep_error=self._belongs)
             wire.send({"ask": "place"})
             place = wire.receive()
             _PLACE.check(place, "place")
-            if place["round"] == tree["round"]:
+            if place["round"] == number:
                 break
-        if same and self._belongs:  # as after a resume: steps within the round, too, are kept
-            self._member.fetched(tree["round"], rounds.position, "kept")
-            return
-        with self._still:
-            if not self._belongs:
-                engine.reset(tree["round"])
-            self._load(tree, place)
-        self._member.fetched(tree["round"], place["position"], "kept" if self._belongs else "zero")
-
-    def _check_shapes(self, tree: Tree) -> None:
-        shapes = {name: tuple(each.shape) for name, each in tree["weights"].items()}
-        if shapes != self._workers.shapes:
-            raise ValueError("The snapshot is of a model with other parameters.")
-        compressor = self._workers.configuration.compressor
-        state = compressor_state(compressor, self._workers.shapes)
-        state.check(tree["compressor"], "snapshot/compressor")
-
-    def _load(self, tree: Tree, place: Tree) -> None:
-        """Go on from a snapshot, with this worker's own error, at this place of the round."""
-        assert self._rounds is not None
-        assert self._loop is not None
-        engine, rounds = self._workers.first, self._rounds
-        there = each_tensor(tree, lambda tensor: tensor.to(self._device))
-        engine.loss_scaling.settle()
-        engine.rounds.step = tree["round"]
-        engine.rounds.begin_again()
-        engine.compressor_state = there["compressor"]
-        if there["shared"]:
-            kept = {n: dict(each) for n, each in engine.buffers.named.items()}
-            for name, buffers in there["shared"].items():
-                kept[name] = kept.get(name, {}) | buffers
-            engine.buffers.load(kept)
-        with rounds.present(), torch.no_grad():
-            rounds.begin_from(there["weights"], there["buffers"], there["constants"])
-            CommonState([rounds]).load_common_state(tree["common"] | {"flight": None})
-        rounds.position = rounds.waited = place["position"]
-        rounds.since = [place["position"]] * len(rounds.since)
-        self._loop.go_on_from(place["steps"])
+        rounds.skip(place["position"])
+        self._first = place["steps"] - place["position"]
+        # Within a step, as in a round that has begun without this worker, the loop counts it next.
+        self._loop.go_on_from(place["steps"] - self._within)
+        self._member.fetched(number, place["position"], "kept" if self._belongs else "zero")
 
     # ------------------------------------------------------------------------------ rounds
 
@@ -466,8 +437,9 @@ class ElasticExchange:
                 for each in sent:
                     flow, each.arrived = each.make()
                     self._recording.run(flow, self._device)
-            results = [each.arrived for each in sent if each.arrived is not None]
-            text = f"{int(digest(*results)):x}"
+            # The rest is in the mark of the next round.
+            results = [each.arrived for each in sent if each.names and each.arrived is not None]
+            text = digest_in_words(results)
             failed = False
         except RuntimeError as error:
             if not isinstance(error, PeerError) and not is_from_backend(error):
@@ -515,7 +487,9 @@ class ElasticExchange:
         engine.undo(self._kept)
 
     def _finish(self, sent: Sequence[_Sent]) -> None:
+        assert self._loop is not None
         self._differing = 0
+        self._first = self._loop.steps + 1
         self.size = len(self._member.report.members)
         for each in sent:
             assert each.arrived is not None
@@ -540,7 +514,7 @@ class ElasticExchange:
         tensors = [each.anchor for each in weights.fragments]
         tensors += [each.velocity for each in weights.fragments if each.velocity is not None]
         tensors += [weights.buffers.common[name] for name in sorted(weights.buffers.common)]
-        return f"{int(digest(*tensors)):x}"
+        return digest_in_words(tensors)
 
     # ------------------------------------------------------------------------- other workers
 
@@ -552,12 +526,9 @@ class ElasticExchange:
             case {"ask": "place"}:
                 with self._still:
                     assert self._rounds is not None
-                    assert self._loop is not None
-                    return {
-                        "round": self._workers.first.step,
-                        "position": self._rounds.position,
-                        "steps": self._loop.steps,
-                    }
+                    position = self._rounds.position
+                    steps = self._first + position
+                    return {"round": self._workers.first.step, "position": position, "steps": steps}
             case {"ask": "error"}:
                 _ERROR.check(asked, "error")
                 with self._still:
@@ -572,24 +543,8 @@ class ElasticExchange:
         if self._rounds is None:
             raise ValueError("This worker has not begun yet.")
         with self._still:
-            engine, weights = self._workers.first, self._rounds.weights
-            common = engine.memory.common
-            return each_tensor(
-                {
-                    "round": engine.step,
-                    "mark": self._mark(),
-                    "common": CommonState([self._rounds]).common_state(),
-                    "weights": weights.named([each.anchor for each in weights.fragments]),
-                    "buffers": dict(weights.buffers.common),
-                    "constants": weights.buffers.constants,
-                    "compressor": {n: s for n, s in engine.compressor_state.items() if s},
-                    "shared": {
-                        name: {buffer: kept[buffer] for buffer in common}
-                        for name, kept in (engine.buffers.named.items() if common else ())
-                    },
-                },
-                to_host,
-            )
+            made = snapshot_of(self._rounds, self._workers.first)
+            return each_tensor(made | {"mark": self._mark()}, to_host)
 
     def _inherit(self) -> list[int]:
         """Add the errors of those who have left to this worker's; return their numbers."""

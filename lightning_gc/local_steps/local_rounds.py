@@ -201,6 +201,11 @@ class LocalRounds:
         self.since = [0] * len(self.since)
         self.weights.begin(weights, buffers)
 
+    def skip(self, position: int) -> None:
+        """Begin after so many steps of a round, which others have made."""
+        self.position = self.waited = position
+        self.since = [position] * len(self.since)
+
     def begin_from(
         self,
         weights: Mapping[str, Tensor],

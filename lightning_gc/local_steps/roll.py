@@ -154,7 +154,8 @@ class Round:
         entered: number -> how it came in, of those whose first round this is.
         inherited: number -> numbers of leavers whose errors it has added to its own before.
         left: workers that have left since the last round, by a goodbye.
-        lost: number -> norm of the error that is lost with it, of workers that have died.
+        lost: number -> norm of the error that is lost with it, of workers of a round before that
+            are silent. One that was only frozen may enter a later round with its error.
         digest: of its result.
     """
 
@@ -250,13 +251,19 @@ class Roll:
 
     @classmethod
     def read(cls, path: Path | str) -> Roll:
-        """Return the roll in a file; ValueError, with the line, if one cannot be read."""
-        rounds = []
+        """Return the roll in a file; ValueError, with the line, if one cannot be read.
+
+        A rendezvous that was restarted may have written a round twice.
+        """
+        rounds: list[Round] = []
         for number, line in enumerate(Path(path).read_text().splitlines(), 1):
             try:
-                rounds.append(Round.of(json.loads(line)))
+                found = Round.of(json.loads(line))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}, is not a round: {error}") from error
+            same = [each for each in rounds if each.round == found.round][-1:]
+            if not same or same[0].digest != found.digest:
+                rounds.append(found)
         return cls(rounds)
 
 
@@ -444,7 +451,7 @@ class Member:
 
     def _fetch(self, run: str, donor: int, address: str, founding: bool) -> Do:
         self._run, self._donor, self._founding = run, donor, founding
-        self._say(phase="entering", run="", request=self.report.request + (not founding))
+        self._say(phase="entering", run="")
         return Do("fetch", address=address, donor=donor)
 
     def _take(self, verdict: Verdict) -> Do:
@@ -476,6 +483,7 @@ class Member:
             run=self._run,
             round=round_,
             attempt=0,
+            request=self.report.request + (not self._founding),
             entrance=Entrance(round_, position, self._donor, error),
         )
         self.roll.clear()
@@ -552,8 +560,7 @@ class Keeper:
         self._term = secrets.token_hex(3)
         self._last: dict[int, str] = {}  # number -> token, of the last round and those since
         self._norms: dict[int, float] = {}
-        self._lost: dict[int, float] = {}
-        self._left: list[int] = []
+        self._now = now
         self._differing = 0
 
     def hear(self, report: Report, now: float) -> None:
@@ -577,7 +584,7 @@ class Keeper:
             self._resume(now)
         if not self.run:
             return [*said, *self._found(now)]
-        self._note_absent(now)
+        self._now = now
         if self._founders:
             return [*said, *self._begin(now)]
         said += self._judge(now) if self._called is not None else self._call(now)
@@ -790,18 +797,11 @@ class Keeper:
             here = tuple(leaver for when, leaver in report.inherited if when == called.round)
             if here:
                 inherited[number] = here
-        record = Round(
-            called.round,
-            called.members,
-            called.attempt,
-            entered,
-            inherited,
-            tuple(self._left),
-            dict(self._lost),
-            digest,
-        )
-        self._lost, self._left = {}, []
-        self._last = {n: t for n, t in self._last.items() if n not in called.members}
+        left, lost = self._absent(called.members)
+        parts = (called.members, called.attempt, entered, inherited, left, lost, digest)
+        record = Round(called.round, *parts)
+        gone = {*called.members, *left, *lost}
+        self._last = {number: token for number, token in self._last.items() if number not in gone}
         self._last |= {_number(r): r.token for r in known}
         self._norms |= {_number(r): r.norm for r in known}
         self.roll.append(record)
@@ -809,22 +809,24 @@ class Keeper:
         self._since = math.nan
         yield Verdict(self.run, called.round, called.attempt, record)
 
+    def _absent(self, members: Sequence[int]) -> tuple[tuple[int, ...], dict[int, float]]:
+        """Return who of the rounds before has left, and the norms of those that are silent."""
+        left, lost = [], {}
+        for number, token in self._last.items():
+            heard = self._heard.get(token)
+            if number in members:
+                continue
+            if heard is not None and heard.report.phase == "left":
+                left.append(number)
+            elif heard is None or self._now - heard.at > NEAR:
+                lost[number] = self._norms.get(number, 0.0)
+        return tuple(left), lost
+
     def _end(self, called: Called, why: str, attempt: int | None = None) -> Iterator[Entry]:
         self._called = None
         self.attempt = called.attempt + 1 if attempt is None else attempt
         self._since = math.nan
         yield Verdict(self.run, called.round, called.attempt, None, why)
-
-    def _note_absent(self, now: float) -> None:
-        """Note who has left or died since the last round."""
-        for number, token in list(self._last.items()):
-            heard = self._heard.get(token)
-            if heard is not None and heard.report.phase == "left":
-                self._left.append(number)
-                del self._last[number]
-            elif heard is None or now - heard.at > heard.report.timeout:
-                self._lost[number] = self._norms.get(number, 0.0)
-                del self._last[number]
 
 
 def _number(report: Report) -> int:

@@ -1,4 +1,4 @@
-"""Door: serve a worker's snapshot to those who join, and take over the errors of those who leave.
+"""Snapshots: what a worker that joins begins with, its bytes, and the door where it is had.
 
 Nothing is unpickled: a tree is a JSON text, and the bytes of its tensors behind it. Each message is
 signed with the shared secret and both sides' random numbers, so it is neither damaged, nor a
@@ -20,7 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gc.core.pytree import Tree
+from lightning_gc.core import ANYTHING, TEXT, WHOLE, Each, Leaf, Record
+from lightning_gc.core.digest import digest
+from lightning_gc.core.pytree import Tree, each_tensor
+from lightning_gc.core.state_structure import ERRORS, FLOATS
+from lightning_gc.engine import Engine
+from lightning_gc.engine.engine import compressor_state
+from lightning_gc.exchange.workers import Shapes
+from lightning_gc.local_steps.local_rounds import CommonState, LocalRounds
 from lightning_gc.local_steps.rendezvous import Seal
 
 _log = logging.getLogger(__name__)
@@ -34,6 +41,86 @@ _DTYPES = {
 MAX_HEADER = 1 << 26
 """Most bytes of a tree's text."""
 _NONCE = 16
+
+
+_SNAPSHOT = Record(
+    {
+        "round": WHOLE,
+        "common": CommonState.common_structure,
+        "weights": Each(FLOATS),
+        "buffers": Each(FLOATS),
+        "constants": Each(Leaf("a tensor", lambda v: isinstance(v, Tensor))),
+        "compressor": ANYTHING,
+        "shared": Each(Each(ERRORS)),
+    },
+    {"mark": TEXT},
+)
+
+
+def snapshot_of(rounds: LocalRounds, engine: Engine) -> Tree:
+    """Return all that a worker needs to begin where this one is, but its own steps and error.
+
+    Common weights in full precision, outer momentum and buffers, the number of the round, and what
+    compressor and memory keep equally on all workers. Tensors are this worker's own.
+    """
+    weights, common = rounds.weights, engine.memory.common
+    named = engine.buffers.named.items() if common else ()
+    return {
+        "round": engine.step,
+        "common": CommonState([rounds]).common_state(),
+        "weights": weights.named([each.anchor for each in weights.fragments]),
+        "buffers": dict(weights.buffers.common),
+        "constants": weights.buffers.constants,
+        "compressor": {name: kept for name, kept in engine.compressor_state.items() if kept},
+        "shared": {name: {buffer: kept[buffer] for buffer in common} for name, kept in named},
+    }
+
+
+def check_snapshot(tree: Any, engine: Engine, shapes: Shapes) -> None:
+    """Raise ValueError if a tree is no snapshot for this model and compressor."""
+    _SNAPSHOT.check(tree, "snapshot")
+    found = {name: tuple(each.shape) for name, each in tree["weights"].items()}
+    if found != dict(shapes):
+        raise ValueError("The snapshot is of a model with other parameters.")
+    state = compressor_state(engine.levels.compressor, shapes)
+    state.check(tree["compressor"], "snapshot/compressor")
+
+
+def load_snapshot(tree: Tree, rounds: LocalRounds, engine: Engine, keep_error: bool) -> None:
+    """Go on from a snapshot, at the beginning of its round.
+
+    Args:
+        tree: of ``snapshot_of``, checked.
+        rounds: the worker's; the module has its weights.
+        engine: the worker's.
+        keep_error: whether the worker's error is kept, or begins at zero.
+    """
+    device = rounds.weights.fragments[0].anchor.device
+    there = each_tensor(tree, lambda tensor: tensor.detach().to(device, copy=True))
+    engine.loss_scaling.settle()
+    if not keep_error:
+        engine.reset()
+    engine.rounds.step = tree["round"]
+    engine.rounds.begin_again()
+    engine.compressor_state = there["compressor"]
+    if there["shared"]:
+        kept = {name: dict(each) for name, each in engine.buffers.named.items()}
+        engine.buffers.load(
+            kept | {name: kept.get(name, {}) | own for name, own in there["shared"].items()}
+        )
+    with torch.no_grad():
+        rounds.begin_from(there["weights"], there["buffers"], there["constants"])
+        state = CommonState([rounds])
+        state.load_common_state(there["common"] | {"flight": None})
+    rounds.skip(0)
+
+
+def digest_in_words(tensors: Sequence[Tensor]) -> str:
+    """Return a digest of every bit of the tensors."""
+    return f"{int(digest(*tensors)) & _MASK:016x}"
+
+
+_MASK = (1 << 64) - 1
 
 
 def to_bytes(tree: Tree) -> bytearray:

@@ -17,9 +17,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_gc import COMPRESSORS, Elastic, OuterSGD
-from lightning_gc.lightning.for_pytorch_lightning import LocalStepsStrategy
+from lightning_gc import COMPRESSORS, Elastic, OuterSGD, Roll
+from lightning_gc.lightning.for_pytorch_lightning import (
+    LocalStepsStrategy,
+    SimulatedLocalStepsStrategy,
+)
 from tests.support.fitting import digest, quiet_trainer
 from tests.support.processes import preloaded
 
@@ -91,6 +95,11 @@ class Stream(pl.LightningModule):
         return [sgd], [{"scheduler": falling, "interval": "step"}]
 
 
+def batches(workers: int) -> Any:
+    """Return empty batches: ``Stream`` draws its own."""
+    return DataLoader(torch.zeros(1000 * workers), batch_size=1)  # type: ignore[arg-type]
+
+
 class Steps(pl.Callback):
     """Writes the global step into a file, for those who hit the worker at some moment."""
 
@@ -107,6 +116,7 @@ def left(trainer: pl.Trainer) -> dict[str, Any]:
     errors = strategy.engine.errors() if strategy.engine else {}
     return {
         "weights": digest(trainer.lightning_module),
+        "number": strategy.number,
         "buffers": [b.tolist() for b in trainer.lightning_module.buffers()],
         "steps": trainer.global_step,
         "errors": {n: e.double().flatten().tolist() for n, e in errors.items()},
@@ -119,7 +129,10 @@ def train(job: Job, name: str, resume: str | None = None, callbacks: Any = ()) -
     warnings.simplefilter("ignore")
     folder = Path(job.folder)
     logging.basicConfig(
-        filename=folder / f"{name}.log", level=logging.INFO, format="%(asctime)s %(message)s"
+        force=True,
+        filename=folder / f"{name}.log",
+        level=logging.INFO,
+        format="%(asctime)s %(message)s",
     )
     terms = {"grace": 1.0, "timeout": 4.0, "patience": 60.0} | job.elastic
     strategy = LocalStepsStrategy(
@@ -133,13 +146,29 @@ def train(job: Job, name: str, resume: str | None = None, callbacks: Any = ()) -
         max_epochs=-1,
         callbacks=[Steps(folder / f"{name}.step"), *callbacks],
     )
-    batches: Any = [torch.zeros(1) for _ in range(1000)]
-    trainer.fit(Stream(job), batches, ckpt_path=resume)
+    trainer.fit(Stream(job), batches(1), ckpt_path=resume)
     made = left(trainer)
     roll = folder / f"{name}.roll"
     if strategy.roll is not None:
         strategy.roll.save(roll)
     (folder / f"{name}.json").write_text(json.dumps(made))
+    return made
+
+
+def replay(job: Job, roll: Roll) -> dict[str, Any]:
+    """Return what is left by simulated workers that take part as the roll says."""
+    warnings.simplefilter("ignore")
+    strategy = SimulatedLocalStepsStrategy(**job.parts(), roll=roll)
+    trainer = quiet_trainer(strategy, max_steps=job.steps, max_epochs=-1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(Stream(job), batches(len(roll.numbers)))
+    made = left(trainer)
+    made["warned"] = [str(each.message) for each in said if "replay" in str(each.message)]
+    made["errors"] = {
+        number: {n: e.double().flatten().tolist() for n, e in engine.errors().items()}
+        for number, engine in zip(roll.numbers, strategy.engines, strict=True)
+    }
     return made
 
 

@@ -344,7 +344,7 @@ def test_a_damaged_roll_is_refused_by_line(tmp_path: Path, line: str) -> None:
 
 @pytest.mark.parametrize("text", ["[]", '["Called", {}]', '["Nothing", {}]', "3", '["Begun"]'])
 def test_what_is_no_entry_or_report_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         entry_of(text)
     with pytest.raises(ValueError, match="report"):
         Report.read(text)
