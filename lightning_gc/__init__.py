@@ -45,6 +45,8 @@ if _TYPE_CHECKING:
     from lightning_gc.local_steps import GrowingRounds as GrowingRounds
     from lightning_gc.local_steps import InnerMoments as InnerMoments
     from lightning_gc.local_steps import OuterSGD as OuterSGD
+    from lightning_gc.local_steps.elastic import Elastic as Elastic
+    from lightning_gc.local_steps.roll import Roll as Roll
     from lightning_gc.memories import *
     from lightning_gc.schemes import *
     from lightning_gc.sharded.unit_gathers import WeightDifferences as WeightDifferences
@@ -55,11 +57,13 @@ __version__ = "0.2.0"
 
 _FAMILIES = {"compressors": "Compressor", "memories": "Memory", "schemes": "Scheme"}
 _SINGLE = {
+    "Elastic": "local_steps.elastic",
     "GrowingRounds": "local_steps",
     "InnerMoments": "local_steps",
     "LocalSteps": "attachment.local_steps",
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
+    "Roll": "local_steps.roll",
     "Together": "together",
     "WeightDifferences": "sharded.unit_gathers",
     "advise": "advice",

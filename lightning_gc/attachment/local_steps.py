@@ -46,7 +46,7 @@ from lightning_gc.local_steps.local_rounds import (
 from lightning_gc.local_steps.refusals import (
     OwnSteps,
     check_rounds,
-    refuse_communicating,
+    refuse_optimizers,
     refuse_settings,
     refuse_synchronised_norms,
 )
@@ -244,7 +244,7 @@ class LocalSteps(AttachedRounds):
         verification(verify, owner)
         _refuse_model(owner, model)
         refuse_synchronised_norms(owner, model)
-        refuse_communicating(owner, [optimizer])
+        refuse_optimizers(owner, [optimizer])
         self._optimizer = _with_hooks(owner, optimizer)
         device = _device_of(owner, model, self._optimizer)
         _refuse_process_group(owner, device)

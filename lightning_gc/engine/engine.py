@@ -84,6 +84,7 @@ class Engine:
         padding: parameter name -> elements at the end of its gradient that belong to no parameter;
             the memory's state of them stays zero.
         statistics: counts, norms, and sums for a controller.
+        peers: W of the last round, where it may change from round to round; else None.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Engine:
         compressor, self.memory, self.scheme = combine(compressor, memory, scheme)
         self.worker = worker
         self.workers = workers
+        self.peers: int | None = None
         self.seed = seed
         self.levels = Levels(compressor)
         stored, names = self.memory.stored, self.memory.buffers
@@ -124,7 +126,7 @@ class Engine:
     def dense_bytes(self, nbytes: int) -> int:
         """Return the bytes that this worker would send for ``nbytes`` of uncompressed gradients."""
         ring = reduce_scatter_bytes if self.scatters else all_reduce_bytes
-        return ring(nbytes, self.workers)
+        return ring(nbytes, self.peers or self.workers)
 
     @property
     def tally(self) -> Tally:
@@ -261,6 +263,26 @@ class Engine:
     def kept(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Parameter name -> the memory's buffer -> tensor in the parameter's shape."""
         return self.buffers.named
+
+    def undo(self, compressor_state: Mapping[str, dict[str, Any]]) -> None:
+        """Restore the errors as before the flows of this round, which another attempt repeats.
+
+        Args:
+            compressor_state: the compressor's, as before these flows.
+        """
+        self.loss_scaling.revoke()
+        self.compressor_state = {name: dict(kept) for name, kept in compressor_state.items()}
+        self.rounds.begin_again()
+
+    def add_errors(self, memory: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Add another worker's errors, by parameter name and buffer, between rounds."""
+        self.loss_scaling.settle()
+        kept = {name: dict(buffers) for name, buffers in self.buffers.named.items()}
+        for name, buffers in memory.items():
+            own = kept.setdefault(name, {})
+            for buffer, tensor in buffers.items():
+                own[buffer] = own[buffer] + tensor if buffer in own else tensor
+        self.buffers.load(kept)
 
     def errors(self) -> Mapping[str, Tensor]:
         """Return the errors by parameter name, in the parameters' shapes.

@@ -308,6 +308,12 @@ class LossScaling:
                     live.copy_(copy)
         self.forget()
 
+    def revoke(self) -> None:
+        """Roll this round back, whatever its result; it is to be repeated."""
+        for live, copy in self._before:
+            live.copy_(copy)
+        self.forget()
+
     def forget(self) -> None:
         """Drop verdicts and copies."""
         self.verdicts.clear()

@@ -166,10 +166,15 @@ class Synchronizer:
             return workers.regrouping.hold(grad, shapes, self._background)
         return self._background.submit(self._flow(grad, shapes), grad)
 
-    def run(self, flow: Flow, result: Tensor) -> torch.futures.Future[Tensor]:
+    def run(
+        self, make: Callable[[], tuple[Flow, Tensor]], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
         """Queue a flow of any other kind; the future is completed with ``result`` at its end."""
         self._background.check()
-        return self._background.submit(flow, result)
+        return self._background.submit(make()[0], result)
+
+    def landed(self) -> None:
+        """Nothing waits for weights to be taken over."""
 
     def _flow(self, grad: Tensor, shapes: Shapes) -> Flow:
         engine = self.workers.first

@@ -76,6 +76,9 @@ if TYPE_CHECKING:
         _save_distributed_checkpoint: bool
         _timeout: timedelta | None
 
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]: ...
+
         def all_gather(self, *args: Any, **kwargs: Any) -> Any: ...
         def all_reduce(self, *args: Any, **kwargs: Any) -> Any: ...  # Fabric
         def backward(self, *args: Any, **kwargs: Any) -> Any: ...

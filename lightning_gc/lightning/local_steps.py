@@ -5,25 +5,29 @@ Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`
 """
 
 import math
+import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc.attachment.local_steps import AttachedRounds
+from lightning_gc.attachment.attached import Setup
+from lightning_gc.attachment.local_steps import AttachedRounds, Meeting, among_ranks
+from lightning_gc.checkpoint.side_files import KEY
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.control.training_progress import steps_of
 from lightning_gc.controllers import Controller
-from lightning_gc.exchange.peers import broadcast_all
+from lightning_gc.exchange.peers import Peers, broadcast_all
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
-from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only
+from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
 from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD
+from lightning_gc.local_steps.elastic import Elastic, ElasticExchange, ElasticState
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -34,10 +38,12 @@ from lightning_gc.local_steps.local_rounds import (
 from lightning_gc.local_steps.refusals import (
     OwnSteps,
     check_rounds,
+    refuse_elastic,
     refuse_in_trainer,
     refuse_optimizers,
     refuse_settings,
 )
+from lightning_gc.local_steps.roll import Roll
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -145,12 +151,12 @@ class LocalHooks(CompressedStrategy):
         """
         super().on_train_end()
         self._end_rounds()
-        if self._on_any(self._all_rounds[0].weights.moved):
+        if self._rounds is not None and self._on_any(self._rounds.weights.moved):
             self._begin_at_loaded()
 
     def _end_rounds(self) -> None:
         """Exchange what is left, where the length of the run was not known before."""
-        if self._on_any(self._all_rounds[0].apart):
+        if self._rounds is not None and self._on_any(self._rounds.apart):
             self._exchange_the_rest()
 
     def _exchange_the_rest(self) -> None:
@@ -202,6 +208,11 @@ class LocalHooks(CompressedStrategy):
     @property
     def steps_since_exchange(self) -> int:
         return 0 if self._rounds is None else self._rounds.waited
+
+    @property
+    def number(self) -> int:
+        """This worker's number, by which its data can be chosen."""
+        return self.worker
 
     def figures(self) -> dict[str, float]:
         return {} if self._rounds is None else self._rounds.figures
@@ -309,6 +320,8 @@ class LocalSteps(LocalHooks, RealWorker):
         min_numel: as for ``CompressedDDPStrategy``.
         moments: ``InnerMoments()`` averages moments of the optimizers too, every few rounds. None:
             each worker keeps its own.
+        elastic: where workers meet that may die, leave and join. Each is a job of its own then,
+            with ``Trainer(devices=1, num_nodes=1, max_steps=...)``.
         ddp_kwargs: as for Lightning's ``DDPStrategy``, but not what is for its wrapper:
             ``start_method``, ``process_group_backend``, ``timeout``, ...
 
@@ -367,6 +380,7 @@ class LocalSteps(LocalHooks, RealWorker):
         verify: Verify = 0,
         min_numel: int = MIN_NUMEL,
         moments: InnerMoments | None = None,
+        elastic: Elastic | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         owner = "LocalStepsStrategy"
@@ -377,6 +391,12 @@ class LocalSteps(LocalHooks, RealWorker):
         self._configure_rounds(every, outer, delay, merge, fragments, show, state, moments)
         verification(verify, owner)
         self.verify = verify
+        if elastic is not None:
+            configuration = self.local_workers.configuration
+            refuse_elastic(owner, elastic, self.plan, controller, configuration, verify)
+        self.elastic = elastic
+        self._exchange: ElasticExchange | None = None
+        self._wanted: int | None = None
         self._broadcast_each_batch: Callable[[], None] = _nothing
         super().__init__(**ddp_kwargs)
 
@@ -385,9 +405,66 @@ class LocalSteps(LocalHooks, RealWorker):
         module = self.model
         trainer = self.lightning_module.trainer
         refuse_in_trainer(type(self).__name__, trainer, module)
-        self._attach(lambda setup: AttachedRounds(module, setup, self.plan, self.outer, self._keep))
-        rounds = self._all_rounds[0]
-        self._broadcast_each_batch = broadcast_only(lambda: rounds.position == 0, trainer)
+        meet = among_ranks if self.elastic is None else self._meet
+        parts = (self.plan, self.outer, self._keep, meet)
+        self._attach(lambda setup: AttachedRounds(module, setup, *parts))
+        rounds, elastic = self._all_rounds[0], self.elastic
+        self._broadcast_each_batch = broadcast_only(
+            lambda: elastic is not None or rounds.position == 0, trainer
+        )
+
+    def _meet(self, setup: Setup, agreed: Mapping[str, str]) -> Meeting:
+        """Connect to the rendezvous; what the rounds need is there before they begin."""
+        trainer = self.lightning_module.trainer
+        if trainer.max_steps is None or trainer.max_steps < 0:
+            raise ValueError(
+                "Elastic workers count their steps together, so that all end at the same one; use "
+                "Trainer(max_steps=...)."
+            )
+        assert self.elastic is not None
+        wanted, self._wanted = self._wanted, None
+        parts = (self.elastic, setup.workers, setup.device, agreed, wanted)
+        self._exchange = ElasticExchange(*parts)
+        setup.workers.common["elastic"] = ElasticState(self._exchange)
+        return Meeting(self._exchange, Peers(False, setup.device, _same), lambda module: None)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load; note the number that this worker had, before it asks for one."""
+        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        kept = loaded.get(KEY)
+        common = kept.get("common") if isinstance(kept, dict) else None
+        number = common.get("elastic", {}).get("number") if isinstance(common, dict) else None
+        self._wanted = number if isinstance(number, int) else None
+        return loaded
+
+    def on_train_start(self) -> None:
+        """Begin; an elastic worker comes into the run, at the weights of the others."""
+        super().on_train_start()
+        if self._exchange is not None:
+            trainer = self.lightning_module.trainer
+            self._exchange.enter(self._all_rounds[0], TrainerLoop(trainer))
+
+    @property
+    def number(self) -> int:
+        """This worker's number, by which its data can be chosen."""
+        return self.worker if self._exchange is None else self._exchange.number
+
+    @property
+    def roll(self) -> Roll | None:
+        """The rounds of an elastic run, since this worker came in; else None."""
+        return None if self._exchange is None else self._exchange.roll
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """As Lightning's; every elastic worker shuffles the data in an order of its own."""
+        given: dict[str, Any] = super().distributed_sampler_kwargs
+        if self._exchange is None:
+            return given
+        return given | {"seed": int(os.environ.get("PL_GLOBAL_SEED", 0)) + self.number}
+
+    def figures(self) -> dict[str, float]:
+        workers = {} if self._exchange is None else {"workers": float(self._exchange.size)}
+        return super().figures() | workers
 
     @property
     def _handle(self) -> AttachedRounds:
@@ -417,3 +494,44 @@ class LocalSteps(LocalHooks, RealWorker):
 
 def _nothing() -> None:
     """Undo nothing."""
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the one worker of this job."""
+    return tensor
+
+
+class TrainerLoop:
+    """What an elastic worker needs of its Trainer.
+
+    Args:
+        trainer: that trains.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps before the one that it is in, as all workers count them."""
+        return int(self._trainer.global_step)
+
+    def go_on_from(self, steps: int) -> None:
+        """Count from here, with optimizers that begin again and learning rates of this step."""
+        for optimizer in self._trainer.optimizers:
+            optimizer.state.clear()
+        missing = steps - self.steps
+        progress = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
+        count = progress.optimizer.step.total
+        count.ready = count.completed = steps
+        for each in self._trainer.lr_scheduler_configs:
+            if each.interval == "step" and not each.reduce_on_plateau:
+                with warnings.catch_warnings():  # of a step before the optimizer's first
+                    warnings.simplefilter("ignore", UserWarning)
+                    for _ in range(missing // each.frequency):
+                        each.scheduler.step()
+
+    def check(self) -> None:
+        """End as SIGTERM asks, also while this worker waits for others."""
+        if self._trainer.received_sigterm:
+            raise sigterm_exception(self._trainer)

@@ -405,6 +405,17 @@ class CommonBuffers:
         """Names of parameters that are not trained, but have changed, and so are exchanged."""
         return [name for name in self.common if name in self._frozen]
 
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """This worker's buffers of integers and booleans."""
+        return {n: each.detach() for n, each in self._find().items() if n not in self.common}
+
+    def put_constants(self, named: Mapping[str, Tensor]) -> None:
+        """Set this worker's buffers of integers and booleans."""
+        for name, own in self.constants.items():
+            if name in named and named[name].shape == own.shape:
+                own.copy_(named[name])
+
     def take(self, names: Iterable[str]) -> None:
         """Exchange these parameters from now on; they are equal on all workers now."""
         still = self._still

@@ -53,14 +53,23 @@ class Exchanger(Protocol):
     def submit(self, grad: Tensor, shapes: Shapes) -> torch.futures.Future[Tensor]:
         """Begin an exchange that replaces ``grad`` by the mean over workers."""
 
-    def run(self, flow: Flow, result: Tensor) -> torch.futures.Future[Tensor]:
-        """Begin any other flow; the future is complete when ``result`` is."""
+    def run(
+        self, make: Callable[[], tuple[Flow, Tensor]], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
+        """Begin any other flow; the future is complete when ``result`` is.
+
+        ``make`` returns the flow and what it sends, each time that it is called: an exchange may
+        be repeated.
+        """
 
     def end_round(self, common: list[Tensor]) -> None:
         """Note that all of a round has begun; ``common`` is equal on all workers."""
 
     def check(self) -> None:
         """Raise what has gone wrong since."""
+
+    def landed(self) -> None:
+        """Note that the common weights have been taken over."""
 
 
 @dataclass
@@ -203,6 +212,23 @@ class LocalRounds:
         self.since = [0] * len(self.since)
         self.weights.begin(weights, buffers)
 
+    def skip(self, position: int) -> None:
+        """Begin after so many steps of a round, which others have made."""
+        self.position = self.waited = position
+        self.since = [position] * len(self.since)
+
+    def begin_from(
+        self,
+        weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+    ) -> None:
+        """Go on from another worker's common weights, buffers and integer buffers, by name."""
+        flats = [each.flat(weights, each.anchor) for each in self.weights.fragments]
+        self.weights.buffers.take(buffers)
+        self.weights.buffers.put_constants(constants)
+        self.begin(flats, buffers)
+
     def stepped(self, ends: bool, rate: float = 0.0) -> Waits:
         """Count an optimizer step; exchange what is due, or everything if it was the last one.
 
@@ -254,18 +280,29 @@ class LocalRounds:
         arriving = [self._exchanger.submit(distance, fragment.shapes)]
         buffers: dict[str, Tensor] = {}
         if index == len(self.since) - 1:
-            flow, moved = self.weights.buffers.exchange(buffers)
+            first = [self.weights.buffers.exchange(buffers)]
+            moved = first[0][1]
             if moved.numel():
-                arriving.append(self._exchanger.run(flow, moved))
+
+                def again() -> tuple[Flow, Tensor]:
+                    return first.pop() if first else self.weights.buffers.exchange(buffers)
+
+                arriving.append(self._exchanger.run(again, moved))
         rates = []
         if self.plan.growing is not None and rate is not None and index == len(self.since) - 1:
             rates = [rate]
         mean_rate = torch.tensor(rates, dtype=torch.float64, device=distance.device)
         if rates:
-            arriving.append(self._exchanger.run(mean_of(mean_rate), mean_rate))
+
+            def of_rate() -> tuple[Flow, Tensor]:
+                mean_rate.fill_(rates[0])
+                return mean_of(mean_rate), mean_rate
+
+            arriving.append(self._exchanger.run(of_rate, mean_rate))
         moments = self._moments() if index == len(self.since) - 1 else None
         if moments is not None:
-            arriving.append(self._exchanger.run(mean_of(moments.flat), moments.flat))
+            flat = moments.flat
+            arriving.append(self._exchanger.run(lambda: (mean_of(flat), flat), flat))
         since, self.since[index] = self.since[index], 0
         self.flight = Flight(
             index, distance, buffers, delay, since, sent, arriving, drift, mean_rate, moments
@@ -281,13 +318,16 @@ class LocalRounds:
 
     def arrive(self) -> None:
         """Wait for the exchange under way, if there is one, without taking it over yet."""
-        if self.flight is None or not self.flight.arriving:
+        flight = self.flight
+        if flight is None or not flight.arriving:
             return
         self._exchanger.end_round([each.anchor for each in self.weights.fragments])
-        for future in self.flight.arriving:
+        if self.flight is None:  # the worker came too late, and has begun again elsewhere
+            return
+        for future in flight.arriving:
             future.wait()
         self._exchanger.check()
-        self.flight.arriving = []
+        flight.arriving = []
         self.waited = 0
 
     def _land(self) -> Waits:
@@ -295,7 +335,9 @@ class LocalRounds:
         yield
         self.arrive()
         flight, self.flight = self.flight, None
-        assert flight is not None
+        if flight is None:
+            self._exchanger.landed()
+            return True
         if self.plan.growing is not None and flight.rate.numel():
             before, self.rate = self.rate, float(flight.rate)
             self.length = self.plan.growing.length(self.rate, before)
@@ -304,6 +346,7 @@ class LocalRounds:
             self._take_over(flight, self.weights.fragments[flight.index])
         else:
             self.weights.go_back()
+        self._exchanger.landed()
         self._count_lost(0 if finite else flight.steps + self.since[flight.index])
         return finite
 

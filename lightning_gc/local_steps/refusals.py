@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
+from lightning_gc.exchange.workers import Configuration
 from lightning_gc.local_steps.round_plan import OuterSGD, RoundPlan
 from lightning_gc.memories import Memory
 
@@ -83,6 +84,52 @@ def check_rounds(owner: str, plan: RoundPlan, controller: Controller | None) -> 
         )
     for steps in every:
         dataclasses.replace(plan, every=steps)
+
+
+def refuse_elastic(
+    owner: str,
+    elastic: Any,
+    plan: RoundPlan,
+    controller: Controller | None,
+    configuration: Configuration,
+    verify: Any,
+) -> None:
+    """Raise ValueError for settings that rounds of changing members cannot obey.
+
+    Args:
+        owner: the strategy, for the sentence.
+        elastic: as the user has set it.
+        plan: when what is exchanged.
+        controller: of levels, or None.
+        configuration: of the exchange.
+        verify: what workers compare.
+    """
+    if plan.delay or plan.fragments > 1:
+        raise ValueError(
+            f"{owner}(elastic={elastic!r}, delay={plan.delay}, fragments={plan.fragments}): an "
+            f"elastic round exchanges all weights and waits for the result; use delay=0 and "
+            f"fragments=1."
+        )
+    if plan.moments is not None:
+        raise ValueError(
+            f"{owner}(elastic={elastic!r}, moments={plan.moments!r}): a worker that joins begins "
+            f"without moments; leave moments out."
+        )
+    if controller is not None:
+        raise ValueError(
+            f"{owner}(elastic={elastic!r}, controller={controller!r}): elastic workers begin at "
+            f"unlike times, so no epoch is common to them; give the level to the compressor."
+        )
+    if verify:
+        raise ValueError(
+            f"{owner}(elastic={elastic!r}, verify={verify!r}): the members of every elastic round "
+            f"compare their results anyway; leave verify out."
+        )
+    if configuration.neighbours(4) > 1:
+        raise ValueError(
+            f"{owner}(elastic={elastic!r}, scheme={configuration.scheme!r}): its nodes need a "
+            f"fixed number of workers; use AllGather() or TwoShot()."
+        )
 
 
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}

@@ -203,6 +203,10 @@ class UnitGathers:
         """Return the copies of this rank's own shards, by parameter name."""
         return {name: kept for each in self._gathers for name, kept in each.kept().items()}
 
+    def over_workers(self, state: Any, mean: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return no copies: shards have no mean, and the next gathers are exact."""
+        return {}
+
     def load_own_states(self, states: Sequence[Any]) -> None:
         """Resume from ``own_state()``; without it, the next gathers are exact."""
         self.forget()

@@ -34,8 +34,8 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
-CompressionMonitor GrowingRounds InnerMoments LocalSteps LocalStepsStrategy NetworkModel OuterSGD
-SimulatedDDPStrategy SimulatedLocalStepsStrategy Together WeightDifferences
+CompressionMonitor Elastic GrowingRounds InnerMoments LocalSteps LocalStepsStrategy NetworkModel
+OuterSGD Roll SimulatedDDPStrategy SimulatedLocalStepsStrategy Together WeightDifferences
 advise attach
 Induced PerParameter Quantised SizeSwitch
 CSER DIANA EF21 ErrorFeedback ErrorReset GlobalMomentum LocalMomentum MomentumCorrection

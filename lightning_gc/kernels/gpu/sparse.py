@@ -997,8 +997,9 @@ def move(
     number = selection.most if selection.rule == "largest" else int(work.head[0])
     fields = [(dtype, number), (torch.uint8, elias_fano.coded_bytes(number, buffer.numel()))]
     payload = reserve(fields, buffer.device)
-    positions = _move(work, number, payload, (work.flag, work.sent_flag))
-    return positions.long(), payload[0]
+    values, coded = payload
+    positions = _move(work, values, coded, payload, (work.flag, work.sent_flag))
+    return positions.long(), values
 
 
 def code(positions: Tensor, numel: int) -> Tensor:

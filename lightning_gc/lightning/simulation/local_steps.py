@@ -1,5 +1,6 @@
 """SimulatedLocalSteps: W workers with local steps on one device, one after the other."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,17 +14,20 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Flow
+from lightning_gc.core.pytree import each_tensor
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps import LocalHooks
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
-from lightning_gc.local_steps.refusals import refuse_in_trainer
+from lightning_gc.local_steps.refusals import refuse_elastic, refuse_in_trainer
+from lightning_gc.local_steps.roll import Entrance, Roll, Round
+from lightning_gc.local_steps.snapshot import digest_in_words, load_snapshot, snapshot_of
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.network_model import NetworkModel
-from lightning_gc.transports.simulated import Ledger
+from lightning_gc.transports.simulated import Ledger, Simulated
 
 
 class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
@@ -52,7 +56,12 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         merge: with a delay, how the result is taken over.
         fragments: P.
         show: what validation and test see.
-        workers: W, the number of simulated workers.
+        workers: W, the number of simulated workers. Leave it out with ``roll``.
+        roll: of an elastic run, or its file. The run is replayed: in each round its members take
+            part, others come in and leave as they did. The weights have the same bits where
+            payloads are gathered and a batch depends on ``strategy.number`` and ``global_step``
+            only. Each number of the roll has a micro-batch in every step; those of workers that
+            are not there change nothing.
         network: converts bytes to the seconds that ``CompressionMonitor`` shows.
         seed: of the compressor's private random numbers.
         state: in checkpoints; the same files as real workers write, so that a simulated run can
@@ -96,7 +105,8 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         fragments: int = 1,
         show: Literal["common", "local"] = "common",
         *,
-        workers: int,
+        workers: int | None = None,
+        roll: Roll | str | None = None,
         network: NetworkModel = NetworkModel(),  # noqa: B008 - frozen
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
@@ -105,9 +115,14 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         moments: InnerMoments | None = None,
         **kwargs: Any,
     ) -> None:
-        self._configure_workers(compressor, workers, network, kwargs)
+        self._replay = None if roll is None else Replay(roll, workers)
+        number: Any = workers if self._replay is None else len(self._replay.numbers)
+        self._configure_workers(compressor, number, network, kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._configure_rounds(every, outer, delay, merge, fragments, show, state, moments)
+        if self._replay is not None:
+            parts = (self.plan, controller, self.local_workers.configuration, 0)
+            refuse_elastic(type(self).__name__, "a roll", *parts)
         super().__init__(**kwargs)
 
     _of_processes = "LocalStepsStrategy"
@@ -130,6 +145,8 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             each = (module, workers.names, engine, end, self.plan, self.outer, present)
             rounds.append(LocalRounds(*each))
         self._keep(rounds)
+        if self._replay is not None:
+            self._replay.begin(rounds, self.engines, exchanges, lambda: self.optimizers)
 
     def _start_alike(self) -> None:
         self._replicas.share()
@@ -140,8 +157,26 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             for optimizer, state in pairs:
                 optimizer.load_state_dict(state)
 
+    @property
+    def number(self) -> int:
+        """The running worker's number, by which its data can be chosen."""
+        return self.worker if self._replay is None else self._replay.numbers[self.worker]
+
+    @property
+    def _rounds(self) -> LocalRounds | None:
+        if self._replay is None or not self._all_rounds:
+            return super()._rounds
+        return self._all_rounds[self._replay.present[0]]
+
+    @property
+    def _present(self) -> Sequence[int]:
+        """The workers that make this step."""
+        return range(self.workers) if self._replay is None else self._replay.present
+
     def _begin_step(self) -> None:
         self._replicas.forget_gradients()
+        if self._replay is not None:
+            self._replay.begin_step()
 
     def _enter(self, worker: int) -> None:
         self._replicas.enter(worker)
@@ -149,24 +184,25 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the last micro-batch, every worker's own step, and the exchange that is due."""
         result, output = closure(), None
-        for worker in range(self.workers):
+        for worker in self._present:
             self._replicas.enter(worker)
             again = _Once(result)
             output = self._own_step(optimizer, again, *args, **kwargs)
         ends = self._ends()
-        if ends or self._all_rounds[0].is_due:
+        here = [self._all_rounds[worker] for worker in self._present]
+        if ends or here[0].is_due:
             assert self._attached is not None
             self._attached.refuse_unsynchronised()
         rate = max(float(group["lr"]) for group in optimizer.param_groups)
-        self._together(each.stepped(ends, rate) for each in self._all_rounds)
+        self._together(each.stepped(ends, rate) for each in here)
         return output
 
     def _exchange_the_rest(self) -> None:
-        self._together(each.ending() for each in self._all_rounds)
+        self._together(self._all_rounds[worker].ending() for worker in self._present)
 
     def _together(self, waits: Iterable[Waits]) -> None:
-        """Run all workers' waits side by side, each at its own weights; end at worker 0's."""
-        left = list(enumerate(waits))
+        """Run all workers' waits side by side, each at its own weights; end at the first one's."""
+        left = list(zip(self._present, waits, strict=True))
         while left:
             for worker, each in list(left):
                 self._replicas.enter(worker)
@@ -176,7 +212,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
                     left.remove((worker, each))
                     if not end.value:
                         reset_poisoned(self.optimizers)
-        self._replicas.enter(0)
+        self._replicas.enter(self._present[0])
 
 
 class _Once:
@@ -205,30 +241,53 @@ class Exchanges:
 
     Attributes:
         of: per worker, its end: an ``Exchanger``.
+        here: the ends that take part in this round.
+        carried: called with the mean of each bucket.
     """
 
     def __init__(self, workers: Workers, ledger: Ledger, device: torch.device) -> None:
         self.workers, self.ledger, self.device = workers, ledger, device
         self.of = [End(self, engine) for engine in workers.engines]
+        self.here = self.of
+        self.carried: Callable[[Tensor], None] = lambda mean: None
 
     def carry_out(self) -> None:
         """Run what all workers have sent, and count it as a round; nothing, if it has been.
 
         Worker 0 may have sent the next already, while the others take over what has been run.
         """
-        if not all(end.sent for end in self.of):
+        if not all(end.sent for end in self.here):
             return
-        for same in zip(*(end.sent for end in self.of), strict=True):
+        for same in zip(*(end.sent for end in self.here), strict=True):
             self.ledger.step = self.workers.first.step
-            self.ledger.run([one.flow for one in same], self.device)
+            self._run([one.flow for one in same])
             for one in same:
                 if one.shapes is not None:  # worker 0 alone has decoded the mean
                     one.result.copy_(same[0].result)
                 one.future.set_result(one.result)
-        layout = [one.shapes for one in self.of[0].sent if one.shapes is not None]
-        for end in self.of:
+            if same[0].shapes is not None:
+                self.carried(same[0].result)
+        layout = [one.shapes for one in self.here[0].sent if one.shapes is not None]
+        for end in self.here:
             end.sent = []
-        self.workers.end_round(layout)
+        if self.here is self.of:
+            self.workers.end_round(layout)
+            return
+        first = self.here[0].engine
+        first.advance()
+        for end in self.here[1:]:
+            end.engine.advance(decoder=first)
+
+    def _run(self, flows: Sequence[Flow]) -> None:
+        """Run flows, and count their bytes; those of a part of the workers among themselves."""
+        if len(flows) == len(self.of):
+            self.ledger.run(flows, self.device)
+            return
+        transport = Simulated(len(flows))
+        with torch.no_grad():
+            transport.run(flows)
+        for end, sent in zip(self.here, transport.sent_bytes, strict=True):
+            self.ledger.transport.sent_bytes[self.of.index(end)] += sent
 
 
 class Sent:
@@ -243,19 +302,24 @@ class End:
     """One simulated worker's end of the exchanges."""
 
     def __init__(self, exchanges: Exchanges, engine: Engine) -> None:
-        self._exchanges, self._engine = exchanges, engine
+        self._exchanges, self.engine = exchanges, engine
         self.sent: list[Sent] = []
 
     def submit(self, grad: Tensor, shapes: Shapes) -> torch.futures.Future[Tensor]:
         """Send a bucket; its future is complete once every worker has, and one waits."""
         flow = self._exchanges.workers.flow(
-            self._engine, grad, shapes, wanted=self._engine.worker == 0
+            self.engine, grad, shapes, wanted=self.engine.worker == 0
         )
         return self._send(Sent(flow, grad, shapes))
 
-    def run(self, flow: Flow, result: Tensor) -> torch.futures.Future[Tensor]:
+    def run(
+        self, make: Callable[[], tuple[Flow, Tensor]], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
         """Send by a flow of any other kind."""
-        return self._send(Sent(flow, result, None))
+        return self._send(Sent(make()[0], result, None))
+
+    def landed(self) -> None:
+        """Nothing waits for weights to be taken over."""
 
     def end_round(self, common: Sequence[Tensor] | None = None) -> None:
         """Carry out what all have sent; ``common`` need not be compared."""
@@ -267,6 +331,117 @@ class End:
     def _send(self, sent: Sent) -> torch.futures.Future[Tensor]:
         self.sent.append(sent)
         return sent.future
+
+
+class Replay:
+    """Lets simulated workers take part in rounds as the roll of an elastic run says.
+
+    Args:
+        roll: of the run, or its file.
+        workers: as the user has given it: None.
+
+    Attributes:
+        numbers: of the workers, by index.
+        present: indices of those that make this step, ascending.
+
+    Raises:
+        ValueError: a roll that begins later than the run, or is empty; ``workers`` is given, too.
+    """
+
+    def __init__(self, roll: Roll | str, workers: int | None) -> None:
+        self._roll = Roll.read(roll) if isinstance(roll, str) else roll
+        self.numbers = self._roll.numbers
+        if workers is not None or not self._roll or self._roll[0].round:
+            raise ValueError(
+                f"SimulatedLocalStepsStrategy(workers={workers!r}, roll=a roll of "
+                f"{len(self._roll)} rounds): a replay begins with round 0, and its workers are "
+                f"those of the roll; leave workers out, and give the rendezvous's file."
+            )
+        self.present: Sequence[int] = ()
+
+    def begin(
+        self,
+        rounds: Sequence[LocalRounds],
+        engines: Sequence[Engine],
+        exchanges: Exchanges,
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+    ) -> None:
+        """Begin a fit with these workers."""
+        self._rounds, self._engines = rounds, engines
+        self._exchanges, self._optimizers = exchanges, optimizers
+        self.present = [self.numbers.index(number) for number in self._roll[0].members]
+        self._heirs: set[int] = set()  # rounds whose errors have been inherited
+        self._differs = False
+        exchanges.carried = self._compare
+
+    def begin_step(self) -> None:
+        """Let those in that come in before this step; choose who makes it.
+
+        Raises:
+            RuntimeError: the roll has no round for this step.
+        """
+        first = self.present[0]
+        number, position = self._engines[first].step, self._rounds[first].position
+        if number >= len(self._roll):
+            raise RuntimeError(
+                f"The roll ends with round {len(self._roll) - 1}, and round {number} begins; use "
+                f"Trainer(max_steps=...) as in the elastic run."
+            )
+        record = self._roll[number]
+        if number not in self._heirs:
+            self._heirs.add(number)
+            self._inherit(record)
+        come = {n: e for n, e in record.entered.items() if e.position == position and number}
+        for each, entrance in come.items():
+            self._enter(each, entrance)
+        late = {n for n, e in record.entered.items() if e.position > position}
+        members = [self.numbers.index(n) for n in record.members]
+        self.present = [i for i in members if self.numbers[i] not in late]
+        for rank, index in enumerate(members):
+            engine = self._engines[index]
+            engine.worker, engine.workers = rank, len(members)
+        self._exchanges.here = [self._exchanges.of[index] for index in members]
+
+    def _compare(self, mean: Tensor) -> None:
+        """Warn of the first round whose result is not the one of the elastic run."""
+        record = self._roll[self._engines[self.present[0]].step]
+        if not self._differs and digest_in_words([mean]) != record.digest:
+            self._differs = True
+            warnings.warn(
+                f"From round {record.round} on the replay has other bits than the run. Where "
+                f"payloads are gathered a replay has the same bits, if a worker's batch depends on "
+                f"strategy.number and global_step only.",
+                stacklevel=2,
+            )
+
+    def _inherit(self, record: Round) -> None:
+        device = self._exchanges.device
+        for heir, leavers in record.inherited.items():
+            for leaver in leavers:
+                there = self._engines[self.numbers.index(leaver)]
+                memory, common = there.state_dict()["memory"], there.memory.common
+                left = {
+                    name: {b: each for b, each in kept.items() if b not in common}
+                    for name, kept in memory.items()
+                }
+                left = each_tensor(left, partial(torch.Tensor.to, device=device))
+                self._engines[self.numbers.index(heir)].add_errors(left)
+
+    def _enter(self, number: int, entrance: Entrance) -> None:
+        """Let a worker begin at the common weights, as with a donor's snapshot."""
+        index, donor = self.numbers.index(number), self.numbers.index(entrance.donor)
+        if index == donor:
+            return
+        with self._rounds[donor].present():
+            tree = each_tensor(
+                snapshot_of(self._rounds[donor], self._engines[donor]), torch.Tensor.clone
+            )
+        rounds, kept = self._rounds[index], entrance.error == "kept"
+        with rounds.present():
+            load_snapshot(tree, rounds, self._engines[index], keep_error=kept)
+            rounds.skip(entrance.position)
+            for optimizer in self._optimizers():
+                optimizer.state.clear()
 
 
 class Replicas:

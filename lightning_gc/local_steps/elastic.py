@@ -1,0 +1,638 @@
+"""Elastic and ElasticExchange: local steps whose workers may die, leave and join between rounds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
+
+from lightning_gc.core import TEXT, WHOLE, Each, Flow, Record
+from lightning_gc.core.digest import ReplicaError
+from lightning_gc.core.pytree import Tree, each_tensor
+from lightning_gc.core.settings import Settings
+from lightning_gc.core.state_structure import ERRORS
+from lightning_gc.engine.error_buffers import to_host
+from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
+from lightning_gc.exchange.synchronizer import leave
+from lightning_gc.exchange.validation import digest_of, refuse_unknown_device
+from lightning_gc.exchange.workers import Shapes, Workers
+from lightning_gc.local_steps.local_rounds import LocalRounds
+from lightning_gc.local_steps.rendezvous import Line, Seal, address_towards, host_and_port
+from lightning_gc.local_steps.roll import Called, Do, Entry, Member, Report, Roll, Verdict
+from lightning_gc.local_steps.snapshot import (
+    Door,
+    Wire,
+    check_snapshot,
+    digest_in_words,
+    load_snapshot,
+    snapshot_of,
+    visiting,
+)
+from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.distributed import Distributed
+from lightning_gc.transports.peer_error import PeerError, is_from_backend
+
+_log = logging.getLogger(__name__)
+_TRIES = 3
+"""How often a snapshot is fetched from the same donor."""
+
+
+@dataclass(frozen=True)
+class Elastic(Settings):
+    """Let workers of local steps die, leave and join while the others go on.
+
+    Every worker is a job of its own: ``Trainer(devices=1, num_nodes=1, max_steps=...)`` with the
+    same ``LocalStepsStrategy``. One more job joins a run; a job that gets Ctrl-C or SIGTERM leaves
+    it. A round is committed when all its members have the same result; if one of them dies, the
+    others repeat the round with the same differences and errors.
+
+    Args:
+        rendezvous: ``"host:port"``, where ``lightning-gc rendezvous`` listens. If nobody listens
+            there and it is an address of this machine, this job does.
+        min_workers: fewest members of a round. With fewer, workers wait.
+        grace: seconds that a round waits, after its first member has asked for it, for those that
+            have not. A worker that comes later loses its steps of the round. A run begins as late
+            after the first ``min_workers`` have come.
+        timeout: seconds of a message between workers. A worker that says nothing for so long is
+            dead.
+        patience: seconds that a worker waits for a rendezvous, or for ``min_workers``.
+        secret: a text that all jobs and the rendezvous share. Without it everybody who reaches
+            the rendezvous may take part, and change the training.
+        number: this worker's number; None: the rendezvous gives one.
+        address: host that the other workers reach this machine by; None: its address on the way
+            to the rendezvous.
+        ports: first and last port on which it serves snapshots to workers that join; None: any.
+        roll: file to which the roll is written, if this job serves the rendezvous.
+
+    Raises:
+        ValueError: no ``"host:port"``, or a number out of range.
+
+    Example:
+        >>> from lightning_gc import Elastic
+        >>> Elastic("10.0.0.1:29400", min_workers=3, secret="a long text")
+        Elastic(rendezvous='10.0.0.1:29400', min_workers=3, grace=5.0, timeout=30.0)
+    """
+
+    rendezvous: str
+    min_workers: int = 2
+    grace: float = 5.0
+    timeout: float = 30.0
+    patience: float = field(default=600.0, repr=False)
+    secret: str | None = field(default=None, repr=False)
+    number: int | None = field(default=None, repr=False)
+    address: str | None = field(default=None, repr=False)
+    ports: tuple[int, int] | None = field(default=None, repr=False)
+    roll: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        host_and_port(self.rendezvous, "Elastic(rendezvous")
+        if self.min_workers < 1:
+            raise ValueError(f"Elastic(min_workers={self.min_workers}): use 1 or more, such as 2.")
+        for name, least in (("grace", 0.0), ("timeout", 1.0), ("patience", 1.0)):
+            seconds = getattr(self, name)
+            if not least <= seconds < math.inf:
+                raise ValueError(
+                    f"Elastic({name}={seconds!r}): give {least:g} seconds or more, such as 30."
+                )
+        if self.number is not None and self.number < 0:
+            raise ValueError(f"Elastic(number={self.number}): numbers begin with 0.")
+        if self.ports is not None and not 0 < self.ports[0] <= self.ports[1] < 1 << 16:
+            raise ValueError(
+                f"Elastic(ports={self.ports!r}): give the first and the last port, such as "
+                f"(29500, 29520)."
+            )
+
+
+class Loop(Protocol):
+    """What an elastic worker needs of the training loop that it is in."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps before the one that it is in, as all workers count them."""
+
+    def go_on_from(self, steps: int) -> None:
+        """Count from here, with optimizers that begin again and learning rates of this step."""
+
+    def check(self) -> None:
+        """Raise what ends the loop, such as a signal."""
+
+
+_PLACE = Record({"round": WHOLE, "position": WHOLE, "steps": WHOLE})
+_ERROR = Record({"ask": TEXT, "run": TEXT, "number": WHOLE, "memory": Each(Each(ERRORS))})
+
+
+@dataclass
+class _Sent:
+    """What is exchanged in a round, to be sent once for each attempt."""
+
+    make: Callable[[], tuple[Flow, Tensor]]
+    result: Tensor
+    future: torch.futures.Future[Tensor]
+    names: tuple[str, ...] = ()
+    arrived: Tensor | None = None
+
+
+class ElasticExchange:
+    """Carries out the exchanges of one elastic worker: an ``Exchanger`` of local steps.
+
+    Args:
+        elastic: as the user has set it.
+        workers: this process's worker; its engine is made here.
+        device: of the weights.
+        agreed: name -> text of settings that must be equal on all workers.
+        wanted: number that the worker had in the checkpoint from which it resumes.
+
+    Communication pattern:
+        Reports to the rendezvous every quarter of a second, and when there is something to say.
+        Per round a process group of its members, in it the compressor's exchange, and three
+        answers of the rendezvous. A snapshot goes from one member to a worker that joins.
+
+    Attributes:
+        size: number of members of the last round.
+
+    Raises:
+        ValueError: in a job with several processes; other settings than the run's.
+        RuntimeError: no rendezvous, or too few workers, for ``patience`` seconds.
+        ReplicaError: members had different results three times in a row.
+    """
+
+    def __init__(
+        self,
+        elastic: Elastic,
+        workers: Workers,
+        device: torch.device,
+        agreed: Mapping[str, str],
+        wanted: int | None = None,
+    ) -> None:
+        refuse_unknown_device(device)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        if dist.get_world_size() > 1:
+            raise ValueError(
+                f"Elastic: this job has {dist.get_world_size()} processes, but every elastic "
+                f"worker is a job of its own; use Trainer(devices=1, num_nodes=1), and start one "
+                f"job for each worker."
+            )
+        self.elastic, self._workers, self._device = elastic, workers, device
+        self._recording = Recording(Distributed())
+        workers.start([self._recording], revocable=True)
+        compile_kernels(workers.first, device)
+        self._seal = Seal(elastic.secret)
+        self._still = threading.Lock()  # held while the common weights change
+        self._inherited: list[tuple[int, Tree]] = []
+        self._closed = False
+        self._rounds: LocalRounds | None = None
+        self._loop: Loop | None = None
+        self._sent: list[_Sent] = []
+        self._belongs = False  # whether the error is one of this run
+        self._kept: dict[str, dict[str, Any]] = {}  # the compressor's state before an attempt
+        self._neighbours: dict[int, str] = {}
+        self._differing = self._failures = self.size = 0
+        self._first = 0  # steps before this round
+        self._within = False  # whether the loop is in a step, which it has not counted
+        self._wanted = elastic.number if wanted is None else wanted
+        host, port = host_and_port(elastic.rendezvous, "Elastic(rendezvous")
+        roll = None if elastic.roll is None else Path(elastic.roll)
+        self._line = Line(host, port, elastic.secret, roll)
+        own = elastic.address or address_towards(host, port)
+        ports = elastic.ports and range(elastic.ports[0], elastic.ports[1] + 1)
+        held = sum(p.numel() * 4 for p in workers.names)  # and outer momentum, buffers, names
+        self._most = 16 * held + (1 << 24)
+        door = (own, ports or (), self._seal, self._most, float(elastic.timeout), self._answer)
+        self._door = Door(*door)
+        same = workers.configuration.in_words() | dict(agreed)
+        same["names and shapes of parameters"] = digest_of(workers.shapes)
+        same |= arithmetic(device, workers.configuration.compressor)
+        report = Report(
+            token=secrets.token_hex(8),
+            wanted=self._wanted,
+            address=self._door.address,
+            settings=hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest(),
+            min_workers=elastic.min_workers,
+            grace=float(elastic.grace),
+            timeout=float(elastic.timeout),
+        )
+        self._member = Member(report)
+        try:
+            self._until(("number",), f"for a rendezvous at {elastic.rendezvous}")
+        except BaseException:
+            self.close(failed=True)
+            raise
+
+    @property
+    def number(self) -> int:
+        """This worker's number."""
+        number = self._member.report.number
+        assert number is not None
+        return number
+
+    @property
+    def roll(self) -> Roll:
+        """The rounds of this worker since it came in last."""
+        return Roll(self._member.roll)
+
+    # -------------------------------------------------------------------------- the log
+
+    def _until(self, wanted: tuple[str, ...], what: str) -> Do:
+        """Read the log until one of these is to be done, and take snapshots on the way.
+
+        Args:
+            wanted: as ``Do.what``; ``"fetched"``: a snapshot has been taken.
+            what: the worker waits for, for the error.
+        """
+        limit = time.monotonic() + self.elastic.patience
+        while True:
+            self._line.say(self._member.report)
+            entry = self._line.next(0.1)
+            if self._loop is not None:
+                self._loop.check()
+            done = None if entry is None else self._read(entry)
+            if done is not None and done.what == "fetch":
+                done = self._fetch(done)
+            if done is not None and done.what in wanted:
+                return done
+            if time.monotonic() > limit:
+                raise RuntimeError(
+                    f"This worker has waited {self.elastic.patience:g} s {what}, with "
+                    f"min_workers={self.elastic.min_workers}. The rendezvous: "
+                    f"{self._line.trouble or 'it answers'}. Start it, or more workers, or raise "
+                    f"Elastic(patience=...)."
+                )
+
+    def _read(self, entry: Entry) -> Do | None:
+        done = self._member.read(entry)
+        self._line.say(self._member.report)
+        if done is not None and done.what == "refused":
+            raise ValueError(f"This worker cannot take part: {done.why}.")
+        if isinstance(entry, Called) and done is not None:
+            self._neighbours = dict(zip(entry.members, entry.addresses, strict=False))
+        if isinstance(entry, Verdict) and entry.record is not None:
+            for number, norm in entry.record.lost.items():
+                _log.warning(
+                    "Worker %d is silent: its error of norm %.6g is lost, in round %d.",
+                    *(number, norm, entry.record.round),
+                )
+            for number in entry.record.left:
+                _log.info("Worker %d has left, before round %d.", number, entry.record.round)
+        return done
+
+    # -------------------------------------------------------------------------- coming in
+
+    def enter(self, rounds: LocalRounds, loop: Loop) -> None:
+        """Come into the run: begin it with others, or take a member's snapshot.
+
+        Args:
+            rounds: this worker's, at the weights with which it would begin a run.
+            loop: that it is in.
+        """
+        self._rounds, self._loop = rounds, loop
+        # If another worker has the number, the error of the checkpoint is that worker's.
+        resumed = self._workers.first.step > 0
+        self._belongs = resumed and self._wanted in (None, self.number)
+        self._first = loop.steps - rounds.position
+        self._member.enters(self._workers.first.step, self._mark())
+        done = self._until(("begin", "fetched"), "for other workers")
+        if done.what == "fetched" and self._member.report.phase == "ready":
+            self._until(("begin",), "for the run to begin")
+        self._belongs = self._within = True
+
+    def _fetch(self, done: Do) -> Do | None:
+        """Take the snapshot of a member; if it cannot be had, ask for another one."""
+        for attempt in range(_TRIES):
+            try:
+                host = host_and_port(done.address, "address")
+                with visiting(host, self._seal, self._most, float(self.elastic.timeout)) as wire:
+                    self._take(wire)
+            except (OSError, ValueError) as error:
+                self._failures += 1
+                _log.warning(
+                    "Worker %d could not take a snapshot of worker %d: %s",
+                    *(self.number, done.donor, error),
+                )
+                if self._failures > 10 * _TRIES:
+                    raise RuntimeError(
+                        f"No snapshot could be had in {self._failures} tries. {error}"
+                    ) from error
+                time.sleep(0.1 * (attempt + 1))
+            else:
+                self._failures = 0
+                return Do("fetched")
+        self._member.not_fetched()
+        return None
+
+    def _take(self, wire: Wire) -> None:
+        """Read a snapshot, then the place of its round; begin there."""
+        assert self._rounds is not None
+        assert self._loop is not None
+        engine, rounds = self._workers.first, self._rounds
+        while True:
+            wire.send({"ask": "snapshot"})
+            tree = wire.receive()
+            check_snapshot(tree, engine, self._workers.shapes)
+            number = tree["round"]
+            if self._belongs and (number, tree["mark"]) == (engine.step, self._mark()):
+                # As after a resume: the steps within the round are kept, too.
+                self._member.fetched(number, rounds.position, "kept")
+                return
+            with self._still:
+                load_snapshot(tree, rounds, engine, keep_error=self._belongs)
+            wire.send({"ask": "place"})
+            place = wire.receive()
+            _PLACE.check(place, "place")
+            if place["round"] == number:
+                break
+        rounds.skip(place["position"])
+        self._first = place["steps"] - place["position"]
+        # Within a step, as in a round that has begun without this worker, the loop counts it next.
+        self._loop.go_on_from(place["steps"] - self._within)
+        self._member.fetched(number, place["position"], "kept" if self._belongs else "zero")
+
+    # ------------------------------------------------------------------------------ rounds
+
+    def submit(self, grad: Tensor, shapes: Shapes) -> torch.futures.Future[Tensor]:
+        """Add a bucket to the round."""
+
+        def make() -> tuple[Flow, Tensor]:
+            sent = grad.clone()
+            return self._workers.flow(self._workers.first, sent, shapes), sent
+
+        return self._add(_Sent(make, grad, self._promise(), tuple(shapes)))
+
+    def run(
+        self, make: Callable[[], tuple[Flow, Tensor]], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
+        """Add any other flow to the round; it is made once for each attempt."""
+        return self._add(_Sent(make, result, self._promise()))
+
+    def _add(self, sent: _Sent) -> torch.futures.Future[Tensor]:
+        self._sent.append(sent)
+        return sent.future
+
+    def _promise(self) -> torch.futures.Future[Tensor]:
+        return torch.futures.Future(devices=[self._device] if self._device.index else None)
+
+    def end_round(self, common: list[Tensor]) -> None:
+        """Exchange with the members of the round, again until an attempt is committed.
+
+        If the others have gone on without this worker, it begins again at their weights.
+        """
+        sent, self._sent = self._sent, []
+        self._member.asks(self._mark(), self._inherit())
+        what = f"in round {self._member.report.round}, for other workers"
+        while True:
+            done = self._until(("run", "commit", "repeat", "fetched"), what)
+            if done.what == "run":
+                self._still.acquire()
+                self._attempt(done, sent)
+            elif done.what == "commit":
+                self._finish(sent)
+                return
+            elif done.what == "repeat":
+                self._undo()
+                self.landed()
+                self._repeated(done.why)
+            else:
+                return  # at the weights of the others
+
+    def landed(self) -> None:
+        """Serve snapshots again: the common weights have been taken over."""
+        if self._still.locked():
+            self._still.release()
+
+    def check(self) -> None:
+        """Nothing runs in the background."""
+
+    def _attempt(self, done: Do, sent: Sequence[_Sent]) -> None:
+        """Exchange in a group of the members; say how it went."""
+        members, engine = self._member.report.members, self._workers.first
+        rank, size = members.index(self.number), len(members)
+        began = time.monotonic()
+        state = engine.compressor_state.items()
+        self._kept = {name: each_tensor(kept, Tensor.clone) for name, kept in state}
+        engine.worker, engine.workers = rank, size
+        failed, group = True, None
+        try:
+            group = self._group(done.group, rank, size)
+            transport = Distributed(group, "an elastic round")
+            transport.sent_bytes = self._recording.inner.sent_bytes
+            self._recording.inner = transport
+            self._recording.worker, self._recording.workers = rank, size
+            with torch.no_grad():
+                for each in sent:
+                    flow, each.arrived = each.make()
+                    self._recording.run(flow, self._device)
+            # The rest is in the mark of the next round.
+            results = [each.arrived for each in sent if each.names and each.arrived is not None]
+            text = digest_in_words(results)
+            failed = False
+        except RuntimeError as error:
+            if not isinstance(error, PeerError) and not is_from_backend(error):
+                raise
+            _log.warning(
+                "Round %d, attempt %d, of workers %s failed for worker %d after %.2f s: %s",
+                *(self._member.report.round, self._member.report.attempt, members, self.number),
+                *(time.monotonic() - began, str(error).splitlines()[0]),
+            )
+        finally:
+            if group is not None:
+                leave(group, failed)
+            engine.worker, engine.workers, engine.peers = 0, 1, size
+            if failed:
+                self._undo()
+        if failed:
+            self._member.failed()
+        else:
+            self._member.ran(text, self._norm())
+        self._line.say(self._member.report)
+
+    def _group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
+        """Return the process group of an attempt, which is this process's for a while."""
+        timeout = timedelta(seconds=self.elastic.timeout)
+        store = PrefixStore(name, self._line.store(timeout))
+        backend = "nccl" if self._device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        group, _ = _new_process_group_helper(
+            size, rank, [], backend, store, group_name=GroupName(name), timeout=timeout
+        )
+        # This process is rank 0 of its own world, and takes the place of ``rank`` in the group.
+        places = {0: rank, rank: 0}
+        _world.pg_group_ranks[group] = dict(
+            sorted(((other, places.get(other, other)) for other in range(size)), key=lambda p: p[1])
+        )
+        made: dist.ProcessGroup = group
+        return made
+
+    def _norm(self) -> float:
+        errors = self._workers.first.errors().values()
+        return math.sqrt(sum(float(error.double().square().sum()) for error in errors))
+
+    def _undo(self) -> None:
+        """Restore errors and the compressor's state as before the attempt."""
+        engine = self._workers.first
+        engine.undo(self._kept)
+
+    def _finish(self, sent: Sequence[_Sent]) -> None:
+        assert self._loop is not None
+        self._differing = 0
+        self._first = self._loop.steps + 1
+        self.size = len(self._member.report.members)
+        for each in sent:
+            assert each.arrived is not None
+            each.result.copy_(each.arrived)
+            each.future.set_result(each.result)
+        self._workers.end_round([each.names for each in sent if each.names])
+
+    def _repeated(self, why: str) -> None:
+        _log.warning("Round %d is repeated: %s.", self._member.report.round, why)
+        self._differing = self._differing + 1 if "differ" in why else 0
+        if self._differing >= _TRIES:
+            raise ReplicaError(
+                f"Members of round {self._member.report.round} have had different results "
+                f"{self._differing} times in a row. Compare their machines: memory, devices, and "
+                f"versions of torch."
+            )
+
+    def _mark(self) -> str:
+        """Return a digest of the common weights, buffers and outer momentum."""
+        assert self._rounds is not None
+        weights = self._rounds.weights
+        tensors = [each.anchor for each in weights.fragments]
+        tensors += [each.velocity for each in weights.fragments if each.velocity is not None]
+        tensors += [weights.buffers.common[name] for name in sorted(weights.buffers.common)]
+        return digest_in_words(tensors)
+
+    # ------------------------------------------------------------------------- other workers
+
+    def _answer(self, asked: Any) -> Tree:
+        """Answer another worker, in a thread of the door."""
+        match asked:
+            case {"ask": "snapshot"}:
+                return self._snapshot()
+            case {"ask": "place"}:
+                with self._still:
+                    assert self._rounds is not None
+                    position = self._rounds.position
+                    steps = self._first + position
+                    return {"round": self._workers.first.step, "position": position, "steps": steps}
+            case {"ask": "error"}:
+                _ERROR.check(asked, "error")
+                with self._still:
+                    fits = asked["run"] == self._member.report.run and not self._closed
+                    if fits:
+                        self._inherited.append((asked["number"], asked["memory"]))
+                return {"taken": fits}
+        raise ValueError(f"{str(asked)[:60]} is no question.")
+
+    def _snapshot(self) -> Tree:
+        """Return copies of all that a worker needs to begin where this one is."""
+        if self._rounds is None:
+            raise ValueError("This worker has not begun yet.")
+        with self._still:
+            made = snapshot_of(self._rounds, self._workers.first)
+            return each_tensor(made | {"mark": self._mark()}, to_host)
+
+    def _inherit(self) -> list[int]:
+        """Add the errors of those who have left to this worker's; return their numbers."""
+        inherited, self._inherited = self._inherited, []
+        for _, memory in inherited:
+            self._workers.first.add_errors(
+                each_tensor(memory, lambda tensor: tensor.to(self._device))
+            )
+        return [number for number, _ in inherited]
+
+    def _bequeath(self) -> None:
+        """Give this worker's error to the lowest of the others that takes it."""
+        engine = self._workers.first
+        common = engine.memory.common
+        memory = {
+            name: {buffer: tensor for buffer, tensor in kept.items() if buffer not in common}
+            for name, kept in engine.state_dict()["memory"].items()
+        }
+        norm, report = self._norm(), self._member.report
+        if not norm:
+            return
+        said = {"ask": "error", "run": report.run, "number": self.number, "memory": memory}
+        for number, address in sorted(self._neighbours.items()):
+            if number == self.number:
+                continue
+            with suppress(OSError, ValueError):
+                there = host_and_port(address, "address")
+                with visiting(there, self._seal, self._most, float(self.elastic.timeout)) as wire:
+                    wire.send(said)
+                    if wire.receive() == {"taken": True}:
+                        _log.info(
+                            "Worker %d leaves; worker %d has its error of norm %.6g.",
+                            *(self.number, number, norm),
+                        )
+                        return
+        _log.warning(
+            "Worker %d leaves, and no other worker takes its error of norm %.6g.",
+            *(self.number, norm),
+        )
+
+    def close(self, failed: bool = False) -> None:
+        """Leave the run; again does nothing.
+
+        Args:
+            failed: the worker leaves before its end, so that another one gets its error.
+        """
+        if self._closed:
+            return
+        with suppress(RuntimeError, ValueError):
+            self._settle()
+        self.landed()
+        if failed and self._rounds is not None and self._member.report.run:
+            self._bequeath()
+        with self._still:
+            self._closed = True
+        self._inherit()
+        self._member.leaves()
+        self._line.say(self._member.report)
+        self._line.close()
+        self._door.close()
+
+    def _settle(self) -> None:
+        """Bring a round to an end in which this worker has been interrupted."""
+        if self._member.report.phase == "done":
+            self._loop = None  # a signal has been noted
+            limit = time.monotonic() + self.elastic.timeout
+            while self._member.report.phase == "done" and time.monotonic() < limit:
+                entry = self._line.next(0.1)
+                done = None if entry is None else self._read(entry)
+                if done is not None and done.what == "commit":
+                    self._workers.end_round([])
+                elif done is not None:
+                    self._undo()
+        if self._workers.engines and self._workers.first.torn:
+            self._undo()
+
+
+class ElasticState:
+    """The worker's number in checkpoints, by which it is recognised when it resumes."""
+
+    common_structure = Record({"number": WHOLE})
+
+    def __init__(self, exchange: ElasticExchange) -> None:
+        self._exchange = exchange
+
+    def common_state(self) -> Tree:
+        """Return the number."""
+        return {"number": self._exchange.number}
+
+    def load_common_state(self, state: Any) -> None:
+        """Do nothing: the number has been read before the worker has asked for one."""

@@ -1,0 +1,834 @@
+"""Keeper and Roll: who takes part in which round of an elastic run; pure, without sockets.
+
+Members report what they do, the keeper answers with entries of a log. Every member reads the same
+log, so the keeper's decisions are the only ones: who gets which number, who begins from whose
+weights, who is called to a round, and whether the round is committed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+from lightning_gc.core import COUNT, NUMBER, TEXT, WHOLE, Each, Leaf, Listed, Optional, Pair, Record
+
+BEAT = 0.25
+"""Seconds between two reports of a member that has nothing new to say."""
+NEAR = 6 * BEAT
+"""Seconds of silence after which a member is not called to a round."""
+
+Phase = Literal[
+    "coming", "entering", "ready", "training", "asking", "running", "done", "failed", "left"
+]
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """How a worker has come into a round.
+
+    Attributes:
+        round: its first round.
+        position: steps of the round that the others had done.
+        donor: number of the worker whose snapshot it has; its own if it began the run.
+        error: ``"kept"`` if it has its own error of before, ``"zero"`` if it begins without.
+    """
+
+    round: int = 0
+    position: int = 0
+    donor: int = 0
+    error: Literal["kept", "zero"] = "zero"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker says of itself. Each report holds all of it, so that the last one suffices.
+
+    Attributes:
+        token: a random name of the process.
+        beat: number of this report.
+        phase: ``"coming"`` needs a number, ``"entering"`` a snapshot. ``"ready"`` waits for the run
+            to begin, ``"training"`` makes its steps, ``"asking"`` waits to be called. ``"running"``
+            is in an exchange, ``"done"`` has its result, ``"failed"`` has lost a peer. ``"left"``
+            has said goodbye.
+        run: random name of the run; empty before the worker has entered one.
+        number: the worker's number; None before the keeper has given one.
+        wanted: the number that it would like to have.
+        request: counts how often it has asked for a snapshot.
+        round: number of the round.
+        attempt: of the round.
+        mark: digest of the common weights before the round.
+        digest: of the round's result.
+        last: digest of the result of the round before.
+        norm: of its error after the last committed round.
+        members: of the attempt that is done or has failed.
+        address: where it serves snapshots.
+        entrance: how it came in last.
+        inherited: pairs of a round, and the number of a leaver whose error it has added to its own
+            before that round. The latest ones only.
+        settings: digest of what must be equal on all workers.
+        min_workers, grace, timeout: as for ``Elastic``.
+    """
+
+    token: str
+    beat: int = 0
+    phase: Phase = "coming"
+    run: str = ""
+    number: int | None = None
+    wanted: int | None = None
+    request: int = 0
+    round: int = 0
+    attempt: int = 0
+    mark: str = ""
+    digest: str = ""
+    last: str = ""
+    norm: float = 0.0
+    members: tuple[int, ...] = ()
+    address: str = ""
+    entrance: Entrance | None = None
+    inherited: tuple[tuple[int, int], ...] = ()
+    settings: str = ""
+    min_workers: int = 2
+    grace: float = 5.0
+    timeout: float = 30.0
+
+    structure: ClassVar[Record] = Record(
+        {
+            "token": TEXT,
+            "beat": WHOLE,
+            "phase": Leaf("a phase", lambda v: v in get_args(Phase)),
+            "run": TEXT,
+            "number": Optional(WHOLE),
+            "wanted": Optional(WHOLE),
+            "request": WHOLE,
+            "round": WHOLE,
+            "attempt": WHOLE,
+            **dict.fromkeys(("mark", "digest", "last", "address", "settings"), TEXT),
+            **dict.fromkeys(("norm", "grace", "timeout"), NUMBER),
+            "members": Listed(WHOLE),
+            "inherited": Listed(Pair(WHOLE, WHOLE)),
+            "min_workers": COUNT,
+            "entrance": Optional(
+                Record(
+                    {
+                        "round": WHOLE,
+                        "position": WHOLE,
+                        "donor": WHOLE,
+                        "error": Leaf("'kept' or 'zero'", lambda v: v in ("kept", "zero")),
+                    }
+                )
+            ),
+        }
+    )
+
+    def in_words(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Report:
+        """Return the report of ``in_words()``; ValueError if it is not one."""
+        said = json.loads(text)
+        cls.structure.check(said, "report")
+        entrance = said["entrance"] and Entrance(**said["entrance"])
+        lists: dict[str, Any] = {"members": tuple(said["members"])}
+        lists["inherited"] = tuple((round_, number) for round_, number in said["inherited"])
+        return cls(**(said | lists | {"entrance": entrance}))
+
+
+@dataclass(frozen=True)
+class Round:
+    """A committed round: what a replay needs to know of it.
+
+    Attributes:
+        round: its number.
+        members: numbers of the workers that have taken part, ascending.
+        attempt: how often it was repeated.
+        entered: number -> how it came in, of those whose first round this is.
+        inherited: number -> numbers of leavers whose errors it has added to its own before.
+        left: workers that have left since the last round, by a goodbye.
+        lost: number -> norm of the error that is lost with it, of workers of a round before that
+            are silent. One that was only frozen may enter a later round with its error.
+        digest: of its result.
+    """
+
+    round: int
+    members: tuple[int, ...]
+    attempt: int = 0
+    entered: dict[int, Entrance] = field(default_factory=dict)
+    inherited: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    left: tuple[int, ...] = ()
+    lost: dict[int, float] = field(default_factory=dict)
+    digest: str = ""
+
+    structure: ClassVar[Record] = Record(
+        {
+            "round": WHOLE,
+            "members": Listed(WHOLE),
+            "attempt": WHOLE,
+            "entered": Each(Report.structure.always["entrance"]),
+            "inherited": Each(Listed(WHOLE)),
+            "left": Listed(WHOLE),
+            "lost": Each(NUMBER),
+            "digest": TEXT,
+        }
+    )
+
+    @classmethod
+    def of(cls, said: Any) -> Round:
+        """Return the round of ``dataclasses.asdict``, also after JSON; ValueError if it is none."""
+        cls.structure.check(_with_texts(said), "round")
+        return cls(
+            **said
+            | {
+                "members": tuple(said["members"]),
+                "left": tuple(said["left"]),
+                "entered": {int(n): Entrance(**e) for n, e in said["entered"].items()},
+                "inherited": {int(n): tuple(them) for n, them in said["inherited"].items()},
+                "lost": {int(n): norm for n, norm in said["lost"].items()},
+            }
+        )
+
+
+def _with_texts(said: Any) -> Any:
+    """Return nested dicts with texts as keys, as JSON has them."""
+    return json.loads(json.dumps(said))
+
+
+class Roll:
+    """The committed rounds of a run, in order: a file with one line of JSON for each.
+
+    Args:
+        rounds: in order; numbers ascend by one.
+
+    Raises:
+        ValueError: rounds that do not follow each other.
+
+    Example:
+        >>> roll = Roll([Round(0, (0, 1)), Round(1, (0, 1, 2), entered={2: Entrance(round=1)})])
+        >>> roll.numbers
+        (0, 1, 2)
+    """
+
+    def __init__(self, rounds: Iterable[Round] = ()) -> None:
+        self._rounds = list(rounds)
+        for before, after in pairwise(self._rounds):
+            if after.round != before.round + 1:
+                raise ValueError(
+                    f"A roll has round {after.round} after round {before.round}; use the roll of "
+                    f"the rendezvous, or of a worker that was there from the beginning."
+                )
+
+    def __iter__(self) -> Iterator[Round]:
+        return iter(self._rounds)
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def __getitem__(self, index: int) -> Round:
+        return self._rounds[index]
+
+    def append(self, record: Round) -> None:
+        """Add the next round."""
+        Roll([*self._rounds[-1:], record])
+        self._rounds.append(record)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of all workers that have been members, ascending."""
+        return tuple(sorted({number for each in self._rounds for number in each.members}))
+
+    def save(self, path: Path | str) -> None:
+        """Write the file."""
+        Path(path).write_text("".join(line_of(each) for each in self._rounds))
+
+    @classmethod
+    def read(cls, path: Path | str) -> Roll:
+        """Return the roll in a file; ValueError, with the line, if one cannot be read.
+
+        A rendezvous that was restarted may have written a round twice.
+        """
+        rounds: list[Round] = []
+        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+            try:
+                found = Round.of(json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}, is not a round: {error}") from error
+            same = [each for each in rounds if each.round == found.round][-1:]
+            if not same or same[0].digest != found.digest:
+                rounds.append(found)
+        return cls(rounds)
+
+
+def line_of(record: Round) -> str:
+    """Return a round as a line of a roll's file."""
+    return json.dumps(dataclasses.asdict(record)) + "\n"
+
+
+# ------------------------------------------------------------------------------ the log's entries
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A process gets the number of a worker."""
+
+    token: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A process cannot take part."""
+
+    token: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Founded:
+    """A run is to begin: ``tokens`` take the founder's snapshot."""
+
+    run: str
+    founder: str
+    address: str
+    number: int
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """All founders have the snapshot."""
+
+    run: str
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Enter:
+    """A worker takes a member's snapshot and goes on from there; its own steps are dropped."""
+
+    token: str
+    request: int
+    run: str
+    donor: int
+    address: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """The roll of an attempt at a round is closed."""
+
+    run: str
+    round: int
+    attempt: int
+    members: tuple[int, ...]
+    group: str
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An attempt is committed, with the record of its round, or it is to be repeated."""
+
+    run: str
+    round: int
+    attempt: int
+    record: Round | None
+    why: str = ""
+
+
+Entry = Numbered | Refused | Founded | Begun | Enter | Called | Verdict
+_ENTRIES: dict[str, Any] = {
+    cls.__name__: cls for cls in (Numbered, Refused, Founded, Begun, Enter, Called, Verdict)
+}
+
+
+def in_words(entry: Entry) -> str:
+    """Return an entry as JSON."""
+    return json.dumps([type(entry).__name__, dataclasses.asdict(entry)])
+
+
+def entry_of(text: str) -> Entry:
+    """Return the entry of ``in_words``; ValueError if it is none."""
+    try:
+        kind, said = json.loads(text)
+        names = ("tokens", "members", "addresses")
+        lists = {name: tuple(said[name]) for name in names if name in said}
+        record = {"record": Round.of(said["record"])} if said.get("record") else {}
+        made: Entry = _ENTRIES[kind](**(said | lists | record))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not an entry of the keeper's log: {error}") from error
+    return made
+
+
+# ------------------------------------------------------------------------------------- a member
+
+
+@dataclass(frozen=True)
+class Do:
+    """What a worker has to do after an entry of the log.
+
+    Attributes:
+        what: ``"number"``: it has a number. ``"fetch"``: take the snapshot at ``address``;
+            ``"fetched"``: that is done.
+            ``"begin"``: train. ``"run"``: exchange with ``members`` in ``group``. ``"commit"``:
+            take over the result. ``"repeat"``: restore errors. ``"refused"``: stop.
+        address: of the donor.
+        donor: its number.
+        group: name of the process group.
+        record: of the committed round.
+        why: of a repetition or a refusal.
+    """
+
+    what: Literal["number", "fetch", "fetched", "begin", "run", "commit", "repeat", "refused"]
+    address: str = ""
+    donor: int = 0
+    group: str = ""
+    record: Round | None = None
+    why: str = ""
+
+
+class Member:
+    """A worker's part of the protocol: it reads the log in order, and reports.
+
+    Args:
+        report: what it says at first.
+
+    Attributes:
+        report: what it says now.
+        roll: the rounds that it has seen committed.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.roll: list[Round] = []
+        self._run = ""  # of the snapshot that it is to fetch
+        self._donor = 0
+        self._founding = False
+
+    def _say(self, **changes: Any) -> None:
+        self.report = replace(self.report, **changes)
+
+    def read(self, entry: Entry) -> Do | None:
+        """Take an entry; return what is to be done, if anything."""
+        me = self.report
+        match entry:
+            case Numbered(token, number) if token == me.token:
+                self._say(number=number)
+                return Do("number")
+            case Refused(token, why) if token == me.token:
+                return Do("refused", why=why)
+            case Founded() if me.token in entry.tokens and me.phase in ("entering", "ready"):
+                if entry.founder == me.token:
+                    own = Entrance(me.round, 0, entry.number, "kept")
+                    self._say(phase="ready", run=entry.run, entrance=own)
+                    return None
+                return self._fetch(entry.run, entry.number, entry.address, founding=True)
+            case Begun(run) if run == me.run and me.phase == "ready":
+                self._say(phase="training")
+                return Do("begin")
+            case Enter() if (entry.token, entry.request) == (me.token, me.request):
+                return self._fetch(entry.run, entry.donor, entry.address, founding=False)
+            case Called() if self._is_mine(entry) and me.phase == "asking":
+                if me.number not in entry.members:
+                    return None
+                self._say(phase="running", attempt=entry.attempt, members=entry.members)
+                return Do("run", group=entry.group)
+            case Verdict() if self._is_mine(entry) and me.phase in ("done", "failed"):
+                if entry.attempt == me.attempt:
+                    return self._take(entry)
+        return None
+
+    def _is_mine(self, entry: Called | Verdict) -> bool:
+        return (entry.run, entry.round) == (self.report.run, self.report.round)
+
+    def _fetch(self, run: str, donor: int, address: str, founding: bool) -> Do:
+        self._run, self._donor, self._founding = run, donor, founding
+        self._say(phase="entering", run="")
+        return Do("fetch", address=address, donor=donor)
+
+    def _take(self, verdict: Verdict) -> Do:
+        me, record = self.report, verdict.record
+        if record is None:
+            self._say(phase="asking", attempt=verdict.attempt + 1)
+            return Do("repeat", why=verdict.why)
+        recent = tuple(pair for pair in me.inherited if pair[0] >= me.round)
+        self._say(
+            phase="training", round=me.round + 1, attempt=0, last=record.digest, inherited=recent
+        )
+        self.roll.append(record)
+        return Do("commit", record=record)
+
+    def enters(self, round_: int, mark: str) -> None:
+        """Ask for a run, at this round with these common weights."""
+        self._say(phase="entering", round=round_, mark=mark, request=self.report.request + 1)
+
+    def fetched(self, round_: int, position: int, error: Literal["kept", "zero"]) -> None:
+        """Begin with the snapshot that was to be fetched.
+
+        Args:
+            round_: number of the round that is under way.
+            position: steps of it that the donor has made.
+            error: whether the worker keeps its error.
+        """
+        self._say(
+            phase="ready" if self._founding else "training",
+            run=self._run,
+            round=round_,
+            attempt=0,
+            request=self.report.request + (not self._founding),
+            entrance=Entrance(round_, position, self._donor, error),
+        )
+        self.roll.clear()
+
+    def not_fetched(self) -> None:
+        """Ask for a snapshot again: none could be had."""
+        self._say(phase="entering", run="", request=self.report.request + 1)
+
+    def asks(self, mark: str, inherited: Iterable[int] = ()) -> None:
+        """Ask to be called, with the digest of the common weights."""
+        new = tuple((self.report.round, number) for number in inherited)
+        self._say(phase="asking", mark=mark, inherited=(*self.report.inherited, *new))
+
+    def ran(self, digest: str, norm: float) -> None:
+        """Say that the exchange has ended, with the digest of its result."""
+        self._say(phase="done", digest=digest, norm=norm)
+
+    def failed(self) -> None:
+        """Say that the exchange has failed."""
+        self._say(phase="failed")
+
+    def leaves(self) -> None:
+        """Say goodbye."""
+        self._say(phase="left")
+
+
+# ------------------------------------------------------------------------------------- the keeper
+
+
+@dataclass
+class _Heard:
+    report: Report
+    at: float
+
+
+class Keeper:
+    """Decides on rounds, given reports and the time. It keeps no secret: members know all of it.
+
+    A keeper that begins again, because the rendezvous has been restarted, listens until all
+    members have reported, and goes on where they are: members' reports hold the run, the round,
+    the attempt and its members. A decision that only some members have read is taken again in the
+    same way, as those members are ahead.
+
+    Args:
+        now: seconds, of any clock that never goes back.
+        settle: seconds of listening before the first decision.
+
+    Attributes:
+        run: name of the run; empty before one has begun.
+        round: number of the round that is under way.
+        roll: the rounds committed by this keeper.
+
+    Laws, in ``tests/units/local_steps/test_roll.py``:
+        1. A round is committed once, with one digest, by members that had the same mark.
+        2. A member that has read a commit is never asked to repeat that round.
+        3. If at least ``min_workers`` members live and are heard, rounds are committed.
+    """
+
+    def __init__(self, now: float = 0.0, settle: float = 3.0) -> None:
+        self.run, self.round, self.attempt = "", 0, 0
+        self.roll: list[Round] = []
+        self._heard: dict[str, _Heard] = {}
+        self._quiet_until = now + settle
+        self._next = 0  # number of a worker
+        self._told: dict[str, int] = {}  # token -> request that was answered
+        self._founders: tuple[str, ...] = ()  # the first has the snapshot
+        self._begun: set[str] = set()
+        self._judged: set[tuple[int, int]] = set()
+        self._requests: dict[str, int] = {}  # of founders
+        self._refused: set[str] = set()
+        self._since = math.nan  # when enough had come or asked
+        self._called: Called | None = None
+        self._serial = 0
+        self._term = secrets.token_hex(3)
+        self._last: dict[int, str] = {}  # number -> token, of the last round and those since
+        self._norms: dict[int, float] = {}
+        self._now = now
+        self._differing = 0
+
+    def hear(self, report: Report, now: float) -> None:
+        """Take a report; an old one, or a repeated one, is ignored."""
+        known = self._heard.get(report.token)
+        if report.token in self._refused:
+            return
+        if known is None or report.beat > known.report.beat:
+            self._heard[report.token] = _Heard(report, now)
+            if report.number is not None:
+                self._next = max(self._next, report.number + 1)
+
+    def tick(self, now: float) -> list[Entry]:
+        """Return what is decided at this time."""
+        if now < self._quiet_until:
+            return []
+        said: list[Entry] = list(self._numbers(now))
+        if self.run and not self._founders and not self._members(now):
+            self.run, self._called = "", None  # all have ended, or have died
+        if not self.run:
+            self._resume(now)
+        if not self.run:
+            return [*said, *self._found(now)]
+        self._now = now
+        if self._founders:
+            return [*said, *self._begin(now)]
+        said += self._judge(now) if self._called is not None else self._call(now)
+        return [*said, *self._let_in(now)]
+
+    def _living(self, now: float, silence: float = math.inf) -> list[Report]:
+        return [
+            each.report
+            for each in self._heard.values()
+            if each.report.phase != "left" and now - each.at <= min(silence, each.report.timeout)
+        ]
+
+    def _members(self, now: float, silence: float = math.inf) -> list[Report]:
+        inside = [r for r in self._living(now, silence) if r.run == self.run and r.run]
+        return sorted(inside, key=lambda r: _number(r))
+
+    # -------------------------------------------------------------------------- coming in
+
+    def _numbers(self, now: float) -> Iterator[Entry]:
+        """Give numbers to processes that have none."""
+        living = self._living(now)
+        for report in living:
+            if report.number is not None or self._told.get(report.token, -1) >= 0:
+                continue
+            taken = {r.number for r in living} | {n for n, t in self._last.items()}
+            number = report.wanted
+            if number is None or any(r.number == number for r in living):
+                number = max(self._next, max((n for n in taken if n is not None), default=-1) + 1)
+            self._next = max(self._next, number + 1)
+            self._told[report.token] = 0
+            heard = self._heard[report.token]
+            heard.report = replace(report, number=number)
+            living = [heard.report if r is report else r for r in living]
+            yield Numbered(report.token, number)
+
+    def _resume(self, now: float) -> None:
+        """Go on with a run that members report, if there is one."""
+        runs = [r for r in self._living(now) if r.run and r.phase not in ("ready", "entering")]
+        if not runs:
+            return
+        ahead = max(runs, key=lambda r: (r.round, r.phase in ("training", "asking")))
+        self.run, self.round = ahead.run, ahead.round
+        here = [r for r in runs if r.run == self.run]
+        # Some may still be in the round that others have committed already.
+        under_way = [r for r in here if r.phase in ("running", "done", "failed")]
+        if under_way:
+            last = max(under_way, key=lambda r: (r.round, r.attempt))
+            self.round = last.round
+            self._called = Called(self.run, last.round, last.attempt, last.members, "")
+        self.attempt = max((r.attempt for r in here if r.round == self.round), default=0)
+        self._last = {_number(r): r.token for r in here}
+        self._norms = {_number(r): r.norm for r in here}
+
+    def _found(self, now: float) -> Iterator[Entry]:
+        """Begin a run when enough workers have come, and nobody else for a while."""
+        outside = ("entering", "ready")
+        coming = [r for r in self._living(now) if r.phase in outside and r.number is not None]
+        if not coming or len(coming) < coming[0].min_workers:
+            self._since = math.nan
+            return
+        first = max(coming, key=lambda r: (r.round, -_number(r)))
+        refused = [r for r in coming if r.settings != first.settings]
+        if refused:
+            yield from self._refuse(refused)
+            return
+        if math.isnan(self._since):
+            self._since = now
+        if now - self._since < first.grace:
+            return
+        self._since = math.nan
+        self.run, self.round, self.attempt = secrets.token_hex(6), first.round, 0
+        others = (r.token for r in coming if r is not first)
+        self._founders = (first.token, *others)
+        self._requests = {r.token: r.request for r in coming}
+        self._last = {_number(r): r.token for r in coming}
+        yield Founded(self.run, first.token, first.address, _number(first), self._founders)
+
+    def _begin(self, now: float) -> Iterator[Entry]:
+        """Let founders begin, when all that live have the snapshot."""
+        living = {r.token: r for r in self._living(now)}
+        here = [living[token] for token in self._founders if token in living]
+        # One that could not fetch the snapshot asks again, and then comes in later.
+        here = [r for r in here if r.request == self._requests[r.token]]
+        if self._founders[0] not in living:
+            self.run, self._founders = "", ()
+        elif all((r.run, r.phase) == (self.run, "ready") for r in here):
+            self._founders = ()
+            self._begun |= {r.token for r in here}
+            yield Begun(self.run, tuple(r.token for r in here))
+
+    def _let_in(self, now: float) -> Iterator[Entry]:
+        """Send those that need a snapshot to the lowest member."""
+        members = self._members(now)
+        inside = [r for r in members if r.phase not in ("entering", "ready")]
+        donors = [r for r in inside if r.round == self.round and self._is_current(r)]
+        if not donors:
+            return
+        donor = donors[0]
+        late = [r for r in inside if r.phase == "asking" and not self._is_current(r)]
+        ended = [r for r in inside if r.phase in ("done", "failed") and r.round != self.round]
+        late += [r for r in ended if (r.round, r.attempt) not in self._judged]
+        late += [r for r in self._living(now) if r.phase == "entering" and r.number is not None]
+        for report in members:
+            if report.phase == "ready" and report.token not in self._begun:
+                self._begun.add(report.token)
+                yield Begun(self.run, (report.token,))
+        for report in late:
+            if self._told.get(report.token, 0) > report.request:
+                continue
+            self._told[report.token] = report.request + 1
+            if report.settings != donor.settings:
+                yield from self._refuse([report])
+            else:
+                yield Enter(report.token, report.request, self.run, _number(donor), donor.address)
+
+    def _refuse(self, reports: Sequence[Report]) -> Iterator[Entry]:
+        for report in reports:
+            self._refused.add(report.token)
+            self._heard.pop(report.token)
+            yield Refused(
+                report.token,
+                "it has other settings than the run: compressor, memory, scheme, rounds, outer "
+                "step, seed, shapes of parameters, or version of torch. Give all workers the same "
+                "ones",
+            )
+
+    def _is_current(self, report: Report) -> bool:
+        """Return whether a worker has the common weights with which this round begins.
+
+        If marks differ, most asking workers have the right one, or else the lowest of them.
+        """
+        if report.round != self.round or report.phase != "asking":
+            return report.round == self.round
+        asking = [
+            each.report
+            for each in self._heard.values()
+            if each.report.phase == "asking"
+            and (each.report.run, each.report.round) == (self.run, self.round)
+        ]
+        marks = Counter(r.mark for r in asking)
+        lowest = {mark: min(_number(r) for r in asking if r.mark == mark) for mark in marks}
+        return report.mark == max(marks, key=lambda mark: (marks[mark], -lowest[mark]))
+
+    # ------------------------------------------------------------------------------ rounds
+
+    def _call(self, now: float) -> Iterator[Entry]:
+        """Close the roll of the next attempt, when all or enough have asked."""
+        near = {r.token for r in self._members(now, NEAR)}
+        here = [r for r in self._members(now) if r.round == self.round]
+        asking = [r for r in here if r.phase == "asking" and r.token in near]
+        asking = [r for r in asking if self._is_current(r)]
+        if not asking:
+            self._since = math.nan
+            return
+        if math.isnan(self._since):
+            self._since = now
+        # In a repeated round the silent are not waited for: one of them has died.
+        coming = [r for r in here if r not in asking and (not self.attempt or r.token in near)]
+        coming = [r for r in coming if r.phase != "asking" or r.token not in near]
+        enough = len(asking) >= asking[0].min_workers
+        if not enough or (coming and now - self._since < asking[0].grace):
+            return
+        self._since = math.nan
+        numbers = tuple(_number(r) for r in asking)
+        self._serial += 1
+        group = f"{self.run}.{self._term}.{self._serial}"
+        where = tuple(r.address for r in asking)
+        self._called = Called(self.run, self.round, self.attempt, numbers, group, where)
+        yield self._called
+
+    def _judge(self, now: float) -> Iterator[Entry]:
+        """Commit the attempt, or end it, as soon as that is known."""
+        called = self._called
+        assert called is not None
+        self._judged.add((called.round, called.attempt))
+        by_number = {_number(r): r for r in self._members(now)}
+        here = [by_number.get(number) for number in called.members]
+        known = [r for r in here if r is not None]
+        for each in known:  # of a keeper before this one
+            if each.round > called.round:
+                yield from self._commit(called, known, each.last)
+                return
+            if each.round == called.round and each.attempt > called.attempt:
+                yield from self._end(called, "it was ended before", each.attempt)
+                return
+        now_here = [r for r in known if (r.round, r.attempt) == (called.round, called.attempt)]
+        done = [r for r in now_here if r.phase == "done"]
+        failed = [r for r in now_here if r.phase == "failed"]
+        gone = [n for n, r in zip(called.members, here, strict=True) if r is None]
+        odd = [r for r in known if r.phase in ("entering", "ready") or r.round < called.round]
+        if len(done) == len(called.members):
+            digests = {r.digest for r in done}
+            if len(digests) == 1:
+                self._differing = 0
+                yield from self._commit(called, done, digests.pop())
+            else:
+                self._differing += 1
+                yield from self._end(called, f"results differ, {self._differing} in a row")
+        elif failed or gone or odd:
+            names = gone or [_number(r) for r in [*failed, *odd]]
+            what = "not heard of" if gone else "lost a peer"
+            yield from self._end(called, f"worker {', '.join(map(str, names))} {what}")
+
+    def _commit(self, called: Called, known: Sequence[Report], digest: str) -> Iterator[Entry]:
+        entered, inherited = {}, {}
+        for report in known:
+            number, entrance = _number(report), report.entrance
+            if entrance is not None and entrance.round == called.round:
+                entered[number] = entrance
+            here = tuple(leaver for when, leaver in report.inherited if when == called.round)
+            if here:
+                inherited[number] = here
+        left, lost = self._absent(called.members)
+        parts = (called.members, called.attempt, entered, inherited, left, lost, digest)
+        record = Round(called.round, *parts)
+        gone = {*called.members, *left, *lost}
+        self._last = {number: token for number, token in self._last.items() if number not in gone}
+        self._last |= {_number(r): r.token for r in known}
+        self._norms |= {_number(r): r.norm for r in known}
+        self.roll.append(record)
+        self._called, self.round, self.attempt = None, called.round + 1, 0
+        self._since = math.nan
+        yield Verdict(self.run, called.round, called.attempt, record)
+
+    def _absent(self, members: Sequence[int]) -> tuple[tuple[int, ...], dict[int, float]]:
+        """Return who of the rounds before has left, and the norms of those that are silent."""
+        left, lost = [], {}
+        for number, token in self._last.items():
+            heard = self._heard.get(token)
+            if number in members:
+                continue
+            if heard is not None and heard.report.phase == "left":
+                left.append(number)
+            elif heard is None or self._now - heard.at > NEAR:
+                lost[number] = self._norms.get(number, 0.0)
+        return tuple(left), lost
+
+    def _end(self, called: Called, why: str, attempt: int | None = None) -> Iterator[Entry]:
+        self._called = None
+        self.attempt = called.attempt + 1 if attempt is None else attempt
+        self._since = math.nan
+        yield Verdict(self.run, called.round, called.attempt, None, why)
+
+
+def _number(report: Report) -> int:
+    assert report.number is not None
+    return report.number

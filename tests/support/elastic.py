@@ -1,0 +1,196 @@
+"""Elastic workers of a tiny model, each in a process of its own, and the replay of their roll."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_gc import COMPRESSORS, Elastic, OuterSGD, Roll
+from lightning_gc.lightning.for_pytorch_lightning import (
+    LocalStepsStrategy,
+    SimulatedLocalStepsStrategy,
+)
+from tests.support.fitting import digest, quiet_trainer
+from tests.support.processes import preloaded
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a worker trains; equal for all workers of a run.
+
+    Attributes:
+        port: of the rendezvous.
+        folder: for what workers leave.
+        steps: optimizer steps.
+        every: H.
+        compressor: name and arguments.
+        pause: seconds of a step.
+        momentum: of the inner SGD.
+        batch_norm: whether the model has running statistics.
+        outer: momentum of the outer step.
+        elastic: further settings of ``Elastic``.
+    """
+
+    port: int
+    folder: str
+    steps: int = 40
+    every: int = 4
+    compressor: tuple[str, dict[str, Any]] = ("topk", {"density": 0.1})
+    pause: float = 0.0
+    momentum: float = 0.9
+    batch_norm: bool = True
+    outer: float = 0.0
+    seed: int = 0
+    width: int = 24
+    elastic: dict[str, Any] = field(default_factory=dict)
+
+    def parts(self) -> dict[str, Any]:
+        """Return what the strategy of processes and the simulated one have in common."""
+        name, arguments = self.compressor
+        outer = OuterSGD(0.7, self.outer, True) if self.outer else OuterSGD()
+        return {
+            "compressor": COMPRESSORS[name](**arguments),
+            "every": self.every,
+            "outer": outer,
+            "min_numel": 0,
+        }
+
+
+class Stream(pl.LightningModule):
+    """Trained on batches that depend on the worker's number and the global step only."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        torch.manual_seed(job.seed)
+        self.job = job
+        norm = nn.BatchNorm1d(job.width) if job.batch_norm else nn.Identity()
+        self.body = nn.Sequential(nn.Linear(8, job.width), norm, nn.Tanh(), nn.Linear(job.width, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        draw = torch.Generator().manual_seed(100_003 * strategy.number + self.global_step)
+        x = torch.randn(8, 8, generator=draw)
+        loss: Tensor = (self.body(x) - x[:, :4] * 2).square().mean()
+        if self.job.pause:
+            time.sleep(self.job.pause)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        sgd = torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.job.momentum)
+        falling = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.995)
+        return [sgd], [{"scheduler": falling, "interval": "step"}]
+
+
+def batches(workers: int) -> Any:
+    """Return empty batches: ``Stream`` draws its own."""
+    return DataLoader(torch.zeros(1000 * workers), batch_size=1)  # type: ignore[arg-type]
+
+
+class Steps(pl.Callback):
+    """Writes the global step into a file, for those who hit the worker at some moment."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.file.write_text(str(trainer.global_step))
+
+
+def left(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what a worker leaves: a digest of its weights, its roll, its error's digest."""
+    strategy: Any = trainer.strategy
+    errors = strategy.engine.errors() if strategy.engine else {}
+    return {
+        "weights": digest(trainer.lightning_module),
+        "number": strategy.number,
+        "buffers": [b.tolist() for b in trainer.lightning_module.buffers()],
+        "steps": trainer.global_step,
+        "errors": {n: e.double().flatten().tolist() for n, e in errors.items()},
+    }
+
+
+def train(job: Job, name: str, resume: str | None = None, callbacks: Any = ()) -> dict[str, Any]:
+    """Train as one worker; write what is left into ``<name>.json``, and return it."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    folder = Path(job.folder)
+    logging.basicConfig(
+        force=True,
+        filename=folder / f"{name}.log",
+        level=logging.INFO,
+        format="%(asctime)s %(message)s",
+    )
+    terms = {"grace": 1.0, "timeout": 4.0, "patience": 60.0} | job.elastic
+    strategy = LocalStepsStrategy(
+        **job.parts(),
+        process_group_backend="gloo",
+        elastic=Elastic(f"127.0.0.1:{job.port}", **terms),
+    )
+    trainer = quiet_trainer(
+        strategy,
+        max_steps=job.steps,
+        max_epochs=-1,
+        callbacks=[Steps(folder / f"{name}.step"), *callbacks],
+    )
+    trainer.fit(Stream(job), batches(1), ckpt_path=resume)
+    made = left(trainer)
+    roll = folder / f"{name}.roll"
+    if strategy.roll is not None:
+        strategy.roll.save(roll)
+    (folder / f"{name}.json").write_text(json.dumps(made))
+    return made
+
+
+def replay(job: Job, roll: Roll) -> dict[str, Any]:
+    """Return what is left by simulated workers that take part as the roll says."""
+    warnings.simplefilter("ignore")
+    strategy = SimulatedLocalStepsStrategy(**job.parts(), roll=roll)
+    trainer = quiet_trainer(strategy, max_steps=job.steps, max_epochs=-1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(Stream(job), batches(len(roll.numbers)))
+    made = left(trainer)
+    made["warned"] = [str(each.message) for each in said if "replay" in str(each.message)]
+    made["errors"] = {
+        number: {n: e.double().flatten().tolist() for n, e in engine.errors().items()}
+        for number, engine in zip(roll.numbers, strategy.engines, strict=True)
+    }
+    return made
+
+
+def _main(job: Job, name: str, resume: str | None) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    log = (Path(job.folder) / f"{name}.out").open("a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    with contextlib.suppress(KeyboardInterrupt):
+        train(job, name, resume)
+    sys.stdout.flush()
+
+
+def start(job: Job, name: str, resume: str | None = None) -> Any:
+    """Start a worker's process."""
+    process = preloaded().Process(target=_main, args=(job, name, resume))
+    process.start()
+    return process
+
+
+def step_of(job: Job, name: str) -> int:
+    """Return the last step that a worker has written, or -1."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((Path(job.folder) / f"{name}.step").read_text())
+    return -1

@@ -1,0 +1,350 @@
+"""The keeper of an elastic run, with members that die, freeze or come late, and restarts."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gc.local_steps.roll import (
+    Called,
+    Do,
+    Enter,
+    Entrance,
+    Entry,
+    Keeper,
+    Member,
+    Report,
+    Roll,
+    Round,
+    Verdict,
+    entry_of,
+    in_words,
+)
+
+MIN, GRACE, TIMEOUT = 2, 1.0, 4.0
+TICK = 0.1  # seconds
+
+
+class Worker:
+    """A member whose exchanges are those of the world it lives in."""
+
+    def __init__(self, name: str, world: "World") -> None:
+        self.name, self.world = name, world
+        terms: dict[str, Any] = {"min_workers": MIN, "grace": GRACE, "timeout": TIMEOUT}
+        self.member = Member(Report(name, address=name, settings="same", **terms))
+        self.cursor, self.beat, self.term = len(world.log), 0, world.term
+        self.lag = 1 + len(world.workers) % 3  # ticks between two looks at the log
+        self.frozen = self.dead = self.left = False
+        self.history: list[str] = [""]  # its common weights: what has been added up
+        self.steps = 0
+        self.running: Called | None = None
+
+    @property
+    def report(self) -> Report:
+        return self.member.report
+
+    @property
+    def mark(self) -> str:
+        return str(hash(tuple(self.history)))
+
+    def report_to(self, keeper: Keeper, now: float) -> None:
+        self.beat += 1
+        report = dataclasses.replace(self.report, beat=self.beat)
+        keeper.hear(report, now)
+
+    def read(self) -> None:
+        if self.term != self.world.term:
+            self.term, self.cursor = self.world.term, 0
+        while self.cursor < len(self.world.log) and self.running is None:
+            entry = self.world.log[self.cursor]
+            self.cursor += 1
+            done = self.member.read(entry)
+            if done is not None:
+                self.do(done, entry)
+
+    def do(self, done: Do, entry: Entry) -> None:
+        if done.what == "number":
+            self.member.enters(len(self.history) - 1, self.mark)
+        elif done.what == "fetch":
+            donor = self.world.find(done.address)
+            if donor is None or donor.dead or donor.frozen or donor.left:
+                self.member.not_fetched()
+                return
+            self.history = list(donor.history)
+            self.member.fetched(len(self.history) - 1, donor.steps, "zero")
+            self.steps = donor.steps
+        elif done.what == "run":
+            assert isinstance(entry, Called)
+            self.running = entry
+        elif done.what == "commit":
+            assert done.record is not None
+            self.history.append(done.record.digest)
+            self.world.note(self.name, self.report.run, len(self.history) - 2, done.record)
+            self.steps = 0
+        elif done.what == "repeat":
+            self.member.asks(self.mark)
+
+    def act(self) -> None:
+        """Make a step, or end an exchange."""
+        if self.report.phase == "training":
+            self.steps += 1
+            if self.steps >= self.world.every:
+                self.member.asks(self.mark)
+        elif self.running is not None:
+            called = self.running
+            them = [self.world.numbered(n, called) for n in called.members]
+            here = [w for w in them if w is not None and not w.dead and w.running == called]
+            if len(here) == len(called.members):
+                marks = {w.mark for w in here}
+                assert len(marks) == 1, "members of a round have different weights"
+                for w in here:
+                    w.running = None
+                    w.member.ran(f"{called.round}.{called.members}.{marks}", 1.0)
+            elif self.world.now - self.world.since[called.group] > 1.0:
+                self.running = None
+                self.member.failed()
+
+
+class World:
+    """Members, a keeper, and its log."""
+
+    def __init__(self, number: int, every: int = 3) -> None:
+        self.now, self.every, self.ticks = 0.0, every, 0
+        self.terms = itertools.count()
+        self.since: dict[str, float] = {}
+        self.restart()
+        self.committed: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.run = ""
+        self.workers: list[Worker] = []
+        for _ in range(number):
+            self.join()
+
+    def restart(self) -> None:
+        self.term, self.log = next(self.terms), list[Entry]()
+        self.keeper = Keeper(self.now, settle=1.0)
+        self.keeper._term = str(self.term)
+
+    def join(self) -> None:
+        self.workers.append(Worker(f"w{len(self.workers)}", self))
+
+    def find(self, name: str) -> Worker | None:
+        return next((w for w in self.workers if w.name == name), None)
+
+    def numbered(self, number: int, called: Called) -> Worker | None:
+        found = [w for w in self.workers if w.report.number == number and w.running == called]
+        return found[0] if found else None
+
+    def note(self, name: str, run: str, index: int, record: Round) -> None:
+        """Law 1: what one member takes over, all do."""
+        if run != self.run:  # all members of the run before have died
+            self.run = run
+            self.committed.clear()
+        seen = self.committed.setdefault(record.round, (record.digest, record.members))
+        assert seen == (record.digest, record.members), (name, record, seen)
+        assert index == record.round
+
+    def go(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK)):
+            self.now += TICK
+            self.ticks += 1
+            for worker in self.workers:
+                if worker.dead or worker.frozen or worker.left:
+                    continue
+                heeds = not self.ticks % worker.lag
+                if heeds:
+                    worker.read()
+                worker.act()
+                if heeds:
+                    worker.report_to(self.keeper, self.now)
+            for entry in self.keeper.tick(self.now):
+                if isinstance(entry, Called):
+                    self.since[entry.group] = self.now
+                self.log.append(entry_of(in_words(entry)))
+            self.check()
+
+    def check(self) -> None:
+        """Members that are in the same round have the same weights."""
+        inside = [w for w in self.workers if w.report.phase in ("training", "asking")]
+        for one, other in itertools.combinations(inside, 2):
+            if one.report.round == other.report.round and not (one.left or other.left):
+                shared = {w.report.run for w in (one, other)}
+                if len(shared) == 1:
+                    assert one.history == other.history, (one.name, other.name)
+
+    @property
+    def rounds(self) -> int:
+        return len(self.committed)
+
+
+def living(world: World) -> Iterator[Worker]:
+    return (w for w in world.workers if not (w.dead or w.left))
+
+
+def test_undisturbed_rounds_have_all_members() -> None:
+    world = World(3)
+    world.go(10)
+    assert world.rounds > 5
+    assert not any(isinstance(entry, Enter) for entry in world.log)
+    assert {members for _, members in world.committed.values()} == {(0, 1, 2)}
+
+
+def test_a_death_costs_one_attempt() -> None:
+    world = World(3)
+    world.go(5)
+    before = world.rounds
+    world.workers[2].dead = True
+    world.go(10)
+    assert world.rounds > before + 3
+    assert world.committed[world.rounds - 1][1] == (0, 1)
+    records = [e.record for e in world.log if isinstance(e, Verdict) and e.record is not None]
+    assert [r.lost for r in records if r.lost] == [{2: 1.0}]
+
+
+def test_a_worker_joins_within_a_round_and_members_do_not_wait() -> None:
+    world = World(2, every=8)
+    world.go(6)
+    world.join()
+    world.go(6)
+    members = [members for _, members in world.committed.values()]
+    assert members[0] == (0, 1)
+    assert members[-1] == (0, 1, 2)
+    entered = [r.entered for r in world.keeper.roll if 2 in r.entered]
+    assert entered[0][2].donor == 0
+
+
+def test_a_frozen_worker_comes_back_with_the_weights_of_the_others() -> None:
+    world = World(3)
+    world.go(5)
+    world.workers[1].frozen = True
+    world.go(8)
+    world.workers[1].frozen = False
+    world.go(6)
+    assert world.committed[world.rounds - 1][1] == (0, 1, 2)
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_a_restarted_keeper_goes_on_with_the_run(moment: int) -> None:
+    world = World(3)
+    world.go(4 + moment * TICK)
+    run, before = world.keeper.run, world.rounds
+    world.restart()
+    world.go(6)
+    assert world.keeper.run == run
+    assert world.rounds > before + 2
+    assert world.committed[world.rounds - 1][1] == (0, 1, 2)
+
+
+def test_one_worker_of_two_waits_for_another() -> None:
+    world = World(2)
+    world.go(5)
+    world.workers[0].dead = True
+    world.go(10)
+    before = world.rounds
+    world.go(5)
+    assert world.rounds == before
+    world.join()
+    world.go(10)
+    assert world.rounds > before + 2
+
+
+def test_other_settings_are_refused() -> None:
+    world = World(2)
+    world.go(5)
+    world.join()
+    other = world.workers[-1].member
+    other.report = dataclasses.replace(other.report, settings="other")
+    refused = []
+    world.workers[-1].do = lambda done, entry: refused.append(done)  # type: ignore[method-assign]
+    world.go(0.2)
+    other.enters(0, "")
+    world.go(1)
+    assert [done.what for done in refused] == ["number", "refused"]
+    assert "other settings" in refused[1].why
+
+
+HITS = st.lists(
+    st.tuples(
+        st.sampled_from(("kill", "freeze", "thaw", "join", "leave", "restart", "wait")),
+        st.integers(0, 5),
+        st.integers(1, 25),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(number=st.integers(2, 4), hits=HITS)
+def test_members_never_differ_and_go_on_when_faults_end(number: int, hits: Any) -> None:
+    """Laws 1 to 3 over any sequence of faults."""
+    meet_faults(number, hits)
+
+
+@pytest.mark.nightly
+@settings(max_examples=1000, deadline=None)
+@given(number=st.integers(2, 4), hits=HITS)
+def test_members_never_differ_in_a_thousand_runs(number: int, hits: Any) -> None:
+    meet_faults(number, hits)
+
+
+def meet_faults(number: int, hits: Any) -> None:
+    world = World(number)
+    world.go(4)
+    for what, which, ticks in hits:
+        chosen = world.workers[which % len(world.workers)]
+        if what == "kill":
+            chosen.dead = True
+        elif what in ("freeze", "thaw"):
+            chosen.frozen = what == "freeze"
+        elif what == "join" and len(world.workers) < 7:
+            world.join()
+        elif what == "leave" and chosen.running is None and not chosen.frozen:
+            chosen.member.leaves()
+            chosen.report_to(world.keeper, world.now)
+            chosen.left = True
+        elif what == "restart":
+            world.restart()
+        world.go(ticks * TICK)
+    for worker in world.workers:
+        worker.frozen = False
+    while len(list(living(world))) < MIN:
+        world.join()
+    world.go(2 * TIMEOUT + 8 * GRACE)
+    before = world.rounds
+    world.go(8)
+    assert world.rounds > before, [(w.name, w.report) for w in living(world)]
+    latest = world.committed[max(world.committed)][1]
+    assert len(latest) == len(list(living(world)))
+
+
+def test_a_roll_is_saved_and_read(tmp_path: Path) -> None:
+    rounds = [
+        Round(4, (0, 2), entered={2: Entrance(4, 3, 0, "kept")}, lost={1: 0.5}, digest="a"),
+        Round(5, (0, 2, 3), 1, {3: Entrance(5)}, {0: (1,)}, (1,), {}, "b"),
+    ]
+    Roll(rounds).save(tmp_path / "roll")
+    assert list(Roll.read(tmp_path / "roll")) == rounds
+    assert Roll(rounds).numbers == (0, 2, 3)
+    with pytest.raises(ValueError, match="round 5 after round 5"):
+        Roll([rounds[1], rounds[1]])
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", '{"round": 1}', "nothing", "3"])
+def test_a_damaged_roll_is_refused_by_line(tmp_path: Path, line: str) -> None:
+    good = json.dumps(dataclasses.asdict(Round(0, (0, 1))))
+    (tmp_path / "roll").write_text(f"{good}\n{line}\n")
+    with pytest.raises(ValueError, match="line 2, is not a round"):
+        Roll.read(tmp_path / "roll")
+
+
+@pytest.mark.parametrize("text", ["[]", '["Called", {}]', '["Nothing", {}]', "3", '["Begun"]'])
+def test_what_is_no_entry_or_report_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        entry_of(text)
+    with pytest.raises(ValueError, match="report"):
+        Report.read(text)
