@@ -64,7 +64,7 @@ class DQSGD(Controller):
         >>> _, state = controller.decide(Observation(-1), controller.init())
         >>> _, state = controller.decide(Observation(0, gradient_scale=0.4), state)
         >>> controller.decide(Observation(1, gradient_scale=0.1), state)[0].level
-        3
+        4
 
     Reference:
         Yan et al., "DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed
