@@ -34,7 +34,7 @@ def check_order(controller: Controller, low: float, first: float, high: float) -
 class DQSGD(Controller):
     """Set a quantiser's bits by the gradient's norm: the fewest for a bounded sum of errors.
 
-    Of the epoch t, the number of levels of a magnitude is
+    In epoch t a magnitude has as many levels as
     ``s_t = s_0·α^(−t/2)·‖g_t‖/‖g_0‖``, with ``s = 2^(bits−1) − 1``, rounded up to whole bits.
     So bits fall with the gradient's norm and rise with time.
 
@@ -64,7 +64,7 @@ class DQSGD(Controller):
         >>> _, state = controller.decide(Observation(-1), controller.init())
         >>> _, state = controller.decide(Observation(0, gradient_scale=0.4), state)
         >>> controller.decide(Observation(1, gradient_scale=0.1), state)[0].level
-        3
+        4
 
     Reference:
         Yan et al., "DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed
