@@ -233,7 +233,7 @@ class JointSelection(SparseCodec):
     @functools.cached_property
     def _bounds(self) -> Callable[[torch.device], Tensor]:
         spans = [(part.start, part.stop) for part in self.parts]
-        return functools.cache(lambda device: torch.tensor(spans, device=device))
+        return functools.cache(lambda device: torch.tensor(spans, dtype=torch.int64, device=device))
 
     def elements(self, numel: int) -> int:
         return sum(part.numel for part in self.parts)

@@ -1,5 +1,7 @@
 """Kernels over pieces of parameters match torch's operations, parameter by parameter."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from lightning_gc.core.segments import PIECE, Segments
 from lightning_gc.kernels.dispatch import fused
 from lightning_gc.kernels.segments import Idle, clean, peaks, silence
-from tests.support.kernel_device import DEVICE, here, marks, same, some, tensors
+from tests.support.kernel_device import DEVICE, INTERPRETED, here, marks, same, some, tensors
 
 pytestmark = marks
 LAYOUTS = [
@@ -70,3 +72,38 @@ def test_silence_and_clean(numel: int) -> None:
         flat = here(x)
         clean(flat)
         assert same(flat, x.nan_to_num(0.0, 0.0, 0.0)), name
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="reads no memory, which only the interpreter can")
+@pytest.mark.parametrize("kernel", ["average_pieces", "put_pieces"])
+def test_messages_may_lie_gigabytes_apart(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places of a third worker's elements and flag do not fit into 32 bits."""
+    from triton.runtime import interpreter
+
+    from lightning_gc.kernels.gpu import casts, segments
+
+    read = set[int]()
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def recorded(builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        read.update(pointers.data[mask.data].tolist())
+        near = min(abs(int(p) - base) for p in pointers.data.flat for base in bases) < 1 << 20
+        if not near:
+            mask = interpreter.TensorHandle(mask.data & False, mask.dtype)
+        return load(builder, pointers, mask, other, *rest)
+
+    flat, apart = torch.zeros(16), 1 << 30
+    flags, halves = torch.zeros(1), torch.zeros(16, dtype=torch.int16)
+    table = torch.tensor([[0], [0], [16], [0]], dtype=torch.int32)
+    starts = torch.zeros(1, dtype=torch.int64)
+    bases = [t.data_ptr() for t in (flat, flags, halves, table, starts)]
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", recorded)
+    out, rest = torch.zeros(16), (flags, apart, 3, starts, table, 1)
+    if kernel == "average_pieces":
+        given = halves, apart, 3, 1 / 3, out, *rest
+        casts.average_pieces[(1,)](*given, BFLOAT=True, ROW=16)
+    else:
+        given = flat, apart, 3, 1 / 3, out, *rest
+        segments.put_pieces[(1,)](*given, BLOCK=16)
+    assert given[0].data_ptr() + 2 * apart * given[0].element_size() in read
+    assert flags.data_ptr() + 2 * apart * 4 in read
