@@ -25,6 +25,7 @@ from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.sharded.shard_validation import (
     check_bucket_cap,
     check_legs,
+    check_verify,
     group_of_all,
     refuse_curves,
     refuse_errors,
@@ -80,10 +81,10 @@ def attach(
         timeout: of the exchange's collectives. Default: the process group's timeout, which is the
             only one of a model in shards without replicas.
         verify: what workers compare, as for ``CompressedDDPStrategy``; of a model in shards,
-            replicas compare their shards. An error of a step is raised by ``check``, the next
-            forward pass, or ``close``.
-        bucket_cap_mb: of a model in shards: megabytes of a rank's shards from which on a bucket is
-            full, as for ``CompressedHSDPStrategy``. DDP has its own.
+            replicas compare their shards, and without replicas only ``"payload"`` is possible. An
+            error of a step is raised by ``check``, the next forward pass, or ``close``.
+        bucket_cap_mb: of a model in shards with replicas: megabytes of a rank's shards from which
+            on a bucket is full, as for ``CompressedHSDPStrategy``. DDP has its own.
         min_numel: as for ``CompressedDDPStrategy``.
         weights: without replicas only, like the next two, which are as for
             ``CompressedFSDPStrategy``: compressor of FSDP2's all-gathers. ``Identity()`` as the
@@ -122,16 +123,11 @@ def attach(
     model = cast(nn.Module, module)
     fsdp = isinstance(module, FSDPModule) and not any(u.replicates for u in units_of(model))
     if fsdp:
-        refuse_settings("attach(...) of a model in shards", "FSDP")
         check_legs("attach", compressor, weights, hops, workers_per_node)
-        if scheme is not None or timeout is not None:
-            raise ValueError(
-                f"attach(..., scheme={scheme!r}, timeout={timeout!r}): a model in shards without "
-                f"replicas has FSDP2's reduce-scatters and process group. Leave both out; give "
-                f"init_process_group(timeout=...), and hops=2 for nodes."
-            )
-        near = workers_per_node or (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if hops == 2 else 1)
-        scheme = ReduceScatter(near)
+        _refuse_replica_arguments(scheme=scheme, timeout=timeout, bucket_cap_mb=bucket_cap_mb)
+        check_verify("attach", verify)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        scheme = ReduceScatter(workers_per_node or (local if hops == 2 else 1))
     else:
         _refuse_fsdp_arguments(weights, hops, workers_per_node)
     configuration = configure("attach", compressor, memory, scheme, seed, min_numel)
@@ -206,6 +202,18 @@ def _refuse_other_modules(module: object) -> None:
         f"attach({given}(...)): give a DistributedDataParallel module, or one that fully_shard was "
         f"called on; wrap the model first: attach(DistributedDataParallel(model), ...)."
     )
+
+
+def _refuse_replica_arguments(**given: object) -> None:
+    """Raise ValueError for an argument of other modules with FSDP2 without replicas, or torch."""
+    refuse_settings("attach(...) of a model in shards", "FSDP")
+    for name, value in given.items():
+        if value not in (None, 25):
+            raise ValueError(
+                f"attach(..., {name}={value!r}): a model in shards without replicas has FSDP2's "
+                f"reduce-scatters, units and process group. Leave it out; give "
+                f"init_process_group(timeout=...), or hops=2 for nodes."
+            )
 
 
 def _refuse_fsdp_arguments(weights: object, hops: int, workers_per_node: int | None) -> None:

@@ -22,6 +22,7 @@ from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
 from lightning_gc.sharded.shard_validation import (
     check_legs,
+    check_verify,
     refuse_curves,
     refuse_errors,
     refuse_settings,
@@ -150,12 +151,7 @@ class CompressedFSDP(ShardedStrategy):
         self.weights = weights
         self._gathers = None if weights is None else weights_of(_OWNER, weights, seed, min_numel)
         refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
-        if verify not in (0, "payload") or isinstance(verify, bool):
-            raise ValueError(
-                f"{_OWNER}(verify={verify!r}): each rank gets the mean of another shard, so no two "
-                f"ranks can compare. Give 'payload' to compare a checksum of every "
-                f"message, or 0."
-            )
+        check_verify(_OWNER, verify)
         self.verify = verify
         super().__init__(**model_parallel_kwargs)
 

@@ -338,6 +338,15 @@ def check_legs(
         )
 
 
+def check_verify(owner: str, verify: Any) -> None:
+    """Raise ValueError unless FSDP's ranks can compare that: 0 or ``"payload"``."""
+    if verify not in (0, "payload") or isinstance(verify, bool):
+        raise ValueError(
+            f"{owner}(verify={verify!r}): each rank gets the mean of another shard, so no two "
+            f"ranks can compare. Give 'payload' to compare a checksum of every message, or 0."
+        )
+
+
 def check_bucket_cap(owner: str, bucket_cap_mb: Any) -> None:
     """Raise ValueError unless it is a positive number of megabytes."""
     number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)

@@ -260,12 +260,13 @@ class UnitGather:
             group: of all ranks, or of fewer with ``reshard_after_forward=int``.
             async_op: not used: the call has ended when it returns, on CUDA in its stream's order.
         """
-        self._own, workers = dist.get_rank(group), dist.get_world_size(group)
+        own, workers = dist.get_rank(group), dist.get_world_size(group)
         rows = output_tensor.view(workers, -1)
-        flow = self._flow(rows)
-        if workers != self._leg.workers:
-            flow = _exact(rows, self._own)  # of decoded weights: the forward pass has cut them
-        self._leg.run(flow, rows, group)
+        if workers == self._leg.workers:
+            self._own = own
+            self._leg.run(self._flow(rows), rows, group)
+        else:  # decoded weights, which the forward pass has cut
+            self._leg.run(_exact(rows, own), rows, group)
 
     def _flow(self, rows: Tensor) -> Flow:
         """Replace all rows by what was decoded of them."""

@@ -155,6 +155,7 @@ def refused(rank: int, compressor: Any) -> dict[str, str]:
     turned = mesh_of(1, RANKS)
     net = with_units(both, both, both)
     cases: dict[str, Any] = {
+        "no bits to compare": lambda: attach(with_units(flat, flat, flat), QSGD(4), verify=1),
         "no replicas": lambda: attach(with_units(flat, flat, flat), compressor),
         "a timeout": lambda: attach(with_units(flat, flat, flat), QSGD(4), timeout=MINUTE),
         "weights of replicas": lambda: attach(net, compressor, weights=Int8()),
@@ -231,6 +232,7 @@ def test_a_controller_decides_the_same_on_all_ranks(found: Any) -> None:
 
 REFUSED = {
     "no replicas": "4 bytes for each parameter of the model",
+    "no bits to compare": "so no two ranks can compare",
     "a timeout": "init_process_group(timeout=...)",
     "weights of replicas": "was called on without replicas",
     "two meshes": "give fully_shard one mesh for all",

@@ -82,12 +82,14 @@ class Monitor(EitherLightning):
     | local steps | ``rounds`` | number of exchanges |
     | local steps | ``drift`` | ``‖θ − θ_i‖`` of worker 0 before the exchange |
     | local steps | ``outer_step`` | norm of the outer step's change of the common weights |
+    | FSDP with ``weights`` | ``weight_bytes`` | the part of ``wire_bytes`` for gathers of weights |
     | simulated workers | ``communication_seconds_estimated`` | by the ``NetworkModel`` |
     | simulated workers | ``compute_seconds``, ``compute_share`` | forward and backward passes |
 
     Local steps: bytes and ``ratio`` count all steps. An exchange is logged at the end of the first
     round that contains a logging step. FSDP over all ranks: ``dense_bytes`` count a reduce-scatter,
-    half of DDP's bytes, and every exchanged micro-batch counts as a step.
+    half of DDP's bytes, and every exchanged micro-batch counts as a step. With ``weights`` both
+    ``wire_bytes`` and ``dense_bytes`` count all-gathers too, also those of a validation.
 
     TensorBoard gets three pages, each without touching what the user writes there:
 
