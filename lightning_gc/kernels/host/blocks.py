@@ -97,7 +97,7 @@ def _code_bins(x, bits, codes, means, unit, lanes):
         largest = max(largest, size if sound else np.int32(0))
         members += sound
     scales = np.empty(2, np.int32)
-    exponent = int(min(max(254 - (largest >> 23), 1), 253))
+    exponent = min(max(254 - int(largest >> 23), 1), 253)
     scales[0], scales[1] = exponent << 23, (254 - exponent) << 23
     down, up = scales.view(np.float32)
     for i in range(x.size):
