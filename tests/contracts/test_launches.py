@@ -22,7 +22,6 @@ LIMITS: dict[Compressor, tuple[int, float, int]] = {
     gc.ChunkedTopK(): (9, 28.6, 0),
     gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)): (12, 28.6, 0),
     gc.Int8(): (6, 28.6, 0),
-    gc.Float8(): (6, 28.6, 0),
 }
 """Method -> operations of a bucket, bytes per element, waits of the host; W = 2."""
 

@@ -45,7 +45,6 @@ METHODS: list[Compressor] = [
 BY_DAY = [
     *(gc.Cast(), gc.QSGD(4), gc.Uniform(9, block_size=64)),
     *(gc.TopK(0.05, "bfloat16"), gc.HardThreshold(1.0), gc.EFSignSGD(), gc.RandomK(0.1)),
-    gc.Quantised(gc.ChunkedTopK(0.1, 256), gc.BinMeans(2, 16)),
 ]
 methods = pytest.mark.parametrize("compressor", some(METHODS, BY_DAY), ids=repr)
 
