@@ -25,7 +25,6 @@ LIMITS: dict[tuple[Compressor, int], tuple[int, float, int]] = {
     (gc.ChunkedTopK(), 2): (9, 28.6, 0),
     (gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)), 2): (12, 28.6, 0),
     (gc.Int8(), 2): (6, 28.6, 0),
-    (gc.Float8(), 2): (6, 28.6, 0),
 }
 """Method and W -> operations of a bucket, bytes per element, waits of the host."""
 each = pytest.mark.parametrize(("compressor", "workers"), LIMITS, ids=repr)
